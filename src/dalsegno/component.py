@@ -1,0 +1,113 @@
+"""Component: one named thing whose state a checkpoint holds.
+
+Whatever has ``state_dict`` and ``load_state_dict`` (torch's ``Stateful`` protocol) can be one. How its state travels
+is read from the object itself, by attributes that it may have or lack:
+
+==================  ==========================================================================================
+``state_scope``     ``"replicated"`` (default): the same on all ranks, rank 0's is saved and given to every rank.
+                    ``"per_rank"``: each rank saves and gets its own.
+``state_version``   int, default 1: the version that ``state_dict`` writes.
+``migrate``         ``migrate(state, from_version) -> state``: upgrades an older state before it is loaded.
+``reshard``         ``reshard(states, world_size) -> states``: per-rank states, one for each old rank, onto another
+                    number of ranks. Without it, a per-rank state cannot follow a change of world size.
+``aliases``         keys under which the same thing was saved in former times.
+``ranks``           ``"zero"``: acts on rank 0 only, so that its state is not compared between ranks.
+==================  ==========================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, cast, runtime_checkable
+
+from .errors import ConfigurationError, StateMismatch
+
+State = Any
+"""A tree of what the codec takes: dict, list, tuple, str, bytes, bool, int, float, None, arrays, tensors."""
+
+Scope = Literal["replicated", "per_rank"]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything whose state can be taken and given back (the same shape as torch's protocol)."""
+
+    def state_dict(self) -> State: ...
+
+    def load_state_dict(self, state: State) -> object: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """``target``'s state under ``key``. Keys of callbacks begin with ``callbacks.``."""
+
+    key: str
+    target: Stateful
+
+    def __post_init__(self) -> None:
+        if self.scope not in ("replicated", "per_rank"):
+            raise ConfigurationError(
+                f"{self.key}: state_scope is {self.scope!r}; allowed are 'replicated' and 'per_rank'"
+            )
+
+    @property
+    def class_name(self) -> str:
+        return f"{type(self.target).__module__}.{type(self.target).__qualname__}"
+
+    @property
+    def scope(self) -> Scope:
+        return cast(Scope, getattr(self.target, "state_scope", "replicated"))
+
+    @property
+    def version(self) -> int:
+        return int(getattr(self.target, "state_version", 1))
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Every key under which a saved state may be found, the present one first."""
+        prefix, dot, _ = self.key.rpartition(".")
+        return (self.key, *(f"{prefix}{dot}{alias}" for alias in getattr(self.target, "aliases", ())))
+
+    @property
+    def compared(self) -> bool:
+        """Whether the state must be the same on all ranks, so that a difference is worth a warning."""
+        return self.scope == "replicated" and getattr(self.target, "ranks", "all") != "zero"
+
+    def capture(self) -> State:
+        return self.target.state_dict()
+
+    def restore(self, state: State, version: int) -> None:
+        """Load ``state``, which version ``version`` of this component has written.
+
+        Raises:
+            StateMismatch: if that version is a newer one, or an older one that nothing upgrades.
+        """
+        if version > self.version:
+            raise StateMismatch(
+                f"{self.key}: the saved state has version {version}, {self.class_name} knows up to {self.version}; "
+                "resume with the code that wrote it, or newer"
+            )
+        if version < self.version:
+            migrate = getattr(self.target, "migrate", None)
+            if migrate is None:
+                raise StateMismatch(
+                    f"{self.key}: the saved state has version {version}, {self.class_name} writes {self.version}; "
+                    "give the class a method migrate(state, from_version) that upgrades it"
+                )
+            state = migrate(state, version)
+        self.target.load_state_dict(state)
+
+    def reshard(self, states: Sequence[State], world_size: int) -> list[State]:
+        """One state for each of ``world_size`` ranks, made from the states of another number of ranks.
+
+        Raises:
+            StateMismatch: if the target has no ``reshard``.
+        """
+        reshard = getattr(self.target, "reshard", None)
+        if reshard is None:
+            raise StateMismatch(
+                f"{self.key}: its state is per rank and was saved by {len(states)} ranks, now there are {world_size}; "
+                f"give {self.class_name} a classmethod reshard(states, world_size), or resume with {len(states)}"
+            )
+        return list(reshard(states, world_size))

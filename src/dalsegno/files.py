@@ -1,0 +1,168 @@
+"""Files that are whole or absent, and a lock that dies with its process.
+
+Every change that dalsegno makes to its files goes through this module, so that a test can watch, or cut short, the
+exact sequence of operations: see :data:`watcher`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from .errors import Locked
+
+Buffer = bytes | bytearray | memoryview
+Watcher = Callable[[str, Path], None]
+
+watcher: Watcher | None = None
+"""Called with (operation, path) before each write, fsync, truncate, rename, mkdir and unlink. For tests."""
+
+
+def announce(operation: str, path: Path) -> None:
+    """Tell the watcher, if there is one, what is about to happen to ``path``."""
+    if watcher is not None:
+        watcher(operation, path)
+
+
+def write_all(descriptor: int, data: Buffer, path: Path) -> None:
+    """Write every byte of ``data`` at the descriptor's position; ``path`` is for messages only."""
+    announce("write", path)
+    view = memoryview(data).cast("B")
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def fsync(descriptor: int, path: Path) -> None:
+    """Force a file's bytes to the disk."""
+    announce("fsync", path)
+    os.fsync(descriptor)
+
+
+def fsync_directory(path: Path) -> None:
+    """Force a directory's entries (names, renames) to the disk."""
+    announce("fsync", path)
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_directory(path: Path) -> None:
+    """Create ``path`` and its parents; nothing happens where it exists."""
+    if not path.is_dir():
+        announce("mkdir", path)
+        path.mkdir(parents=True, exist_ok=True)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Rename, then force the new name to the disk. An existing file of that name is replaced."""
+    announce("rename", target)
+    os.replace(source, target)
+    fsync_directory(target.parent)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a whole directory; nothing happens where there is none."""
+    if path.is_dir() and not path.is_symlink():
+        announce("unlink", path)
+        shutil.rmtree(path)
+    elif path.exists() or path.is_symlink():
+        announce("unlink", path)
+        path.unlink()
+
+
+def write_durably(path: Path, data: Buffer) -> None:
+    """Create ``path`` with ``data`` and force both to the disk. For files in a directory that is not yet published."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        write_all(descriptor, data, path)
+        fsync(descriptor, path)
+    finally:
+        os.close(descriptor)
+
+
+def replace_durably(path: Path, data: Buffer) -> None:
+    """Replace ``path`` by ``data``: after a crash at any moment it holds the old bytes or the new ones."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write_durably(temporary, data)
+        rename(temporary, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()
+
+
+def numbered(directory: Path, name: str) -> Path:
+    """The first free ``directory/name.0001``, ``.0002`` …: a place for something that is moved aside."""
+    number = 1
+    while (path := directory / f"{name}.{number:04d}").exists():
+        number += 1
+    return path
+
+
+class DirectoryLock:
+    """One live process at a time in a directory.
+
+    A POSIX record lock: the kernel drops it when its process dies, however that happens, and data loader workers
+    forked from that process do not inherit it (``flock`` would stay locked until the last of them is gone).
+
+    Raises:
+        Locked: on :meth:`acquire`, if another process, or this one, holds it.
+    """
+
+    _held_here: set[Path] = set()  # record locks never conflict within one process: this does
+
+    def __init__(self, directory: Path) -> None:
+        self._path = (directory / ".lock").resolve()
+        self._descriptor: int | None = None
+
+    def acquire(self) -> None:
+        if self._path in self._held_here:
+            raise Locked(f"{self._path.parent}: already in use by another run in this process ({os.getpid()})")
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = _read_holder(descriptor)
+            os.close(descriptor)
+            raise Locked(
+                f"{self._path.parent}: in use by {holder}; wait for it, stop it, or use another output_dir"
+            ) from error
+        me = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(me).encode(), 0)
+        self._descriptor = descriptor
+        self._held_here.add(self._path)
+
+    def release(self) -> None:
+        if self._descriptor is not None:
+            self._held_here.discard(self._path)
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __enter__(self) -> DirectoryLock:
+        self.acquire()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def _read_holder(descriptor: int) -> str:
+    try:
+        holder = json.loads(os.pread(descriptor, 4096, 0))
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["since"]))
+        return f"process {holder['pid']} on {holder['host']} since {since}"
+    except (ValueError, KeyError, TypeError):
+        return "another process"

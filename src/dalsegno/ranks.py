@@ -1,0 +1,90 @@
+"""What the ranks of one job tell each other. Alone, each function is the identity and costs nothing.
+
+Everything here is a collective: all ranks must call it, in the same order. So none of it may be called in a signal
+handler, on one rank only, or on the way out of an exception: the other ranks may be gone, and it would wait for ever.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+def initialized() -> bool:
+    """Whether this process belongs to a group of more than one rank."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def rank() -> int:
+    """This process's number among all ranks, from 0."""
+    return dist.get_rank() if initialized() else 0
+
+
+def world_size() -> int:
+    """How many ranks train together."""
+    return dist.get_world_size() if initialized() else 1
+
+
+def local_rank() -> int:
+    """This process's number among the ranks of its host, as torchrun sets it."""
+    return int(os.environ.get("LOCAL_RANK", rank()))
+
+
+def barrier() -> None:
+    """Wait until every rank has come here."""
+    if initialized():
+        dist.barrier()
+
+
+def communication_device() -> torch.device:
+    """Where a tensor must lie for a collective of the default group: the GPU for NCCL, else the CPU."""
+    if initialized() and "nccl" in dist.get_backend():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def agree_max(values: Sequence[int]) -> list[int]:
+    """Element-wise maximum over all ranks: with flags, any rank's wish counts. One small reduction."""
+    if not initialized():
+        return list(values)
+    tensor = torch.tensor(list(values), dtype=torch.int64, device=communication_device())
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return [int(value) for value in tensor.tolist()]
+
+
+def agree(flag: bool) -> bool:
+    """True on every rank if it is true on any."""
+    return bool(agree_max([flag])[0])
+
+
+def sum_floats(values: Sequence[float]) -> list[float]:
+    """Element-wise sum over all ranks, in float64."""
+    if not initialized():
+        return list(values)
+    tensor = torch.tensor(list(values), dtype=torch.float64, device=communication_device())
+    dist.all_reduce(tensor)
+    return [float(value) for value in tensor.tolist()]
+
+
+def gather(value: T) -> list[T]:
+    """Every rank's ``value``, in rank order, on every rank. Between live ranks only: the objects are pickled."""
+    if not initialized():
+        return [value]
+    gathered: list[Any] = [None] * world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def broadcast(value: T) -> T:
+    """Rank 0's ``value`` on every rank."""
+    if not initialized():
+        return value
+    box: list[Any] = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]  # type: ignore[no-any-return]
