@@ -40,6 +40,12 @@ def write_all(descriptor: int, data: Buffer, path: Path) -> None:
         view = view[os.write(descriptor, view) :]
 
 
+def truncate(descriptor: int, length: int, path: Path) -> None:
+    """Cut a file to ``length`` bytes."""
+    announce("truncate", path)
+    os.ftruncate(descriptor, length)
+
+
 def fsync(descriptor: int, path: Path) -> None:
     """Force a file's bytes to the disk."""
     announce("fsync", path)

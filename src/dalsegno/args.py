@@ -1,0 +1,188 @@
+"""TrainingArguments: every setting of a run in one place, under Hugging Face's names where it has one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from .errors import ConfigurationError, UnknownName
+from .schedule import Every
+
+Strategy = Literal["no", "steps", "epoch"]
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "parallel": ("auto", "none", "ddp", "fsdp"),
+    "lr_scheduler_type": ("linear", "cosine", "constant"),
+    "logging_strategy": ("no", "steps", "epoch"),
+    "eval_strategy": ("no", "steps", "epoch"),
+    "save_strategy": ("no", "steps", "epoch"),
+}
+_AT_LEAST: dict[str, float] = {
+    "per_device_train_batch_size": 1,
+    "per_device_eval_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "learning_rate": 0,
+    "weight_decay": 0,
+    "warmup_steps": 0,
+    "max_grad_norm": 0,
+    "max_steps": -1,
+    "num_train_epochs": 0,
+    "logging_steps": 0,
+    "eval_steps": 0,
+    "save_steps": 0,
+    "dataloader_num_workers": 0,
+}
+
+
+@dataclass
+class TrainingArguments:
+    """The settings of one run. A run *is* its ``output_dir``.
+
+    Raises:
+        UnknownName: for an argument that does not exist; the message names the nearest one that does.
+        ConfigurationError: for a value that cannot work; the message says which are allowed.
+    """
+
+    output_dir: str | Path
+    """Where checkpoints, logs and ``run.json`` live. The same folder again means: go on with that run."""
+
+    max_steps: int = -1
+    """Optimizer steps in all, over every leg. It wins over ``num_train_epochs``; -1: that one counts."""
+    num_train_epochs: float = 3.0
+    """Passes over the data, where ``max_steps`` is -1."""
+    per_device_train_batch_size: int = 8
+    """Samples in a micro-batch, on each rank."""
+    per_device_eval_batch_size: int = 8
+    """Samples in an evaluation batch, on each rank."""
+    gradient_accumulation_steps: int = 1
+    """Micro-batches in a step. What is left at an epoch's end is a (smaller) step of its own."""
+
+    learning_rate: float = 5e-5
+    """Of the default AdamW, at its highest."""
+    weight_decay: float = 0.0
+    """Of the default AdamW."""
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    lr_scheduler_type: str = "linear"
+    """After the warm-up: ``linear`` or ``cosine`` down to zero at ``max_steps``, or ``constant``."""
+    warmup_steps: int = 0
+    """Steps in which the learning rate rises linearly from zero."""
+    max_grad_norm: float = 1.0
+    """Gradients are clipped to this total L2 norm; 0: not at all."""
+
+    bf16: bool = False
+    """Forward under bfloat16 autocast."""
+    fp16: bool = False
+    """Forward under float16 autocast, with a gradient scaler."""
+    torch_compile: bool = False
+    """Compile the model (in place, so that no name changes)."""
+    torch_compile_backend: str = "inductor"
+    parallel: str = "auto"
+    """How the model is spread over the ranks: ``none``, ``ddp``, ``fsdp`` (``fully_shard``), or ``auto``: none when
+    alone, DDP under torchrun."""
+    use_cpu: bool = False
+    """Train on the CPU even where there is a GPU."""
+
+    logging_strategy: Strategy = "steps"
+    logging_steps: int = 10
+    """Steps between two records; 0: never."""
+    logging_first_step: bool = False
+    """Log the very first step too."""
+    eval_strategy: Strategy = "steps"
+    eval_steps: int = 500
+    """Steps between two evaluations; 0: never."""
+    save_strategy: Strategy = "steps"
+    save_steps: int = 500
+    """Steps between two checkpoints; 0: never, not even at the end."""
+    save_total_limit: int | None = None
+    """How many checkpoints to keep: the newest ones, and the best one beside them. None: all."""
+
+    load_best_model_at_end: bool = False
+    """Save at each new best metric, and end with that model's weights."""
+    metric_for_best_model: str | None = None
+    """A name among the evaluation's metrics, with or without ``eval_``. None: the evaluation loss."""
+    greater_is_better: bool | None = None
+    """None: yes, unless the metric's name ends in ``loss``."""
+
+    seed: int = 42
+    """Of every generator, and (unless ``data_seed`` is given) of the shuffling."""
+    data_seed: int | None = None
+    dataloader_num_workers: int = 0
+    dataloader_drop_last: bool = False
+    """Leave out what does not fill a micro-batch on all ranks."""
+    dataloader_pin_memory: bool = True
+    """Only where there is a GPU."""
+    dataloader_prefetch_factor: int | None = None
+    dataloader_persistent_workers: bool = False
+
+    disable_tqdm: bool | None = None
+    """True: no progress bars, lines instead. None: bars on a terminal and in a notebook."""
+    run_name: str | None = None
+
+    def __new__(cls, *args: Any, **named: Any) -> TrainingArguments:
+        known = [field.name for field in fields(cls)]
+        for name in named:
+            if name not in known:
+                raise UnknownName(f"argument of {cls.__name__}", name, known)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        self.output_dir = Path(self.output_dir)
+        for name, allowed in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ConfigurationError(f"{name}={value!r}; allowed are {', '.join(map(repr, allowed))}")
+        for name, least in _AT_LEAST.items():
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not least <= value < math.inf:
+                raise ConfigurationError(f"{name}={value!r}; needs a number of at least {least:g}")
+        if self.bf16 and self.fp16:
+            raise ConfigurationError("bf16=True and fp16=True; choose one of them")
+        if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs == 0):
+            raise ConfigurationError("max_steps=0 or num_train_epochs=0 trains nothing; max_steps=-1 means: by epochs")
+        if self.save_total_limit is not None and self.save_total_limit < 1:
+            raise ConfigurationError(f"save_total_limit={self.save_total_limit!r}; needs at least 1, or None for all")
+        if self.load_best_model_at_end and not (self.evaluation and self.saving):
+            raise ConfigurationError(
+                "load_best_model_at_end=True needs evaluations and checkpoints; see eval_steps, save_steps"
+            )
+
+    @property
+    def directory(self) -> Path:
+        """``output_dir`` as a path."""
+        return Path(self.output_dir)
+
+    @property
+    def logging(self) -> Every:
+        return _every(self.logging_strategy, self.logging_steps)
+
+    @property
+    def evaluation(self) -> Every:
+        return _every(self.eval_strategy, self.eval_steps)
+
+    @property
+    def saving(self) -> Every:
+        return _every(self.save_strategy, self.save_steps)
+
+    @property
+    def best_metric_name(self) -> str:
+        """The metric that decides which checkpoint is best, as it stands in the evaluation's metrics."""
+        name = self.metric_for_best_model or "loss"
+        return name if name.startswith("eval_") else f"eval_{name}"
+
+    @property
+    def best_is_greater(self) -> bool:
+        if self.greater_is_better is not None:
+            return self.greater_is_better
+        return not self.best_metric_name.endswith("loss")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as a dict that JSON can hold."""
+        return {**asdict(self), "output_dir": str(self.output_dir)}
+
+
+def _every(strategy: Strategy, steps: int) -> Every:
+    return {"no": Every(), "steps": Every(steps=steps), "epoch": Every(epochs=1)}[strategy]

@@ -1,0 +1,198 @@
+"""Callback: the base class of everything that listens to a run, and the callbacks that listen to every run.
+
+Override only what is needed: a handler that is not overridden is never called. A callback with ``state_dict`` and
+``load_state_dict`` is saved with each checkpoint and restored from it, without any registration::
+
+    class TokensPerDomain(ds.Callback):
+        state_scope = "per_rank"
+
+        def __init__(self):
+            self.tokens = {}
+
+        def on_microbatch_end(self, ctx):
+            domain = ctx.batch["domain"]
+            self.tokens[domain] = self.tokens.get(domain, 0) + ctx.batch["input_ids"].numel()
+
+        def state_dict(self):
+            return {"tokens": self.tokens}
+
+        def load_state_dict(self, state):
+            self.tokens = state["tokens"]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Literal, Self
+
+from . import events
+from .component import Component, Scope, Stateful
+from .errors import ConfigurationError, DuplicateKey, UnknownName
+from .events import Event
+from .state import TrainerControl
+
+Answer = TrainerControl | None
+"""A handler may return a TrainerControl, whose flags are then taken over."""
+
+HANDLERS = {event.handler: event for event in Event}
+
+
+class Callback:
+    """Listens to a run. Handlers run on the main thread, on all ranks, in the order of the callbacks."""
+
+    name: str | None = None
+    """The key under which state is saved; None: the class's name. Two callbacks of one class need it."""
+    aliases: tuple[str, ...] = ()
+    """Keys under which the state was saved in former times, such as the class's old name."""
+    state_scope: Scope = "replicated"
+    """``"replicated"``: rank 0's state is saved and given to every rank. ``"per_rank"``: each its own."""
+    state_version: int = 1
+    """Raise it when the state's form changes, and upgrade older ones in ``migrate(state, from_version)``."""
+    ranks: Literal["all", "zero"] = "all"
+    """``"zero"``: handlers run on rank 0 only. Such a callback must not call a collective."""
+
+    @property
+    def key(self) -> str:
+        """Where its state lies in a checkpoint. Order, arguments and the module of the class never change it."""
+        return self.name or type(self).__name__
+
+    def __enter__(self) -> Self:
+        """Inside ``with callback:`` it listens to every run that begins there."""
+        _hold_globally(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _drop_globally(self)
+
+    def on_init_end(self, ctx: events.Context) -> Answer: ...
+    def on_before_load(self, ctx: events.BeforeLoadContext) -> Answer: ...
+    def on_load(self, ctx: events.LoadContext) -> Answer: ...
+    def on_train_begin(self, ctx: events.TrainBeginContext) -> Answer: ...
+    def on_epoch_begin(self, ctx: events.EpochContext) -> Answer: ...
+    def on_step_begin(self, ctx: events.Context) -> Answer: ...
+    def on_microbatch_begin(self, ctx: events.MicrobatchBeginContext) -> Answer: ...
+    def on_before_forward(self, ctx: events.BeforeForwardContext) -> Answer: ...
+    def on_after_forward(self, ctx: events.AfterForwardContext) -> Answer: ...
+    def on_before_backward(self, ctx: events.BackwardContext) -> Answer: ...
+    def on_after_backward(self, ctx: events.BackwardContext) -> Answer: ...
+    def on_microbatch_end(self, ctx: events.MicrobatchEndContext) -> Answer: ...
+    def on_gradients_ready(self, ctx: events.Context) -> Answer: ...
+    def on_pre_optimizer_step(self, ctx: events.PreOptimizerStepContext) -> Answer: ...
+    def on_optimizer_step(self, ctx: events.Context) -> Answer: ...
+    def on_step_skipped(self, ctx: events.StepSkippedContext) -> Answer: ...
+    def on_before_zero_grad(self, ctx: events.Context) -> Answer: ...
+    def on_after_zero_grad(self, ctx: events.Context) -> Answer: ...
+    def on_before_scheduler_step(self, ctx: events.SchedulerContext) -> Answer: ...
+    def on_after_scheduler_step(self, ctx: events.SchedulerContext) -> Answer: ...
+    def on_step_end(self, ctx: events.StepEndContext) -> Answer: ...
+    def on_train_metrics(self, ctx: events.MetricsContext) -> Answer: ...
+    def on_log_step(self, ctx: events.LogContext) -> Answer: ...
+    def on_log(self, ctx: events.LogContext) -> Answer: ...
+    def on_evaluate_begin(self, ctx: events.EvaluateBeginContext) -> Answer: ...
+    def on_prediction_step(self, ctx: events.PredictionStepContext) -> Answer: ...
+    def on_evaluate(self, ctx: events.EvaluateContext) -> Answer: ...
+    def on_predict(self, ctx: events.MetricsContext) -> Answer: ...
+    def on_before_save(self, ctx: events.BeforeSaveContext) -> Answer: ...
+    def on_save(self, ctx: events.SaveContext) -> Answer: ...
+    def on_step_done(self, ctx: events.StepDoneContext) -> Answer: ...
+    def on_epoch_end(self, ctx: events.EpochContext) -> Answer: ...
+    def on_rollback(self, ctx: events.RollbackContext) -> Answer: ...
+    def on_exception(self, ctx: events.ExceptionContext) -> Answer: ...
+    def on_train_end(self, ctx: events.TrainEndContext) -> Answer: ...
+
+
+def handled_events(callback: Callback) -> list[Event]:
+    """The events that this callback has a handler of its own for.
+
+    Raises:
+        UnknownName: for a method ``on_…`` that is no event's handler, with the nearest event's name.
+    """
+    names = {name for name in dir(callback) if name.startswith("on_")} | set(vars(callback)) & set(HANDLERS)
+    for name in names:
+        if name not in HANDLERS and callable(getattr(callback, name)):
+            raise UnknownName(f"handler in {type(callback).__name__}:", name, HANDLERS)
+    return [event for event in Event if _overridden(callback, event.handler)]
+
+
+def _overridden(callback: Callback, handler: str) -> bool:
+    own = getattr(type(callback), handler) is not getattr(Callback, handler)
+    return own or handler in vars(callback)
+
+
+def check_callbacks(callbacks: Iterable[object]) -> list[Callback]:
+    """The callbacks, if each is one and no two would save under the same key.
+
+    Raises:
+        ConfigurationError: for something that is not a callback, with what was given.
+        DuplicateKey: if the same callback is given twice, or two have one key; the message says to set ``name``.
+        UnknownName: for a misspelt handler.
+    """
+    checked: dict[str, Callback] = {}
+    for callback in callbacks:
+        if isinstance(callback, type):
+            raise ConfigurationError(
+                f"callbacks: {callback.__name__} is a class; give an instance: {callback.__name__}(…)"
+            )
+        if not isinstance(callback, Callback):
+            raise ConfigurationError(f"callbacks: {callback!r} is not a dalsegno.Callback")
+        other = checked.get(callback.key)
+        if other is callback:
+            raise DuplicateKey(f"callbacks: {callback.key!r} is given twice")
+        if other is not None:
+            raise DuplicateKey(
+                f"callbacks: a {type(other).__name__} and a {type(callback).__name__} both have the key "
+                f"{callback.key!r}; set name= on one of them"
+            )
+        checked[callback.key] = callback
+        handled_events(callback)
+    return list(checked.values())
+
+
+def components_of(callbacks: Iterable[Callback]) -> list[Component]:
+    """The callbacks that have state, as components under ``callbacks.<key>``."""
+    return [
+        Component(f"callbacks.{callback.key}", callback) for callback in callbacks if isinstance(callback, Stateful)
+    ]
+
+
+_global: dict[int, tuple[Callback, int]] = {}  # id → the callback and how often it is held
+
+
+class GlobalHandle:
+    """Keeps a callback registered for every run; :meth:`remove` lets go. Removing twice is the same as once."""
+
+    def __init__(self, callback: Callback) -> None:
+        self._callback: Callback | None = callback
+        _hold_globally(callback)
+
+    def remove(self) -> None:
+        if self._callback is not None:
+            _drop_globally(self._callback)
+            self._callback = None
+
+
+def register_global_callback(callback: Callback) -> GlobalHandle:
+    """Let ``callback`` listen to every run that begins from now on, after the run's own callbacks."""
+    check_callbacks([callback])
+    return GlobalHandle(callback)
+
+
+def global_callbacks() -> list[Callback]:
+    """Those registered for every run, in order of registration."""
+    return [callback for callback, _ in _global.values()]
+
+
+def _hold_globally(callback: Callback) -> None:
+    _, count = _global.get(id(callback), (callback, 0))
+    _global[id(callback)] = (callback, count + 1)
+
+
+def _drop_globally(callback: Callback) -> None:
+    _, count = _global[id(callback)]
+    if count == 1:
+        del _global[id(callback)]
+    else:
+        _global[id(callback)] = (callback, count - 1)

@@ -1,0 +1,174 @@
+"""Where a run stands, and what its callbacks wish: TrainerState and TrainerControl, with Hugging Face's field names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from .errors import ConfigurationError
+
+_OF_THIS_LEG = {
+    "max_steps",
+    "num_train_epochs",
+    "is_local_process_zero",
+    "is_world_process_zero",
+    "will_log",
+    "will_evaluate",
+    "will_save",
+}
+
+
+@dataclass(slots=True)
+class TrainerState:
+    """Where the run stands. Saved with each checkpoint, except for what belongs to the leg."""
+
+    global_step: int = 0
+    """Finished optimizer steps."""
+    epoch: float = 0.0
+    """Passes over the data, with the fraction of the current one where its length is known."""
+    num_input_tokens_seen: int = 0
+    """Tokens trained on, on all ranks, as of the last record."""
+    samples_seen: int = 0
+    """Samples trained on, on all ranks."""
+    total_flos: float = 0.0
+    """Floating point operations so far, if a callback counts them."""
+    train_seconds: float = 0.0
+    """Time spent in training, over all legs (wall clock)."""
+    best_metric: float | None = None
+    best_global_step: int = 0
+    best_model_checkpoint: str | None = None
+    """Relative to ``output_dir``, so that a moved run still finds it."""
+
+    max_steps: int = -1
+    """-1 where neither ``max_steps`` nor the length of the data says it."""
+    num_train_epochs: float = 0.0
+    is_local_process_zero: bool = True
+    is_world_process_zero: bool = True
+    will_log: bool = False
+    """This step's end is going to log; known from on_step_begin on, like the next two."""
+    will_evaluate: bool = False
+    will_save: bool = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _OF_THIS_LEG}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+
+
+class TrainerControl:
+    """The callbacks' wishes. A handler sets a flag; the run acts on it at the step's end, on all ranks together.
+
+    ``should_training_stop`` saves a checkpoint first; ``should_abort_without_save`` does not.
+    """
+
+    __slots__ = (
+        "_aborting",
+        "_stopping",
+        "handler",
+        "should_epoch_stop",
+        "should_evaluate",
+        "should_log",
+        "should_save",
+        "stop_reason",
+        "stopped_by",
+    )
+
+    should_log: bool
+    should_evaluate: bool
+    should_save: bool
+    should_epoch_stop: bool
+    stop_reason: str | None
+    """Why training stops, in words, once somebody has asked for it."""
+    stopped_by: str | None
+    """The key of the callback that asked."""
+    handler: Callable[..., object] | None
+    """The handler that runs just now: that is how a bare flag knows who set it."""
+
+    def __init__(self) -> None:
+        self.handler = None
+        self.clear()
+
+    def clear(self) -> None:
+        """No wishes: what a leg begins with."""
+        self.should_log = self.should_evaluate = self.should_save = self.should_epoch_stop = False
+        self._stopping = self._aborting = False
+        self.stop_reason = self.stopped_by = None
+
+    @property
+    def should_training_stop(self) -> bool:
+        return self._stopping or self._aborting
+
+    @should_training_stop.setter
+    def should_training_stop(self, wish: bool) -> None:
+        self._stopping = wish
+        self._remember(wish, None)
+
+    @property
+    def should_abort_without_save(self) -> bool:
+        return self._aborting
+
+    @should_abort_without_save.setter
+    def should_abort_without_save(self, wish: bool) -> None:
+        self._aborting = wish
+        self._remember(wish, None)
+
+    def stop(self, reason: str, *, save: bool = True, by: str | None = None) -> None:
+        """Ask for the end of training, with a reason for people to read; ``save=False`` writes no checkpoint.
+
+        ``by`` says who asks; inside a handler it is known.
+        """
+        if save:
+            self._stopping = True
+        else:
+            self._aborting = True
+        self._remember(True, reason, by)
+
+    def _remember(self, wish: bool, reason: str | None, by: str | None = None) -> None:
+        if not wish:
+            if not self.should_training_stop:
+                self.stop_reason = self.stopped_by = None
+        elif self.stopped_by is None:
+            self.stop_reason = reason
+            self.stopped_by = by or _owner(self.handler)
+
+    def wishes(self) -> list[int]:
+        """The flags as numbers, in the order that :meth:`grant` takes: what ranks reduce to agree."""
+        return [
+            self.should_log,
+            self.should_evaluate,
+            self.should_save,
+            self.should_epoch_stop,
+            self._stopping,
+            self._aborting,
+        ]
+
+    def grant(self, wishes: list[int]) -> None:
+        """Take over the wishes of all ranks."""
+        flags = [bool(wish) for wish in wishes]
+        self.should_log, self.should_evaluate, self.should_save, self.should_epoch_stop = flags[:4]
+        self._stopping, self._aborting = flags[4:]
+
+    def adopt(self, returned: object) -> None:
+        """Take over the flags of a control that a handler returned.
+
+        Raises:
+            ConfigurationError: if it is something else.
+        """
+        if returned is self:
+            return
+        if not isinstance(returned, TrainerControl):
+            raise ConfigurationError(
+                f"a handler returned a {type(returned).__name__}; it may return None or a TrainerControl"
+            )
+        self.grant(returned.wishes())
+        self._remember(self.should_training_stop, returned.stop_reason, returned.stopped_by)
+
+
+def _owner(handler: Callable[..., object] | None) -> str:
+    if handler is None:
+        return "the program"
+    owner = getattr(handler, "__self__", handler)
+    return str(getattr(owner, "key", type(owner).__name__))
