@@ -72,7 +72,7 @@ def make_directory(path: Path) -> None:
 def rename(source: Path, target: Path) -> None:
     """Rename, then force the new name to the disk. An existing file of that name is replaced."""
     announce("rename", target)
-    os.replace(source, target)
+    source.replace(target)
     fsync_directory(target.parent)
 
 

@@ -1,0 +1,19 @@
+"""Logs: one record a line, cut back on resume to what the checkpoint knew. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from .legs import Leg, RunFile, RunRecord
+from .reader import ReadReport, read_records
+from .rewind import Position, RewindReport
+from .writer import RecordLog
+
+__all__ = [
+    "Leg",
+    "Position",
+    "ReadReport",
+    "RecordLog",
+    "RewindReport",
+    "RunFile",
+    "RunRecord",
+    "read_records",
+]

@@ -1,0 +1,157 @@
+"""run.json: which run an ``output_dir`` holds, and through which process lives it has gone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dalsegno import files
+from dalsegno.errors import StateMismatch
+
+from .values import from_json, to_json
+
+logger = logging.getLogger("dalsegno")
+
+FORMAT = 1
+
+
+@dataclass(kw_only=True, slots=True)
+class Leg:
+    """One process life of a run. Times are UTC seconds, steps are counts of finished optimizer steps."""
+
+    leg: int
+    """From 1."""
+    started: float
+    ended: float | None = None
+    """None while it lives, and for ever if it was killed."""
+    from_checkpoint: str | None
+    """The checkpoint it went on from, relative to ``output_dir``; None if it began at the beginning."""
+    world_size: int
+    host: str
+    pid: int
+    first_step: int
+    last_step: int
+    """Of the last checkpoint, or at the end if it came to one."""
+    reason: str | None = None
+    """Why it ended; ``died`` if it could not say; None while it lives."""
+    by: str | None = None
+    """Who asked it to end: a callback's key, a signal."""
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True, slots=True)
+class RunRecord:
+    """What ``run.json`` holds."""
+
+    run_id: str
+    created: float
+    legs: list[Leg] = field(default_factory=list)
+
+
+class RunFile:
+    """``run.json`` of one ``output_dir``: replaced whole at each change, so that it is valid at every moment.
+
+    Only one process may write it: rank 0 of the run that holds the directory's lock.
+    """
+
+    def __init__(self, output_dir: str | Path) -> None:
+        self.path = Path(output_dir) / "run.json"
+
+    def load(self) -> RunRecord | None:
+        """The run so far; None before its first leg.
+
+        Raises:
+            StateMismatch: if the file is damaged, or of a newer format.
+        """
+        try:
+            data = self.path.read_bytes()
+        except FileNotFoundError:
+            return None
+        return _parse(data, self.path)
+
+    def begin(self, from_checkpoint: str | None, world_size: int, first_step: int) -> RunRecord:
+        """Append a leg that starts now, after ``first_step`` steps. A former leg still open has died."""
+        run = self._load_or_renew()
+        for leg in run.legs:
+            leg.reason = leg.reason or "died"
+        run.legs.append(
+            Leg(
+                leg=len(run.legs) + 1,
+                started=time.time(),
+                from_checkpoint=from_checkpoint,
+                world_size=world_size,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                first_step=first_step,
+                last_step=first_step,
+            )
+        )
+        self._write(run)
+        return run
+
+    def progress(self, last_step: int) -> None:
+        """Note that a checkpoint of ``last_step`` is published, so that a leg that dies later has said so."""
+        run = self._current()
+        run.legs[-1].last_step = last_step
+        self._write(run)
+
+    def end(self, reason: str, by: str | None, last_step: int, metrics: Mapping[str, Any]) -> None:
+        """Close the present leg."""
+        run = self._current()
+        leg = run.legs[-1]
+        leg.ended, leg.reason, leg.by, leg.last_step, leg.metrics = (
+            time.time(),
+            reason,
+            by,
+            last_step,
+            dict(metrics),
+        )
+        self._write(run)
+
+    def _current(self) -> RunRecord:
+        run = self.load()
+        if run is None or not run.legs:
+            raise StateMismatch(f"{self.path}: no leg has begun; was it removed while the run lives?")
+        return run
+
+    def _load_or_renew(self) -> RunRecord:
+        """The run so far, or a new one; a file that cannot be read is moved aside first."""
+        try:
+            run = self.load()
+        except _Damaged as error:
+            aside = files.numbered(self.path.parent, self.path.name)
+            files.rename(self.path, aside)
+            logger.warning("%s; it is now %s, and the list of legs starts anew", error, aside.name)
+            run = None
+        return run or RunRecord(run_id=secrets.token_hex(8), created=time.time())
+
+    def _write(self, run: RunRecord) -> None:
+        data = {"format": FORMAT, **to_json(dataclasses.asdict(run))}
+        files.replace_durably(self.path, (json.dumps(data, indent=2, allow_nan=False) + "\n").encode())
+
+
+class _Damaged(StateMismatch):
+    """The file is not what any version has written, as opposed to one that a newer version wrote."""
+
+
+def _parse(data: bytes, path: Path) -> RunRecord:
+    try:
+        content = from_json(json.loads(data))
+        number = content.pop("format")
+        if isinstance(number, int) and number > FORMAT:
+            raise StateMismatch(f"{path}: format {number} is newer than {FORMAT}; use the dalsegno that wrote it")
+        legs = [Leg(**leg) for leg in content.pop("legs")]
+        return RunRecord(**content, legs=legs)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        if isinstance(error, StateMismatch):
+            raise
+        raise _Damaged(f"{path}: damaged ({error})") from error

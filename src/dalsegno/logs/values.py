@@ -1,0 +1,84 @@
+"""What a record may hold, and how it is spelled in JSON.
+
+JSON has no NaN and no infinity: such floats are written as the strings ``"NaN"``, ``"Infinity"`` and
+``"-Infinity"``, and read back as floats. A text of exactly that spelling cannot be told from the number, and
+is read as the number.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from dalsegno.errors import CannotSave
+
+Record = dict[str, Any]
+"""One line of a log: names to numbers, texts, booleans, None, and lists and dicts of these."""
+
+_SPELLED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def encode(record: Mapping[str, Any]) -> bytes:
+    """``record`` as one line of JSON, without the newline.
+
+    Raises:
+        CannotSave: if a value is nothing that JSON can hold; names the key.
+    """
+    return json.dumps(to_json(record), allow_nan=False).encode()
+
+
+def decode(line: bytes) -> Any:
+    """What :func:`encode` has written, non-finite floats included. Raises ValueError if it is not JSON."""
+    try:
+        value = json.loads(line.decode())
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    return from_json(value) if b"NaN" in line or b"Infinity" in line else value
+
+
+def to_json(value: Any, where: str = "") -> Any:
+    """``value`` as JSON values: scalars of NumPy and torch through ``item()``, non-finite floats spelled.
+
+    ``where`` is the path to ``value`` inside its record, for the error.
+    """
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else _spell(value)
+    if value is None or isinstance(value, (str, int)):
+        return value
+    if isinstance(value, Mapping):
+        inside = f"{where}." if where else ""
+        return {_key(key, where): to_json(item, f"{inside}{key}") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    scalar = value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else None
+    if isinstance(scalar, (float, int, str)):
+        return to_json(scalar, where)
+    shape = getattr(value, "shape", None)
+    what = f"{type(value).__name__} of shape {tuple(shape)}" if shape else type(value).__name__
+    raise CannotSave(f"record key {where!r}: JSON cannot hold a {what}; give a number, text, list or dict")
+
+
+def from_json(value: Any) -> Any:
+    """The value that :func:`to_json` was given, apart from types that JSON does not know."""
+    if isinstance(value, str):
+        return _SPELLED.get(value, value)
+    if isinstance(value, dict):
+        return {key: from_json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [from_json(item) for item in value]
+    return value
+
+
+def _spell(value: float) -> str:
+    if math.isnan(value):
+        return "NaN"
+    return "Infinity" if value > 0 else "-Infinity"
+
+
+def _key(key: object, where: str) -> str:
+    if isinstance(key, str):
+        return key
+    place = f"in {where!r}" if where else "of the record"
+    raise CannotSave(f"key {key!r} {place}: JSON keys are text, this is a {type(key).__name__}; use str(key)")

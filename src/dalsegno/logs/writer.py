@@ -1,0 +1,126 @@
+"""RecordLog: a file that one record after the other is appended to, and that a resume cuts back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from dalsegno import files
+from dalsegno.errors import ConfigurationError
+
+from .formats import format_of
+from .rewind import Position, RewindReport, rewind, tail_hash
+from .values import encode
+
+
+class RecordLog:
+    """An append-only log file with rewind.
+
+    ``path`` is relative to ``root``, the run's ``output_dir``, or absolute and inside it. Its suffix chooses
+    the shape: ``.jsonl`` is a JSON object a line, ``.json`` a JSON array that is valid after every append.
+
+    Raises:
+        ConfigurationError: for another suffix, or a path outside of ``root``.
+    """
+
+    def __init__(self, path: str | Path, root: str | Path) -> None:
+        self._root = Path(root).absolute()
+        if self._root not in (self._root / path).parents or ".." in Path(path).parts:
+            raise ConfigurationError(f"log path {str(path)!r}: must lie inside output_dir ({self._root})")
+        self._path = self._root / path
+        self._format = format_of(self._path)
+        self._configured = PurePosixPath(self._path.relative_to(self._root))
+        self._descriptor: int | None = None
+        self._offset = 0
+        self._records = 0
+        self._last_step: int | None = None
+
+    @property
+    def path(self) -> Path:
+        """The file that is written; not always the one asked for, see :meth:`open`."""
+        return self._path
+
+    @property
+    def records(self) -> int:
+        """How many records lie before the next one."""
+        return self._records
+
+    def open(self, saved: Any = None) -> RewindReport:
+        """Go on where ``saved``, a state of :meth:`state`, was taken; from the beginning without one.
+
+        What the file holds beyond that is moved into ``rewound/`` beside it, never deleted. If the file is
+        not the one that was saved, it stays untouched and the log goes on in ``<name>-2``, which later states
+        then name. Takes time in proportion to what is cut off, not to the file.
+
+        Raises:
+            StateMismatch: if ``saved`` is no such state, or that of another log.
+        """
+        self.close()
+        position = None if saved is None else Position.from_state(saved)
+        report = rewind(self._root, self._configured, position)
+        self._path = report.path
+        self._make_directory()
+        self._offset, self._records, self._last_step = report.offset, report.records, report.last_step
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._end_after_offset()
+        files.fsync_directory(self._path.parent)
+        return report
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write ``record`` behind the others: one ``write``, in the kernel's hands when this returns.
+
+        Raises:
+            CannotSave: if a value is nothing that JSON can hold; nothing is written then.
+        """
+        descriptor = self._opened()
+        line = self._format.append(encode(record), first=self._records == 0)
+        end = self._offset + len(line)
+        try:
+            os.lseek(descriptor, self._offset, os.SEEK_SET)
+            files.write_all(descriptor, line + self._format.foot, self._path)
+            self._offset, self._records = end, self._records + 1
+        except BaseException:
+            if self._offset != end:  # a full disk, or Ctrl-C between two writes: no half record stays
+                self._end_after_offset()
+            raise
+        step = record.get("global_step")
+        self._last_step = step if isinstance(step, int) else self._last_step
+
+    def state(self) -> dict[str, Any]:
+        """Force all records to the disk, then tell how far the log has come: what :meth:`open` takes."""
+        descriptor = self._opened()
+        files.fsync(descriptor, self._path)
+        tail = tail_hash(descriptor, self._offset)
+        path = self._path.relative_to(self._root).as_posix()
+        return Position(path, self._offset, self._records, self._last_step, tail).to_state()
+
+    def close(self) -> None:
+        """Close the file. Closing twice is nothing."""
+        if self._descriptor is not None:
+            descriptor, self._descriptor = self._descriptor, None
+            os.close(descriptor)
+
+    def _opened(self) -> int:
+        if self._descriptor is None:
+            raise ValueError(f"{self._path}: the log is closed; open() it first")
+        return self._descriptor
+
+    def _end_after_offset(self) -> None:
+        """Let the file end with the last record and the foot. Writes nothing where it does already."""
+        descriptor, head, foot = self._opened(), self._format.head, self._format.foot
+        if self._records == 0 and os.pread(descriptor, len(head), 0) != head:
+            files.write_all(descriptor, head, self._path)
+        if os.pread(descriptor, len(foot) + 1, self._offset) == foot:
+            return
+        files.truncate(descriptor, self._offset, self._path)
+        if foot:
+            os.lseek(descriptor, self._offset, os.SEEK_SET)
+            files.write_all(descriptor, foot, self._path)
+
+    def _make_directory(self) -> None:
+        directory = self._path.parent
+        if not directory.is_dir():
+            files.make_directory(directory)
+            files.fsync_directory(directory.parent)
