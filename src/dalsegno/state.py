@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
 from .errors import ConfigurationError
+
+Handler = Callable[[Any], "TrainerControl | None"]
+"""One callback's method for one event: takes the context, may return a control whose flags are then taken over."""
 
 _OF_THIS_LEG = {
     "max_steps",
@@ -67,7 +71,6 @@ class TrainerControl:
     __slots__ = (
         "_aborting",
         "_stopping",
-        "handler",
         "should_epoch_stop",
         "should_evaluate",
         "should_log",
@@ -84,11 +87,8 @@ class TrainerControl:
     """Why training stops, in words, once somebody has asked for it."""
     stopped_by: str | None
     """The key of the callback that asked."""
-    handler: Callable[..., object] | None
-    """The handler that runs just now: that is how a bare flag knows who set it."""
 
     def __init__(self) -> None:
-        self.handler = None
         self.clear()
 
     def clear(self) -> None:
@@ -132,7 +132,7 @@ class TrainerControl:
                 self.stop_reason = self.stopped_by = None
         elif self.stopped_by is None:
             self.stop_reason = reason
-            self.stopped_by = by or _owner(self.handler)
+            self.stopped_by = by or _who_asks()
 
     def wishes(self) -> list[int]:
         """The flags as numbers, in the order that :meth:`grant` takes: what ranks reduce to agree."""
@@ -167,8 +167,17 @@ class TrainerControl:
         self._remember(self.should_training_stop, returned.stop_reason, returned.stopped_by)
 
 
-def _owner(handler: Callable[..., object] | None) -> str:
-    if handler is None:
-        return "the program"
+def _who_asks() -> str:
+    """The callback whose handler runs just now, found on the stack: so firing an event need not keep track of it."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_qualname == "Channel.fire":
+            return owner_of(frame.f_locals["handler"])
+        frame = frame.f_back
+    return "the program"
+
+
+def owner_of(handler: Handler) -> str:
+    """The key of the callback that a handler belongs to, or the function's name."""
     owner = getattr(handler, "__self__", handler)
-    return str(getattr(owner, "key", type(owner).__name__))
+    return str(getattr(owner, "key", getattr(owner, "__name__", type(owner).__name__)))
