@@ -1,0 +1,21 @@
+"""Data that can be gone on with: sample order, datasets and loaders, and the place a run has reached in them.
+
+A run iterates a :class:`Feed` of :class:`Microbatch` es: :func:`train_feed` makes one of a dataset,
+:func:`loader_feed` of a loader. docs/data.md says which kinds of data resume exactly, and how.
+"""
+
+from .feed import Feed, Microbatch, sample_count
+from .sampler import ResumableSampler
+from .sources import EvalFeed, eval_feed, eval_loader_feed, loader_feed, train_feed
+
+__all__ = [
+    "EvalFeed",
+    "Feed",
+    "Microbatch",
+    "ResumableSampler",
+    "eval_feed",
+    "eval_loader_feed",
+    "loader_feed",
+    "sample_count",
+    "train_feed",
+]

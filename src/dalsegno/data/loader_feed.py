@@ -1,0 +1,165 @@
+"""A loader, read as it is, and its place in an epoch counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from dalsegno.component import Scope
+from dalsegno.errors import EmptyDataset, StateMismatch
+
+from .feed import Microbatch, expect_kind, sample_count
+from .seeds import LOADER, mix
+
+
+class EpochGenerator(torch.Generator):
+    """Lent to a loader that has none, so that creating an iterator draws nothing from the global generator."""
+
+
+class LoaderFeed:
+    """Micro-batches of any iterable of batches; see :class:`Feed`.
+
+    By itself it cannot save its place: :class:`StatefulFeed` and :class:`ReplayedFeed` do, each in its own way.
+
+    Args:
+        loader: batches, or :class:`Microbatch` objects with their true counts. Whatever it, its samplers and its
+            dataset have by the name ``set_epoch`` is called with each epoch that begins.
+        seed: for the seeds of worker processes, if the loader has no generator.
+        world_size: alone, a rank's samples are everybody's.
+        samples: in an epoch, over all ranks, if known.
+        one_stream: the ranks read one stream in step, so that the place of one is the place of all.
+
+    Raises:
+        EmptyDataset: if the loader has length 0; on iterating, if the first epoch turns out to hold nothing.
+    """
+
+    state_scope: Scope = "per_rank"  # only the loader knows how it splits its data between the ranks
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        *,
+        seed: int = 0,
+        world_size: int = 1,
+        samples: int | None = None,
+        one_stream: bool = False,
+    ) -> None:
+        self._loader = loader
+        self._seed, self._world_size = seed, world_size
+        self._samples_per_epoch = samples
+        self._one_stream = one_stream
+        if isinstance(loader, DataLoader) and loader.generator is None:
+            loader.generator = EpochGenerator()
+        if self._length() == 0:
+            raise EmptyDataset("the loader has length 0; look at its dataset, its batch size and drop_last")
+        self.epoch = 0
+        self._microbatches = 0  # consumed of this epoch, on this rank
+        self._samples = 0  # consumed of this epoch, over all ranks where that is known
+        self._exhausted = False
+        self._iterator: Iterator[Any] | None = None
+
+    @property
+    def position(self) -> float:
+        if self._samples_per_epoch:
+            return self.epoch + min(1.0, self._samples / self._samples_per_epoch)
+        length = self._length()
+        return self.epoch + min(1.0, self._microbatches / length) if length else float(self.epoch)
+
+    @property
+    def started(self) -> bool:
+        return self._microbatches > 0 or self._exhausted
+
+    def __iter__(self) -> Iterator[Microbatch]:
+        if self._exhausted:
+            return
+        if self._iterator is None:
+            self._iterator = self._open()
+        for item in self._iterator:
+            yield self._count(item)
+        self._exhausted, self._iterator = True, None
+        if self.epoch == 0 and self._microbatches == 0:
+            raise EmptyDataset("the data gave not a single batch; was it an iterator that something has used up?")
+
+    def _open(self) -> Iterator[Any]:
+        """An iterator over the rest of the epoch."""
+        self._announce_epoch()
+        return iter(self._loader)
+
+    def _announce_epoch(self) -> None:
+        loader, epoch = self._loader, self.epoch
+        for name in ("", "sampler", "batch_sampler", "dataset"):
+            part = getattr(loader, name, None) if name else loader
+            if callable(set_epoch := getattr(part, "set_epoch", None)):
+                set_epoch(epoch)
+        generator = getattr(loader, "generator", None)
+        if isinstance(generator, EpochGenerator):
+            generator.manual_seed(mix(LOADER, self._seed, epoch))
+
+    def _count(self, item: Any) -> Microbatch:
+        if isinstance(item, Microbatch):
+            microbatch = item
+        else:
+            samples = sample_count(item)
+            microbatch = Microbatch(item, samples, samples if self._world_size == 1 else None)
+        self._microbatches += 1
+        self._samples += microbatch.samples if microbatch.global_samples is None else microbatch.global_samples
+        return microbatch
+
+    def next_epoch(self) -> None:
+        self.epoch += 1
+        self.restart()
+
+    def restart(self) -> None:
+        self._microbatches = self._samples = 0
+        self._exhausted, self._iterator = False, None
+
+    def close(self) -> None:
+        self._iterator = None
+        if isinstance(self._loader, DataLoader):
+            self._loader._iterator = None  # where torch keeps persistent workers
+
+    def _length(self) -> int | None:
+        try:
+            return len(self._loader)  # type: ignore[arg-type]
+        except TypeError:  # no length, or none that is known
+            return None
+
+    def microbatches_per_epoch(self) -> int | None:
+        return self._length()
+
+    def samples_per_epoch(self) -> int | None:
+        return self._samples_per_epoch
+
+    def _place(self, kind: str) -> dict[str, Any]:
+        return {
+            "kind": kind,
+            "one_stream": self._one_stream,
+            "epoch": self.epoch,
+            "microbatches": self._microbatches,
+            "samples": self._samples,
+            "exhausted": self._exhausted,
+        }
+
+    def _go_to(self, state: dict[str, Any], kind: str) -> None:
+        expect_kind(state, kind)
+        self.epoch, self._exhausted = state["epoch"], state["exhausted"]
+        self._microbatches, self._samples = state["microbatches"], state["samples"]
+        self._iterator = None
+
+    @classmethod
+    def reshard(cls, states: Sequence[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
+        """The place for another number of ranks, where all ranks read one stream.
+
+        Raises:
+            StateMismatch: for a loader that splits its data by itself.
+        """
+        if not states[0]["one_stream"]:
+            raise StateMismatch(
+                f"the position in your loader was saved by {len(states)} ranks, now there are {world_size}, and "
+                f"only the loader knows how it splits its data; resume with {len(states)} ranks, or hand over the "
+                "dataset instead of a loader (a map dataset without a state_dict follows any number of ranks)"
+            )
+        return [states[0]] * world_size

@@ -1,0 +1,81 @@
+"""A map dataset, read from any point at once: the state is a place, and nothing has to be read again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from dalsegno.component import Scope
+
+from .feed import Microbatch, expect_kind
+from .sampler import ResumableSampler
+from .seeds import LOADER, mix
+
+
+class MapFeed:
+    """Micro-batches of a map dataset; see :class:`Feed`.
+
+    ``loader`` is torch's own, with ``sampler`` for its batches and a generator of its own, so that creating an
+    iterator draws nothing from the global one. The state is the place behind the last micro-batch that was handed
+    out, not the place up to which workers have read: world size, batch size and number of workers may change.
+    """
+
+    state_scope: Scope = "replicated"
+
+    # torch's DataLoader, since torchdata's StatefulDataLoader would keep, per micro-batch and worker, a second copy
+    # of a state that we do not need, and takes it back only with the same number of workers.
+    def __init__(self, loader: DataLoader[Any], sampler: ResumableSampler) -> None:
+        self._loader = loader
+        self._sampler = sampler
+        self.epoch = 0
+        self._cursor = 0
+
+    @property
+    def position(self) -> float:
+        return self.epoch + min(1.0, self._cursor / self._sampler.samples)
+
+    @property
+    def started(self) -> bool:
+        return self._cursor > 0
+
+    def __iter__(self) -> Iterator[Microbatch]:
+        generator = self._loader.generator
+        assert isinstance(generator, torch.Generator)
+        generator.manual_seed(mix(LOADER, self._sampler.seed, self.epoch))
+        self._sampler.seek(self.epoch, self._cursor)
+        share = self._sampler.share
+        for batch in self._loader:
+            samples, global_samples = share(self._cursor)
+            self._cursor += global_samples
+            yield Microbatch(batch, samples, global_samples)
+
+    def next_epoch(self) -> None:
+        self.epoch, self._cursor = self.epoch + 1, 0
+
+    def restart(self) -> None:
+        self._cursor = 0
+
+    def close(self) -> None:
+        self._loader._iterator = None  # where torch keeps persistent workers; others end with their iterator
+
+    def microbatches_per_epoch(self) -> int:
+        return len(self._sampler)
+
+    def samples_per_epoch(self) -> int:
+        return self._sampler.samples
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kind": "map", **self._sampler.state_dict(), "epoch": self.epoch, "cursor": self._cursor}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved place.
+
+        Raises:
+            StateMismatch: if it lies in another kind of data, or in a dataset of another length.
+        """
+        expect_kind(state, "map")
+        self._sampler.load_state_dict(state)
+        self.epoch, self._cursor = state["epoch"], state["cursor"]

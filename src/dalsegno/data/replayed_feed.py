@@ -1,0 +1,117 @@
+"""A loader that does not know its own place: on resume, the epoch is read again up to there."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from tqdm import tqdm
+
+from dalsegno import ranks
+from dalsegno.errors import StateMismatch
+
+from .generators import capture_generators, preserved_generators, restore_generators
+from .loader_feed import EpochGenerator, LoaderFeed
+
+log = logging.getLogger(__name__)
+
+
+class ReplayedFeed(LoaderFeed):
+    """Micro-batches of a loader without ``state_dict``.
+
+    Saved are the number of micro-batches and the random generators as they were when the epoch began. On resume these
+    are put in place, the loader is read up to there, and the generators are set back. That is exact for a plain
+    ``DataLoader(shuffle=True)``, and for whatever else decides its order when an iterator is made; where the order is
+    drawn on the way (a shuffle buffer in this process), only the dataset itself could do it: give it a ``state_dict``.
+    """
+
+    _at_epoch_begin: dict[str, Any] | None = None  # the generators, while an iterator is open
+    _saved: dict[str, Any] | None = None  # the generators of an epoch that is still to be opened, or of its eve
+
+    def _open(self) -> Iterator[Any]:
+        saved, self._saved = self._saved, None
+        if saved is not None and (own := self._own_generator()) is not None:
+            own.set_state(saved["own"])
+        if saved is None or self._microbatches == 0:
+            self._at_epoch_begin = self._generators()
+            return super()._open()
+        self._at_epoch_begin = saved
+        with preserved_generators():
+            restore_generators(saved)
+            iterator = super()._open()
+            self._read_again(iterator)
+        return iterator
+
+    def _read_again(self, iterator: Iterator[Any]) -> None:
+        """Read up to the place at which this feed stands: counted in samples where all ranks read one stream."""
+        goal, unit = (self._samples, "samples") if self._one_stream else (self._microbatches, "micro-batches")
+        log.warning(
+            "%s has no state_dict: reading %d micro-batches (%d samples) again to find its place",
+            type(getattr(self._loader, "dataset", self._loader)).__name__,
+            self._microbatches,
+            self._samples,
+        )
+        self._microbatches = self._samples = done = 0
+        began = time.monotonic()
+        quiet = True if ranks.rank() else None  # None: shown on a terminal only
+        with tqdm(total=goal, desc="reading again", unit=f" {unit}", disable=quiet) as bar:
+            for item in iterator:
+                self._count(item)
+                done = self._samples if self._one_stream else self._microbatches
+                bar.update(done - bar.n)
+                if done >= goal:
+                    break
+        if done != goal:
+            raise StateMismatch(
+                f"the saved position is {goal} {unit} into the epoch, and reading again stops at {done}; the data has "
+                "become shorter, or the batches (batch_size times ranks) do not divide the position"
+            )
+        log.warning("reading again took %.1f s; a state_dict in the dataset would save that", time.monotonic() - began)
+
+    def _generators(self) -> dict[str, Any]:
+        own = self._own_generator()
+        return {**capture_generators(), "own": None if own is None else own.get_state()}
+
+    def _own_generator(self) -> torch.Generator | None:
+        """The generator that the user has given to the loader or its sampler."""
+        for holder in (self._loader, getattr(self._loader, "sampler", None)):
+            generator = getattr(holder, "generator", None)
+            if isinstance(generator, torch.Generator) and not isinstance(generator, EpochGenerator):
+                return generator
+        return None
+
+    def _worker_layout(self) -> list[int]:
+        """What must not change where several workers take turns with the batches of one epoch."""
+        loader = self._loader
+        if isinstance(loader, DataLoader) and loader.num_workers and isinstance(loader.dataset, IterableDataset):
+            return [loader.num_workers, (loader.batch_size or 1) * self._world_size]
+        return []
+
+    def close(self) -> None:
+        state = self.state_dict()
+        super().close()
+        self.load_state_dict(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        generators = self._saved or (self._at_epoch_begin if self._iterator is not None else self._generators())
+        return {**self._place("replayed"), "workers": self._worker_layout(), "generators": generators}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved place.
+
+        Raises:
+            StateMismatch: if it lies in another kind of data, or the worker processes of an iterable dataset have
+                changed in number or batch size; on iterating, if the place is not there any more.
+        """
+        self._go_to(state, "replayed")
+        if list(state["workers"]) != self._worker_layout():
+            raise StateMismatch(
+                "the saved position is one in an iterable dataset read by [workers, global batch] "
+                f"{list(state['workers'])}, now it is {self._worker_layout()} (none: []): the order would differ; "
+                "resume with the same numbers, or give the dataset a state_dict"
+            )
+        self._saved = state["generators"]

@@ -1,0 +1,60 @@
+"""A map dataset as worker processes see it: samples that ask for a seed get one, and workers are seeded by place.
+
+Without this, what a worker's random generators give depends on how many batches that worker has made before, which
+no checkpoint can know: workers read ahead.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch.utils.data import Dataset, get_worker_info
+
+from .feed import Counted
+from .sampler import IndexBatch
+from .seeds import SAMPLE, WORKER, mix, reseed
+
+
+def takes_seed(dataset: Any) -> bool:
+    """Whether the dataset's ``__getitem__`` has a parameter named ``seed``."""
+    try:
+        return "seed" in inspect.signature(type(dataset).__getitem__).parameters
+    except (TypeError, ValueError):  # some builtins have no signature: they take no seed either
+        return False
+
+
+class Samples(Dataset[Any]):
+    """Fetches whole micro-batches by :class:`IndexBatch`.
+
+    A sample's seed is a pure function of (seed, epoch, index). In a worker process, Python's, NumPy's and torch's
+    generators are seeded once per micro-batch from (seed, epoch, its global position, rank).
+    """
+
+    def __init__(self, dataset: Any, rank: int) -> None:
+        self.dataset, self.rank = dataset, rank
+        self._takes_seed = takes_seed(dataset)
+
+    def __getitems__(self, indices: IndexBatch) -> list[Any]:
+        if get_worker_info() is not None:
+            reseed(mix(WORKER, indices.key, indices.cursor, self.rank))
+        if self._takes_seed:
+            return [self.dataset.__getitem__(i, seed=mix(SAMPLE, indices.key, i)) for i in indices]
+        if fetch_all := getattr(self.dataset, "__getitems__", None):
+            return list(fetch_all(indices))
+        return [self.dataset[index] for index in indices]
+
+
+class StatefulSamples(Samples):
+    """The same for a dataset with a state of its own, which then travels with the loader's; its samples are counted."""
+
+    def __getitems__(self, indices: IndexBatch) -> list[Any]:
+        values = super().__getitems__(indices)
+        everyone = [indices.global_samples] + [0] * (len(values) - 1)
+        return [Counted(value, int(indices.samples > 0), more) for value, more in zip(values, everyone, strict=True)]
+
+    def state_dict(self) -> Any:
+        return self.dataset.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.dataset.load_state_dict(state)

@@ -1,0 +1,207 @@
+"""From what a user hands over, a dataset or a loader, to the feed that fits it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from dalsegno.component import Stateful
+from dalsegno.errors import ConfigurationError
+
+from .feed import CountingCollate, Feed, Microbatch
+from .loader_feed import LoaderFeed
+from .map_feed import MapFeed
+from .replayed_feed import ReplayedFeed
+from .sampler import ResumableSampler
+from .samples import Samples, StatefulSamples, takes_seed
+from .stateful_feed import StatefulFeed
+from .stream import RankShard, StatefulRankShard
+
+Collate = Callable[[list[Any]], Any]
+StartMethod = Literal["fork", "forkserver", "spawn"]
+
+
+def train_feed(
+    source: Any,
+    *,
+    batch_size: int,
+    seed: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+    shuffle: bool = True,
+    drop_last: bool = False,
+    collate_fn: Collate | None = None,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+    prefetch_factor: int | None = None,
+    persistent_workers: bool = False,
+    multiprocessing_context: StartMethod | None = None,
+) -> Feed:
+    """The training data of one rank, read so that it can be gone on with from any micro-batch.
+
+    Args:
+        source: a map dataset (``__len__`` and ``__getitem__``), or an iterable one. An iterable one is not shuffled,
+            and split by taking every ``world_size``-th sample. ``__getitem__(self, index, seed=0)`` asks for a seed.
+        batch_size: samples per rank and micro-batch.
+        drop_last: leave out the incomplete micro-batch at an epoch's end; else it is shared, and padded if need be.
+        persistent_workers: for a map dataset; an iterable one gets new worker processes for each epoch, so that
+            their random numbers depend on the epoch alone.
+
+    Raises:
+        EmptyDataset: if there is not a single micro-batch in it.
+        ConfigurationError: if ``source`` is no dataset, or an argument is out of range.
+    """
+    workers = {
+        "num_workers": num_workers,
+        "pin_memory": pin_memory,
+        "prefetch_factor": prefetch_factor,
+        "multiprocessing_context": multiprocessing_context,
+    }
+    collate = collate_fn or default_collate
+    if _is_stream(source):
+        shard = StatefulRankShard if isinstance(source, Stateful) else RankShard
+        stream = shard(source, rank, world_size, batch_size, seed, drop_last)
+        loader = _stream_loader(stream, collate, drop_last, workers)
+        kind = StatefulFeed if isinstance(source, Stateful) else ReplayedFeed
+        return kind(loader, seed=seed, world_size=world_size, samples=_length(source), one_stream=True)
+
+    sampler = ResumableSampler(_map_length(source), batch_size, rank, world_size, seed, shuffle, drop_last)
+    workers["persistent_workers"] = persistent_workers
+    if isinstance(source, Stateful):
+        stateful = StatefulDataLoader(
+            StatefulSamples(source, rank), batch_sampler=sampler, collate_fn=CountingCollate(collate), **workers
+        )
+        return StatefulFeed(stateful, seed=seed, world_size=world_size, samples=sampler.samples)
+    return _map_feed(source, sampler, collate, workers)
+
+
+def loader_feed(loader: Iterable[Any], *, seed: int = 0, world_size: int = 1) -> Feed:
+    """The training data from a loader of the user's own, taken as it is: each rank has its own.
+
+    One with ``state_dict`` and ``load_state_dict`` goes on by itself; another one is read again up to its place.
+
+    Raises:
+        EmptyDataset: if the loader has length 0.
+        ConfigurationError: if it is nothing that can be iterated.
+    """
+    kind = StatefulFeed if isinstance(loader, Stateful) else ReplayedFeed
+    return kind(_iterable(loader), seed=seed, world_size=world_size)
+
+
+class EvalFeed:
+    """The same micro-batches each time it is iterated, from the first to the last; nothing to save."""
+
+    def __init__(self, feed: MapFeed | LoaderFeed) -> None:
+        self._feed = feed
+
+    def __iter__(self) -> Iterator[Microbatch]:
+        self._feed.restart()
+        return iter(self._feed)
+
+    def close(self) -> None:
+        """End the worker processes, if there are any."""
+        self._feed.close()
+
+    def microbatches_per_epoch(self) -> int | None:
+        return self._feed.microbatches_per_epoch()
+
+    def samples_per_epoch(self) -> int | None:
+        return self._feed.samples_per_epoch()
+
+
+def eval_feed(
+    source: Any,
+    *,
+    batch_size: int,
+    seed: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+    collate_fn: Collate | None = None,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+    prefetch_factor: int | None = None,
+    persistent_workers: bool = False,
+    multiprocessing_context: StartMethod | None = None,
+) -> EvalFeed:
+    """The evaluation data of one rank, in order, each sample once over all ranks; arguments as for :func:`train_feed`.
+
+    Raises:
+        EmptyDataset: if there is not a single sample in it.
+        ConfigurationError: if ``source`` is no dataset, or an argument is out of range.
+    """
+    workers = {
+        "num_workers": num_workers,
+        "pin_memory": pin_memory,
+        "prefetch_factor": prefetch_factor,
+        "multiprocessing_context": multiprocessing_context,
+    }
+    collate = collate_fn or default_collate
+    if _is_stream(source):
+        stream = RankShard(source, rank, world_size, batch_size, seed, drop_last=False)
+        loader = _stream_loader(stream, collate, drop_last=False, workers=workers)
+        return EvalFeed(LoaderFeed(loader, seed=seed, world_size=world_size, samples=_length(source)))
+    sampler = ResumableSampler(_map_length(source), batch_size, rank, world_size, seed, shuffle=False)
+    return EvalFeed(_map_feed(source, sampler, collate, {**workers, "persistent_workers": persistent_workers}))
+
+
+def eval_loader_feed(loader: Iterable[Any], *, seed: int = 0, world_size: int = 1) -> EvalFeed:
+    """The evaluation data from a loader of the user's own, taken as it is: each rank has its own."""
+    return EvalFeed(LoaderFeed(_iterable(loader), seed=seed, world_size=world_size))
+
+
+def _map_feed(source: Any, sampler: ResumableSampler, collate: Collate, workers: dict[str, Any]) -> MapFeed:
+    needed = workers["num_workers"] > 0 or takes_seed(source)
+    loader: DataLoader[Any] = DataLoader(
+        Samples(source, sampler.rank) if needed else source,
+        batch_sampler=sampler,
+        collate_fn=collate,
+        generator=torch.Generator(),
+        **workers,
+    )
+    return MapFeed(loader, sampler)
+
+
+def _stream_loader(stream: RankShard, collate: Collate, drop_last: bool, workers: dict[str, Any]) -> DataLoader[Any]:
+    kind = StatefulDataLoader if isinstance(stream, StatefulRankShard) else DataLoader
+    counting = CountingCollate(collate)
+    return kind(stream, batch_size=stream.batch_size, collate_fn=counting, drop_last=drop_last, **workers)
+
+
+def _is_stream(source: Any) -> bool:
+    # torch's IterableDataset inherits a __getitem__ that only raises: so it is asked first.
+    if isinstance(source, IterableDataset):
+        return True
+    if hasattr(source, "__getitem__"):
+        return False
+    if isinstance(source, Iterable):
+        return True
+    raise ConfigurationError(
+        f"a {type(source).__name__} is no dataset: it needs __len__ and __getitem__, or __iter__; "
+        "a loader goes to train_dataloader= or eval_dataloader="
+    )
+
+
+def _map_length(source: Any) -> int:
+    length = _length(source)
+    if length is None:
+        raise ConfigurationError(
+            f"{type(source).__name__} has __getitem__ but no length; give it __len__, or make it an IterableDataset"
+        )
+    return length
+
+
+def _length(source: Any) -> int | None:
+    try:
+        return len(source)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _iterable(loader: Any) -> Iterable[Any]:
+    if not isinstance(loader, Iterable):
+        raise ConfigurationError(f"a {type(loader).__name__} is no loader: it cannot be iterated")
+    return loader
