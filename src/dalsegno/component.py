@@ -12,6 +12,7 @@ is read from the object itself, by attributes that it may have or lack:
                     number of ranks. Without it, a per-rank state cannot follow a change of world size.
 ``aliases``         keys under which the same thing was saved in former times.
 ``ranks``           ``"zero"``: acts on rank 0 only, so that its state is not compared between ranks.
+``state_compared``  False: only rank 0 knows the state (a file that it writes), so it is not compared either.
 ==================  ==========================================================================================
 """
 
@@ -72,7 +73,9 @@ class Component:
     @property
     def compared(self) -> bool:
         """Whether the state must be the same on all ranks, so that a difference is worth a warning."""
-        return self.scope == "replicated" and getattr(self.target, "ranks", "all") != "zero"
+        only_zero_knows = getattr(self.target, "ranks", "all") == "zero"
+        asked = getattr(self.target, "state_compared", not only_zero_knows)
+        return self.scope == "replicated" and asked
 
     def capture(self) -> State:
         return self.target.state_dict()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 from dalsegno import files
 from dalsegno.errors import ConfigurationError
@@ -31,11 +32,14 @@ class RecordLog:
             raise ConfigurationError(f"log path {str(path)!r}: must lie inside output_dir ({self._root})")
         self._path = self._root / path
         self._format = format_of(self._path)
+        self._claimed = self._path
         self._configured = PurePosixPath(self._path.relative_to(self._root))
         self._descriptor: int | None = None
         self._offset = 0
         self._records = 0
         self._last_step: int | None = None
+
+    _open_here: ClassVar[WeakValueDictionary[Path, RecordLog]] = WeakValueDictionary()
 
     @property
     def path(self) -> Path:
@@ -56,16 +60,17 @@ class RecordLog:
 
         Raises:
             StateMismatch: if ``saved`` is no such state, or that of another log.
+            ConfigurationError: if another log of this process has the same path.
         """
         self.close()
         position = None if saved is None else Position.from_state(saved)
-        report = rewind(self._root, self._configured, position)
-        self._path = report.path
-        self._make_directory()
-        self._offset, self._records, self._last_step = report.offset, report.records, report.last_step
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
-        self._end_after_offset()
-        files.fsync_directory(self._path.parent)
+        self._claim()
+        try:
+            report = rewind(self._root, self._configured, position)
+            self._go_on(report)
+        except BaseException:
+            self.close()
+            raise
         return report
 
     def append(self, record: Mapping[str, Any]) -> None:
@@ -101,6 +106,24 @@ class RecordLog:
         if self._descriptor is not None:
             descriptor, self._descriptor = self._descriptor, None
             os.close(descriptor)
+        if self._open_here.get(self._claimed) is self:
+            del self._open_here[self._claimed]
+
+    def _go_on(self, report: RewindReport) -> None:
+        self._path = report.path
+        self._offset, self._records, self._last_step = report.offset, report.records, report.last_step
+        if not self._path.parent.is_dir():
+            files.make_directory(self._path.parent)
+            files.fsync_directory(self._path.parent.parent)
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._end_after_offset()
+        files.fsync_directory(self._path.parent)
+
+    def _claim(self) -> None:
+        if self._open_here.setdefault(self._claimed, self) is not self:
+            raise ConfigurationError(
+                f"{self._claimed}: another logger writes this file; give one of them another path="
+            )
 
     def _opened(self) -> int:
         if self._descriptor is None:
@@ -114,13 +137,7 @@ class RecordLog:
             files.write_all(descriptor, head, self._path)
         if os.pread(descriptor, len(foot) + 1, self._offset) == foot:
             return
-        files.truncate(descriptor, self._offset, self._path)
-        if foot:
+        if foot:  # before the cut: a last line without its newline would pass for a torn one
             os.lseek(descriptor, self._offset, os.SEEK_SET)
             files.write_all(descriptor, foot, self._path)
-
-    def _make_directory(self) -> None:
-        directory = self._path.parent
-        if not directory.is_dir():
-            files.make_directory(directory)
-            files.fsync_directory(directory.parent)
+        files.truncate(descriptor, self._offset + len(foot), self._path)

@@ -1,0 +1,92 @@
+"""DivergenceDetector: stops a run whose loss runs away."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Literal
+
+from dalsegno.callback import Callback
+from dalsegno.divergence import Divergence, Mode
+from dalsegno.errors import ConfigurationError
+from dalsegno.events import LogContext
+
+logger = logging.getLogger("dalsegno")
+
+
+class DivergenceDetector(Callback):
+    """Watches a logged metric and ends the training when it has diverged, as :class:`Divergence` defines it.
+
+    Args:
+        smoothing: weight of the newest observation in the moving average, 0 < a ≤ 1.
+        threshold: bad from this distance between average and best average on, in the metric's unit; or None.
+        relative_threshold: bad from this multiple (over 1) of the best average on; or None.
+        patience: how many bad observations in a row end the training.
+        warmup: how many observations, from the run's first on, are not judged. NaN and infinity always are.
+        action: ``"stop"`` saves a checkpoint, ``"abort"`` ends without one.
+        use_eval_loss: watch ``eval_loss`` in the evaluation's records in place of ``loss`` in those of training.
+        metric_key: another metric to watch; one that begins with ``eval_`` is looked for in evaluation's records.
+        mode: ``"max"`` for a metric that should rise, such as an accuracy.
+        name: the key of its state in checkpoints; the class's name if None.
+
+    Raises:
+        ConfigurationError: for a value that cannot work.
+    """
+
+    def __init__(
+        self,
+        smoothing: float = 0.3,
+        threshold: float | None = 1.0,
+        relative_threshold: float | None = None,
+        patience: int = 3,
+        warmup: int = 10,
+        action: Literal["stop", "abort"] = "stop",
+        use_eval_loss: bool = False,
+        metric_key: str | None = None,
+        mode: Mode = "min",
+        *,
+        name: str | None = None,
+    ) -> None:
+        if action not in ("stop", "abort"):
+            raise ConfigurationError(f"action is {action!r}; allowed: 'stop' or 'abort'")
+        self.name = name
+        self._action = action
+        self._metric = metric_key or ("eval_loss" if use_eval_loss else "loss")
+        self._kind = "eval" if use_eval_loss or self._metric.startswith("eval_") else "train"
+        self._divergence = Divergence(
+            smoothing=smoothing,
+            threshold=threshold,
+            relative_threshold=relative_threshold,
+            patience=patience,
+            warmup=warmup,
+            mode=mode,
+        )
+        self._said_missing = False
+
+    def on_log(self, ctx: LogContext) -> None:
+        if ctx.kind != self._kind:
+            return
+        if self._metric not in ctx.logs:
+            self._say_missing(ctx)
+            return
+        verdict = self._divergence.observe(ctx.logs[self._metric])
+        if verdict.diverged:
+            reason = f"{self._metric} diverged at step {ctx.state.global_step}: {verdict.reason}"
+            ctx.control.stop(reason, save=self._action == "stop")
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._divergence.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self._divergence.load_state_dict(state)
+
+    def _say_missing(self, ctx: LogContext) -> None:
+        if not self._said_missing:
+            self._said_missing = True
+            logger.warning(
+                "%s: no %r in the %s record of step %d (it has %s); such records are ignored",
+                self.key,
+                self._metric,
+                self._kind,
+                ctx.state.global_step,
+                ", ".join(ctx.logs) or "nothing",
+            )

@@ -1,0 +1,72 @@
+"""RecordCallback: what callbacks have in common that keep a log file of their own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dalsegno.callback import Callback
+from dalsegno.events import Context, TrainBeginContext, TrainEndContext
+from dalsegno.logs import RecordLog
+
+
+class RecordCallback(Callback):
+    """Rank 0 writes records into a log that is cut back on resume to where the checkpoint was taken.
+
+    The file is open from on_train_begin to on_train_end. A second ``train()`` goes on behind the last record.
+    """
+
+    state_compared = False  # the file's offset, which only rank 0 knows
+
+    def __init__(self, path: str | Path) -> None:
+        """``path`` is relative to ``output_dir``; its suffix chooses the format, as :class:`RecordLog` says."""
+        self._path = path
+        self._log: RecordLog | None = None
+        self._position: Any = None
+        """Where the log goes on when it is opened: a state of RecordLog; None: at the beginning."""
+
+    @property
+    def writing(self) -> bool:
+        """Whether :meth:`write` reaches a file: on rank 0, while training runs."""
+        return self._log is not None
+
+    def write(self, ctx: Context, values: Mapping[str, Any]) -> None:
+        """Append one record: when and at which step, then ``values``."""
+        if self._log is not None:
+            now = {"timestamp": time.time(), "global_step": ctx.state.global_step, "epoch": ctx.state.epoch}
+            self._log.append({**now, **values})
+
+    def header(self) -> Mapping[str, Any] | None:
+        """The first record of the file, if it shall have one."""
+        return None
+
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        if not ctx.state.is_world_process_zero:
+            return
+        self._log = RecordLog(self._path, ctx.args.output_dir)
+        self._log.open(self._position)
+        self._write_header()
+
+    def on_train_end(self, ctx: TrainEndContext) -> None:
+        if self._log is not None:
+            self._position = self._log.state()
+            self._log.close()
+            self._log = None
+
+    def state_dict(self) -> Any:
+        return self._position if self._log is None else self._log.state()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from there at once if the log is open (a rollback), else when it is opened."""
+        self._position = state
+        if self._log is not None:
+            self._log.open(state)
+            self._write_header()
+
+    def _write_header(self) -> None:
+        assert self._log is not None
+        header = self.header()
+        if header is not None and self._log.records == 0:
+            self._log.append({"timestamp": time.time(), **header})

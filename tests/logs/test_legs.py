@@ -1,0 +1,76 @@
+"""run.json: every process life of a run, also of those that could not say goodbye."""
+
+import json
+import logging
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from dalsegno import files
+from dalsegno.errors import StateMismatch
+from dalsegno.logs import RunFile
+
+
+def test_legs_of_a_run_that_died_once(tmp_path: Path) -> None:
+    run = RunFile(tmp_path)
+    assert run.load() is None
+    first = run.begin(None, world_size=2, first_step=0)
+    run.progress(500)
+    RunFile(tmp_path).begin("checkpoints/step-00000500", world_size=1, first_step=500)
+    run.end("stopped", "DivergenceDetector", 731, {"loss": math.nan})
+
+    loaded = RunFile(tmp_path).load()
+    assert loaded is not None
+    assert loaded.run_id == first.run_id
+    died, ended = loaded.legs
+    assert (died.leg, died.reason, died.ended, died.first_step, died.last_step) == (1, "died", None, 0, 500)
+    assert (ended.leg, ended.reason, ended.by, ended.last_step) == (2, "stopped", "DivergenceDetector", 731)
+    assert (ended.from_checkpoint, ended.world_size, ended.pid) == ("checkpoints/step-00000500", 1, os.getpid())
+    assert math.isnan(ended.metrics["loss"])
+    assert ended.ended is not None
+    assert ended.ended >= ended.started >= loaded.created
+    json.loads(run.path.read_bytes(), parse_constant=pytest.fail)
+
+
+def test_it_is_whole_at_every_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunFile(tmp_path)
+    run.begin(None, world_size=1, first_step=0)
+    seen = []
+
+    def watch(operation: str, path: Path) -> None:
+        loaded = RunFile(tmp_path).load()
+        assert loaded is not None
+        seen.append(loaded.legs[-1].last_step)
+
+    monkeypatch.setattr(files, "watcher", watch)
+    run.progress(10)
+    assert set(seen) == {0, 10}
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b'{"format": 1}', b'{"format": 1, "run_id": 1, "x": 2}', b"\xff"]
+)
+def test_a_damaged_file_is_moved_aside(tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    run = RunFile(tmp_path)
+    run.path.write_bytes(content)
+    with pytest.raises(StateMismatch, match="damaged"):
+        run.load()
+    with caplog.at_level(logging.WARNING, "dalsegno"):
+        assert len(run.begin(None, world_size=1, first_step=0).legs) == 1
+    assert "run.json.0001" in caplog.text
+    assert (tmp_path / "run.json.0001").read_bytes() == content
+
+
+def test_a_newer_format_stays_where_it_is(tmp_path: Path) -> None:
+    run = RunFile(tmp_path)
+    run.path.write_text('{"format": 2, "something": "new"}')
+    with pytest.raises(StateMismatch, match="format 2 is newer than 1"):
+        run.begin(None, world_size=1, first_step=0)
+    assert list(tmp_path.iterdir()) == [run.path]
+
+
+def test_no_leg_has_begun(tmp_path: Path) -> None:
+    with pytest.raises(StateMismatch, match="no leg has begun"):
+        RunFile(tmp_path).progress(1)
