@@ -80,8 +80,8 @@ class Component:
     def capture(self) -> State:
         return self.target.state_dict()
 
-    def restore(self, state: State, version: int) -> None:
-        """Load ``state``, which version ``version`` of this component has written.
+    def upgrade(self, state: State, version: int) -> State:
+        """``state``, which version ``version`` of this component has written, as the present version writes it.
 
         Raises:
             StateMismatch: if that version is a newer one, or an older one that nothing upgrades.
@@ -99,7 +99,11 @@ class Component:
                     "give the class a method migrate(state, from_version) that upgrades it"
                 )
             state = migrate(state, version)
-        self.target.load_state_dict(state)
+        return state
+
+    def restore(self, state: State, version: int) -> None:
+        """Load ``state``, which version ``version`` of this component has written; raises as :meth:`upgrade` does."""
+        self.target.load_state_dict(self.upgrade(state, version))
 
     def reshard(self, states: Sequence[State], world_size: int) -> list[State]:
         """One state for each of ``world_size`` ranks, made from the states of another number of ranks.

@@ -7,11 +7,13 @@ handler, on one rank only, or on the way out of an exception: the other ranks ma
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+
+from . import errors
 
 T = TypeVar("T")
 
@@ -72,6 +74,16 @@ def sum_floats(values: Sequence[float]) -> list[float]:
     return [float(value) for value in tensor.tolist()]
 
 
+def gather_floats(values: Sequence[float]) -> list[list[float]]:
+    """Every rank's ``values`` (the same number on each), in rank order, in one small collective."""
+    if not initialized():
+        return [list(values)]
+    own = torch.tensor(list(values), dtype=torch.float64, device=communication_device())
+    gathered = torch.empty(world_size(), len(values), dtype=torch.float64, device=own.device)
+    dist.all_gather_into_tensor(gathered, own)
+    return [[float(number) for number in row] for row in gathered.tolist()]
+
+
 def gather(value: T) -> list[T]:
     """Every rank's ``value``, in rank order, on every rank. Between live ranks only: the objects are pickled."""
     if not initialized():
@@ -88,3 +100,36 @@ def broadcast(value: T) -> T:
     box: list[Any] = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]  # type: ignore[no-any-return]
+
+
+def together(work: Callable[[], T]) -> T:
+    """Run ``work`` on every rank. If it fails on one it fails on all, so that none waits for a rank that gave up.
+
+    Raises:
+        Exception: this rank's own error; on the others the same error if it is one of dalsegno's, else
+            :class:`~dalsegno.errors.RankFailed`; it names the rank.
+    """
+    failure: Exception | None = None
+    try:
+        result = work()
+    except Exception as error:
+        failure = error
+    outcomes = gather(None if failure is None else (type(failure).__name__, str(failure)))
+    if failure is not None:
+        raise failure
+    for number, outcome in enumerate(outcomes):
+        if outcome is not None:
+            raise _of_another_rank(number, *outcome)
+    return result
+
+
+def _of_another_rank(number: int, name: str, text: str) -> errors.DalsegnoError:
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, errors.DalsegnoError) and kind is not errors.UnknownName:
+        return kind(f"rank {number}: {text}")
+    return errors.RankFailed(f"rank {number}: {name}: {text}")
+
+
+def from_rank_zero(work: Callable[[], T]) -> T:
+    """Run ``work`` on rank 0 only and give its result, or its error, to every rank."""
+    return broadcast(together(lambda: work() if rank() == 0 else cast(T, None)))

@@ -1,0 +1,114 @@
+"""index.json: where each tensor's pieces lie, so that no rank has to read the headers of all files.
+
+::
+
+    {"format": 1, "tensors": {"model.weight": {"dtype": "float32", "shape": [4, 2], "pieces": [
+        {"file": "model/shard-00000.safetensors", "bytes": [4096, 4112], "offsets": [0, 0], "shape": [2, 2]}, …]}}}
+
+``bytes`` count from the beginning of the file; ``offsets`` and the piece's ``shape`` are its box in the whole tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dalsegno.errors import DamagedCheckpoint
+
+from .layout import DTYPES, byte_count, is_shape, name_of
+from .manifest import read_json
+
+FILE_NAME = "index.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPiece:
+    """A box of a tensor: ``span`` is its first byte in ``file`` and the byte after its last."""
+
+    file: str
+    span: tuple[int, int]
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a checkpoint; its pieces fill it exactly."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: tuple[StoredPiece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """Every sharded tensor of a checkpoint, by ``<component>.<name>``."""
+
+    tensors: Mapping[str, StoredTensor]
+
+    def of(self, component: str) -> dict[str, StoredTensor]:
+        """The tensors of one component, under their own names."""
+        prefix = f"{component}."
+        return {name.removeprefix(prefix): each for name, each in self.tensors.items() if name.startswith(prefix)}
+
+    def to_bytes(self) -> bytes:
+        tensors = {
+            name: {
+                "dtype": name_of(each.dtype),
+                "shape": each.shape,
+                "pieces": [
+                    {"file": piece.file, "bytes": piece.span, "offsets": piece.offsets, "shape": piece.shape}
+                    for piece in each.pieces
+                ],
+            }
+            for name, each in self.tensors.items()
+        }
+        return json.dumps({"format": FORMAT, "tensors": tensors}, separators=(",", ":")).encode()
+
+    @classmethod
+    def read(cls, path: Path) -> Index:
+        """The index at ``path``.
+
+        Raises:
+            DamagedCheckpoint: if a tensor in it is not exactly filled by its pieces, or the file is no index at all.
+        """
+        content = read_json(path)
+        try:
+            if content["format"] != FORMAT:
+                raise ValueError(f"format {content['format']!r}; this dalsegno reads {FORMAT}")
+            return cls({name: _tensor(name, entry) for name, entry in content["tensors"].items()})
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise DamagedCheckpoint(f"{path}: is no index ({error!r})") from error
+
+
+def _tensor(name: str, entry: Any) -> StoredTensor:
+    dtype, shape = DTYPES[entry["dtype"]], _shape(entry["shape"])
+    pieces = tuple(_piece(name, piece, dtype, shape) for piece in entry["pieces"])
+    if sum(math.prod(piece.shape) for piece in pieces) != math.prod(shape):
+        raise ValueError(f"the pieces of {name} do not fill it")
+    return StoredTensor(dtype, shape, pieces)
+
+
+def _piece(name: str, entry: Any, dtype: torch.dtype, whole: tuple[int, ...]) -> StoredPiece:
+    span, offsets, shape = _shape(entry["bytes"]), _shape(entry["offsets"]), _shape(entry["shape"])
+    inside = len(offsets) == len(shape) == len(whole) and all(
+        begin + size <= limit for begin, size, limit in zip(offsets, shape, whole, strict=True)
+    )
+    if not inside or len(span) != 2 or span[1] - span[0] != byte_count(shape, dtype):
+        raise ValueError(f"a piece of {name} lies outside of it")
+    if type(entry["file"]) is not str:
+        raise ValueError(f"a piece of {name} is in no file")
+    return StoredPiece(entry["file"], (span[0], span[1]), offsets, shape)
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    if not is_shape(value):
+        raise ValueError(f"{value!r} in the place of a shape")
+    return tuple(value)

@@ -1,0 +1,165 @@
+"""Giving saved states back: to model and optimizer, to components under their keys, and whatever is left to nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dalsegno import ranks
+from dalsegno.component import Component, State
+from dalsegno.errors import DamagedCheckpoint, StateMismatch
+
+from . import index, storage
+from .index import Index
+from .manifest import Checkpoint, ComponentRecord
+from .sharded import Sharded
+from .sidecar import SHARED, SavedState, rank_sidecar, read_sidecar
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What became of each component when a checkpoint was loaded.
+
+    Attributes:
+        restored: keys of those that have their saved state again.
+        fresh: keys of those that the checkpoint knows nothing of; they stay as they were built.
+        carried: keys of saved states that nobody took; they go into the next checkpoints.
+        notes: what else is worth saying, a sentence each.
+    """
+
+    restored: list[str] = field(default_factory=list)
+    fresh: list[str] = field(default_factory=list)
+    carried: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def table(self) -> str:
+        """The report as lines of text; rows without content are left out."""
+        rows = [
+            *(("restored", key) for key in self.restored),
+            *(("new", key) for key in self.fresh),
+            *(("carried forward", key) for key in self.carried),
+            *(("note", note) for note in self.notes),
+        ]
+        return "\n".join(f"{what:<16} {which}" for what, which in rows)
+
+
+class SavedStates:
+    """The sidecars of a verified checkpoint, each read when it is first asked for."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._read: dict[str, dict[str, SavedState]] = {}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._checkpoint.manifest.components
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._checkpoint.manifest.components)
+
+    def record(self, key: str) -> ComponentRecord:
+        return self._checkpoint.manifest.components[key]
+
+    def count(self, key: str) -> int:
+        """How many states there are under ``key``: one, or one for each rank that saved."""
+        if self.record(key).scope != "per_rank":
+            return 1
+        shared = self._sidecar(SHARED)
+        return len(shared[key].states) if key in shared else self._checkpoint.manifest.world_size
+
+    def state(self, key: str, number: int = 0) -> State:
+        """The state of that number."""
+        sidecar, position = self._sidecar(SHARED), number
+        if key not in sidecar:
+            sidecar, position = self._sidecar(rank_sidecar(number)), 0
+        if key not in sidecar or position >= len(sidecar[key].states):
+            raise DamagedCheckpoint(f"{self._checkpoint.path}: the manifest names {key}, but it is not there")
+        return sidecar[key].states[position]
+
+    def all_of(self, key: str) -> SavedState:
+        return SavedState(self.record(key), [self.state(key, number) for number in range(self.count(key))])
+
+    def _sidecar(self, name: str) -> dict[str, SavedState]:
+        if name not in self._read:
+            self._read[name] = read_sidecar(self._checkpoint, name)
+        return self._read[name]
+
+
+def restore_sharded(checkpoint: Checkpoint, saved: SavedStates, sharded: Sequence[Sharded]) -> None:
+    """Load model and optimizer, whatever the number of ranks that saved them. Collective.
+
+    Raises:
+        StateMismatch: before anything is changed, if the checkpoint does not fit them.
+    """
+    stored = ranks.together(lambda: Index.read(checkpoint.file(index.FILE_NAME)))
+
+    def prepared() -> list[storage.Tensors]:
+        return [each.prepare(stored.of(each.key), saved.state(each.key)) for each in sharded]
+
+    targets = ranks.together(prepared)
+    everything = {
+        f"{each.key}.{name}": tensor
+        for each, tensors in zip(sharded, targets, strict=True)
+        for name, tensor in tensors.items()
+    }
+    storage.load(everything, checkpoint, stored)
+
+    def taken_over() -> None:
+        for each, tensors in zip(sharded, targets, strict=True):
+            each.restore(tensors, saved.state(each.key))
+
+    ranks.together(taken_over)
+
+
+def restore_components(saved: SavedStates, components: Sequence[Component], report: LoadReport) -> None:
+    """Give each component its state, and write into ``report`` which had one. Collective."""
+
+    def restore() -> None:
+        for component in components:
+            _restore(component, saved, report)
+
+    ranks.together(restore)
+
+
+def left_over(saved: SavedStates, components: Sequence[Component], report: LoadReport) -> Mapping[str, SavedState]:
+    """The states that no component takes, for rank 0 to save again. Their keys go into ``report``. Collective."""
+    taken = {key for component in components for key in component.keys}
+    report.carried.extend(key for key in saved if key not in taken and saved.record(key).scope != "sharded")
+    return ranks.together(lambda: {key: saved.all_of(key) for key in report.carried} if ranks.rank() == 0 else {})
+
+
+def _restore(component: Component, saved: SavedStates, report: LoadReport) -> None:
+    key = next((key for key in component.keys if key in saved), None)
+    if key is None:
+        report.fresh.append(component.key)
+        return
+    try:
+        state, version, note = _state_for(component, saved, key)
+        component.restore(state, version)
+    except Exception as error:
+        error.add_note(f"while the state of {component.key} was being restored")
+        raise
+    report.restored.append(component.key)
+    if note:
+        report.notes.append(f"{component.key}: {note}")
+
+
+def _state_for(component: Component, saved: SavedStates, key: str) -> tuple[State, int, str]:
+    """This rank's state, the version that wrote it, and what is worth saying about it."""
+    version, count, world_size = saved.record(key).version, saved.count(key), ranks.world_size()
+    note = f"found under its former key {key}" if key != component.key else ""
+    if component.scope == "replicated" and count > 1:
+        raise StateMismatch(
+            f"{component.key}: its saved state is per rank ({count} ranks), now it is replicated; "
+            f"set state_scope = 'per_rank', or give it another name to start it anew"
+        )
+    if count == 1 and saved.record(key).scope != "per_rank":
+        return saved.state(key), version, note
+    if count == world_size:
+        return saved.state(key, ranks.rank() if component.scope == "per_rank" else 0), version, note
+    states = [component.upgrade(saved.state(key, number), version) for number in range(count)]
+    resharded = component.reshard(states, world_size)
+    if len(resharded) != world_size:
+        raise StateMismatch(
+            f"{component.key}: reshard gave {len(resharded)} states for {world_size} ranks; it must give one for each"
+        )
+    return resharded[ranks.rank()], component.version, f"its {count} states became {world_size}"

@@ -1,0 +1,262 @@
+"""The checkpoints of a run: save, find, load, keep. All ranks call every method, in the same order.
+
+Two directories are never taken for checkpoints: ``step-….partial`` (being written, or being deleted: the rename to and
+from that name is what makes a checkpoint appear and disappear at once) and ``step-….damaged`` (failed verification).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from dalsegno import files, ranks
+from dalsegno.component import Component
+from dalsegno.errors import ConfigurationError, DamagedCheckpoint
+
+from . import manifest
+from .loading import LoadReport, SavedStates, left_over, restore_components, restore_sharded
+from .manifest import Checkpoint, Manifest
+from .policy import Entry, Keep
+from .saving import Stage, manifest_of, publish, write_out
+from .sharded import Sharded
+from .sidecar import SavedState
+
+logger = logging.getLogger("dalsegno")
+
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+class CheckpointManager:
+    """Everything under ``<output_dir>/checkpoints``.
+
+    Args:
+        output_dir: the run's directory.
+        keep: which checkpoints :meth:`prune` leaves; None leaves all.
+    """
+
+    def __init__(self, output_dir: Path, *, keep: Keep | None = None) -> None:
+        self.directory = Path(output_dir) / "checkpoints"
+        self._keep = keep
+        self._stage = Stage()
+        self._carried: Mapping[str, SavedState] = {}
+        self._trusted: Path | None = None  # verified, or written, by this process last
+
+    def path_of(self, step: int) -> Path:
+        """Where the checkpoint of that step is, or would be."""
+        return self.directory / f"step-{step:08d}"
+
+    def save(
+        self,
+        step: int,
+        sharded: Sequence[Sharded],
+        components: Sequence[Component],
+        *,
+        metrics: Mapping[str, float] | None = None,
+        is_best: bool = False,
+    ) -> Path:
+        """Save everything, durably, and publish it. Whatever goes wrong on any rank, no half checkpoint stays.
+
+        Args:
+            step: finished steps; there must be no checkpoint of that step yet.
+            sharded: model and optimizer.
+            components: everything else that has a state.
+            metrics: of the last evaluation, for policies and people.
+            is_best: whether no earlier checkpoint was better.
+
+        Returns:
+            The checkpoint's directory.
+
+        Raises:
+            CannotSave: on every rank, if a state holds what cannot be saved.
+            ConfigurationError: if there is a checkpoint of that step.
+        """
+        final = self.path_of(step)
+        partial = final.with_name(final.name + ".partial")
+        ranks.from_rank_zero(lambda: _make_room(final, partial))
+        try:
+            captured = self._stage.capture(sharded, components, self._carried)
+            records = ranks.gather(ranks.together(lambda: write_out(captured, partial)))
+            finished = manifest_of(step, captured, records, metrics or {}, is_best)
+            ranks.from_rank_zero(lambda: publish(finished, partial, final))
+        except Exception:
+            if ranks.rank() == 0:
+                files.remove(partial)
+            raise
+        self._trusted = final
+        return final
+
+    def find(self, path: Path | None = None) -> Checkpoint | None:
+        """The newest checkpoint whose every byte is what its manifest says; the ranks share the reading.
+
+        One that is damaged is renamed to ``step-….damaged``, with a warning that says what is wrong with it, and the
+        one before is tried. With a ``path``, exactly that checkpoint, of this run or another.
+
+        Returns:
+            None if no ``path`` is given and there is no checkpoint.
+
+        Raises:
+            NotFound: if there is no ``path``.
+            DamagedCheckpoint: if the one at ``path`` is.
+        """
+        if path is not None:
+            return self._verified(Path(path))
+        for candidate in ranks.from_rank_zero(self._newest_first):
+            try:
+                return self._verified(candidate)
+            except DamagedCheckpoint as error:
+                ranks.from_rank_zero(functools.partial(_set_aside, candidate, error))
+        return None
+
+    def load(self, checkpoint: Checkpoint, sharded: Sequence[Sharded], components: Sequence[Component]) -> LoadReport:
+        """Restore everything from a checkpoint that :meth:`find` gave.
+
+        States that no component takes are kept, and go into every checkpoint from now on.
+
+        Raises:
+            StateMismatch: if a state does not fit what it is for.
+            DamagedCheckpoint: if a file holds what dalsegno cannot have written.
+        """
+        saved, report = SavedStates(checkpoint), LoadReport()
+        known = [each for each in sharded if each.key in saved]
+        restore_sharded(checkpoint, saved, known)
+        report.restored.extend(each.key for each in known)
+        report.fresh.extend(each.key for each in sharded if each.key not in saved)
+        restore_components(saved, components, report)
+        self._carried = left_over(saved, components, report)
+        for key in saved:
+            if saved.record(key).scope == "sharded" and key not in report.restored:
+                report.notes.append(f"{key}: is in the checkpoint, but nothing takes it; it is not carried forward")
+        return report
+
+    def load_sharded(self, checkpoint: Checkpoint, sharded: Sequence[Sharded]) -> None:
+        """Restore these only, say the model of the best checkpoint."""
+        restore_sharded(checkpoint, SavedStates(checkpoint), sharded)
+
+    def entries(self) -> list[Entry]:
+        """Every checkpoint of the run, oldest first, as its manifest tells; unreadable ones are left out."""
+
+        def read() -> list[Entry]:
+            found = []
+            for path in reversed(self._newest_first()):
+                try:
+                    its = Manifest.read(path)
+                except DamagedCheckpoint as error:
+                    logger.warning("%s is left out: %s", path.name, error)
+                else:
+                    found.append(Entry(its.step, its.metrics, its.best))
+            return found
+
+        return ranks.from_rank_zero(read)
+
+    def abandon_after(self, step: int | None, into: Path) -> list[Path]:
+        """Move the checkpoints later than ``step`` (None: all) to ``into``, newest first: their timeline is left.
+
+        Returns:
+            Where they are now.
+        """
+
+        def move() -> list[Path]:
+            moved = []
+            for path in self._newest_first():
+                if step is None or _step_of(path) > step:
+                    files.make_directory(into)
+                    target = into / path.name
+                    if target.exists():
+                        target = files.numbered(into, path.name)
+                    files.rename(path, target)
+                    files.fsync_directory(self.directory)
+                    moved.append(target)
+            return moved
+
+        return ranks.from_rank_zero(move)
+
+    def prune(self) -> list[Path]:
+        """Delete what the policy does not keep; never the newest good one, the best, or files that are not ours.
+
+        Returns:
+            The deleted checkpoints.
+        """
+        if self._keep is None:
+            return []
+        entries = self.entries()
+        kept = self._keep(entries) | {entry.step for entry in entries[-1:]}
+        kept |= {entry.step for entry in [entry for entry in entries if entry.best][-1:]}
+        doomed = [self.path_of(entry.step) for entry in entries if entry.step not in kept]
+
+        def delete() -> list[Path]:
+            return [path for path in doomed if path != self._trusted and _delete(path)]
+
+        return ranks.from_rank_zero(delete)
+
+    def clean(self) -> None:
+        """Remove what an interrupted save or deletion has left. Only the process that owns the run may call this."""
+
+        def remove() -> None:
+            for path in _children(self.directory):
+                if path.name.endswith(".partial") and _NAME.fullmatch(path.name.removesuffix(".partial")):
+                    files.remove(path)
+
+        ranks.from_rank_zero(remove)
+
+    def _newest_first(self) -> list[Path]:
+        found = [path for path in _children(self.directory) if _NAME.fullmatch(path.name) and path.is_dir()]
+        return sorted(found, key=_step_of, reverse=True)
+
+    def _verified(self, path: Path) -> Checkpoint:
+        checkpoint = ranks.from_rank_zero(lambda: _opened(path))
+        by_size = sorted(checkpoint.manifest.files, key=lambda name: checkpoint.manifest.files[name].size)
+        share = by_size[ranks.rank() :: ranks.world_size()]
+        ranks.together(lambda: checkpoint.verify(share))
+        self._trusted = path
+        return checkpoint
+
+
+def _make_room(final: Path, partial: Path) -> None:
+    if final.exists():
+        raise ConfigurationError(f"{final}: there is a checkpoint of this step already; it is not overwritten")
+    files.remove(partial)
+    files.make_directory(partial)
+
+
+def _opened(path: Path) -> Checkpoint:
+    checkpoint = Checkpoint.open(path)
+    name = _NAME.fullmatch(path.name)
+    if name and int(name[1]) != checkpoint.step:
+        raise DamagedCheckpoint(f"{path}: its manifest is that of step {checkpoint.step}")
+    return checkpoint
+
+
+def _set_aside(path: Path, error: DamagedCheckpoint) -> None:
+    target = path.with_name(path.name + ".damaged")
+    if target.exists():
+        target = files.numbered(path.parent, target.name)
+    logger.warning("a damaged checkpoint is skipped and renamed to %s: %s", target.name, error)
+    files.rename(path, target)
+
+
+def _delete(path: Path) -> bool:
+    ours = {path / name for name in Manifest.read(path).files} | {path / manifest.FILE_NAME}
+    if foreign := [found for found in path.rglob("*") if found not in ours and not _is_folder(found)]:
+        logger.warning("%s is not deleted: it holds %s, which is not part of it", path.name, foreign[0].name)
+        return False
+    hidden = path.with_name(path.name + ".partial")
+    files.rename(path, hidden)
+    files.remove(hidden)
+    return True
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _children(directory: Path) -> list[Path]:
+    return list(directory.iterdir()) if directory.is_dir() else []
+
+
+def _step_of(path: Path) -> int:
+    name = _NAME.fullmatch(path.name)
+    assert name is not None
+    return int(name[1])

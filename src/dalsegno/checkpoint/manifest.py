@@ -1,0 +1,250 @@
+"""The manifest: the file that makes a directory a checkpoint, names every byte of it, and is written last.
+
+::
+
+    {"format": 1, "step": 500, "world_size": 2, "torch": "2.13.0", "dalsegno": "0.1.0", "created": "2026-…Z",
+     "metrics": {"eval_loss": 2.5}, "best": true,
+     "files": {"model/shard-00000.safetensors": {"size": 8192, "xxh3": "…32 hex digits…"}, …},
+     "components": {"model": {"class": "torch.nn.Linear", "version": 1, "scope": "sharded"}, …},
+     "xxh3": "…of all the above…"}
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from dalsegno.errors import DamagedCheckpoint, NotFound
+
+FILE_NAME = "manifest.json"
+FORMAT = 1
+
+_READ_PIECE = 16 << 20
+_LARGEST_DOCUMENT = 1 << 30  # bytes; no honest manifest or index comes near
+_SAFE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)?")
+_CHECKSUM = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """What a file must be: ``size`` in bytes and the hexadecimal xxh3-128 of its content."""
+
+    size: int
+    xxh3: str
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentRecord:
+    """Whose state was saved: the class's name, for people; the version that it wrote; ``scope`` as in Component,
+    or ``"sharded"`` for model and optimizer."""
+
+    class_name: str
+    version: int
+    scope: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a checkpoint says about itself. ``metrics``: the last evaluation's; ``best``: no earlier one was better."""
+
+    step: int
+    world_size: int
+    torch: str
+    dalsegno: str
+    created: str
+    metrics: Mapping[str, float]
+    best: bool
+    files: Mapping[str, FileRecord]
+    components: Mapping[str, ComponentRecord]
+
+    def to_bytes(self) -> bytes:
+        content = {
+            "format": FORMAT,
+            "step": self.step,
+            "world_size": self.world_size,
+            "torch": self.torch,
+            "dalsegno": self.dalsegno,
+            "created": self.created,
+            "metrics": {name: _json_number(value) for name, value in self.metrics.items()},
+            "best": self.best,
+            "files": {name: {"size": file.size, "xxh3": file.xxh3} for name, file in self.files.items()},
+            "components": {
+                key: {"class": each.class_name, "version": each.version, "scope": each.scope}
+                for key, each in self.components.items()
+            },
+        }
+        return json.dumps(content | {"xxh3": _checksum_of(content)}, indent=1).encode()
+
+    @classmethod
+    def read(cls, directory: Path) -> Manifest:
+        """The manifest of the checkpoint in ``directory``; that its files are what it says is yet to be verified.
+
+        Raises:
+            DamagedCheckpoint: if there is none, or it is not one that dalsegno can have written.
+        """
+        path = directory / FILE_NAME
+        content = read_json(path)
+        try:
+            return cls._parse(content)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise DamagedCheckpoint(f"{path}: {_reason(error)}") from error
+
+    @classmethod
+    def _parse(cls, content: dict[str, Any]) -> Manifest:
+        _expect(type(content) is dict, "not an object")
+        _expect(content["format"] == FORMAT, f"format {content['format']!r}; this dalsegno reads {FORMAT}")
+        claimed = content.pop("xxh3")
+        _expect(claimed == _checksum_of(content), "its content is not what its checksum says")
+        manifest = cls(
+            step=_whole(content["step"], "step"),
+            world_size=_whole(content["world_size"], "world_size"),
+            torch=_text(content["torch"]),
+            dalsegno=_text(content["dalsegno"]),
+            created=_text(content["created"]),
+            metrics={name: float(value) for name, value in content["metrics"].items()},
+            best=content["best"] is True,
+            files={name: _file_record(name, entry) for name, entry in content["files"].items()},
+            components={key: _component_record(entry) for key, entry in content["components"].items()},
+        )
+        _expect(1 <= manifest.world_size <= 1 << 24, f"a world_size of {manifest.world_size}")
+        return manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint on disk. ``path`` is its directory."""
+
+    path: Path
+    step: int
+    manifest: Manifest
+
+    @classmethod
+    def open(cls, path: Path) -> Checkpoint:
+        """Read the manifest only: costs no more than that file.
+
+        Raises:
+            NotFound: if ``path`` is no directory.
+            DamagedCheckpoint: if its manifest is missing or wrong.
+        """
+        if not path.is_dir():
+            raise NotFound(f"{path}: there is no such checkpoint")
+        manifest = Manifest.read(path)
+        return cls(path, manifest.step, manifest)
+
+    def verify(self, names: Iterable[str]) -> None:
+        """Read these of the manifest's files, and compare them with what it says.
+
+        Raises:
+            DamagedCheckpoint: if one is missing, is no plain file, or has another size or checksum.
+        """
+        for name in names:
+            _verify(self.path, name, self.manifest.files[name])
+
+    def file(self, name: str) -> Path:
+        """The path of a file that the manifest names, and so :meth:`verify` has seen.
+
+        Raises:
+            DamagedCheckpoint: if the manifest does not name it.
+        """
+        if name not in self.manifest.files:
+            raise DamagedCheckpoint(f"{self.path}: {name} is not among the files that the manifest names")
+        return self.path / name
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds.
+
+    Raises:
+        DamagedCheckpoint: if there is none, or it is no JSON, or absurdly large.
+    """
+    try:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as stream:
+            status = os.fstat(stream.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST_DOCUMENT:
+                raise DamagedCheckpoint(f"{path}: is no plain file of less than {_LARGEST_DOCUMENT} bytes")
+            return json.loads(stream.read(), parse_constant=_no_constant)
+    except DamagedCheckpoint:
+        raise
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path}: cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{path}: is not JSON as dalsegno writes it ({error})") from error
+
+
+def _verify(directory: Path, name: str, expected: FileRecord) -> None:
+    path = directory / name
+    if path.parent != directory and path.parent.is_symlink():
+        raise DamagedCheckpoint(f"{path.parent}: is a symbolic link")
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path}: cannot be opened ({error.strerror})") from error
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise DamagedCheckpoint(f"{path}: is no plain file")
+        if status.st_size != expected.size:
+            raise DamagedCheckpoint(f"{path}: has {status.st_size} bytes, the manifest says {expected.size}")
+        if (found := _checksum_of_file(descriptor)) != expected.xxh3:
+            raise DamagedCheckpoint(f"{path}: has checksum {found}, the manifest says {expected.xxh3}")
+    finally:
+        os.close(descriptor)
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _checksum_of(content: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
+
+
+def _checksum_of_file(descriptor: int) -> str:
+    checksum, piece = xxhash.xxh3_128(), memoryview(bytearray(_READ_PIECE))
+    while count := os.readv(descriptor, [piece]):
+        checksum.update(piece[:count])
+    return checksum.hexdigest()
+
+
+def _expect(condition: bool, complaint: str) -> None:
+    if not condition:
+        raise ValueError(complaint)
+
+
+def _whole(value: Any, name: str) -> int:
+    _expect(type(value) is int and 0 <= value < 1 << 62, f"{name} is {value!r}")
+    return int(value)
+
+
+def _text(value: Any) -> str:
+    _expect(type(value) is str, f"{value!r} in the place of a text")
+    return str(value)
+
+
+def _json_number(value: float) -> float | str:
+    return float(value) if math.isfinite(value) else repr(float(value))
+
+
+def _file_record(name: str, entry: Any) -> FileRecord:
+    _expect(_SAFE_NAME.fullmatch(name) is not None, f"{name!r} is not a name of a file in a checkpoint")
+    _expect(_CHECKSUM.fullmatch(_text(entry["xxh3"])) is not None, f"{name} has no proper checksum")
+    return FileRecord(_whole(entry["size"], f"the size of {name}"), entry["xxh3"])
+
+
+def _component_record(entry: Any) -> ComponentRecord:
+    scope = _text(entry["scope"])
+    _expect(scope in ("replicated", "per_rank", "sharded"), f"{scope!r} is no scope")
+    return ComponentRecord(_text(entry["class"]), _whole(entry["version"], "a version"), scope)
+
+
+def _reason(error: Exception) -> str:
+    return f"{error} is missing" if isinstance(error, KeyError) else str(error)

@@ -1,0 +1,157 @@
+"""Sidecars: the state of everything but tensors of model and optimizer, as JSON with a file of tensors beside it.
+
+``shared`` holds what is the same on all ranks, ``rank-00000`` … what each rank has for itself::
+
+    {"format": 1, "states": {
+        "callbacks.MyCb": {"class": "me.MyCb", "version": 1, "scope": "replicated", "states": [{"seen": 3}]}, …}}
+
+``states`` has one state; or, for a per-rank state that found no taker when its checkpoint was loaded and so lies in
+``shared`` until one comes, one for each rank of those days.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import xxhash
+
+from dalsegno import files
+from dalsegno.component import State
+from dalsegno.errors import DamagedCheckpoint
+
+from .codec import Arrays, Json, decode, encode
+from .layout import MappedFile, Piece, StagedFile
+from .manifest import Checkpoint, ComponentRecord, FileRecord, read_json
+
+FORMAT = 1
+SHARED = "shared"
+
+
+def rank_sidecar(rank: int) -> str:
+    """The name of a rank's sidecar."""
+    return f"rank-{rank:05d}"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """A component's state as a checkpoint holds it: one, or one for each rank that saved."""
+
+    record: ComponentRecord
+    states: Sequence[State]
+
+
+class Staged(Protocol):
+    """A file of a checkpoint, complete in memory."""
+
+    @property
+    def name(self) -> str: ...
+
+    def write_to(self, directory: Path) -> FileRecord: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A small file, as its bytes."""
+
+    name: str
+    data: bytes
+
+    def write_to(self, directory: Path) -> FileRecord:
+        files.write_durably(directory / self.name, self.data)
+        return FileRecord(len(self.data), xxhash.xxh3_128_hexdigest(self.data))
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A component's state, through the codec. The arrays may still be the component's own memory."""
+
+    record: ComponentRecord
+    states: list[tuple[Json, Arrays]]
+
+    @classmethod
+    def of(cls, key: str, saved: SavedState) -> Encoded:
+        """Raises CannotSave where the codec refuses."""
+        return cls(saved.record, [encode(state, key) for state in saved.states])
+
+    def named_arrays(self, key: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every array under the name that it has in the sidecar's file."""
+        for number, (_, arrays) in enumerate(self.states):
+            for path, tensor in arrays.items():
+                yield _array_name(key, number, path), tensor
+
+    def checksum(self) -> str:
+        """Equal on two ranks if the state is, bit by bit."""
+        checksum = xxhash.xxh3_128(json.dumps([each for each, _ in self.states]).encode())
+        for _, tensor in self.named_arrays(""):
+            raw = tensor.cpu().contiguous().resolve_conj().resolve_neg()
+            checksum.update(raw.reshape(-1).view(torch.uint8).numpy().data)
+        return checksum.hexdigest()
+
+
+def stage_sidecar(name: str, encoded: Mapping[str, Encoded], arrays_file: StagedFile) -> list[Staged]:
+    """The files of a sidecar; nothing in them is shared with the components any more."""
+    states = {
+        key: {
+            "class": each.record.class_name,
+            "version": each.record.version,
+            "scope": each.record.scope,
+            "states": [state for state, _ in each.states],
+        }
+        for key, each in encoded.items()
+    }
+    text = json.dumps({"format": FORMAT, "states": states}, allow_nan=False, separators=(",", ":"))
+    document = Document(f"{name}.json", text.encode())
+    arrays = dict(pair for key, each in encoded.items() for pair in each.named_arrays(key))
+    if not arrays:
+        return [document]
+    spans = arrays_file.lay_out([Piece.entire(array, tensor) for array, tensor in arrays.items()])
+    for span, tensor in zip(spans, arrays.values(), strict=True):
+        arrays_file.fill(span, tensor)
+    return [document, arrays_file]
+
+
+def read_sidecar(checkpoint: Checkpoint, name: str) -> dict[str, SavedState]:
+    """Every state in a sidecar of a verified checkpoint.
+
+    Raises:
+        DamagedCheckpoint: if it is not one that dalsegno can have written.
+    """
+    path = checkpoint.file(f"{name}.json")
+    content = read_json(path)
+    arrays_name = f"{name}.safetensors"
+    mapped = MappedFile(checkpoint.file(arrays_name)) if arrays_name in checkpoint.manifest.files else None
+    spans = mapped.spans() if mapped else {}
+
+    def decoded(json: Json, key: str, number: int) -> State:
+        def read_array(array: str, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+            span = spans.get(_array_name(key, number, array))
+            if mapped is None or span is None:
+                raise DamagedCheckpoint(f"{path}: the tensor {array!r} of {key} is not beside it")
+            return mapped.tensor(span, dtype, shape)
+
+        return decode(json, read_array, key)
+
+    try:
+        if content["format"] != FORMAT:
+            raise ValueError(f"format {content['format']!r}; this dalsegno reads {FORMAT}")
+        return {
+            key: SavedState(_record(entry), [decoded(each, key, number) for number, each in enumerate(entry["states"])])
+            for key, entry in content["states"].items()
+        }
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DamagedCheckpoint(f"{path}: is no sidecar ({error!r})") from error
+
+
+def _array_name(key: str, number: int, path: str) -> str:
+    return f"{key}@{number}/{path}" if number else f"{key}/{path}"
+
+
+def _record(entry: Any) -> ComponentRecord:
+    if type(entry["class"]) is not str or type(entry["version"]) is not int or not entry["states"]:
+        raise ValueError("an entry without class, version or state")
+    return ComponentRecord(entry["class"], entry["version"], entry["scope"])
