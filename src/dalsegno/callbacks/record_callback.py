@@ -45,8 +45,9 @@ class RecordCallback(Callback):
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         if not ctx.state.is_world_process_zero:
             return
-        self._log = RecordLog(self._path, ctx.args.output_dir)
-        self._log.open(self._position)
+        log = RecordLog(self._path, ctx.args.output_dir)
+        log.open(self._position)
+        self._log = log
         self._write_header()
 
     def on_train_end(self, ctx: TrainEndContext) -> None:

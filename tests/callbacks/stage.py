@@ -1,0 +1,64 @@
+"""A stage for one callback: it is bound by the real dispatcher, and a test fires the events."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from torch import nn
+
+from dalsegno.args import TrainingArguments
+from dalsegno.callback import Callback
+from dalsegno.dispatcher import Dispatcher
+from dalsegno.events import Context
+from dalsegno.state import TrainerControl, TrainerState
+
+
+class Stage:
+    """What a callback sees of a run in ``output_dir``."""
+
+    def __init__(self, output_dir: Path, *callbacks: Callback, model: nn.Module | None = None, rank: int = 0) -> None:
+        self.args = TrainingArguments(output_dir)
+        self.state = TrainerState(is_world_process_zero=rank == 0)
+        self.control = TrainerControl()
+        self._model = model or nn.Linear(1, 1)
+        self.on = Dispatcher(self._surroundings, is_rank_zero=rank == 0)
+        self.on.bind(callbacks)
+
+    def _surroundings(self, kind: type[Context]) -> Context:
+        nothing = cast(Any, SimpleNamespace())
+        return kind(
+            args=self.args,
+            state=self.state,
+            control=self.control,
+            model=self._model,
+            optimizer=nothing,
+            lr_scheduler=nothing,
+            processing_class=None,
+            train_dataloader=None,
+            eval_dataloader=None,
+            trainer=nothing,
+        )
+
+    def begin(self) -> None:
+        self.on.train_begin.fill(None)
+        self.on.train_begin.fire()
+
+    def log(self, step: int, kind: str = "train", **logs: object) -> None:
+        self.state.global_step = step
+        self.on.log.fill(logs, kind)
+        self.on.log.fire()
+
+    def update(self, step: int, *, evaluates: bool) -> None:
+        """The moment before the update that makes the count of steps ``step``, and the count."""
+        self.state.global_step, self.state.will_evaluate = step - 1, evaluates
+        self.on.pre_optimizer_step.fill(None)
+        self.on.pre_optimizer_step.fire()
+        self.state.global_step = step
+
+    def evaluate(self, name: str = "eval") -> None:
+        self.on.evaluate.fill({}, name)
+        self.on.evaluate.fire()
+
+    def end(self) -> None:
+        self.on.train_end.fill("finished", {})
+        self.on.train_end.fire()
