@@ -245,7 +245,7 @@ def _decode(json: Json, read_array: ReadArray, where: str, depth: int) -> State:
         return decoder(json, read_array, where, depth + 1)
     except DamagedCheckpoint:
         raise
-    except (ValueError, TypeError, KeyError, RuntimeError, OverflowError) as error:
+    except (ValueError, TypeError, KeyError, RuntimeError, OverflowError, struct.error) as error:
         raise DamagedCheckpoint(f"{where}: not a proper {tag!r} ({error!r})") from error
 
 

@@ -1,0 +1,229 @@
+"""Every state comes back as it was, to the bit; what cannot is refused with its path; nothing hostile gets through."""
+
+from __future__ import annotations
+
+import collections
+import enum
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import hypothesis.extra.numpy as numpy_strategies
+import numpy as np
+import pytest
+import torch
+from checkpoint.sameness import assert_same
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dalsegno.checkpoint.codec import DEEPEST, decode, encode
+from dalsegno.checkpoint.layout import DTYPES
+from dalsegno.errors import CannotSave, DamagedCheckpoint
+
+
+def through_json(tree: Any) -> Any:
+    """The tree, encoded, written as JSON, and decoded from copies of its arrays."""
+    encoded, arrays = encode(tree, "callbacks.MyCb")
+    copies = {name: tensor.clone().contiguous() for name, tensor in arrays.items()}
+
+    def read_array(name: str, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+        return copies[name].reshape(-1).view(torch.uint8).view(dtype).reshape(shape)
+
+    return decode(json.loads(json.dumps(encoded, allow_nan=False)), read_array, "callbacks.MyCb")
+
+
+any_float = st.one_of(st.floats(), st.integers(0, 2**64 - 1).map(lambda b: struct.unpack("<d", struct.pack("<Q", b))[0]))
+any_text = st.text(st.characters(exclude_categories=()))
+shapes = st.lists(st.integers(0, 3), max_size=3)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    dtype, shape = draw(st.sampled_from(list(DTYPES.values()))), draw(shapes)
+    count = dtype.itemsize
+    for size in shape:
+        count *= size
+    raw = draw(st.binary(min_size=count, max_size=count))
+    if dtype == torch.bool:
+        raw = bytes(byte & 1 for byte in raw)
+    flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+    return flat.view(dtype).reshape(shape)
+
+
+numpy_dtypes = st.one_of(
+    numpy_strategies.boolean_dtypes(),
+    numpy_strategies.integer_dtypes(endianness="?"),
+    numpy_strategies.unsigned_integer_dtypes(endianness="?"),
+    numpy_strategies.floating_dtypes(endianness="?", sizes=(16, 32, 64)),
+    numpy_strategies.complex_number_dtypes(endianness="?", sizes=(64, 128)),
+    numpy_strategies.datetime64_dtypes(),
+)
+arrays = numpy_dtypes.flatmap(lambda dtype: numpy_strategies.arrays(dtype, numpy_strategies.array_shapes(min_dims=0)))
+leaves = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(min_value=2**70, max_value=2**80),
+    any_float,
+    any_text,
+    st.binary(),
+    tensors(),
+    arrays,
+    arrays.filter(lambda array: array.size > 0).map(lambda array: array.reshape(-1)[0]),
+    shapes.map(torch.Size),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.int64]),
+    st.sampled_from([torch.device("cpu"), torch.device("cuda", 1)]),
+)
+trees = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.one_of(any_text, st.integers(), st.sampled_from(["$tuple", "a.b"])), inner, max_size=3),
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(trees)
+def test_what_goes_in_comes_out(tree: Any) -> None:
+    assert_same(through_json(tree), tree)
+
+
+def test_tensors_that_are_views() -> None:
+    base = torch.arange(12.0).reshape(3, 4)
+    tree = {
+        "transposed": base.t(),
+        "strided": base[:, ::2],
+        "expanded": base[:1].expand(3, 4),
+        "conjugated": torch.tensor([1 + 2j]).conj(),
+        "shared": [base, base],
+        "parameter": torch.nn.Parameter(base).detach(),
+    }
+    assert_same(through_json(tree), tree)
+
+
+def test_a_parameter_comes_back_as_a_tensor() -> None:
+    weight = torch.nn.Parameter(torch.randn(3))
+    assert_same(through_json([weight]), [weight.detach()])
+
+
+def test_an_ordered_dict_comes_back_as_a_dict() -> None:
+    assert_same(through_json(collections.OrderedDict(b=1, a=2)), {"b": 1, "a": 2})
+
+
+def test_a_json_that_people_can_read() -> None:
+    encoded, arrays = encode({"seen": 3, "loss": 1.5, "pair": (1, "x"), "history": [None, torch.zeros(2)]}, "a")
+    assert encoded == {
+        "seen": 3,
+        "loss": 1.5,
+        "pair": {"$tuple": [1, "x"]},
+        "history": [None, {"$tensor": "history[1]", "dtype": "float32", "shape": [2]}],
+    }
+    assert list(arrays) == ["history[1]"]
+
+
+class Foo:
+    pass
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+class Level(enum.IntEnum):
+    HIGH = 2
+
+
+Pair = collections.namedtuple("Pair", "a b")
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"history": [1, 2, 3, Foo()]}, r"callbacks\.MyCb\.history\[3\]: cannot save a Foo; a state may hold"),
+        ({"a b": {7: {1}}}, r"callbacks\.MyCb\['a b'\]\[7\]: cannot save a set; save sorted\(it\)"),
+        ([Color.RED], r"callbacks\.MyCb\[0\]: cannot save a Color; save its \.name or \.value"),
+        ([Level.HIGH], r"callbacks\.MyCb\[0\]: cannot save a Level"),
+        ([collections.defaultdict(int)], r"cannot save a defaultdict; .*dict\(it\)"),
+        ([Pair(1, 2)], r"cannot save a Pair; .*tuple\(it\)"),
+        ([len], r"callbacks\.MyCb\[0\]: cannot save a builtin_function_or_method; code is never saved"),
+        ({(1, 2): 3}, r"callbacks\.MyCb: cannot save a dict with the key \(1, 2\), a tuple"),
+        ({True: 3}, r"key True, a bool"),
+        ([np.array([Foo()])], r"cannot save a numpy array of object"),
+        ([np.array(["text"])], r"cannot save a numpy array of <U4"),
+        ([torch.zeros(2, 2).to_sparse()], r"torch\.sparse_coo"),
+        ([torch.zeros(2, device="meta")], r"on meta"),
+        ([1j], r"cannot save a complex"),
+        ([Path("x")], r"cannot save a PosixPath"),
+    ],
+)
+def test_what_cannot_be_saved_is_named_with_its_place(tree: Any, message: str) -> None:
+    with pytest.raises(CannotSave, match=message):
+        encode(tree, "callbacks.MyCb")
+
+
+def test_a_state_that_contains_itself() -> None:
+    tree: list[Any] = []
+    tree.append(tree)
+    with pytest.raises(CannotSave, match="contains itself"):
+        encode(tree, "callbacks.MyCb")
+
+
+def test_the_deepest_state_comes_back() -> None:
+    tree: Any = 1
+    for _ in range(DEEPEST):
+        tree = (tree,)
+    assert_same(through_json(tree), tree)
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        {"$pickle": "gASVHg=="},
+        {"$tuple": 3},
+        {"$tuple": {"a": 1}},
+        {"$dict": [[[1], 2]]},
+        {"$dict": [[1]]},
+        {"$dict": 1},
+        {"$int": "os.system"},
+        {"$int": 3},
+        {"$float": "00"},
+        {"$bytes": "%%%"},
+        {"$str": "/w=="},
+        {"$size": [-1]},
+        {"$size": ["1"]},
+        {"$dtype": "load"},
+        {"$dtype": "_C"},
+        {"$device": "no such device"},
+        {"$scalar": "O", "hex": "00"},
+        {"$scalar": "<f4", "hex": "00"},
+        {"$scalar": "<f4"},
+        {"$array": "x", "dtype": "O", "shape": [1]},
+        {"$array": "x", "dtype": "i4,i4", "shape": [1]},
+        {"$array": "x", "dtype": "<f4", "shape": [1 << 62]},
+        {"$array": "x", "dtype": "<f4", "shape": [1 << 40, 1 << 40]},
+        {"$tensor": "x", "dtype": "float32", "shape": [1 << 40, 0]},
+        {"$tensor": "absent", "dtype": "float32", "shape": [1]},
+        {"$tensor": "x", "dtype": "qint8", "shape": [1]},
+        {"$tensor": ["x"], "dtype": "float32", "shape": [1]},
+        {"$tensor": "x", "dtype": "float32", "shape": [True]},
+    ],
+)
+def test_hostile_input_is_damage(hostile: Any) -> None:
+    def read_array(name: str, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+        (found,) = [torch.zeros(4, dtype=torch.uint8)] if name == "x" else []
+        return found.view(dtype).reshape(shape)
+
+    with pytest.raises(DamagedCheckpoint, match=r"^callbacks\.MyCb"):
+        decode({"deep": [hostile]}, read_array, "callbacks.MyCb")
+
+
+def test_hostile_depth_is_damage() -> None:
+    hostile: Any = 1
+    for _ in range(500):
+        hostile = [hostile]
+    with pytest.raises(DamagedCheckpoint, match="too deep"):
+        decode(hostile, lambda name, dtype, shape: torch.empty(0), "x")

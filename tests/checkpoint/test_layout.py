@@ -1,0 +1,122 @@
+"""A file of tensors: readable by everybody, and right by whatever way its bytes reach the disk."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from checkpoint.sameness import bits
+from safetensors.torch import load_file
+
+from dalsegno import files
+from dalsegno.checkpoint.layout import DTYPES, MappedFile, Piece, StagedFile
+from dalsegno.errors import DamagedCheckpoint
+
+
+def write(directory: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    staged = StagedFile("some.safetensors")
+    spans = staged.lay_out([Piece.entire(name, tensor) for name, tensor in tensors.items()])
+    for span, tensor in zip(spans, tensors.values(), strict=True):
+        staged.fill(span, tensor)
+    record = staged.write_to(directory)
+    path = directory / staged.name
+    content = path.read_bytes()
+    assert (record.size, record.xxh3) == (len(content), xxhash.xxh3_128_hexdigest(content))
+    return path
+
+
+def of_every_type() -> dict[str, torch.Tensor]:
+    counted = {name: torch.arange(3 * dtype.itemsize, dtype=torch.uint8).view(dtype) for name, dtype in DTYPES.items()}
+    return counted | {"bool": torch.tensor([True, False, True])}
+
+
+def test_safetensors_reads_it(tmp_path: Path) -> None:
+    tensors = {**of_every_type(), "empty": torch.empty(0, 3), "scalar": torch.tensor(1.5)}
+    read = load_file(write(tmp_path, tensors))
+    assert read.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert bits(read[name]) == bits(tensor), name
+    assert read["float32"].dtype == torch.float32 and read["scalar"].shape == ()
+
+
+def test_tensors_begin_at_a_page_and_lie_aligned(tmp_path: Path) -> None:
+    path = write(tmp_path, {"odd": torch.ones(3, dtype=torch.uint8), "wide": torch.ones(2, dtype=torch.float64)})
+    spans = MappedFile(path).spans()
+    assert spans == {"wide": (4096, 4112), "odd": (4112, 4115)}
+    assert path.stat().st_size == 4115
+
+
+def test_a_buffer_that_is_used_again(tmp_path: Path) -> None:
+    staged = StagedFile("some.safetensors")
+    for length in (5000, 3, 9000):
+        tensor = torch.full((length,), length % 251, dtype=torch.uint8)
+        (span,) = staged.lay_out([Piece.entire("x", tensor)])
+        staged.fill(span, tensor)
+        staged.write_to(tmp_path)
+        assert torch.equal(load_file(tmp_path / staged.name)["x"], tensor)
+
+
+def test_more_than_one_direct_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "DIRECT_PIECE", 2 * files.PAGE)
+    big = torch.arange(30_000, dtype=torch.int32)
+    assert torch.equal(load_file(write(tmp_path, {"big": big}))["big"], big)
+
+
+def test_where_direct_writes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on some network disks, which open the file and refuse the write; tmpfs refused to open it until lately."""
+    monkeypatch.setattr(files, "DIRECT_PIECE", 2 * files.PAGE)
+    refused = []
+
+    def write_unless_direct(descriptor: int, data: Any, write: Any = os.write) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            refused.append(len(data))
+            raise OSError(errno.EINVAL, "no direct writes here")
+        return int(write(descriptor, data))
+
+    monkeypatch.setattr(os, "write", write_unless_direct)
+    big = torch.arange(30_000, dtype=torch.int32)
+    assert torch.equal(load_file(write(tmp_path, {"big": big}))["big"], big)
+    assert len(refused) == 1
+
+
+def test_where_direct_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_unless_direct(path: Any, flags: int, *rest: Any, open: Any = os.open) -> int:  # noqa: A002
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no direct files here")
+        return int(open(path, flags, *rest))
+
+    monkeypatch.setattr(os, "open", open_unless_direct)
+    big = torch.arange(3_000, dtype=torch.int32)
+    assert torch.equal(load_file(write(tmp_path, {"big": big}))["big"], big)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x80\x04}",
+        (1 << 40).to_bytes(8, "little") + b"{}",
+        (2).to_bytes(8, "little") + b"[]",
+        (2).to_bytes(8, "little") + b"{]",
+        (12).to_bytes(8, "little") + b'{"x": [1, 2]}',
+        (30).to_bytes(8, "little") + b'{"x": {"data_offsets": [0,-3]}}'[:30],
+        (200_000).to_bytes(8, "little") + b"[" * 200_000,
+    ],
+)
+def test_a_file_that_is_no_safetensors(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "bad.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(DamagedCheckpoint, match=r"bad\.safetensors"):
+        MappedFile(path).spans()
+
+
+def test_bytes_that_are_not_there(tmp_path: Path) -> None:
+    path = write(tmp_path, {"x": torch.zeros(3)})
+    with pytest.raises(DamagedCheckpoint, match=r"bytes 4096 to 9000 are no float32 of shape \[1226\]"):
+        MappedFile(path).tensor((4096, 9000), torch.float32, [1226])
