@@ -1,0 +1,341 @@
+"""Finding, keeping, leaving and carrying checkpoints, with real files."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint.parts import Notes, RankNotes, Saved
+from checkpoint.sameness import assert_same
+
+from dalsegno.checkpoint import AnyOf, Best, CheckpointManager, Entry, Latest
+from dalsegno.checkpoint.manifest import Manifest, _checksum_of
+from dalsegno.component import Component
+from dalsegno.errors import ConfigurationError, DamagedCheckpoint, NotFound, StateMismatch
+
+
+def steps_in(manager: CheckpointManager) -> list[int]:
+    return [entry.step for entry in manager.entries()]
+
+
+def found_step(directory: Path) -> int | None:
+    checkpoint = CheckpointManager(directory).find()
+    return checkpoint and checkpoint.step
+
+
+def three_saved(directory: Path) -> CheckpointManager:
+    manager, saved = CheckpointManager(directory), Saved()
+    for step in (1, 2, 10):
+        saved.save(manager, step)
+    return manager
+
+
+# --- finding --------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_to_find(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    assert manager.find() is None
+    with pytest.raises(NotFound, match="step-00000004: there is no such checkpoint"):
+        manager.find(manager.path_of(4))
+
+
+def test_the_newest_is_found_or_the_one_asked_for(tmp_path: Path) -> None:
+    manager = three_saved(tmp_path)
+    assert found_step(tmp_path) == 10
+    asked = manager.find(manager.path_of(2))
+    assert asked is not None and asked.step == 2
+    again = Saved(seed=1)
+    manager.load(asked, again.sharded, again.components)
+    assert_same(again.notes.state, {"step": 2, "tensor": torch.full((3,), 2.0)})
+
+
+def flip(path: Path, position: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[position % len(content)] ^= 1
+    path.write_bytes(content)
+
+
+FILES = [
+    "manifest.json",
+    "index.json",
+    "shared.json",
+    "shared.safetensors",
+    "rank-00000.json",
+    "model/shard-00000.safetensors",
+]
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "first byte": lambda path: flip(path, 0),
+    "a byte inside": lambda path: flip(path, path.stat().st_size // 2),
+    "last byte": lambda path: flip(path, -1),
+    "cut short": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "emptied": lambda path: os.truncate(path, 0),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+    "gone": lambda path: path.unlink(),
+    "a link": lambda path: (path.rename(path.with_suffix(".aside")), path.symlink_to(path.with_suffix(".aside"))),
+    "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("file", FILES)
+def test_a_damaged_one_is_set_aside_and_the_one_before_is_used(
+    tmp_path: Path, file: str, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager, saved = CheckpointManager(tmp_path), Saved()
+    saved.save(manager, 1)
+    saved.save(manager, 2)
+    DAMAGES[damage](manager.path_of(2) / file)
+    with pytest.raises(DamagedCheckpoint, match=file):
+        manager.find(manager.path_of(2))
+    assert found_step(tmp_path) == 1
+    assert "step-00000002.damaged" in caplog.text and file in caplog.text
+    assert not manager.path_of(2).exists() and manager.path_of(2).with_name("step-00000002.damaged").is_dir()
+    saved.save(manager, 2)  # the run gets there again
+    assert found_step(tmp_path) == 2
+
+
+def test_any_flipped_byte_of_a_manifest_that_matters_is_found(tmp_path: Path) -> None:
+    manager, saved = CheckpointManager(tmp_path), Saved()
+    saved.save(manager, 1, metrics={"loss": 2.5}, is_best=True)
+    path = manager.path_of(1) / "manifest.json"
+    good, content = Manifest.read(path.parent), path.read_bytes()
+    for position in range(0, len(content), 3):
+        for bit in (1, 32):
+            changed = bytearray(content)
+            changed[position] ^= bit
+            path.write_bytes(changed)
+            try:
+                assert Manifest.read(path.parent) == good  # white space between two tokens
+            except DamagedCheckpoint:
+                continue
+
+
+def test_a_directory_under_a_wrong_name(tmp_path: Path) -> None:
+    manager = three_saved(tmp_path)
+    manager.path_of(10).rename(manager.path_of(30))
+    with pytest.raises(DamagedCheckpoint, match="step-00000030: its manifest is that of step 10"):
+        manager.find(manager.path_of(30))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": {"../../etc/passwd": {"size": 1, "xxh3": "0" * 32}}},
+        {"files": {"/etc/passwd": {"size": 1, "xxh3": "0" * 32}}},
+        {"files": {"a/../b": {"size": 1, "xxh3": "0" * 32}}},
+        {"files": {"model/..": {"size": 1, "xxh3": "0" * 32}}},
+        {"files": {"x": {"size": -1, "xxh3": "0" * 32}}},
+        {"files": {"x": {"size": 1 << 70, "xxh3": "0" * 32}}},
+        {"files": {"x": {"size": 1, "xxh3": "../x"}}},
+        {"files": ["x"]},
+        {"components": {"x": {"class": "os.system", "version": 1, "scope": "evil"}}},
+        {"components": {"x": {"class": "os.system", "version": "1", "scope": "sharded"}}},
+        {"step": -1},
+        {"step": "1"},
+        {"step": True},
+        {"world_size": 0},
+        {"world_size": 1 << 60},
+        {"metrics": {"loss": [1]}},
+        {"metrics": 3},
+        {"format": 2},
+        {"torch": None},
+    ],
+)
+def test_a_hostile_manifest(tmp_path: Path, change: dict[str, object]) -> None:
+    manager, saved = CheckpointManager(tmp_path), Saved()
+    saved.save(manager, 1)
+    path = manager.path_of(1) / "manifest.json"
+    content = json.loads(path.read_bytes()) | change
+    del content["xxh3"]
+    path.write_text(json.dumps(content | {"xxh3": _checksum_of(content)}))
+    with pytest.raises(DamagedCheckpoint, match=r"manifest\.json"):
+        manager.find(manager.path_of(1))
+
+
+def test_an_unfinished_one_is_no_checkpoint_and_is_cleaned_away(tmp_path: Path) -> None:
+    manager = three_saved(tmp_path)
+    partial = manager.path_of(11).with_name("step-00000011.partial")
+    manager.path_of(10).rename(partial)
+    foreign = manager.directory / "notes.partial"
+    foreign.mkdir()
+    assert found_step(tmp_path) == 2 and partial.exists()
+    manager.clean()
+    assert not partial.exists() and foreign.exists()
+
+
+def test_a_step_is_not_saved_twice(tmp_path: Path) -> None:
+    manager, saved = CheckpointManager(tmp_path), Saved()
+    saved.save(manager, 1)
+    with pytest.raises(ConfigurationError, match="step-00000001: there is a checkpoint of this step already"):
+        saved.save(manager, 1)
+    assert found_step(tmp_path) == 1
+
+
+# --- keeping --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keep", "stay"),
+    [
+        (None, [1, 2, 3, 4]),
+        (Latest(2), [2, 3, 4]),
+        (Latest(9), [1, 2, 3, 4]),
+        (Best(), [2, 4]),
+        (AnyOf(Latest(1), lambda entries: {entry.step for entry in entries if entry.metrics["loss"] > 8}), [1, 2, 4]),
+        (lambda entries: set(), [2, 4]),
+    ],
+)
+def test_what_stays(tmp_path: Path, keep: Callable[[list[Entry]], set[int]] | None, stay: list[int]) -> None:
+    """The newest and the best (step 2) stay, whatever the policy says."""
+    manager, saved = CheckpointManager(tmp_path, keep=keep), Saved()
+    for step, loss in [(1, 9.0), (2, 3.0), (3, 5.0), (4, float("nan"))]:
+        saved.save(manager, step, metrics={"loss": loss}, is_best=step <= 2)
+    gone = manager.prune()
+    assert steps_in(manager) == stay
+    assert gone == [manager.path_of(step) for step in (1, 2, 3, 4) if step not in stay]
+    assert sorted(path.name for path in manager.directory.iterdir()) == [manager.path_of(step).name for step in stay]
+
+
+def test_the_one_that_was_resumed_from_stays(tmp_path: Path) -> None:
+    """Until a newer one is good: the newest may be damaged, and nobody has looked."""
+    three_saved(tmp_path)
+    manager = CheckpointManager(tmp_path, keep=Latest(1))
+    manager.find(manager.path_of(2))
+    manager.prune()
+    assert steps_in(manager) == [2, 10]
+
+
+def test_files_of_others_are_not_deleted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    three_saved(tmp_path)
+    manager = CheckpointManager(tmp_path, keep=Latest(1))
+    (manager.path_of(1) / "notes.txt").write_text("mine")
+    (manager.directory / "step-latest").mkdir()
+    assert manager.prune() == [manager.path_of(2)]
+    assert (manager.path_of(1) / "notes.txt").exists() and (manager.directory / "step-latest").exists()
+    assert "step-00000001 is not deleted: it holds notes.txt" in caplog.text
+
+
+def test_one_timeline(tmp_path: Path) -> None:
+    manager, rewound = three_saved(tmp_path), tmp_path / "rewound"
+    assert manager.abandon_after(1, rewound) == [rewound / "step-00000010", rewound / "step-00000002"]
+    assert steps_in(manager) == [1]
+    Saved().save(manager, 10)
+    assert manager.abandon_after(1, rewound) == [rewound / "step-00000010.0001"]
+    assert manager.abandon_after(None, rewound) == [rewound / "step-00000001"]
+    assert steps_in(manager) == []
+    again = manager.find(rewound / "step-00000010.0001")
+    assert again is not None and again.step == 10
+
+
+def test_policies_are_checked() -> None:
+    with pytest.raises(ConfigurationError, match=r"Latest\(count=0\)"):
+        Latest(0)
+
+
+# --- carrying -------------------------------------------------------------------------------------------------------
+
+
+def test_a_state_without_a_taker_waits_for_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    manager = CheckpointManager(tmp_path)
+    states = {"a": {"seen": 3, "mean": torch.ones(2)}, "b": ("mine", torch.arange(3))}
+    gone = [Component("callbacks.A", Notes(states["a"])), Component("callbacks.B", RankNotes(states["b"]))]
+    stays = Component("callbacks.Stays", Notes(1))
+    manager.save(1, [], [*gone, stays])
+    for step in (2, 3):  # two legs without them
+        manager = CheckpointManager(tmp_path)
+        checkpoint = manager.find()
+        assert checkpoint is not None
+        report = manager.load(checkpoint, [], [stays, Component("callbacks.New", Notes())])
+        assert (report.restored, report.fresh) == (["callbacks.Stays"], ["callbacks.New"])
+        assert sorted(report.carried) == ["callbacks.A", "callbacks.B"]
+        assert "carried forward  callbacks.A" in report.table() and "new              callbacks.New" in report.table()
+        manager.save(step, [], [stays])
+    back = [Component("callbacks.A", Notes()), Component("callbacks.B", RankNotes())]
+    checkpoint = manager.find()
+    assert checkpoint is not None
+    report = manager.load(checkpoint, [], [*back, stays])
+    assert not report.carried
+    assert_same([each.target.state_dict() for each in back], [states["a"], states["b"]])
+    manager.save(4, [], [*back, stays])
+    assert list(Manifest.read(manager.path_of(4)).components).count("callbacks.A") == 1
+
+
+def test_a_former_key(tmp_path: Path) -> None:
+    class Renamed(Notes):
+        aliases = ("Old", "Older")
+
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, [], [Component("callbacks.Older", Notes("kept"))])
+    checkpoint = manager.find()
+    assert checkpoint is not None
+    renamed = Renamed()
+    report = manager.load(checkpoint, [], [Component("callbacks.Renamed", renamed)])
+    assert renamed.state == "kept" and report.carried == []
+    assert report.notes == ["callbacks.Renamed: found under its former key callbacks.Older"]
+
+
+def test_versions(tmp_path: Path) -> None:
+    class Second(Notes):
+        state_version = 2
+
+        def migrate(self, state: str, from_version: int) -> str:
+            return f"{state}, upgraded from {from_version}"
+
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, [], [Component("callbacks.N", Notes("old"))])
+    checkpoint = manager.find()
+    assert checkpoint is not None
+    second = Second()
+    manager.load(checkpoint, [], [Component("callbacks.N", second)])
+    assert second.state == "old, upgraded from 1"
+    manager.save(2, [], [Component("callbacks.N", second)])
+    checkpoint = manager.find()
+    assert checkpoint is not None
+    with pytest.raises(StateMismatch, match=r"callbacks\.N: the saved state has version 2") as raised:
+        manager.load(checkpoint, [], [Component("callbacks.N", Notes())])
+    assert raised.value.__notes__ == ["while the state of callbacks.N was being restored"]
+
+
+def test_model_only_and_what_has_no_place(tmp_path: Path) -> None:
+    manager, saved, again = CheckpointManager(tmp_path), Saved(), Saved(seed=1)
+    saved.save(manager, 1)
+    checkpoint = manager.find()
+    assert checkpoint is not None
+    manager.load_sharded(checkpoint, again.sharded[:1])
+    assert torch.equal(again.model[0].weight, saved.model[0].weight) and again.notes.state is None  # type: ignore[index]
+    report = manager.load(checkpoint, again.sharded[:1], [])
+    assert report.notes == ["optimizer: is in the checkpoint, but nothing takes it; it is not carried forward"]
+    manager.save(2, again.sharded[:1], [])
+    checkpoint = manager.find()
+    assert checkpoint is not None
+    assert manager.load(checkpoint, again.sharded, again.components).fresh == ["optimizer"]
+
+
+def test_states_are_those_of_the_moment_of_the_save(tmp_path: Path) -> None:
+    """Tensors that a component goes on changing do not change what was saved, nor what a second save says."""
+    manager, notes = CheckpointManager(tmp_path), Notes({"x": torch.zeros(3)})
+    for step in (1, 2):
+        notes.state["x"] += 1
+        manager.save(step, [], [Component("callbacks.N", notes)])
+    for step in (1, 2):
+        checkpoint = manager.find(manager.path_of(step))
+        assert checkpoint is not None
+        other = Notes()
+        manager.load(checkpoint, [], [Component("callbacks.N", other)])
+        assert_same(other.state, {"x": torch.full((3,), float(step))})
+
+
+def test_no_warning_from_below(tmp_path: Path, recwarn: pytest.WarningsRecorder, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    manager, saved = CheckpointManager(tmp_path), Saved()
+    saved.save(manager, 1)
+    checkpoint = manager.find()
+    assert checkpoint is not None
+    manager.load(checkpoint, saved.sharded, saved.components)
+    assert not recwarn.list and not caplog.records
