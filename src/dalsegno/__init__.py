@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     from .args import TrainingArguments as TrainingArguments
     from .callback import Callback as Callback
     from .callback import register_global_callback as register_global_callback
+    from .events import BackwardContext as BackwardContext
     from .state import TrainerControl as TrainerControl
     from .state import TrainerState as TrainerState
+    from .trainer import Trainer as Trainer
 
 _HOMES = {
     "TrainingArguments": "args",
@@ -21,6 +23,9 @@ _HOMES = {
     "register_global_callback": "callback",
     "TrainerControl": "state",
     "TrainerState": "state",
+    "Trainer": "trainer",
+    "TrainResult": "result",
+    "Event": "events",
 }
 
 if not TYPE_CHECKING:

@@ -50,6 +50,17 @@ class Channel(list[Handler], Generic[P]):
             error.add_note(f"raised in {owner_of(handler)}.{self.event.handler}")
             raise
 
+    def fire_all(self) -> list[BaseException]:
+        """As :meth:`fire`, but one that raises keeps no other from being called; what they raised is returned."""
+        failures: list[BaseException] = []
+        for handler in self:
+            try:
+                handler(self.context)
+            except BaseException as error:
+                error.add_note(f"raised in {owner_of(handler)}.{self.event.handler}")
+                failures.append(error)
+        return failures
+
 
 class Dispatcher:
     """The channels, in the table's order, and the callbacks behind them."""
@@ -83,6 +94,7 @@ class Dispatcher:
         self.gradients_ready = self._channel(Event.GRADIENTS_READY, events.PlainContext.fill)
         self.pre_optimizer_step = self._channel(Event.PRE_OPTIMIZER_STEP, events.PreOptimizerStepContext.fill)
         self.optimizer_step = self._channel(Event.OPTIMIZER_STEP, events.PlainContext.fill)
+        self.step_skipped = self._channel(Event.STEP_SKIPPED, events.StepSkippedContext.fill)
         self.before_zero_grad = self._channel(Event.BEFORE_ZERO_GRAD, events.PlainContext.fill)
         self.after_zero_grad = self._channel(Event.AFTER_ZERO_GRAD, events.PlainContext.fill)
         self.before_scheduler_step = self._channel(Event.BEFORE_SCHEDULER_STEP, events.SchedulerContext.fill)

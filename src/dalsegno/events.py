@@ -60,8 +60,10 @@ class Context:
     trainer: TrainerLike
 
     def copy(self) -> Self:
-        """The context as it is now, to keep after the handler has returned."""
-        return copy.copy(self)
+        """The context and the run's state as they are now, to keep after the handler has returned."""
+        kept = copy.copy(self)
+        kept.state = copy.copy(self.state)
+        return kept
 
 
 @dataclass(slots=True)
@@ -203,30 +205,17 @@ class SchedulerContext(Context):
 
 @dataclass(slots=True)
 class StepEndContext(Context):
-    step: int = field(init=False)
-    """The step that has just been finished, counted from 1."""
-    tokens_seen: int = field(init=False)
-    """On all ranks. Exact at each record; in between, this rank's count stands for the others'."""
-    samples_seen: int = field(init=False)
-    """On all ranks."""
-    elapsed: float = field(init=False)
-    """Seconds of training so far, over all legs."""
     _loss: Number = field(init=False, repr=False)
     _grad_norm: Number = field(init=False, repr=False)
     _lr: Number = field(init=False, repr=False)
 
-    def fill(
-        self,
-        step: int,
-        loss: Number,
-        grad_norm: Number,
-        lr: Number,
-        tokens_seen: int,
-        samples_seen: int,
-        elapsed: float,
-    ) -> None:
-        self.step, self._loss, self._grad_norm, self._lr = step, loss, grad_norm, lr
-        self.tokens_seen, self.samples_seen, self.elapsed = tokens_seen, samples_seen, elapsed
+    def fill(self, loss: Number, grad_norm: Number, lr: Number) -> None:
+        self._loss, self._grad_norm, self._lr = loss, grad_norm, lr
+
+    @property
+    def step(self) -> int:
+        """The step that has just been finished, counted from 1."""
+        return self.state.global_step
 
     @property
     def loss(self) -> float:
@@ -242,6 +231,21 @@ class StepEndContext(Context):
     def lr(self) -> float:
         """The learning rate that this update used (first parameter group)."""
         return _read(self._lr)
+
+    @property
+    def tokens_seen(self) -> int:
+        """On all ranks. Exact at each record; in between, this rank's count stands for the others'."""
+        return self.state.num_input_tokens_seen
+
+    @property
+    def samples_seen(self) -> int:
+        """On all ranks."""
+        return self.state.samples_seen
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds of training so far, over all legs."""
+        return self.state.elapsed()
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -20,6 +21,7 @@ _OF_THIS_LEG = {
     "will_log",
     "will_evaluate",
     "will_save",
+    "clock_started",
 }
 
 
@@ -32,13 +34,13 @@ class TrainerState:
     epoch: float = 0.0
     """Passes over the data, with the fraction of the current one where its length is known."""
     num_input_tokens_seen: int = 0
-    """Tokens trained on, on all ranks, as of the last record."""
+    """Tokens trained on, on all ranks. Exact at each record; in between, this rank's count stands for the others'."""
     samples_seen: int = 0
     """Samples trained on, on all ranks."""
     total_flos: float = 0.0
     """Floating point operations so far, if a callback counts them."""
     train_seconds: float = 0.0
-    """Time spent in training, over all legs (wall clock)."""
+    """Time spent in training in former legs (wall clock); see :meth:`elapsed`."""
     best_metric: float | None = None
     best_global_step: int = 0
     best_model_checkpoint: str | None = None
@@ -54,8 +56,23 @@ class TrainerState:
     will_evaluate: bool = False
     will_save: bool = False
 
+    clock_started: float | None = None
+    """When this leg's training began, by the monotonic clock; None while nothing trains."""
+
+    def elapsed(self) -> float:
+        """Seconds of training so far, over all legs."""
+        now = 0.0 if self.clock_started is None else time.monotonic() - self.clock_started
+        return self.train_seconds + now
+
+    def start_clock(self) -> None:
+        self.clock_started = time.monotonic()
+
+    def stop_clock(self) -> None:
+        self.train_seconds, self.clock_started = self.elapsed(), None
+
     def state_dict(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _OF_THIS_LEG}
+        saved = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _OF_THIS_LEG}
+        return {**saved, "train_seconds": self.elapsed()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, value in state.items():

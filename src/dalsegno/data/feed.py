@@ -41,6 +41,11 @@ class Feed(Protocol):
     def state_scope(self) -> Scope: ...
 
     @property
+    def lockstep(self) -> bool:
+        """Whether all ranks come to their last micro-batch together, and know the samples of each over all ranks."""
+        ...
+
+    @property
     def epoch(self) -> int:
         """The current epoch, from 0."""
         ...

@@ -30,10 +30,11 @@ class LoaderFeed:
         seed: for the seeds of worker processes, if the loader has no generator.
         world_size: alone, a rank's samples are everybody's.
         samples: in an epoch, over all ranks, if known.
-        one_stream: the ranks read one stream in step, so that the place of one is the place of all.
+        lockstep: the loaders of all ranks end together, and their micro-batches know their global counts.
+        one_stream: all ranks read the same stream in lockstep, so that the place of one is the place of all.
 
     Raises:
-        EmptyDataset: if the loader has length 0; on iterating, if the first epoch turns out to hold nothing.
+        EmptyDataset: if the loader has length 0.
     """
 
     state_scope: Scope = "per_rank"  # only the loader knows how it splits its data between the ranks
@@ -45,11 +46,13 @@ class LoaderFeed:
         seed: int = 0,
         world_size: int = 1,
         samples: int | None = None,
+        lockstep: bool = False,
         one_stream: bool = False,
     ) -> None:
         self._loader = loader
         self._seed, self._world_size = seed, world_size
         self._samples_per_epoch = samples
+        self.lockstep = lockstep or one_stream or world_size == 1
         self._one_stream = one_stream
         if isinstance(loader, DataLoader) and loader.generator is None:
             loader.generator = EpochGenerator()
@@ -70,7 +73,7 @@ class LoaderFeed:
 
     @property
     def started(self) -> bool:
-        return self._microbatches > 0 or self._exhausted
+        return self._microbatches > 0
 
     def __iter__(self) -> Iterator[Microbatch]:
         if self._exhausted:
@@ -80,8 +83,6 @@ class LoaderFeed:
         for item in self._iterator:
             yield self._count(item)
         self._exhausted, self._iterator = True, None
-        if self.epoch == 0 and self._microbatches == 0:
-            raise EmptyDataset("the data gave not a single batch; was it an iterator that something has used up?")
 
     def _open(self) -> Iterator[Any]:
         """An iterator over the rest of the epoch."""

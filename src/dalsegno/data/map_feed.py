@@ -24,6 +24,7 @@ class MapFeed:
     """
 
     state_scope: Scope = "replicated"
+    lockstep = True
 
     # torch's DataLoader, since torchdata's StatefulDataLoader would keep, per micro-batch and worker, a second copy
     # of a state that we do not need, and takes it back only with the same number of workers.

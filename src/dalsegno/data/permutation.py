@@ -17,7 +17,6 @@ from .seeds import mix
 
 Indices = NDArray[np.uint64]
 
-ROUNDS = 6
 _32 = np.uint64(32)
 _SPREAD = np.uint64(0xD6E8FEB86659FD93)
 _STIR = np.uint64(0xA0761D6478BD642F)
@@ -26,12 +25,14 @@ _STIR = np.uint64(0xA0761D6478BD642F)
 def permute(positions: Indices, length: int, key: int) -> Indices:
     """The indices at ``positions`` of the permutation of ``range(length)`` that ``key`` names.
 
-    Takes about 0.1 µs an index in blocks of thousands, whatever ``length`` (1 to 2**63) is. ``positions`` (one
+    Takes about 0.15 µs an index in blocks of thousands, whatever ``length`` (1 to 2**63) is. ``positions`` (one
     dimension, each below ``length``) is left as it is.
     """
     low_bits = max(1, (length - 1).bit_length() // 2)
     high_size = -(-length >> low_bits)
-    keys = [(np.uint64(mix(key, 2 * turn)), np.uint64(mix(key, 2 * turn + 1))) for turn in range(ROUNDS)]
+    # Fewer bits a round mix less: six are enough from 4096 indices on, but show in the orders of 8.
+    rounds = max(6, 12 - low_bits)
+    keys = [(np.uint64(mix(key, 2 * turn)), np.uint64(mix(key, 2 * turn + 1))) for turn in range(rounds)]
     indices = _network(positions, low_bits, high_size, keys)
     limit = np.uint64(length)
     while (outside := np.flatnonzero(indices >= limit)).size:

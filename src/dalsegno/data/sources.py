@@ -67,7 +67,8 @@ def train_feed(
         stream = shard(source, rank, world_size, batch_size, seed, drop_last)
         loader = _stream_loader(stream, collate, drop_last, workers)
         kind = StatefulFeed if isinstance(source, Stateful) else ReplayedFeed
-        return kind(loader, seed=seed, world_size=world_size, samples=_length(source), one_stream=True)
+        samples = _stream_length(source, batch_size * world_size if drop_last else 1)
+        return kind(loader, seed=seed, world_size=world_size, samples=samples, one_stream=True)
 
     sampler = ResumableSampler(_map_length(source), batch_size, rank, world_size, seed, shuffle, drop_last)
     workers["persistent_workers"] = persistent_workers
@@ -75,7 +76,7 @@ def train_feed(
         stateful = StatefulDataLoader(
             StatefulSamples(source, rank), batch_sampler=sampler, collate_fn=CountingCollate(collate), **workers
         )
-        return StatefulFeed(stateful, seed=seed, world_size=world_size, samples=sampler.samples)
+        return StatefulFeed(stateful, seed=seed, world_size=world_size, samples=sampler.samples, lockstep=True)
     return _map_feed(source, sampler, collate, workers)
 
 
@@ -97,6 +98,10 @@ class EvalFeed:
 
     def __init__(self, feed: MapFeed | LoaderFeed) -> None:
         self._feed = feed
+
+    @property
+    def lockstep(self) -> bool:
+        return self._feed.lockstep
 
     def __iter__(self) -> Iterator[Microbatch]:
         self._feed.restart()
@@ -143,7 +148,7 @@ def eval_feed(
     if _is_stream(source):
         stream = RankShard(source, rank, world_size, batch_size, seed, drop_last=False)
         loader = _stream_loader(stream, collate, drop_last=False, workers=workers)
-        return EvalFeed(LoaderFeed(loader, seed=seed, world_size=world_size, samples=_length(source)))
+        return EvalFeed(LoaderFeed(loader, seed=seed, world_size=world_size, samples=_length(source), one_stream=True))
     sampler = ResumableSampler(_map_length(source), batch_size, rank, world_size, seed, shuffle=False)
     return EvalFeed(_map_feed(source, sampler, collate, {**workers, "persistent_workers": persistent_workers}))
 
@@ -199,6 +204,11 @@ def _length(source: Any) -> int | None:
         return len(source)
     except (TypeError, NotImplementedError):
         return None
+
+
+def _stream_length(source: Any, complete: int) -> int | None:
+    length = _length(source)
+    return None if length is None else length - length % complete
 
 
 def _iterable(loader: Any) -> Iterable[Any]:

@@ -1,0 +1,234 @@
+"""Assembly: the parts of a run put together, for the Trainer and for a hand-written loop alike.
+
+What is here lives as long as the object that the user holds; a :class:`dalsegno.run.Run` lives for one leg.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from . import ranks, timeline
+from .args import TrainingArguments
+from .boundary import Boundary
+from .callback import Callback, components_of, global_callbacks
+from .callbacks import default_callbacks
+from .checkpoint import AnyOf, Best, Checkpoint, CheckpointManager, Latest, ModelState, OptimizerState
+from .component import Component, Stateful
+from .data import Feed
+from .dispatcher import Dispatcher
+from .draw import LossWeight
+from .errors import ConfigurationError
+from .events import Event
+from .files import DirectoryLock, make_directory
+from .logs import Leg, RunFile
+from .meter import Meter
+from .randomness import RandomState
+from .result import TrainResult
+from .run import Run
+from .state import TrainerControl, TrainerState
+
+logger = logging.getLogger("dalsegno")
+
+
+class Assembly:
+    """A model, its optimizer, its data and its callbacks, with the checkpoints of their run."""
+
+    def __init__(
+        self,
+        args: TrainingArguments,
+        *,
+        model: nn.Module,
+        optimizer: Optimizer,
+        schedulers: Sequence[Any],
+        feed: Feed,
+        callbacks: Iterable[Callback],
+        core: Sequence[Callback] = (),
+        others: Mapping[str, Stateful],
+        surroundings: Mapping[str, Any],
+        unfired: Iterable[Event] = (),
+    ) -> None:
+        self.args = args
+        self.feed = feed
+        self.state = TrainerState(
+            is_local_process_zero=ranks.local_rank() == 0, is_world_process_zero=ranks.rank() == 0
+        )
+        self.control = TrainerControl()
+        self.meter = Meter()
+        self.random_state = RandomState(args.seed)
+        self.own_callbacks = _with_defaults(list(callbacks))
+        self.on = Dispatcher(
+            lambda context: context(
+                args=args,
+                state=self.state,
+                control=self.control,
+                model=model,
+                optimizer=optimizer,
+                lr_scheduler=schedulers[0] if len(schedulers) == 1 else schedulers,
+                **surroundings,
+            ),
+            is_rank_zero=ranks.rank() == 0,
+            unfired=unfired,
+        )
+        self._sharded = (ModelState(model), OptimizerState(model, optimizer))
+        self._others: dict[str, Stateful] = {
+            "trainer": self.state,
+            "loader": feed,
+            "rng": self.random_state,
+            "meter": self.meter,
+            **others,
+        }
+        keep = None if args.save_total_limit is None else AnyOf(Latest(args.save_total_limit), Best())
+        self._manager = CheckpointManager(args.directory, keep=keep)
+        self.boundary = Boundary(args, self.on, self.state, self.control, meter=self.meter, saver=self)
+        self._core = core
+        self._result: TrainResult | None = None  # of the former leg in this process
+        self._has_trained = False
+        self.set_callbacks(self.own_callbacks)
+
+    def set_callbacks(self, callbacks: Sequence[Callback]) -> None:
+        """Let exactly these listen: between the core's and the global ones."""
+        present = [callback for callback in global_callbacks() if callback not in callbacks]
+        self.on.bind([*self._core, *callbacks, *present])
+        self.own_callbacks = list(callbacks)
+
+    # -- checkpoints: what a Run's boundary asks for ------------------------------------------------------------
+
+    def path_of(self, step: int) -> Path:
+        return self._manager.path_of(step)
+
+    def save(self, step: int, *, metrics: Mapping[str, float], is_best: bool) -> None:
+        self.random_state.step = step
+        self._manager.save(step, self._sharded, self._components(), metrics=metrics, is_best=is_best)
+        self._manager.prune()
+
+    def load_model(self, path: Path) -> None:
+        checkpoint = self._manager.find(path)
+        assert checkpoint is not None, "a path is found, or an error"
+        self._manager.load_sharded(checkpoint, self._sharded[:1])
+
+    def _components(self) -> list[Component]:
+        others = [Component(key, target) for key, target in self._others.items()]
+        return [*others, *components_of(self.on.callbacks)]
+
+    # -- one leg ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Hold the run's folder, for this process alone."""
+        directory = self.args.directory
+        lock = DirectoryLock(directory)
+
+        def open_directory() -> None:
+            make_directory(directory)
+            lock.acquire()
+
+        ranks.from_rank_zero(open_directory)
+        try:
+            self._manager.clean()
+            yield
+        finally:
+            lock.release()
+
+    def restore(self, resume: bool | str | Path) -> Path | None:
+        """Bring everything to where the leg begins: see ``Trainer.train``. The checkpoint that it goes on from."""
+        self.set_callbacks(self.own_callbacks)  # a global callback may have come or gone
+        self.state.max_steps = planned_steps(self.args, self.feed)
+        self.state.num_train_epochs = self.args.num_train_epochs
+        if resume is True and self._result is not None:
+            return self._result.checkpoint
+        checkpoint = self._choose(resume)
+        path, step = (checkpoint.path, checkpoint.manifest.step) if checkpoint else (None, 0)
+        if self.on.before_load:
+            self.on.before_load.fill(path, step)
+            self.on.before_load.fire()
+        if checkpoint is None or path is None:
+            self.random_state.start()
+            return None
+        report = self._manager.load(checkpoint, self._sharded, self._components())
+        if resume is not True:
+            self._manager.abandon_after(step, timeline.attic(self.args.directory) / "checkpoints")
+        logger.info("resumed from %s\n%s", path, report.table())
+        if self.on.load:
+            self.on.load.fill(path, step, report)
+            self.on.load.fire()
+        return path
+
+    def _choose(self, resume: bool | str | Path) -> Checkpoint | None:
+        if resume is False:
+            if self._has_trained:
+                raise ConfigurationError(
+                    "resume_from_checkpoint=False: this model is trained already; build a new trainer"
+                )
+            ranks.from_rank_zero(partial(timeline.start_over, self.args.directory))
+            return None
+        checkpoint = self._manager.find(None if resume is True else Path(resume))
+        if checkpoint is None and self._has_trained:
+            raise ConfigurationError(
+                "the last train() broke off inside a step, and there is no checkpoint to go back to; build a new one"
+            )
+        return checkpoint
+
+    def finished(self) -> TrainResult | None:
+        """The result of the leg that has finished this run, if one has, and nothing is left to do."""
+        state = self.state
+        is_done = (
+            self.feed.epoch >= state.num_train_epochs if state.max_steps < 0 else state.global_step >= state.max_steps
+        )
+        if not is_done or self._result is not None:
+            return self._result if is_done else None
+        last = ranks.from_rank_zero(lambda: _last_leg(self.args.directory))
+        if last is None or last.reason != "finished" or last.last_step != state.global_step:
+            return None
+        checkpoint = self._manager.path_of(state.global_step)
+        return TrainResult(state.global_step, "finished", metrics=last.metrics, checkpoint=checkpoint)
+
+    def leg(self, resumed_from: Path | None, loss_weight: LossWeight | None = None) -> Run:
+        """A run from where everything is now to its end."""
+        self._result, self._has_trained = None, True
+        return Run(
+            self.args,
+            on=self.on,
+            state=self.state,
+            control=self.control,
+            feed=self.feed,
+            meter=self.meter,
+            boundary=self.boundary,
+            saver=self,
+            loss_weight=loss_weight,
+            resumed_from=resumed_from,
+        )
+
+    def ended(self, result: TrainResult) -> TrainResult:
+        """Note that a leg has come to its end by itself, so that another one may go on from what is in memory."""
+        self._result = result
+        return result
+
+
+def planned_steps(args: TrainingArguments, feed: Feed) -> int:
+    """The steps of the whole run; -1 where only the end of the data will tell."""
+    if args.max_steps > 0:
+        return args.max_steps
+    microbatches = feed.microbatches_per_epoch()
+    if microbatches is None:
+        return -1
+    return math.ceil(args.num_train_epochs * math.ceil(microbatches / args.gradient_accumulation_steps))
+
+
+def _with_defaults(own: list[Callback]) -> list[Callback]:
+    """The default callbacks, except those that the user gives settings of their own, then the user's."""
+    taken = {callback.key for callback in own if isinstance(callback, Callback)}
+    return [*(callback for callback in default_callbacks() if callback.key not in taken), *own]
+
+
+def _last_leg(output_dir: Path) -> Leg | None:
+    record = RunFile(output_dir).load()
+    return record.legs[-1] if record is not None and record.legs else None

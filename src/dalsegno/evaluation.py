@@ -1,0 +1,73 @@
+"""Evaluation: the model's mean loss on one set of data."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from . import ranks
+from .data import EvalFeed
+from .dispatcher import Dispatcher
+from .draw import LossWeight, draws
+from .forward import Forward, to_device
+
+
+class LossEvaluation:
+    """Metrics ``<prefix>_loss``, ``_runtime``, ``_samples_per_second``: over all ranks, each sample once.
+
+    The prefix is ``eval`` for the only set, ``eval_<name>`` where there are several.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        prefix: str,
+        feed: EvalFeed,
+        *,
+        on: Dispatcher,
+        forward: Forward,
+        device: torch.device,
+        loss_weight: LossWeight | None,
+    ) -> None:
+        self.name = name
+        self._prefix = prefix
+        self._feed = feed
+        self._on = on
+        self._forward = forward
+        self._device = device
+        self._loss_weight = loss_weight
+
+    def __call__(self) -> dict[str, float]:
+        """Run the model over the whole set, in evaluation mode. Collective."""
+        began = time.monotonic()
+        module = self._forward.module
+        was_training = module.training
+        module.eval()
+        try:
+            with torch.no_grad():
+                loss_sum, weight, samples = self._sums()
+        finally:
+            module.train(was_training)
+            self._feed.close()
+        seconds = time.monotonic() - began
+        return {
+            f"{self._prefix}_loss": ranks.sum_floats([loss_sum])[0] / weight if weight else float("nan"),
+            f"{self._prefix}_runtime": seconds,
+            f"{self._prefix}_samples_per_second": samples / seconds,
+        }
+
+    def _sums(self) -> tuple[float, float, int]:
+        """This rank's weighted sum of losses; the weights and the samples of all ranks."""
+        on, weight, samples = self._on, 0.0, 0
+        losses: list[torch.Tensor] = []
+        for index, draw in enumerate(draws(self._feed, 1, self._loss_weight)):
+            batch = to_device(draw.microbatches[0].batch, self._device)
+            loss, outputs = self._forward(batch)
+            losses.append(loss.double() * draw.weights[0])
+            if on.prediction_step:
+                on.prediction_step.fill(batch, outputs, index)
+                on.prediction_step.fire()
+            weight += draw.total
+            samples += draw.samples
+        return float(torch.stack(losses).sum()) if losses else 0.0, weight, samples

@@ -1,0 +1,112 @@
+"""Forward: a batch through the model, to its loss. Training and evaluation call it alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from .dispatcher import Dispatcher
+from .errors import ConfigurationError
+
+LossFunction = Callable[[Any, Any], torch.Tensor]
+"""``loss_fn(outputs, batch) -> loss``, for models that return none."""
+
+Outputs = MutableMapping[str, Any]
+
+
+class Forward:
+    """Calls ``module(**batch)`` (a mapping), ``module(*batch)`` (a tuple or list) or ``module(batch)``.
+
+    The loss is what ``loss_fn`` makes of it; else the tensor returned, its ``.loss`` or its ``["loss"]``.
+    """
+
+    def __init__(
+        self,
+        on: Dispatcher,
+        module: nn.Module,
+        loss_fn: LossFunction | None,
+        device: torch.device,
+        autocast: torch.dtype | None,
+    ) -> None:
+        self._on = on
+        self.module = module
+        self._loss_fn = loss_fn
+        self._device = device
+        self._autocast = autocast
+
+    def __call__(self, batch: Any) -> tuple[torch.Tensor, Outputs]:
+        """The batch's mean loss, a 0-dim tensor, and the outputs with the loss under ``"loss"``.
+
+        Raises:
+            ConfigurationError: if there is no loss in what the model returned.
+        """
+        if self._autocast is None:
+            return self._call(batch)
+        with torch.autocast(self._device.type, dtype=self._autocast):
+            return self._call(batch)
+
+    def _call(self, batch: Any) -> tuple[torch.Tensor, Outputs]:
+        on = self._on
+        if on.before_forward:
+            args, kwargs = _arguments(batch)
+            on.before_forward.fill(batch, args, kwargs)
+            on.before_forward.fire()
+            returned = self.module(*args, **kwargs)
+        elif isinstance(batch, Mapping):
+            returned = self.module(**batch)
+        else:
+            returned = self.module(*_arguments(batch)[0])
+        loss, outputs = self._find_loss(returned, batch)
+        if on.after_forward:
+            on.after_forward.fill(outputs, batch)
+            on.after_forward.fire()
+        return loss, outputs
+
+    def _find_loss(self, returned: Any, batch: Any) -> tuple[torch.Tensor, Outputs]:
+        if self._loss_fn is not None:
+            loss = self._loss_fn(returned, batch)
+            return loss, {"loss": loss, "outputs": returned}
+        if isinstance(returned, torch.Tensor):
+            if returned.ndim == 0:
+                return returned, {"loss": returned}
+        elif isinstance(returned, MutableMapping):
+            if isinstance(returned.get("loss"), torch.Tensor):
+                return returned["loss"], returned
+        elif isinstance(getattr(returned, "loss", None), torch.Tensor):
+            return returned.loss, {"loss": returned.loss, "outputs": returned}
+        raise ConfigurationError(
+            f"the model returned {_describe(returned)} and no loss; return the loss as a 0-dim tensor, as .loss or "
+            'as ["loss"], or give the trainer loss_fn(outputs, batch)'
+        )
+
+
+def _arguments(batch: Any) -> tuple[list[Any], dict[str, Any]]:
+    if isinstance(batch, Mapping):
+        return [], dict(batch)
+    if isinstance(batch, (tuple, list)):
+        return list(batch), {}
+    return [batch], {}
+
+
+def _describe(returned: Any) -> str:
+    if isinstance(returned, torch.Tensor):
+        return f"a tensor of shape {tuple(returned.shape)}"
+    return f"a {type(returned).__name__}"
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with every tensor in it on ``device``; containers are rebuilt only where there is something to move."""
+    if device.type == "cpu":
+        return batch  # loaders yield CPU tensors
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch

@@ -1,0 +1,115 @@
+"""Meter: what is added up between two records, and over the run, without waiting for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from . import ranks
+
+_FOLD_AT = 512  # tensors held before they are summed into one; bounds memory where nothing is ever logged
+
+
+class Meter:
+    """Losses, gradient norms and counts of this rank since the last record; a component, so that no kill loses any.
+
+    A step's loss stays the tensor that it is: it is looked at when a record is due, all of them at once.
+    """
+
+    state_scope = "per_rank"
+
+    def __init__(self) -> None:
+        self._losses: list[torch.Tensor] = []  # this rank's shares of the last steps' losses, not yet summed
+        self._loss_sum = 0.0
+        self._steps = 0
+        self._grad_norms: list[torch.Tensor] = []
+        self._grad_norm: float | None = None  # of the last step
+        self._max_grad_norm: float | None = None
+        self._run_loss_sum = 0.0
+        self._run_steps = 0
+        self.tokens = 0
+        self.run_tokens = 0  # on all ranks, as of the last take
+
+    def add(self, loss: torch.Tensor, grad_norm: torch.Tensor | None) -> None:
+        """Count one step: this rank's share of its loss, and the (global) gradient norm, as 0-dim tensors."""
+        self._losses.append(loss)
+        if grad_norm is not None:
+            self._grad_norms.append(grad_norm)
+        if len(self._losses) == _FOLD_AT:
+            self._fold()
+
+    def _fold(self) -> None:
+        if self._losses:
+            self._loss_sum += float(torch.stack(self._losses).double().sum())
+            self._steps += len(self._losses)
+            self._losses.clear()
+        if self._grad_norms:
+            norms = torch.stack(self._grad_norms)
+            self._grad_norm, largest = torch.stack([norms[-1], norms.max()]).tolist()
+            self._max_grad_norm = largest if self._max_grad_norm is None else max(self._max_grad_norm, largest)
+            self._grad_norms.clear()
+
+    def take(self) -> dict[str, float]:
+        """What the interval since the last take amounts to, on all ranks; and begin a new one. Collective.
+
+        Returns:
+            ``loss`` (mean over the steps), ``grad_norm`` (of the last step), ``max_grad_norm``: each only if there is
+            something of it.
+        """
+        self._fold()
+        loss_sum, tokens = ranks.sum_floats([self._loss_sum, self.tokens])
+        figures: dict[str, float] = {}
+        if self._steps:
+            figures["loss"] = loss_sum / self._steps
+        if self._grad_norm is not None and self._max_grad_norm is not None:
+            figures |= {"grad_norm": self._grad_norm, "max_grad_norm": self._max_grad_norm}
+        self._run_loss_sum += loss_sum
+        self._run_steps += self._steps
+        self.run_tokens += int(tokens)
+        self._loss_sum, self._steps, self.tokens = 0.0, 0, 0
+        self._grad_norm = self._max_grad_norm = None
+        return figures
+
+    def run_loss(self) -> float | None:
+        """The mean of all steps' losses since the run began, as of the last :meth:`take`."""
+        return self._run_loss_sum / self._run_steps if self._run_steps else None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "losses": torch.stack(self._losses) if self._losses else None,
+            "loss_sum": self._loss_sum,
+            "steps": self._steps,
+            "grad_norms": torch.stack(self._grad_norms) if self._grad_norms else None,
+            "grad_norm": self._grad_norm,
+            "max_grad_norm": self._max_grad_norm,
+            "run_loss_sum": self._run_loss_sum,
+            "run_steps": self._run_steps,
+            "tokens": self.tokens,
+            "run_tokens": self.run_tokens,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._losses = [] if state["losses"] is None else list(state["losses"].unbind())
+        self._loss_sum, self._steps = state["loss_sum"], state["steps"]
+        self._grad_norms = [] if state["grad_norms"] is None else list(state["grad_norms"].unbind())
+        self._grad_norm, self._max_grad_norm = state["grad_norm"], state["max_grad_norm"]
+        self._run_loss_sum, self._run_steps = state["run_loss_sum"], state["run_steps"]
+        self.tokens, self.run_tokens = state["tokens"], state["run_tokens"]
+
+    @classmethod
+    def reshard(cls, states: Sequence[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
+        """Rank 0 gets the sums of all; what is global or counted in steps stays as it is on each."""
+        meters = []
+        for state in states:
+            meter = cls()
+            meter.load_state_dict(state)
+            meter._fold()
+            meters.append(meter)
+        first, *others = meters
+        first._loss_sum += sum(meter._loss_sum for meter in others)
+        first.tokens += sum(meter.tokens for meter in others)
+        total = first.state_dict()
+        rest = {**total, "loss_sum": 0.0, "tokens": 0}
+        return [total, *[rest] * (world_size - 1)]

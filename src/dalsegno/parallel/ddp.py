@@ -1,0 +1,23 @@
+"""A copy of the model on each rank, gradients averaged (DistributedDataParallel)."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .base import Parallel
+from .torchrun import require_ranks
+
+
+class DataParallel(Parallel):
+    """Every rank holds the whole model."""
+
+    module: DistributedDataParallel
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        require_ranks("ddp")
+        self.module = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
+
+    def synchronize(self, wanted: bool) -> None:
+        self.module.require_backward_grad_sync = wanted  # what no_sync() sets, without a context a micro-batch

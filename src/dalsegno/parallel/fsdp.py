@@ -1,0 +1,69 @@
+"""Parameters, gradients and optimizer state in shards, one on each rank (FSDP2's ``fully_shard``)."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.optim import Optimizer
+
+from dalsegno import ranks
+from dalsegno.errors import ConfigurationError
+
+from .base import Parallel
+from .torchrun import require_ranks
+
+
+class FullySharded(Parallel):
+    """Each block (an element of a ``ModuleList`` or ``Sequential``) is a unit of its own, the rest is one more.
+
+    A model that is sharded already is taken as it is.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        require_ranks("fsdp")
+        self._before = {id(parameter): name for name, parameter in model.named_parameters()}
+        if not isinstance(model, FSDPModule):
+            for tensor in [*model.parameters(), *model.buffers()]:
+                dist.broadcast(tensor.detach(), src=0)  # each rank keeps a shard of its own copy: they must be the same
+            mesh = init_device_mesh(device.type, (ranks.world_size(),))
+            for block in _blocks(model):
+                fully_shard(block, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        self.module = model
+        self._sharded = cast(FSDPModule, model)
+
+    def synchronize(self, wanted: bool) -> None:
+        self._sharded.set_requires_gradient_sync(wanted)
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Sharding replaces each parameter by another object: put the new ones in the old ones' places.
+
+        Raises:
+            ConfigurationError: if the optimizer has stepped already, or holds parameters of another model.
+        """
+        now = dict(self.module.named_parameters())
+        known = {id(parameter) for parameter in now.values()}
+        for group in optimizer.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                if id(parameter) in known:
+                    continue
+                if optimizer.state or id(parameter) not in self._before:
+                    raise ConfigurationError(
+                        "optimizer: it has stepped before the model was sharded, or holds parameters that are not the "
+                        "model's; build it on the model that the trainer is given"
+                    )
+                group["params"][index] = now[self._before[id(parameter)]]
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated parts of a model that have parameters; inner ones first, as fully_shard wants them."""
+    blocks: list[nn.Module] = []
+    for module in model.modules():
+        if isinstance(module, (nn.ModuleList, nn.Sequential)):
+            blocks += [block for block in module if next(block.parameters(), None) is not None]
+    return list(dict.fromkeys(reversed(blocks)))

@@ -1,0 +1,9 @@
+"""One process, one model."""
+
+from __future__ import annotations
+
+from .base import Parallel
+
+
+class Single(Parallel):
+    """The model as it is."""

@@ -1,0 +1,43 @@
+"""How a leg of a run came to its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from .state import TrainerControl
+
+Reason = Literal["finished", "stopped", "aborted", "exhausted", "interrupted", "exception"]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """What ``train()`` returns."""
+
+    global_step: int
+    """Finished optimizer steps, over all legs."""
+    reason: Reason
+    """``finished`` (``max_steps`` or all epochs done), ``stopped`` or ``aborted`` (somebody asked for it), or
+    ``exhausted`` (the data came to its end and cannot begin again)."""
+    why: str | None = None
+    """In words, where somebody asked for the end."""
+    stopped_by: str | None = None
+    """The key of the callback that asked, or ``the program``."""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """Of the final record."""
+    checkpoint: Path | None = None
+    """The newest one."""
+
+
+def reason_of(error: BaseException | None, control: TrainerControl, exhausted: bool) -> Reason:
+    """The reason for the end, from what led to it."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if error is not None:
+        return "exception"
+    if control.should_abort_without_save:
+        return "aborted"
+    if control.should_training_stop:
+        return "stopped"
+    return "exhausted" if exhausted else "finished"

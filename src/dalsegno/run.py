@@ -1,0 +1,306 @@
+"""Run: one leg of a training run. Events, state and checkpoints around anybody's loop.
+
+What a loop does with it, :mod:`dalsegno.loop` as well as one written by hand::
+
+    with run:                                   # on_train_begin
+        for draw in run.draws():                # on_epoch_begin, on_step_begin
+            ...                                 # the update
+            run.step_end(loss=..., ...)         # on_step_end; then log, evaluate, save, stop: whatever is due
+    run.result                                  # on_train_end has fired, whatever happened
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from . import ranks
+from .args import TrainingArguments
+from .boundary import Boundary, Due, Saver
+from .data import Feed
+from .dispatcher import Dispatcher
+from .draw import Draw, LossWeight, draws
+from .errors import ConfigurationError, EmptyDataset
+from .events import Event
+from .logs import RunFile
+from .meter import Meter
+from .result import TrainResult, reason_of
+from .state import TrainerControl, TrainerState
+
+
+class Run:
+    """All parts are given, and restored already: the Trainer, or :class:`dalsegno.Run` for a hand-written loop, does so."""
+
+    def __init__(
+        self,
+        args: TrainingArguments,
+        *,
+        on: Dispatcher,
+        state: TrainerState,
+        control: TrainerControl,
+        feed: Feed,
+        meter: Meter,
+        boundary: Boundary,
+        saver: Saver,
+        loss_weight: LossWeight | None = None,
+        resumed_from: Path | None = None,
+    ) -> None:
+        self.args = args
+        self.state = state
+        self.control = control
+        self.result: TrainResult | None = None
+        self._on = on
+        self._feed = feed
+        self._meter = meter
+        self._boundary = boundary
+        self._saver = saver
+        self._loss_weight = loss_weight
+        self._resumed_from = resumed_from
+        self._world_size = ranks.world_size()
+        self._legs = RunFile(args.directory) if ranks.rank() == 0 else None
+        self._logging, self._evaluation, self._saving = args.logging, args.evaluation, args.saving
+        self._draw: Draw | None = None  # the one whose step has not ended yet
+        self._due = Due()
+        self._exhausted = False
+        self._final_metrics: dict[str, Any] = {}
+        self._listens_to_metrics = on.listens_anywhere(Event.TRAIN_METRICS)
+
+    # -- begin and end ------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        state, origin = self.state, self._resumed_from
+        self._boundary.begin_leg(None if origin is None else state.global_step)
+        state.start_clock()
+        if self._legs is not None:
+            self._legs.begin(self._relative(origin), self._world_size, state.global_step)
+        try:
+            if self._on.train_begin:
+                self._on.train_begin.fill(self._resumed_from)
+                self._on.train_begin.fire()
+        except BaseException as error:
+            self._leave(error)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            try:
+                self._finish()
+            except BaseException as late:
+                self._leave(late)
+                raise
+        self._leave(error)
+
+    def _finish(self) -> None:
+        """A leg that comes to its end by itself: the final record, and the best weights."""
+        state, args, seconds = self.state, self.args, self.state.elapsed()
+        self._meter.take()
+        metrics = self._final_metrics = {
+            "train_runtime": seconds,
+            "train_samples": state.samples_seen,
+            "train_samples_per_second": state.samples_seen / seconds,
+            "train_steps_per_second": state.global_step / seconds,
+            "effective_batch_size": args.per_device_train_batch_size
+            * args.gradient_accumulation_steps
+            * self._world_size,
+            "step": state.global_step,
+        }
+        loss = self._meter.run_loss()
+        if loss is not None:
+            metrics["train_loss"] = loss
+        self._boundary.log(metrics, "final")
+        best = state.best_model_checkpoint
+        if args.load_best_model_at_end and best is not None:
+            self._saver.load_model(args.directory / best)
+
+    def _leave(self, error: BaseException | None) -> None:
+        """on_exception where due, then on_train_end, once. No collective: the other ranks may be gone."""
+        on, control, metrics = self._on, self.control, self._final_metrics
+        self.state.stop_clock()
+        saved = self._boundary.saved_step
+        result = self.result = TrainResult(
+            global_step=self.state.global_step,
+            reason=reason_of(error, control, self._exhausted),
+            why=control.stop_reason if error is None else f"{type(error).__name__}: {error}",
+            stopped_by=control.stopped_by,
+            metrics=metrics,
+            checkpoint=None if saved is None else self._saver.path_of(saved),
+        )
+        failures: list[BaseException] = []
+        if error is not None and on.exception:
+            on.exception.fill(error)
+            failures += on.exception.fire_all()
+        if on.train_end:
+            on.train_end.fill(result.reason, metrics)
+            failures += on.train_end.fire_all()
+        if self._legs is not None:
+            self._legs.end(result.reason, result.stopped_by, result.global_step, metrics)
+        for failure in failures:
+            if error is None:
+                raise failure
+            error.add_note(f"and on the way out: {type(failure).__name__}: {failure}")
+
+    def _relative(self, path: Path | None) -> str | None:
+        if path is None or not path.is_relative_to(self.args.directory):
+            return None if path is None else str(path)
+        return path.relative_to(self.args.directory).as_posix()
+
+    # -- steps --------------------------------------------------------------------------------------------------
+
+    def draws(self) -> Iterator[Draw]:
+        """The micro-batches of each step that is left to do. :meth:`step_end` is due before the next.
+
+        Raises:
+            EmptyDataset: if there is not a single batch.
+        """
+        on, feed = self._on, self._feed
+        while not self._is_over():
+            if not feed.started and on.epoch_begin:
+                on.epoch_begin.fill(feed.epoch)
+                on.epoch_begin.fire()
+            yield from self._rest_of_epoch()
+            if self._boundary.leaving or self._is_cut_short():
+                return
+            if not feed.started:
+                self._run_dry()
+                return
+            self._end_epoch()
+
+    def _rest_of_epoch(self) -> Iterator[Draw]:
+        boundary = self._boundary
+        for draw in draws(self._feed, self.args.gradient_accumulation_steps, self._loss_weight):
+            self._foresee()
+            if self._on.step_begin:
+                self._on.step_begin.fire()
+            self._draw = draw
+            yield draw
+            if self._draw is not None:
+                raise ConfigurationError(
+                    f"step {self.state.global_step + 1} did not end: call run.step_end(loss=…) after each "
+                    f"{self.args.gradient_accumulation_steps} micro-batch(es), or what is left at an epoch's end"
+                )
+            if boundary.leaving or boundary.epoch_cut or self._is_cut_short():
+                return
+
+    def batches(self) -> Iterator[Any]:
+        """The batches one by one. After ``gradient_accumulation_steps`` of them, :meth:`step_end` is due."""
+        for draw in self.draws():
+            for microbatch in draw.microbatches:
+                yield microbatch.batch
+
+    def step_end(
+        self,
+        loss: torch.Tensor,
+        *,
+        grad_norm: torch.Tensor | None = None,
+        lr: float | torch.Tensor | None = None,
+    ) -> None:
+        """The weights are updated: count the step, and do whatever is due.
+
+        Args:
+            loss: this rank's share of the step's loss, 0-dim. Over all ranks the shares are summed.
+            grad_norm: total L2 norm before clipping, on all ranks, 0-dim.
+            lr: the learning rate that this update used.
+        """
+        state, on, draw = self.state, self._on, self._draw
+        if draw is None:
+            raise ConfigurationError("run.step_end(): no step has begun; take a batch from the run first")
+        self._draw = None
+        self._meter.add(loss, grad_norm)
+        self._meter.tokens += draw.tokens
+        self._boundary.lr = lr
+        state.global_step += 1
+        state.epoch = self._feed.position
+        state.samples_seen += draw.samples
+        state.num_input_tokens_seen += draw.tokens * self._world_size
+        if on.step_end:
+            on.step_end.fill(loss, grad_norm, lr)
+            on.step_end.fire()
+        if self._listens_to_metrics:
+            self._report_metrics(loss, grad_norm)
+        self._act(self._due)
+        if on.step_done:
+            on.step_done.fill(state.global_step)
+            on.step_done.fire()
+
+    def _report_metrics(self, loss: torch.Tensor, grad_norm: torch.Tensor | None) -> None:
+        """on_train_metrics: the one event whose payload costs a reduction and a wait each step."""
+        metrics = {"loss": ranks.sum_floats([float(loss)])[0]}
+        if grad_norm is not None:
+            metrics["grad_norm"] = float(grad_norm)
+        if self._boundary.lr is not None:
+            metrics["learning_rate"] = float(self._boundary.lr)
+        if self._on.train_metrics:
+            self._on.train_metrics.fill(metrics)
+            self._on.train_metrics.fire()
+
+    def _foresee(self) -> None:
+        """What the coming step's end will do, so that costly things are captured only then."""
+        state, control, step = self.state, self.control, self.state.global_step + 1
+        ends_epoch = self._feed_is_used_up()
+        is_final = step == state.max_steps and not ends_epoch  # else the epoch's end saves
+        self._due = due = Due(
+            log=self._logging.at_step(step) or (step == 1 and self.args.logging_first_step and bool(self._logging)),
+            evaluate=self._evaluation.at_step(step),
+            save=self._saving.at_step(step) or (is_final and bool(self._saving)),
+        )
+        later = self._due_at_epoch_end() if ends_epoch else Due()
+        state.will_log = due.log or later.log or control.should_log
+        state.will_evaluate = due.evaluate or later.evaluate or control.should_evaluate
+        state.will_save = due.save or later.save or control.should_save
+
+    # -- epochs -------------------------------------------------------------------------------------------------
+
+    def _end_epoch(self) -> None:
+        feed, on = self._feed, self._on
+        if on.epoch_end:
+            on.epoch_end.fill(feed.epoch)
+            on.epoch_end.fire()
+        due = self._due_at_epoch_end()
+        feed.next_epoch()
+        self.state.epoch = feed.position
+        self._boundary.epoch_cut = False
+        self._act(due)
+
+    def _due_at_epoch_end(self) -> Due:
+        done = self._feed.epoch + 1
+        last = self.state.global_step >= self.state.max_steps > 0 or (
+            self.state.max_steps < 0 and done >= self.state.num_train_epochs
+        )
+        return Due(
+            log=self._logging.at_epoch(done),
+            evaluate=self._evaluation.at_epoch(done),
+            save=self._saving.at_epoch(done) or (last and bool(self._saving)),
+        )
+
+    def _run_dry(self) -> None:
+        """An epoch without a single batch."""
+        if self.state.global_step == 0:
+            raise EmptyDataset("the training data has not a single batch; look at the dataset, or at drop_last")
+        self._exhausted = True
+        self._act(Due(save=bool(self._saving)))
+
+    def _act(self, due: Due) -> None:
+        saved = self._boundary.saved_step
+        self._boundary.act(due)
+        if self._legs is not None and self._boundary.saved_step != saved:
+            self._legs.progress(self.state.global_step)
+
+    def _feed_is_used_up(self) -> bool:
+        """Whether the epoch's last micro-batch is drawn, where its length is known."""
+        return self._feed.position >= self._feed.epoch + 1
+
+    def _is_cut_short(self) -> bool:
+        """Whether ``max_steps`` is reached in the middle of an epoch, which then does not end."""
+        return 0 < self.state.max_steps <= self.state.global_step and not self._feed_is_used_up()
+
+    def _is_over(self) -> bool:
+        if self._boundary.leaving or self._is_cut_short():
+            return True
+        return self.state.max_steps < 0 and self._feed.epoch >= self.state.num_train_epochs

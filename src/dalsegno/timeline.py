@@ -1,0 +1,29 @@
+"""One timeline: what a run leaves behind when it goes back, or starts over, is moved into ``rewound/``, not deleted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from . import files
+
+
+def attic(output_dir: Path) -> Path:
+    """A new, empty place for a timeline that is left: ``rewound/timeline.0001`` and so on. It is not created yet."""
+    return files.numbered(output_dir / "rewound", "timeline")
+
+
+def start_over(output_dir: Path) -> Path | None:
+    """Move the whole run in ``output_dir`` out of the way. Where it is now; None if there was none.
+
+    Checkpoints go last: a kill in between leaves a run that can still be gone on with.
+    """
+    leftovers = [output_dir / name for name in ("run.json", "logs", "checkpoints")]
+    leftovers = [path for path in leftovers if path.exists()]
+    if not leftovers:
+        return None
+    place = attic(output_dir)
+    files.make_directory(place)
+    for path in leftovers:
+        files.rename(path, place / path.name)
+    files.fsync_directory(output_dir)
+    return place

@@ -1,0 +1,269 @@
+"""Trainer: the composition root. It puts model, data, optimizer and callbacks together, and lets the loop run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from . import loop, ranks
+from .args import TrainingArguments
+from .assembly import Assembly, planned_steps
+from .callback import Callback, check_callbacks
+from .data import EvalFeed, Feed, eval_feed, eval_loader_feed, loader_feed, train_feed
+from .draw import LossWeight
+from .errors import ConfigurationError
+from .evaluation import LossEvaluation
+from .forward import Forward, LossFunction
+from .optim import PlateauStep, default_optimizer, default_scheduler
+from .parallel import spread
+from .parallel.torchrun import join_ranks
+from .result import TrainResult
+from .state import TrainerControl, TrainerState
+from .step import Update
+
+Collator = Callable[[list[Any]], Any]
+
+
+class Trainer:
+    """Trains ``model`` as ``args`` say, and goes on with the run that lies in ``args.output_dir``.
+
+    Args:
+        model: called with each batch, ``model(**batch)`` for a mapping; returns the loss as a 0-dim tensor, as
+            ``.loss`` or as ``["loss"]``.
+        args: the settings of the run.
+        train_dataset: map or iterable dataset; or give a ``train_dataloader`` of your own, which is taken as it is.
+        eval_dataset: the same for evaluation; a dict of several is evaluated one by one, under their names.
+        loss_fn: ``loss_fn(outputs, batch)``, for models that return no loss.
+        loss_weight: what a batch's mean loss counts for in its step, say its number of tokens; the number of its
+            samples if None. Costs a small collective per step when there are several ranks.
+        data_collator: makes a batch of a list of samples; torch's own if None.
+        optimizer: built on ``model``; None: AdamW from ``args``.
+        lr_scheduler: one or a list, each stepped after every step (a ``ReduceLROnPlateau`` after every evaluation,
+            with ``metric_for_best_model``); None: warm-up and decay from ``args``, or constant with your own optimizer
+            if ``args`` say so.
+        callbacks: in the order in which they are called, after the default ones.
+        processing_class: the tokenizer or the like; handed to callbacks.
+
+    Raises:
+        ConfigurationError: if parts are missing, or do not fit together.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: TrainingArguments,
+        *,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        train_dataloader: Iterable[Any] | None = None,
+        eval_dataloader: Any = None,
+        loss_fn: LossFunction | None = None,
+        loss_weight: LossWeight | None = None,
+        data_collator: Collator | None = None,
+        optimizer: Optimizer | None = None,
+        lr_scheduler: Any = None,
+        callbacks: Sequence[Callback] = (),
+        processing_class: Any = None,
+    ) -> None:
+        check_callbacks(callbacks)
+        self.model = model
+        self.args = args
+        device = join_ranks(args.use_cpu)
+        _check_writable(args.directory)
+        self._feed = _train_feed(args, train_dataset, train_dataloader, data_collator)
+        model.to(device)
+        if args.torch_compile:
+            model.compile(backend=args.torch_compile_backend)
+        parallel = spread(model, args.parallel, device)
+        if optimizer is None:
+            optimizer = default_optimizer(model, args)
+        else:
+            parallel.adopt(optimizer)
+        schedulers = _schedulers(lr_scheduler, optimizer, args, self._feed)
+        plateaus = [each for each in schedulers if isinstance(each, ReduceLROnPlateau)]
+        scaler = torch.amp.GradScaler(device.type) if args.fp16 else None
+        self._loss_weight = loss_weight
+        self._assembly = Assembly(
+            args,
+            model=model,
+            optimizer=optimizer,
+            schedulers=schedulers,
+            feed=self._feed,
+            callbacks=callbacks,
+            core=[PlateauStep(plateaus, args.best_metric_name)] if plateaus else [],
+            others={
+                **{f"scheduler.{index}": each for index, each in enumerate(schedulers)},
+                **({} if scaler is None else {"scaler": scaler}),
+            },
+            surroundings={
+                "processing_class": processing_class,
+                "train_dataloader": train_dataloader if train_dataloader is not None else self._feed,
+                "eval_dataloader": eval_dataloader,
+                "trainer": self,
+            },
+        )
+        on = self._assembly.on
+        autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+        forward = Forward(on, parallel.module, loss_fn, device, autocast)
+        self._update = Update(
+            on,
+            self.state,
+            forward,
+            parallel,
+            optimizer,
+            [each for each in schedulers if each not in plateaus],
+            scaler=scaler,
+            max_grad_norm=args.max_grad_norm,
+            device=device,
+        )
+        self._assembly.boundary.evaluations = [
+            LossEvaluation(name, prefix, feed, on=on, forward=forward, device=device, loss_weight=loss_weight)
+            for name, prefix, feed in _eval_feeds(args, eval_dataset, eval_dataloader, data_collator)
+        ]
+        if on.init_end:
+            on.init_end.fire()
+
+    @property
+    def state(self) -> TrainerState:
+        return self._assembly.state
+
+    @property
+    def control(self) -> TrainerControl:
+        return self._assembly.control
+
+    @property
+    def callbacks(self) -> list[Callback]:
+        """In the order in which they are called."""
+        return self._assembly.on.callbacks
+
+    def train(self, resume_from_checkpoint: bool | str | Path = True) -> TrainResult:
+        """Bring the run in ``output_dir`` to its end: nothing happens if it is there already.
+
+        Args:
+            resume_from_checkpoint: True: go on from the newest checkpoint whose every byte verifies, or start if there
+                is none. A path: go on from that one; what came later is moved into ``rewound/``. False: move all that
+                is in ``output_dir`` into ``rewound/``, and start anew.
+
+        Raises:
+            Locked: if another live process trains in this ``output_dir``.
+            NotFound: if there is no checkpoint at the path.
+            DamagedCheckpoint: if the one at the path is damaged.
+            StateMismatch: if what was saved does not fit what is here.
+            EmptyDataset: if there is not a single batch.
+        """
+        assembly = self._assembly
+        with assembly.opened():
+            resumed_from = assembly.restore(resume_from_checkpoint)
+            finished = assembly.finished()
+            if finished is not None:
+                return finished
+            return assembly.ended(loop.train(assembly.leg(resumed_from, self._loss_weight), self._update))
+
+    def evaluate(self) -> dict[str, float]:
+        """Measure the model as it is on each evaluation set. On all ranks."""
+        return self._assembly.boundary.evaluate()
+
+    def log(self, metrics: MutableMapping[str, Any]) -> None:
+        """Hand a record of your own to every logger (kind ``user``). On all ranks, with the same values."""
+        self._assembly.boundary.log(dict(metrics), "user")
+
+    def stop(self, reason: str = "trainer.stop() was called", *, save: bool = True) -> None:
+        """Ask for the end of training at this step's end; from any thread, on any rank."""
+        self.control.stop(reason, save=save)
+
+    def save(self) -> None:
+        """Ask for a checkpoint at this step's end; from any thread, on any rank."""
+        self.control.should_save = True
+
+    def add_callback(self, callback: Callback) -> None:
+        """Let one more callback listen, after the others."""
+        self._assembly.set_callbacks([*self._assembly.own_callbacks, callback])
+
+    def remove_callback(self, callback: Callback | str) -> Callback:
+        """Let a callback, or the one with that key, listen no longer; it is returned.
+
+        Raises:
+            UnknownName: if there is none; the message names the nearest.
+        """
+        gone = self._assembly.on.find(callback if isinstance(callback, str) else callback.key)
+        self._assembly.set_callbacks([each for each in self._assembly.own_callbacks if each is not gone])
+        return gone
+
+
+def _check_writable(directory: Path) -> None:
+    """
+    Raises:
+        ConfigurationError: if nothing can be written where the run shall live: now, not at the first checkpoint.
+    """
+    existing = next(path for path in [directory, *directory.absolute().parents] if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigurationError(f"output_dir={str(directory)!r}: {existing} is not a folder that can be written to")
+
+
+def _train_feed(args: TrainingArguments, dataset: Any, loader: Iterable[Any] | None, collator: Collator | None) -> Feed:
+    seed = args.seed if args.data_seed is None else args.data_seed
+    if (dataset is None) == (loader is None):
+        raise ConfigurationError("give train_dataset= or train_dataloader=, one of them")
+    if loader is not None:
+        return loader_feed(loader, seed=seed, world_size=ranks.world_size())
+    return train_feed(
+        dataset,
+        batch_size=args.per_device_train_batch_size,
+        seed=seed,
+        rank=ranks.rank(),
+        world_size=ranks.world_size(),
+        drop_last=args.dataloader_drop_last,
+        collate_fn=collator,
+        persistent_workers=args.dataloader_persistent_workers,
+        **_workers(args),
+    )
+
+
+def _eval_feeds(
+    args: TrainingArguments, datasets: Any, loaders: Any, collator: Collator | None
+) -> Iterator[tuple[str, str, EvalFeed]]:
+    """Name, prefix of the metrics, and data of each evaluation set."""
+    if datasets is not None and loaders is not None:
+        raise ConfigurationError("give eval_dataset= or eval_dataloader=, not both")
+    sources = datasets if datasets is not None else loaders
+    if sources is None:
+        return
+    for name, source in sources.items() if isinstance(sources, dict) else [("", sources)]:
+        if datasets is None:
+            feed = eval_loader_feed(source, seed=args.seed, world_size=ranks.world_size())
+        else:
+            feed = eval_feed(
+                source,
+                batch_size=args.per_device_eval_batch_size,
+                seed=args.seed,
+                rank=ranks.rank(),
+                world_size=ranks.world_size(),
+                collate_fn=collator,
+                **_workers(args),
+            )
+        yield name or "eval", f"eval_{name}" if name else "eval", feed
+
+
+def _workers(args: TrainingArguments) -> dict[str, Any]:
+    return {
+        "num_workers": args.dataloader_num_workers,
+        "pin_memory": args.dataloader_pin_memory and torch.cuda.is_available() and not args.use_cpu,
+        "prefetch_factor": args.dataloader_prefetch_factor,
+    }
+
+
+def _schedulers(given: Any, optimizer: Optimizer, args: TrainingArguments, feed: Feed) -> list[Any]:
+    if given is None:
+        return [default_scheduler(optimizer, args, planned_steps(args, feed))]
+    schedulers = list(given) if isinstance(given, (list, tuple)) else [given]
+    for scheduler in schedulers:
+        if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+            raise ConfigurationError("lr_scheduler: it is built on another optimizer than the one that is given")
+    return schedulers
