@@ -115,9 +115,11 @@ class RecordLog:
         if not self._path.parent.is_dir():
             files.make_directory(self._path.parent)
             files.fsync_directory(self._path.parent.parent)
+        is_new = not self._path.exists()
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
         self._end_after_offset()
-        files.fsync_directory(self._path.parent)
+        if is_new:
+            files.fsync_directory(self._path.parent)
 
     def _claim(self) -> None:
         if self._open_here.setdefault(self._claimed, self) is not self:
