@@ -1,16 +1,14 @@
-"""One rank of test_grad_norm_logger: ``grad_norm_ranks.py RANK WORLD_SIZE OUTPUT_DIR``, with DDP, then FSDP2."""
+"""A model that is awkward to share, and what each rank of test_grad_norm_logger does with it."""
 
-import gc
-import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from callbacks.stage import Stage
+from dalsegno import ranks
 from dalsegno.callbacks import GradNormLogger
 
 
@@ -53,27 +51,16 @@ def in_shards(model: Uneven) -> nn.Module:
 WAYS = {"ddp": DistributedDataParallel, "fsdp": in_shards}
 
 
-def one_step(way: str, rank: int, world_size: int, output_dir: Path) -> None:
+def one_step(way: str, output_dir: Path) -> None:
+    """One update and its evaluation, spread in that way over all ranks."""
+    rank, world_size = ranks.rank(), ranks.world_size()
     own = model()
     called = WAYS[way](own)
     logger = GradNormLogger()
-    stage = Stage(output_dir / way, logger, model=own, rank=rank)
+    stage = Stage(output_dir, logger, model=own, rank=rank)
     stage.begin()
     called(tokens().chunk(world_size)[rank]).backward()
     stage.update(1, evaluates=True)
     stage.evaluate()
     stage.end()
     assert (logger.state_dict() is None) == (rank > 0)
-
-
-def main(rank: int, world_size: int, output_dir: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{output_dir}/store", rank=rank, world_size=world_size)
-    for way in WAYS:
-        one_step(way, rank, world_size, output_dir)
-    gc.collect()  # DDP holds the process group, and must not be the last to let it go
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

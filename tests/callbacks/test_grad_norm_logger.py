@@ -1,8 +1,5 @@
 """GradNormLogger: whole norms, however the model is spread, and only where they are written."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ from callbacks.stage import Stage
 from dalsegno.callbacks import GradNormLogger
 from dalsegno.component import Component
 from dalsegno.logs import read_records
+from dalsegno.testing import run_ranks
 
 
 def written(output_dir: Path) -> list[dict[str, Any]]:
@@ -98,20 +96,12 @@ def test_gradients_of_every_kind_beside_an_ordinary_one(tmp_path: Path, gradient
     assert written(tmp_path)[0]["norms"] == pytest.approx({"a": norm, "b": 10.0}, rel=1e-4, nan_ok=True)
 
 
-def test_two_ranks_write_what_one_would(tmp_path: Path) -> None:
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, grad_norm_ranks.__file__, str(rank), "2", str(tmp_path)],
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(2)
-    ]
-    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+@pytest.mark.parametrize("way", grad_norm_ranks.WAYS)
+def test_two_ranks_write_what_one_would(tmp_path: Path, way: str) -> None:
+    run_ranks(grad_norm_ranks.one_step, 2, way, tmp_path, timeout=60)
     alone = grad_norm_ranks.model()
     alone(grad_norm_ranks.tokens()).backward()
-    for way in ("ddp", "fsdp"):
-        assert written(tmp_path / way)[0]["norms"] == pytest.approx(one_by_one(alone), rel=1e-5), way
+    assert written(tmp_path)[0]["norms"] == pytest.approx(one_by_one(alone), rel=1e-5)
 
 
 def test_its_state_is_not_compared_between_ranks() -> None:
