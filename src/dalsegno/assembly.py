@@ -81,6 +81,7 @@ class Assembly:
         self._sharded = (ModelState(model), OptimizerState(model, optimizer))
         self._others: dict[str, Stateful] = {
             "trainer": self.state,
+            "clock": self.state.clock,
             "loader": feed,
             "rng": self.random_state,
             "meter": self.meter,

@@ -74,7 +74,7 @@ class Run:
     def __enter__(self) -> Self:
         state, origin = self.state, self._resumed_from
         self._boundary.begin_leg(None if origin is None else state.global_step)
-        state.start_clock()
+        state.clock.start()
         if self._legs is not None:
             self._legs.begin(self._relative(origin), self._world_size, state.global_step)
         try:
@@ -122,7 +122,7 @@ class Run:
     def _leave(self, error: BaseException | None) -> None:
         """on_exception where due, then on_train_end, once. No collective: the other ranks may be gone."""
         on, control, metrics = self._on, self.control, self._final_metrics
-        self.state.stop_clock()
+        self.state.clock.stop()
         saved = self._boundary.saved_step
         result = self.result = TrainResult(
             global_step=self.state.global_step,

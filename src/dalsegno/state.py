@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from .errors import ConfigurationError
@@ -13,7 +13,7 @@ from .errors import ConfigurationError
 Handler = Callable[[Any], "TrainerControl | None"]
 """One callback's method for one event: takes the context, may return a control whose flags are then taken over."""
 
-_OF_THIS_LEG = {
+_NOT_SAVED = {
     "max_steps",
     "num_train_epochs",
     "is_local_process_zero",
@@ -21,8 +21,33 @@ _OF_THIS_LEG = {
     "will_log",
     "will_evaluate",
     "will_save",
-    "clock_started",
+    "clock",  # a component of its own
 }
+
+
+class Clock:
+    """Seconds of training, over all legs. Each rank's own differ a little, and rank 0's are saved."""
+
+    state_compared = False
+
+    def __init__(self) -> None:
+        self._before = 0.0  # in former legs
+        self._started: float | None = None  # by the monotonic clock; None while nothing trains
+
+    def start(self) -> None:
+        self._started = time.monotonic()
+
+    def stop(self) -> None:
+        self._before, self._started = self.seconds(), None
+
+    def seconds(self) -> float:
+        return self._before + (0.0 if self._started is None else time.monotonic() - self._started)
+
+    def state_dict(self) -> dict[str, float]:
+        return {"seconds": self.seconds()}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self._before = state["seconds"]
 
 
 @dataclass(slots=True)
@@ -39,8 +64,6 @@ class TrainerState:
     """Samples trained on, on all ranks."""
     total_flos: float = 0.0
     """Floating point operations so far, if a callback counts them."""
-    train_seconds: float = 0.0
-    """Time spent in training in former legs (wall clock); see :meth:`elapsed`."""
     best_metric: float | None = None
     best_global_step: int = 0
     best_model_checkpoint: str | None = None
@@ -56,23 +79,14 @@ class TrainerState:
     will_evaluate: bool = False
     will_save: bool = False
 
-    clock_started: float | None = None
-    """When this leg's training began, by the monotonic clock; None while nothing trains."""
+    clock: Clock = field(default_factory=Clock)
 
     def elapsed(self) -> float:
         """Seconds of training so far, over all legs."""
-        now = 0.0 if self.clock_started is None else time.monotonic() - self.clock_started
-        return self.train_seconds + now
-
-    def start_clock(self) -> None:
-        self.clock_started = time.monotonic()
-
-    def stop_clock(self) -> None:
-        self.train_seconds, self.clock_started = self.elapsed(), None
+        return self.clock.seconds()
 
     def state_dict(self) -> dict[str, Any]:
-        saved = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _OF_THIS_LEG}
-        return {**saved, "train_seconds": self.elapsed()}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _NOT_SAVED}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, value in state.items():

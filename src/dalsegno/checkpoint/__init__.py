@@ -1,5 +1,6 @@
 """Checkpoints: whole or absent, verified before they are used, and never a way for data to run code."""
 
+from .inspect import read_tensors, saved_states
 from .loading import LoadReport
 from .manager import CheckpointManager
 from .manifest import Checkpoint, Manifest
@@ -19,4 +20,6 @@ __all__ = [
     "ModelState",
     "OptimizerState",
     "Sharded",
+    "read_tensors",
+    "saved_states",
 ]

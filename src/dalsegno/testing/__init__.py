@@ -1,0 +1,28 @@
+"""Tools to prove that a run survives being killed: for dalsegno's own tests, and for those of its users.
+
+``assert_resume_equivalent(factory, kill_at=[...])`` is the one to begin with.
+"""
+
+from .compare import Comparison, Row, compare_runs
+from .data_order import DataOrder
+from .equivalence import assert_resume_equivalent, check_resume
+from .faults import FaultPlan
+from .processes import Outcome, Ranks, run_ranks, start_ranks
+from .tiny import TinyLanguageModel, TinyRegression, tiny_regression_data
+
+__all__ = [
+    "Comparison",
+    "DataOrder",
+    "FaultPlan",
+    "Outcome",
+    "Ranks",
+    "Row",
+    "TinyLanguageModel",
+    "TinyRegression",
+    "assert_resume_equivalent",
+    "check_resume",
+    "compare_runs",
+    "run_ranks",
+    "start_ranks",
+    "tiny_regression_data",
+]

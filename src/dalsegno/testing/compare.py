@@ -1,0 +1,178 @@
+"""Two runs, held against each other: every tensor, every component's state, every log record.
+
+Only what tells the time may differ: ``timestamp``, ``tok_per_sec``, ``mfu``, ``peak_mem``, ``*_runtime``,
+``*_per_second``, the seconds trained, and, since these stand in the logs as text, the length of the logs in bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dalsegno.checkpoint import Checkpoint, CheckpointManager, read_tensors, saved_states
+from dalsegno.errors import NotFound
+from dalsegno.logs import Position, read_records
+
+WALL_CLOCK = ("timestamp", "tok_per_sec", "mfu", "peak_mem")
+WALL_CLOCK_ENDINGS = ("_runtime", "_per_second")
+_CLOCK = "clock"  # the component that holds the seconds trained
+_LOG_POSITION = set(Position.__dataclass_fields__)
+_BYTES_OF_A_LOG = {"offset", "tail"}
+
+
+Tensors = dict[str, dict[str, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One thing that was compared."""
+
+    what: str
+    count: int
+    """How many tensors, values or records."""
+    unit: str
+    difference: str | None = None
+    """The first difference; None: there is none."""
+
+    @property
+    def identical(self) -> bool:
+        return self.difference is None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The whole comparison."""
+
+    rows: list[Row]
+
+    @property
+    def identical(self) -> bool:
+        return all(row.identical for row in self.rows)
+
+    def table(self) -> str:
+        """As text, a line each."""
+        width = max(len(row.what) for row in self.rows)
+        counts = [f"{row.count:,} {row.unit}" for row in self.rows]
+        room = max(map(len, counts))
+        return "\n".join(
+            f"{row.what:<{width}}  {count:>{room}}  {row.difference or 'identical'}"
+            for row, count in zip(self.rows, counts, strict=True)
+        )
+
+
+def compare_runs(first: Path, second: Path) -> Comparison:
+    """The newest checkpoints of two output folders, and all their logs.
+
+    Raises:
+        NotFound: if one has no checkpoint.
+    """
+    ours, theirs = _newest(first), _newest(second)
+    rows = [Row("step", 1, "number", _unlike(ours.manifest.step, theirs.manifest.step))]
+    rows += _tensors(read_tensors(ours), read_tensors(theirs))
+    rows += _states(ours, theirs)
+    rows += _logs(first / "logs", second / "logs")
+    return Comparison(rows)
+
+
+def _newest(output_dir: Path) -> Checkpoint:
+    checkpoint = CheckpointManager(output_dir).find()
+    if checkpoint is None:
+        raise NotFound(f"{output_dir}: no checkpoint")
+    return checkpoint
+
+
+def _tensors(ours: Tensors, theirs: Tensors) -> Iterator[Row]:
+    for component in sorted({*ours, *theirs}):
+        mine, yours = ours.get(component, {}), theirs.get(component, {})
+        names = sorted({*mine, *yours})
+        differences = (_first_difference(mine.get(name), yours.get(name), name) for name in names)
+        what = "weights" if component == "model" else component
+        yield Row(what, len(names), "tensors", next(filter(None, differences), None))
+
+
+def _states(ours: Checkpoint, theirs: Checkpoint) -> Iterator[Row]:
+    mine, yours = saved_states(ours), saved_states(theirs)
+    for key in sorted({*mine, *yours} - {_CLOCK}):
+        states = mine.get(key), yours.get(key)
+        if size := max(map(_size, states)):
+            yield Row(key, size, "values", _first_difference(*states, key))
+
+
+def _logs(ours: Path, theirs: Path) -> Iterator[Row]:
+    names = {path.name for folder in (ours, theirs) for path in folder.glob("*.json*")}
+    for name in sorted(names):
+        records = [list(read_records(folder / name)) if (folder / name).exists() else [] for folder in (ours, theirs)]
+        pairs = enumerate(zip_longest(*records), start=1)
+        differences = (_record_difference(a, b, f"{name} record {number}") for number, (a, b) in pairs)
+        yield Row(f"logs/{name}", len(records[0]), "records", next(filter(None, differences), None))
+
+
+def _record_difference(mine: Mapping[str, Any] | None, yours: Mapping[str, Any] | None, where: str) -> str | None:
+    if mine is None or yours is None:
+        return f"{where}: only in the {'second' if mine is None else 'first'}"
+    return _first_difference(_timeless(mine), _timeless(yours), where)
+
+
+def _timeless(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: value for key, value in record.items() if key not in WALL_CLOCK and not key.endswith(WALL_CLOCK_ENDINGS)
+    }
+
+
+def _first_difference(mine: Any, yours: Any, where: str) -> str | None:
+    """Where two trees of state differ first, and how; None where they are the same, bit by bit."""
+    if type(mine) is not type(yours):
+        return f"{where}: {_short(mine)} and {_short(yours)}"
+    if isinstance(mine, Mapping):
+        ignored = _BYTES_OF_A_LOG if set(mine) == _LOG_POSITION else set()
+        keys = [key for key in {**mine, **yours} if key not in ignored]
+        pairs = [(mine.get(key), yours.get(key), f"{where}.{key}") for key in keys]
+    elif isinstance(mine, (list, tuple)):
+        pairs = [(a, b, f"{where}[{index}]") for index, (a, b) in enumerate(zip_longest(mine, yours))]
+    elif isinstance(mine, torch.Tensor):
+        return _tensor_difference(mine, yours, where)
+    elif isinstance(mine, np.ndarray):
+        same = mine.dtype == yours.dtype and mine.shape == yours.shape and mine.tobytes() == yours.tobytes()
+        return None if same else f"{where}: the arrays differ"
+    else:
+        return (
+            None
+            if mine == yours or (mine != mine and yours != yours)
+            else f"{where}: {_short(mine)} and {_short(yours)}"
+        )
+    return next(filter(None, (_first_difference(*pair) for pair in pairs)), None)
+
+
+def _tensor_difference(mine: torch.Tensor, yours: torch.Tensor, where: str) -> str | None:
+    if mine.dtype != yours.dtype or mine.shape != yours.shape:
+        return f"{where}: {mine.dtype} {tuple(mine.shape)} and {yours.dtype} {tuple(yours.shape)}"
+    differing = int((_bits(mine) != _bits(yours)).any(-1).sum())
+    if not differing:
+        return None
+    largest = float((mine.double() - yours.double()).abs().max()) if not mine.is_complex() else float("nan")
+    return f"{where}: {differing:,} of {mine.numel():,} elements differ, by up to {largest:.3g}"
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1, 1).view(torch.uint8)
+
+
+def _unlike(mine: object, yours: object) -> str | None:
+    return None if mine == yours else f"{mine} and {yours}"
+
+
+def _size(tree: Any) -> int:
+    if isinstance(tree, Mapping):
+        return sum(map(_size, tree.values()))
+    return sum(map(_size, tree)) if isinstance(tree, (list, tuple)) else 1
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

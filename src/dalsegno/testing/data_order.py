@@ -1,0 +1,52 @@
+"""DataOrder: a callback that knows every batch a run was trained on, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import xxhash
+
+from dalsegno.callback import Callback
+from dalsegno.events import MicrobatchBeginContext
+
+
+class DataOrder(Callback):
+    """Its state is the number of batches and a digest of all of them: equal digests, equal data in equal order."""
+
+    state_scope = "per_rank"
+
+    def __init__(self) -> None:
+        self.batches = 0
+        self.digest = ""
+
+    def on_microbatch_begin(self, ctx: MicrobatchBeginContext) -> None:
+        self.batches += 1
+        digest = xxhash.xxh3_128(self.digest.encode())
+        for tensor in _tensors(ctx.batch):
+            digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+        self.digest = digest.hexdigest()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": self.batches, "digest": self.digest}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.batches, self.digest = state["batches"], state["digest"]
+
+    @classmethod
+    def reshard(cls, states: list[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
+        """A digest goes on from all the former ones."""
+        merged = {"batches": states[0]["batches"], "digest": "".join(state["digest"] for state in states)}
+        return [merged] * world_size
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for key in tree:
+            yield from _tensors(tree[key])
+    elif isinstance(tree, (list, tuple)):
+        for each in tree:
+            yield from _tensors(each)

@@ -1,0 +1,176 @@
+"""Ranks as real processes: started in a tenth of a second, joined over gloo, killed with real signals.
+
+They are forked from a server process that has torch loaded already. Functions and arguments travel to them by pickle,
+as with ``multiprocessing``: a function must be importable, that is, stand at the top of a module.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from dalsegno.errors import RankFailed
+
+T = TypeVar("T")
+
+_GRACE = 20.0  # seconds in which the other ranks may end by themselves once one has failed
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one rank ended."""
+
+    rank: int
+    exit_code: int
+    """0, the number it exited with, or minus the signal that killed it."""
+    value: Any = None
+    """What the function returned."""
+    error: str | None = None
+    """The traceback of what it raised."""
+
+    @property
+    def was_killed(self) -> bool:
+        return self.exit_code == -signal.SIGKILL
+
+
+class Ranks:
+    """Processes that run one function, each as a rank of one job."""
+
+    def __init__(self, function: Callable[..., Any], world_size: int, args: tuple[Any, ...]) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["dalsegno.trainer", "dalsegno.testing"])
+        self._folder = tempfile.TemporaryDirectory(prefix="dalsegno-ranks-")
+        meeting_place = Path(self._folder.name) / "store"
+        self._processes: list[ForkServerProcess] = []
+        self._pipes: list[Connection] = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_run_rank,
+                args=(rank, world_size, str(meeting_place), os.getpid(), dict(os.environ), theirs, function, args),
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def kill(self, rank: int = 0) -> None:
+        """Send SIGKILL to one rank."""
+        self._processes[rank].kill()
+
+    @property
+    def alive(self) -> bool:
+        return any(process.is_alive() for process in self._processes)
+
+    def wait(self, timeout: float = 300.0) -> list[Outcome]:
+        """Wait until all have ended; once one has failed, the others have a short time left.
+
+        Raises:
+            RankFailed: if they take longer than ``timeout`` seconds. They are killed then.
+        """
+        deadline = time.monotonic() + timeout
+        outcomes: dict[int, Outcome] = {}
+        while len(outcomes) < len(self._processes):
+            left = deadline - time.monotonic()
+            waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in outcomes]
+            ready = wait(waiting, max(0.0, left))
+            if not ready:
+                self._end()
+                raise RankFailed(
+                    f"no end after {timeout:g} s; ended: {sorted(outcomes)} of {len(self._processes)} ranks"
+                )
+            for pipe in ready:
+                rank = self._pipes.index(cast(Connection, pipe))
+                outcomes[rank] = self._outcome(rank)
+                if outcomes[rank].exit_code != 0:
+                    deadline = min(deadline, time.monotonic() + _GRACE)
+        self._end()
+        return [outcomes[rank] for rank in sorted(outcomes)]
+
+    def _outcome(self, rank: int) -> Outcome:
+        value, error = None, None
+        try:
+            value, error = self._pipes[rank].recv()
+        except EOFError:
+            error = None  # it was killed before it could say anything
+        process = self._processes[rank]
+        process.join()
+        return Outcome(rank, process.exitcode or 0, value, error)
+
+    def _end(self) -> None:
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
+            if process.is_alive():
+                process.kill()
+            process.join()
+            process.close()
+            pipe.close()
+        self._folder.cleanup()
+
+
+def start_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> Ranks:
+    """Run ``function(*args)`` in ``world_size`` new processes; with more than one, joined in a gloo process group."""
+    return Ranks(function, world_size, args)
+
+
+def run_ranks(function: Callable[..., T], world_size: int, *args: Any, timeout: float = 300.0) -> list[T]:
+    """As :func:`start_ranks`, to the end. What each rank returned.
+
+    Raises:
+        RankFailed: if one raised or was killed, with its traceback; or after ``timeout`` seconds.
+    """
+    outcomes = start_ranks(function, world_size, *args).wait(timeout)
+    failed = [outcome for outcome in outcomes if outcome.exit_code != 0]
+    if failed:
+        first = next((outcome for outcome in failed if outcome.error), failed[0])
+        raise RankFailed(f"rank {first.rank} ended with {first.exit_code}\n{first.error or ''}")
+    return [cast(T, outcome.value) for outcome in outcomes]
+
+
+def _run_rank(
+    rank: int,
+    world_size: int,
+    meeting_place: str,
+    parent: int,
+    environment: dict[str, str],
+    pipe: Connection,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    os.environ.clear()
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    torch.set_num_threads(1)  # the same sums in the same order, however busy the machine is
+    value, error = None, None
+    try:
+        if world_size > 1:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{meeting_place}",
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=120),
+            )
+        value = function(*args)
+        if world_size > 1:
+            dist.destroy_process_group()
+    except BaseException:
+        error = traceback.format_exc()
+    pipe.send((value, error))
+    pipe.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0 if error is None else 1)  # no clean-up that could hang on ranks that are gone

@@ -1,0 +1,86 @@
+"""Models and data so small that a test is over in a second, and random enough that it can fail."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+
+class TinyRegression(nn.Module):
+    """Two layers with dropout, so that a random generator that is not restored shows. Returns the loss."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(width, 1))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """x: (batch, 8), y: (batch, 1)."""
+        return nn.functional.mse_loss(self.layers(x), y)
+
+
+class _Pairs(Dataset[dict[str, Tensor]]):
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self._x, self._y = x, y
+
+    def __len__(self) -> int:
+        return len(self._x)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": self._x[index], "y": self._y[index]}
+
+
+def tiny_regression_data(length: int = 100, seed: int = 0) -> Dataset[dict[str, Tensor]]:
+    """``length`` samples ``{"x": (8,), "y": (1,)}``, a pure function of ``seed``."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(length, 8, generator=generator)
+    return _Pairs(x, x.sum(1, keepdim=True) + 0.1 * torch.randn(length, 1, generator=generator))
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.attention_norm(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
+        mixed: Tensor = x + self.mlp(self.mlp_norm(x))
+        return mixed
+
+
+class TinyLanguageModel(nn.Module):
+    """A decoder-only transformer with tied embeddings, on bytes. Returns the mean loss of predicting the next one."""
+
+    def __init__(
+        self,
+        *,
+        width: int = 64,
+        depth: int = 2,
+        heads: int = 4,
+        context: int = 64,
+        vocabulary: int = 256,
+        dropout: float = 0.1,
+    ) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(_Block(width, heads, dropout) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+        nn.init.normal_(self.tokens.weight, std=0.02)
+        nn.init.normal_(self.places.weight, std=0.02)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        """input_ids, labels: (batch, length), int64."""
+        x = self.tokens(input_ids) + self.places(torch.arange(input_ids.shape[1], device=input_ids.device))
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
