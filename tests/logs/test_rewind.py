@@ -101,6 +101,31 @@ def test_a_second_rewind_has_an_archive_of_its_own(log: RecordLog, tmp_path: Pat
     assert len(list((tmp_path / "logs/rewound").iterdir())) == 3
 
 
+def test_nothing_is_cut_before_its_archive_is_on_the_disk(log: RecordLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = begun(log)
+    seen: list[tuple[str, str]] = []
+    monkeypatch.setattr(files, "watcher", lambda operation, path: seen.append((operation, path.name)))
+    log.open(state)
+    archive = [
+        ("write", f".{log.path.name}.tmp"),
+        ("fsync", f".{log.path.name}.tmp"),
+        ("rename", f"{log.path.name}.0001"),
+    ]
+    positions = [seen.index(operation) for operation in [*archive, ("fsync", "rewound"), ("truncate", log.path.name)]]
+    assert positions == sorted(positions)
+    seen.clear()
+    log.append(record(KEPT))
+    log.state()
+    assert seen == [("write", log.path.name), ("fsync", log.path.name)]
+
+
+def test_a_log_without_a_record_leaves_no_archive(log: RecordLog, tmp_path: Path) -> None:
+    for _ in range(2):
+        assert log.open(None).action == "started"
+        log.close()
+    assert list((tmp_path / "logs").iterdir()) == [log.path]
+
+
 def test_same_length_changes_nothing(log: RecordLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log.open()
     fill(log, 0, KEPT)
