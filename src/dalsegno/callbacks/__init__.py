@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from dalsegno.callback import Callback
 
+from .default_metrics import DefaultMetrics
 from .divergence_detector import DivergenceDetector
 from .grad_norm_logger import GradNormLogger
+from .info_callback import InfoCallback
 from .json_logger import JsonLogger
+from .progress_callback import ProgressCallback
 
 
 def default_callbacks() -> list[Callback]:
-    """Those that listen to every run unless they are removed."""
-    return []
+    """Those that listen to every run unless they are removed; one of the user's own with the same key replaces one."""
+    return [DefaultMetrics(), ProgressCallback(), InfoCallback()]
 
 
-__all__ = ["DivergenceDetector", "GradNormLogger", "JsonLogger"]
+__all__ = [
+    "DefaultMetrics",
+    "DivergenceDetector",
+    "GradNormLogger",
+    "InfoCallback",
+    "JsonLogger",
+    "ProgressCallback",
+]

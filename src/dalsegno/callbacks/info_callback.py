@@ -1,0 +1,122 @@
+"""InfoCallback: what is about to be trained, where from, and how it ended, in a few lines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from dalsegno import ranks
+from dalsegno.callback import Callback
+from dalsegno.errors import ConfigurationError
+from dalsegno.events import Context, ExceptionContext, LoadContext, SaveContext, TrainBeginContext, TrainEndContext
+
+
+class InfoCallback(Callback):
+    """Rank 0 prints what a checkpoint gave back, what is going to be trained, and at last why it ended.
+
+    Args:
+        verbose: print every restored component, every argument and the model's modules too.
+
+    Raises:
+        ConfigurationError: if ``verbose`` is neither True nor False.
+    """
+
+    ranks = "zero"
+
+    def __init__(self, verbose: bool = False) -> None:
+        if not isinstance(verbose, bool):
+            raise ConfigurationError(f"InfoCallback: verbose={verbose!r}; allowed are True and False")
+        self._verbose = verbose
+        self._checkpoint: Path | None = None
+        self._error: BaseException | None = None
+
+    def on_load(self, ctx: LoadContext) -> None:
+        report = ctx.report
+        _say("restored", f"{len(report.restored)} components from {_shown(ctx.path, ctx)}")
+        if self._verbose:
+            _say("", report.table())
+            return
+        for what, which in [("new", report.fresh), ("carried", report.carried)]:
+            if which:
+                _say(what, ", ".join(which))
+        for note in report.notes:
+            _say("note", note)
+
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        self._checkpoint, self._error = ctx.resumed_from, None
+        _say("model", _model_line(ctx.model))
+        _say("device", _device_line(ctx.model))
+        _say("batch", _batch_line(ctx))
+        _say("steps", _steps_line(ctx))
+        _say("output", str(ctx.args.output_dir))
+        if self._verbose:
+            _say("arguments", "\n".join(f"{name} = {value!r}" for name, value in ctx.args.to_dict().items()))
+            _say("modules", str(ctx.model))
+
+    def on_save(self, ctx: SaveContext) -> None:
+        self._checkpoint = ctx.path
+
+    def on_exception(self, ctx: ExceptionContext) -> None:
+        self._error = ctx.exception
+
+    def on_train_end(self, ctx: TrainEndContext) -> None:
+        control, checkpoint, why = ctx.control, self._checkpoint, ""
+        if self._error is not None:
+            why = f" by {type(self._error).__name__}: {self._error}"
+        elif control.stopped_by is not None:
+            why = f" by {control.stopped_by}: {control.stop_reason or 'no reason given'}"
+        newest = "no checkpoint" if checkpoint is None else f"newest checkpoint {_shown(checkpoint, ctx)}"
+        _say(ctx.reason, f"at step {ctx.state.global_step:,}{why}; {newest}")
+        self._error = None
+
+
+def _say(what: str, text: str) -> None:
+    """One line behind a label; further lines of the text are indented to stand below it."""
+    print(f"{what:<10} " + text.replace("\n", "\n" + " " * 11), flush=True)
+
+
+def _shown(path: Path, ctx: Context) -> str:
+    """A checkpoint's path, relative to the run's folder if it lies in there."""
+    directory = ctx.args.directory
+    return str(path.relative_to(directory) if path.is_relative_to(directory) else path)
+
+
+def _model_line(model: nn.Module) -> str:
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    count, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+    return f"{type(model).__name__}, {count:,} parameters" + (f", {trained:,} of them trained" * (trained != count))
+
+
+def _device_line(model: nn.Module) -> str:
+    parameters = list(model.parameters())
+    device = str(parameters[0].device) if parameters else "none"
+    if ranks.world_size() == 1:
+        return device
+    spread = "sharded over them" if any(isinstance(each, DTensor) for each in parameters) else "whole on each"
+    return f"{device}, {ranks.world_size()} ranks, parameters {spread}"
+
+
+def _batch_line(ctx: Context) -> str:
+    accumulated, world_size = ctx.args.gradient_accumulation_steps, ranks.world_size()
+    size = _batch_size(ctx)
+    factors = f" x {accumulated} micro-batches" * (accumulated > 1) + f" x {world_size} ranks" * (world_size > 1)
+    if size is None:
+        return "as the loader gives it" + factors
+    product = f"{factors} = {size * accumulated * world_size} samples" if factors else " samples"
+    return f"{size}{product} a step"
+
+
+def _batch_size(ctx: Context) -> int | None:
+    """Samples in a rank's micro-batch; None where a loader of the user's own does not say."""
+    loader = ctx.train_dataloader
+    is_own = not hasattr(loader, "next_epoch")  # else it is the feed that the arguments have shaped
+    return getattr(loader, "batch_size", None) if is_own else ctx.args.per_device_train_batch_size
+
+
+def _steps_line(ctx: TrainBeginContext) -> str:
+    done, planned = ctx.state.global_step, ctx.state.max_steps
+    origin = "" if ctx.resumed_from is None else f" (resumed from {_shown(ctx.resumed_from, ctx)})"
+    end = f"{planned:,}" if planned > 0 else f"the end of {ctx.state.num_train_epochs:g} epoch(s)"
+    return f"{done + 1:,} to {end}{origin}"
