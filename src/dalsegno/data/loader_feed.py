@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dalsegno.component import Scope
 from dalsegno.errors import EmptyDataset, StateMismatch
@@ -14,9 +15,11 @@ from dalsegno.errors import EmptyDataset, StateMismatch
 from .feed import Microbatch, expect_kind, sample_count
 from .seeds import LOADER, mix
 
+END = object()
+
 
 class EpochGenerator(torch.Generator):
-    """Lent to a loader that has none, so that creating an iterator draws nothing from the global generator."""
+    """Lent to a loader, so that the seeds of its workers are not drawn from a generator that others use."""
 
 
 class LoaderFeed:
@@ -54,7 +57,8 @@ class LoaderFeed:
         self._samples_per_epoch = samples
         self.lockstep = lockstep or one_stream or world_size == 1
         self._one_stream = one_stream
-        if isinstance(loader, DataLoader) and loader.generator is None:
+        # Always for torchdata's: of a generator that its sampler shares, it restores the sampler's draws alone.
+        if isinstance(loader, DataLoader) and (loader.generator is None or isinstance(loader, StatefulDataLoader)):
             loader.generator = EpochGenerator()
         if self._length() == 0:
             raise EmptyDataset("the loader has length 0; look at its dataset, its batch size and drop_last")
@@ -80,7 +84,8 @@ class LoaderFeed:
             return
         if self._iterator is None:
             self._iterator = self._open()
-        for item in self._iterator:
+        # Not a for loop: asking an iterator for an iterator makes some begin anew.
+        while (item := next(self._iterator, END)) is not END:
             yield self._count(item)
         self._exhausted, self._iterator = True, None
 

@@ -15,7 +15,7 @@ from dalsegno import ranks
 from dalsegno.errors import StateMismatch
 
 from .generators import capture_generators, preserved_generators, restore_generators
-from .loader_feed import EpochGenerator, LoaderFeed
+from .loader_feed import END, EpochGenerator, LoaderFeed
 
 log = logging.getLogger(__name__)
 
@@ -59,12 +59,10 @@ class ReplayedFeed(LoaderFeed):
         began = time.monotonic()
         quiet = True if ranks.rank() else None  # None: shown on a terminal only
         with tqdm(total=goal, desc="reading again", unit=f" {unit}", disable=quiet) as bar:
-            for item in iterator:
+            while done < goal and (item := next(iterator, END)) is not END:
                 self._count(item)
                 done = self._samples if self._one_stream else self._microbatches
                 bar.update(done - bar.n)
-                if done >= goal:
-                    break
         if done != goal:
             raise StateMismatch(
                 f"the saved position is {goal} {unit} into the epoch, and reading again stops at {done}; the data has "

@@ -23,11 +23,12 @@ class StatefulFeed(LoaderFeed):
 
     def _open(self) -> Iterator[Any]:
         self._announce_epoch()
-        saved, self._saved, self._opened = self._saved, None, True
+        saved, cut = self._saved, self._cut
+        self._saved, self._cut, self._opened = None, False, True
         if saved is None:
             return iter(self._loader)
         iterator = self._resumed(self._loader, saved)
-        if self._cut:
+        if cut:
             self._announce_epoch()  # once more: what was loaded says otherwise
             iterator = iter(self._loader)
         return iterator

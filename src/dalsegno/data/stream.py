@@ -57,6 +57,7 @@ class RankShard(IterableDataset[Counted]):
         if self._ended:
             return
         self._iterator = iter(self.dataset)
+        # Where the dataset is its own iterator, __iter__ may just have gone back to the start: loaded once more.
         if self._iterator_state is not None and isinstance(self._iterator, Stateful):
             self._iterator.load_state_dict(self._iterator_state)
         self._iterator_state = None
@@ -71,13 +72,14 @@ class RankShard(IterableDataset[Counted]):
                 yield Counted(group[0], 0, len(group))
 
     def _next_group(self, stream: Iterator[Any]) -> list[Any]:
-        group = []
-        for sample in stream:
-            group.append(sample)
-            if len(group) == self.world_size:
-                return group
-        self._ended = True
-        return [] if self.drop_last else group
+        group: list[Any] = []
+        try:
+            while len(group) < self.world_size:
+                group.append(next(stream))
+        except StopIteration:
+            self._ended = True
+            return [] if self.drop_last else group
+        return group
 
     def _seed_worker(self) -> None:
         worker = get_worker_info()
@@ -89,23 +91,19 @@ class StatefulRankShard(RankShard):
     """The same for a dataset with a state."""
 
     def state_dict(self) -> dict[str, Any]:
-        # An iterator that is the dataset itself has its state taken once, as the iterator's: loading it then comes
-        # after ``__iter__``, which may well begin by going back to the start.
         iterator_state = self._iterator_state
         if isinstance(self._iterator, Stateful):
             iterator_state = self._iterator.state_dict()
-        is_own_iterator = self._iterator is self.dataset
         return {
             "epoch": self.epoch,
             "groups": self._groups,
             "ended": self._ended,
-            "dataset": None if is_own_iterator else self.dataset.state_dict(),
+            "dataset": self.dataset.state_dict(),
             "iterator": iterator_state,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epoch, self._groups, self._ended = state["epoch"], state["groups"], state["ended"]
-        if state["dataset"] is not None:
-            self.dataset.load_state_dict(state["dataset"])
+        self.dataset.load_state_dict(state["dataset"])
         self._iterator, self._iterator_state = None, state["iterator"]
         self._resumed = True

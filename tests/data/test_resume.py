@@ -1,0 +1,187 @@
+"""Killed after any micro-batch, or between two epochs: the same batches, counts and random numbers as without."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, get_worker_info
+from torch.utils.data.distributed import DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from dalsegno.data import Feed, loader_feed, train_feed
+from data.journey import Make, travel
+
+
+class Numbers(Dataset[Any]):
+    """Samples 0 to length - 1, slightly changed by every random generator there is."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        noise = random.random() + np.random.random() + torch.rand(1).item()
+        return torch.tensor(index + noise / 4, dtype=torch.float64)
+
+
+class Seeded(Numbers):
+    """Asks for a seed."""
+
+    def __getitem__(self, index: int, seed: int = 0) -> torch.Tensor:
+        return torch.tensor([index, seed & 0xFFFF])
+
+
+class Counting(Numbers):
+    """Has a state of its own: how often it was asked."""
+
+    asked = 0
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.asked += 1
+        return torch.tensor([index, self.asked])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"asked": self.asked}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.asked = state["asked"]
+
+
+class Stream(IterableDataset[int]):
+    """No state; the order is drawn when an iterator begins, and depends on set_epoch."""
+
+    epoch = 0
+
+    def __init__(self, length: int = 11) -> None:
+        self.length = length
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        order = [1000 * self.epoch + i for i in range(self.length)]
+        random.shuffle(order)
+        worker = get_worker_info()
+        yield from order if worker is None else sorted(order)[worker.id :: worker.num_workers]
+
+
+class Bookmarked(IterableDataset[Any]):
+    """Keeps its place in itself, and goes back to the start when it is through."""
+
+    def __init__(self, length: int = 11) -> None:
+        self.length, self.at, self.rounds = length, 0, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < self.length:
+            self.at += 1
+            yield 1000 * self.rounds + self.at
+        self.at = 0
+        self.rounds += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at, "rounds": self.rounds}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at, self.rounds = state["at"], state["rounds"]
+
+
+class OwnIterator(Bookmarked):
+    """Is its own iterator, and begins anew whenever one is asked for."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self.at = 0
+        self.rounds += 1
+        return self
+
+    def __next__(self) -> int:
+        if self.at == self.length:
+            raise StopIteration
+        self.at += 1
+        return 1000 * self.rounds + self.at
+
+
+def dataset(make: Callable[[], Any], batch_size: int = 3, **options: Any) -> Make:
+    return lambda: train_feed(make(), batch_size=batch_size, seed=7, **options)
+
+
+def own_generator() -> Feed:
+    numbers, generator = Numbers(11), torch.Generator().manual_seed(5)
+    return loader_feed(DataLoader(numbers, 3, sampler=RandomSampler(numbers, generator=generator)))
+
+
+def batches_without_length() -> Feed:
+    class Batches:
+        def __iter__(self) -> Iterator[list[int]]:
+            yield from ([i, random.randrange(100)] for i in range(4))
+
+    return loader_feed(Batches())
+
+
+FEEDS: dict[str, Make] = {
+    "map": dataset(lambda: Numbers(11)),
+    "map, in order": dataset(lambda: list(range(11)), shuffle=False),
+    "map, second of two ranks": dataset(lambda: Numbers(17), rank=1, world_size=2),
+    "map, drop_last": dataset(lambda: Numbers(11), drop_last=True),
+    "map, seeded samples": dataset(lambda: Seeded(11)),
+    "map with a state": dataset(lambda: Counting(11)),
+    "map with a state, second of two ranks": dataset(lambda: Counting(17), rank=1, world_size=2),
+    "stream": dataset(Stream),
+    "stream, second of two ranks": dataset(lambda: Stream(13), rank=1, world_size=2),
+    "stream with a state": dataset(Bookmarked),
+    "stream with a state, even batches": dataset(lambda: Bookmarked(12)),
+    "stream with a state, drop_last": dataset(Bookmarked, drop_last=True),
+    "stream with a state, second of two ranks": dataset(lambda: Bookmarked(13), rank=1, world_size=2),
+    "stream that is its own iterator": dataset(OwnIterator),
+    "plain loader": lambda: loader_feed(DataLoader(Numbers(11), 3, shuffle=True)),
+    "plain loader with a generator": own_generator,
+    "distributed sampler": lambda: loader_feed(
+        DataLoader(Seeded(22), 3, sampler=DistributedSampler(Seeded(22), 2, 1)), world_size=2
+    ),
+    "stateful loader": lambda: loader_feed(
+        StatefulDataLoader(Numbers(11), 3, shuffle=True, generator=torch.Generator().manual_seed(5))
+    ),
+    "no loader at all": batches_without_length,
+}
+
+
+@pytest.mark.parametrize("name", FEEDS)
+def test_killed_anywhere(name: str) -> None:
+    make = FEEDS[name]
+    whole = travel(make, epochs=3)
+    assert len({entry[0] for entry in whole}) == 3
+    for kill in range(1, len(whole) + 1):
+        assert travel(make, 3, {kill}) == whole, f"killed after micro-batch {kill}"
+    assert travel(make, 3, {"epoch 1", "epoch 2"}) == whole
+    assert travel(make, 3, {1, 2, "epoch 1", len(whole) - 1}) == whole
+
+
+@pytest.mark.parametrize("name", FEEDS)
+def test_killed_around_an_epoch_that_was_left_early(name: str) -> None:
+    make = FEEDS[name]
+    whole = travel(make, epochs=2, cut=2)
+    assert travel(make, 2, {"epoch 1"}, cut=2) == whole
+    assert travel(make, 2, {1, 3}, cut=2) == whole
+
+
+WITH_WORKERS: dict[str, Make] = {
+    "map": dataset(lambda: Numbers(17), num_workers=2),
+    "map, persistent": dataset(lambda: Numbers(17), num_workers=2, persistent_workers=True),
+    "map with a state": dataset(lambda: Counting(17), num_workers=2),
+    "stream": dataset(lambda: Stream(17), num_workers=2),
+    "stream with a state": dataset(Bookmarked, num_workers=2),
+    "plain loader": lambda: loader_feed(DataLoader(Numbers(17), 3, shuffle=True, num_workers=2)),
+}
+
+
+@pytest.mark.parametrize("name", WITH_WORKERS)
+def test_killed_while_workers_read_ahead(name: str) -> None:
+    make = WITH_WORKERS[name]
+    whole = travel(make, epochs=2)
+    assert travel(make, 2, {2, len(whole) // 2, "epoch 1", len(whole) - 1}) == whole
