@@ -1,11 +1,7 @@
 """Every row of the rewind table, in both formats, also when the rewind itself is killed."""
 
-import json
 import logging
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,66 +12,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dalsegno import files
-from dalsegno.errors import ConfigurationError, StateMismatch
-from dalsegno.logs import ReadReport, RecordLog, RewindReport, read_records
+from dalsegno.errors import StateMismatch
+from dalsegno.logs import RecordLog
+from logs.sample import KEPT, begun, fill, record, steps
 
 pytestmark = pytest.mark.parametrize("suffix", [".jsonl", ".json"])
-
-KEPT = 5
-LOST = 4
 
 
 class Killed(BaseException):
     """Stands for SIGKILL: from its first raise on, no file operation happens any more."""
 
 
-@pytest.fixture
-def log(tmp_path: Path, suffix: str) -> RecordLog:
-    return RecordLog(f"logs/train{suffix}", tmp_path)
-
-
-def record(step: int) -> dict[str, Any]:
-    return {"global_step": step, "loss": 1 / (step + 1), "text": "ö" * step}
-
-
-def fill(log: RecordLog, first: int, count: int) -> None:
-    for step in range(first, first + count):
-        log.append(record(step))
-
-
-def steps(path: Path) -> list[int]:
-    """The steps of a sound log: not one line that is no record."""
-    report = ReadReport()
-    found = [line["global_step"] for line in read_records(path, report)]
-    assert report.skipped == []
-    if path.suffix == ".json":
-        assert [entry["global_step"] for entry in json.loads(path.read_bytes())] == found
-    return found
-
-
 def archived_bytes(root: Path) -> bytes:
     return b"".join(path.read_bytes() for path in sorted(root.glob("logs/rewound/*")))
-
-
-def begun(log: RecordLog) -> Any:
-    """A log whose checkpoint knows KEPT records and that has LOST more. Returns the checkpoint's state."""
-    log.open()
-    fill(log, 0, KEPT)
-    state = log.state()
-    fill(log, KEPT, LOST)
-    log.close()
-    return state
-
-
-def test_a_new_log_is_sound_after_every_append_and_state_is_relative(log: RecordLog, tmp_path: Path) -> None:
-    report = log.open(None)
-    assert (report.action, report.path) == ("started", log.path)
-    for step in range(3):
-        assert steps(log.path) == list(range(step))
-        log.append(record(step))
-    state = log.state()
-    assert state["path"] == log.path.relative_to(tmp_path).as_posix()
-    assert (state["records"], state["last_step"]) == (3, 2)
 
 
 def test_tail_matches_and_file_is_longer(log: RecordLog, tmp_path: Path) -> None:
@@ -305,47 +254,6 @@ def expected_after(root: Path, suffix: str, damage: Callable[[RecordLog, Any], A
     return steps(log.path)
 
 
-def test_an_append_that_fails_leaves_no_half_record(log: RecordLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    log.open()
-    fill(log, 0, 2)
-    real_write = os.write
-
-    def full_disk(descriptor: int, data: memoryview) -> int:
-        monkeypatch.setattr(os, "write", refuse)
-        return real_write(descriptor, data[:7])
-
-    def refuse(descriptor: int, data: memoryview) -> int:
-        monkeypatch.setattr(os, "write", real_write)
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "write", full_disk)
-    with pytest.raises(OSError, match="No space"):
-        log.append(record(2))
-    assert steps(log.path) == [0, 1]
-    log.append(record(3))
-    assert steps(log.path) == [0, 1, 3]
-
-
-def test_killed_while_it_writes(log: RecordLog, tmp_path: Path, suffix: str) -> None:
-    program = f"""
-from dalsegno.logs import RecordLog
-import json
-log = RecordLog("logs/train{suffix}", {str(tmp_path)!r})
-log.open()
-for step in range(20): log.append({{"global_step": step, "text": "x" * step}})
-print(json.dumps(log.state()), flush=True)
-while True: log.append({{"global_step": (step := step + 1), "text": "x" * (step % 9999)}})
-"""
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None
-        state = json.loads(child.stdout.readline())
-        while log.path.stat().st_size < 200_000:
-            pass
-        child.send_signal(signal.SIGKILL)
-    assert log.open(state).action == "rewound"
-    assert steps(log.path) == list(range(20))
-
-
 def test_a_rewind_reads_and_writes_only_the_rest(log: RecordLog, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file is 8 GB long, nearly all of it a hole: reading it would take seconds, reading the rest does not."""
     log.open()
@@ -405,27 +313,3 @@ def test_a_state_that_is_none_is_refused_and_touches_nothing(
     with pytest.raises(StateMismatch, match="must have the keys"):
         log.open("logs/train.jsonl")
     assert log.path.read_bytes() == before
-
-
-def test_a_path_that_cannot_be(tmp_path: Path, suffix: str) -> None:
-    for path in (f"../x{suffix}", f"/x{suffix}", f"a/../../x{suffix}", ""):
-        with pytest.raises(ConfigurationError, match="must lie inside output_dir"):
-            RecordLog(path, tmp_path)
-    with pytest.raises(ConfigurationError, match=r"the suffix must be \.jsonl"):
-        RecordLog("train.csv", tmp_path)
-    assert RecordLog(tmp_path / f"deep/train{suffix}", tmp_path).open().action == "started"
-
-
-def test_one_file_has_one_log(log: RecordLog, tmp_path: Path, suffix: str) -> None:
-    other = RecordLog(f"logs/train{suffix}", tmp_path)
-    log.open()
-    fill(log, 0, 1)
-    with pytest.raises(ConfigurationError, match="another logger writes this file"):
-        other.open()
-    state = log.state()
-    log.close()
-    report: RewindReport = other.open(state)
-    assert report.action == "unchanged"
-    log.close()
-    with pytest.raises(ValueError, match="the log is closed"):
-        log.append({})

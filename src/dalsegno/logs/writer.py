@@ -26,6 +26,8 @@ class RecordLog:
         ConfigurationError: for another suffix, or a path outside of ``root``.
     """
 
+    _open_here: ClassVar[WeakValueDictionary[Path, RecordLog]] = WeakValueDictionary()  # two would mix their bytes
+
     def __init__(self, path: str | Path, root: str | Path) -> None:
         self._root = Path(root).absolute()
         if self._root not in (self._root / path).parents or ".." in Path(path).parts:
@@ -38,8 +40,6 @@ class RecordLog:
         self._offset = 0
         self._records = 0
         self._last_step: int | None = None
-
-    _open_here: ClassVar[WeakValueDictionary[Path, RecordLog]] = WeakValueDictionary()
 
     @property
     def path(self) -> Path:
