@@ -19,7 +19,7 @@ from .replayed_feed import ReplayedFeed
 from .sampler import ResumableSampler
 from .samples import Samples, StatefulSamples, takes_seed
 from .stateful_feed import StatefulFeed
-from .stream import RankShard, StatefulRankShard
+from .stream import FromTheStart, RankShard, StatefulRankShard
 
 Collate = Callable[[list[Any]], Any]
 StartMethod = Literal["fork", "forkserver", "spawn"]
@@ -146,7 +146,8 @@ def eval_feed(
     }
     collate = collate_fn or default_collate
     if _is_stream(source):
-        stream = RankShard(source, rank, world_size, batch_size, seed, drop_last=False)
+        rereadable = FromTheStart(source) if isinstance(source, Stateful) else source
+        stream = RankShard(rereadable, rank, world_size, batch_size, seed, drop_last=False)
         loader = _stream_loader(stream, collate, drop_last=False, workers=workers)
         return EvalFeed(LoaderFeed(loader, seed=seed, world_size=world_size, samples=_length(source), one_stream=True))
     sampler = ResumableSampler(_map_length(source), batch_size, rank, world_size, seed, shuffle=False)

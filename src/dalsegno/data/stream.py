@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -107,3 +108,18 @@ class StatefulRankShard(RankShard):
         self.dataset.load_state_dict(state["dataset"])
         self._iterator, self._iterator_state = None, state["iterator"]
         self._resumed = True
+
+
+class FromTheStart:
+    """A dataset with a state, for evaluation: each iteration begins where the first one began."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self._start = copy.deepcopy(dataset.state_dict())
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.dataset.load_state_dict(copy.deepcopy(self._start))
+        return iter(self.dataset)
