@@ -154,6 +154,7 @@ class Assembly:
         if checkpoint is None or path is None:
             self.random_state.start()
             return None
+        self.boundary.saved_step = step
         report = self._manager.load(checkpoint, self._sharded, self._components())
         if resume is not True:
             self._manager.abandon_after(step, timeline.attic(self.args.directory) / "checkpoints")
@@ -194,7 +195,6 @@ class Assembly:
 
     def leg(self, resumed_from: Path | None, loss_weight: LossWeight | None = None) -> Run:
         """A run from where everything is now to its end."""
-        self._result, self._has_trained = None, True
         return Run(
             self.args,
             on=self.on,
@@ -207,6 +207,10 @@ class Assembly:
             loss_weight=loss_weight,
             resumed_from=resumed_from,
         )
+
+    def begun(self) -> None:
+        """Note that a leg begins: from now on, what is in memory may be the middle of a step."""
+        self._result, self._has_trained = None, True
 
     def ended(self, result: TrainResult) -> TrainResult:
         """Note that a leg has come to its end by itself, so that another one may go on from what is in memory."""

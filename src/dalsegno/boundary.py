@@ -78,14 +78,15 @@ class Boundary:
         self._meter = meter
         self._saver = saver
         self.evaluations: Sequence[Evaluation] = ()
-        self.begin_leg(None)
+        self.saved_step: int | None = None
+        """Of the newest checkpoint."""
+        self.begin_leg()
 
-    def begin_leg(self, saved_step: int | None) -> None:
-        """Nothing of a former leg is left but the newest checkpoint, of ``saved_step``."""
+    def begin_leg(self) -> None:
+        """No wish and no decision of a former leg is left."""
         self._control.clear()
         self._agreement = Agreement(self._control)
         self._metrics: dict[str, float] = {}  # of the newest evaluations
-        self.saved_step = saved_step
         self.lr: Any = None
         """What the newest update used."""
         self.leaving = False

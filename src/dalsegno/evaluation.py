@@ -42,13 +42,14 @@ class LossEvaluation:
         """Run the model over the whole set, in evaluation mode. Collective."""
         began = time.monotonic()
         module = self._forward.module
-        was_training = module.training
+        modes = [(part, part.training) for part in module.modules()]  # a frozen part may stay in evaluation mode
         module.eval()
         try:
             with torch.no_grad():
                 loss_sum, weight, samples = self._sums()
         finally:
-            module.train(was_training)
+            for part, training in modes:
+                part.training = training
             self._feed.close()
         seconds = time.monotonic() - began
         return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 from torch.optim import AdamW, Optimizer
@@ -30,13 +30,15 @@ def default_optimizer(model: nn.Module, args: TrainingArguments) -> Optimizer:
     )
 
 
-def default_scheduler(optimizer: Optimizer, args: TrainingArguments, max_steps: int) -> LambdaLR:
-    """A linear rise over ``warmup_steps``, then ``lr_scheduler_type`` down to zero at ``max_steps``, or constant.
+def default_scheduler(optimizer: Optimizer, args: TrainingArguments, max_steps: Callable[[], int]) -> LambdaLR:
+    """A linear rise over ``warmup_steps``, then ``lr_scheduler_type`` down to zero at ``max_steps()``, or constant.
+
+    ``max_steps`` is asked each time: it may be raised between two calls of ``train()``.
 
     Raises:
         ConfigurationError: if it shall come down, but nobody knows when: the length of the data is unknown.
     """
-    if args.lr_scheduler_type != "constant" and max_steps < 0:
+    if args.lr_scheduler_type != "constant" and max_steps() < 0:
         raise ConfigurationError(
             f"lr_scheduler_type={args.lr_scheduler_type!r} needs to know the last step, and the data has no length; "
             "set max_steps, or use 'constant'"
@@ -47,7 +49,8 @@ def default_scheduler(optimizer: Optimizer, args: TrainingArguments, max_steps: 
             return step / args.warmup_steps
         if args.lr_scheduler_type == "constant":
             return 1.0
-        left = max(0.0, (max_steps - step) / max(1, max_steps - args.warmup_steps))
+        last = max_steps()
+        left = max(0.0, (last - step) / max(1, last - args.warmup_steps))
         return left if args.lr_scheduler_type == "linear" else 0.5 * (1 - math.cos(math.pi * left))
 
     return LambdaLR(optimizer, factor)

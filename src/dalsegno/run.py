@@ -33,7 +33,7 @@ from .state import TrainerControl, TrainerState
 
 
 class Run:
-    """All parts are given, and restored already: the Trainer, or :class:`dalsegno.Run` for a hand-written loop, does so."""
+    """All parts are given, and restored already: the Trainer does so, or ``dalsegno.Run`` for a hand-written loop."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Run:
         self._boundary = boundary
         self._saver = saver
         self._loss_weight = loss_weight
-        self._resumed_from = resumed_from
+        self.resumed_from = resumed_from
         self._world_size = ranks.world_size()
         self._legs = RunFile(args.directory) if ranks.rank() == 0 else None
         self._logging, self._evaluation, self._saving = args.logging, args.evaluation, args.saving
@@ -67,19 +67,20 @@ class Run:
         self._due = Due()
         self._exhausted = False
         self._final_metrics: dict[str, Any] = {}
-        self._listens_to_metrics = on.listens_anywhere(Event.TRAIN_METRICS)
+        self._listens_to_metrics = False
 
     # -- begin and end ------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        state, origin = self.state, self._resumed_from
-        self._boundary.begin_leg(None if origin is None else state.global_step)
+        state = self.state
+        self._listens_to_metrics = self._on.listens_anywhere(Event.TRAIN_METRICS)
+        self._boundary.begin_leg()
         state.clock.start()
         if self._legs is not None:
-            self._legs.begin(self._relative(origin), self._world_size, state.global_step)
+            self._legs.begin(self._relative(self.resumed_from), self._world_size, state.global_step)
         try:
             if self._on.train_begin:
-                self._on.train_begin.fill(self._resumed_from)
+                self._on.train_begin.fill(self.resumed_from)
                 self._on.train_begin.fire()
         except BaseException as error:
             self._leave(error)
@@ -91,6 +92,8 @@ class Run:
     ) -> None:
         if error is None:
             try:
+                if not (self._is_over() or self._exhausted):
+                    self.control.stop("the loop was left before its end", by="the loop")
                 self._finish()
             except BaseException as late:
                 self._leave(late)
@@ -133,6 +136,10 @@ class Run:
             checkpoint=None if saved is None else self._saver.path_of(saved),
         )
         failures: list[BaseException] = []
+        try:
+            self._feed.close()
+        except Exception as late:
+            failures.append(late)
         if error is not None and on.exception:
             on.exception.fill(error)
             failures += on.exception.fire_all()

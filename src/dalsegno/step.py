@@ -65,6 +65,11 @@ class Update:
         # DDP and FSDP average gradients over the ranks; shares are to be summed.
         self._world_size = ranks.world_size()
 
+    def begin(self) -> None:
+        """Before a leg's first step: training mode, and no gradients that an earlier leg broke off with."""
+        self._forward.module.train()
+        self._optimizer.zero_grad()
+
     def __call__(self, draw: Draw) -> Updated:
         on, optimizer = self._on, self._optimizer
         loss = self._accumulate(draw)

@@ -164,6 +164,8 @@ class Trainer:
             finished = assembly.finished()
             if finished is not None:
                 return finished
+            assembly.begun()
+            self._update.begin()
             return assembly.ended(loop.train(assembly.leg(resumed_from, self._loss_weight), self._update))
 
     def evaluate(self) -> dict[str, float]:
@@ -261,7 +263,7 @@ def _workers(args: TrainingArguments) -> dict[str, Any]:
 
 def _schedulers(given: Any, optimizer: Optimizer, args: TrainingArguments, feed: Feed) -> list[Any]:
     if given is None:
-        return [default_scheduler(optimizer, args, planned_steps(args, feed))]
+        return [default_scheduler(optimizer, args, lambda: planned_steps(args, feed))]
     schedulers = list(given) if isinstance(given, (list, tuple)) else [given]
     for scheduler in schedulers:
         if getattr(scheduler, "optimizer", optimizer) is not optimizer:

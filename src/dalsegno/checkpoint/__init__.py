@@ -5,7 +5,7 @@ from .loading import LoadReport
 from .manager import CheckpointManager
 from .manifest import Checkpoint, Manifest
 from .policy import AnyOf, Best, Entry, Keep, Latest
-from .sharded import ModelState, OptimizerState, Sharded
+from .sharded import ModelState, OptimizerState, Sharded, unwrapped
 
 __all__ = [
     "AnyOf",
@@ -22,4 +22,5 @@ __all__ = [
     "Sharded",
     "read_tensors",
     "saved_states",
+    "unwrapped",
 ]

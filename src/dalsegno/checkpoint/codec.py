@@ -13,7 +13,7 @@ import enum
 import math
 import re
 import struct
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ import torch
 from dalsegno.component import State
 from dalsegno.errors import CannotSave, DamagedCheckpoint
 
-from .layout import DTYPES, is_shape, name_of
+from .layout import DTYPES, KNOWN, is_shape, name_of
 
 Json = Any
 Arrays = dict[str, torch.Tensor]
@@ -139,6 +139,10 @@ def _key_as_json(key: str | int) -> Json:
     return _encode(key, "", _Found("", {}), 0)
 
 
+def _encode_counter(value: Counter[Any], where: str, found: _Found, depth: int) -> Json:
+    return {"$counter": _encode_dict(dict(value), where, found, depth)}  # MultiStepLR's milestones are one
+
+
 def _encode_list(value: list[Any], where: str, found: _Found, depth: int) -> Json:
     return [_encode(each, f"{where}[{number}]", found, depth + 1) for number, each in enumerate(value)]
 
@@ -182,7 +186,7 @@ def _encode_tensor(value: torch.Tensor, where: str, found: _Found) -> Json:
         raise CannotSave(
             f"{where}: cannot save a {_class(value)}, only plain tensors; take its full_tensor() or to_local() first"
         )
-    if value.layout != torch.strided or value.is_meta or value.dtype not in DTYPES.values():
+    if value.layout != torch.strided or value.is_meta or value.dtype not in KNOWN:
         raise CannotSave(
             f"{where}: cannot save a tensor with {value.layout}, {value.dtype} on {value.device}; "
             f"it must be dense, and of one of {', '.join(DTYPES)}"
@@ -198,6 +202,7 @@ _ENCODERS: dict[type, Callable[[Any, str, _Found, int], Json]] = {
     bytes: _encode_bytes,
     dict: _encode_dict,
     OrderedDict: _encode_dict,
+    Counter: _encode_counter,
     list: _encode_list,
     tuple: _encode_tuple,
     torch.Size: _encode_size,
@@ -275,6 +280,13 @@ def _decode_dict(json: Json, read_array: ReadArray, where: str, depth: int) -> d
     return result
 
 
+def _decode_counter(json: Json, read_array: ReadArray, where: str, depth: int) -> Counter[Any]:
+    counts = _decode(json["$counter"], read_array, where, depth)
+    if not isinstance(counts, dict):
+        raise TypeError("no dict in it")
+    return Counter(counts)
+
+
 def _decode_tuple(json: Json, read_array: ReadArray, where: str, depth: int) -> tuple[Any, ...]:
     if not isinstance(json["$tuple"], list):
         raise TypeError("no list in it")
@@ -318,6 +330,7 @@ _DECODERS: dict[str, Callable[[Any, ReadArray, str, int], State]] = {
     "$float": _decode_float,
     "$bytes": _decode_bytes,
     "$dict": _decode_dict,
+    "$counter": _decode_counter,
     "$tuple": _decode_tuple,
     "$size": _decode_size,
     "$dtype": _decode_dtype,

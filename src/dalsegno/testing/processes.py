@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -50,7 +51,8 @@ class Ranks:
 
     def __init__(self, function: Callable[..., Any], world_size: int, args: tuple[Any, ...]) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["dalsegno.trainer", "dalsegno.testing"])
+        # The first optimizer that a process builds imports torch._dynamo, which takes a second.
+        context.set_forkserver_preload(["dalsegno.trainer", "dalsegno.testing", "torch._dynamo"])
         self._folder = tempfile.TemporaryDirectory(prefix="dalsegno-ranks-")
         meeting_place = Path(self._folder.name) / "store"
         self._processes: list[ForkServerProcess] = []
@@ -150,7 +152,9 @@ def _run_rank(
 ) -> None:
     import torch
     import torch.distributed as dist
+    from tqdm import tqdm
 
+    tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system, which a killed process would leave behind
     os.environ.clear()
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)  # the same sums in the same order, however busy the machine is

@@ -1,0 +1,54 @@
+"""Writes docs/events.md from the table in dalsegno.events: ``python docs/events.py``. A test holds the two together."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from pathlib import Path
+
+from dalsegno.events import Context, Event
+
+PAGE = Path(__file__).with_suffix(".md")
+
+HEAD = """\
+# The events
+
+<!-- Written by docs/events.py from src/dalsegno/events.py. -->
+
+A callback has a method for each event that it wants to hear of, `def on_save(self, ctx)`. This is the whole table, in
+the order in which a run fires it. Every `ctx` has {common}; what an event adds to it stands in the last column.
+
+A *micro-batch* is one forward and backward, a *step* one update of the weights. `state.global_step` counts finished
+steps: from `on_step_begin` to `on_optimizer_step` it still shows the previous count, from `on_step_end` on the new one.
+`state.will_log`, `state.will_evaluate` and `state.will_save` are known from `on_step_begin` on.
+
+A `ctx` is reused for the next firing: use it inside the handler, or keep `ctx.copy()`. Numbers that lie on a device
+(`loss`, `grad_norm`) are fetched when they are read. A step's `loss` is this rank's share; `logs`, `metrics` and
+`grad_norm` are of all ranks.
+
+At a step's end: `on_step_end`, `on_train_metrics`, `on_log_step`, `on_log`, then for each evaluation set
+`on_evaluate_begin`, its batches, `on_log_step`, `on_log` (kind `eval`), `on_evaluate`; then `on_before_save`, the
+state is captured, `on_save`, `on_step_done`. So a checkpoint contains all that happened in its step.
+
+| handler | fires | adds to ctx |
+|---|---|---|
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    common = ", ".join(f"`{field.name}`" for field in dataclasses.fields(Context))
+    rows = [f"| `{event.handler}` | {event.fires} | {', '.join(_payload(event))} |" for event in Event]
+    return HEAD.format(common=common) + "\n".join(rows) + "\n"
+
+
+def _payload(event: Event) -> list[str]:
+    shared = {field.name for field in dataclasses.fields(Context)}
+    fields = [field.name for field in dataclasses.fields(event.context)]
+    names = [name for name in fields if name not in shared and not name.startswith("_")]
+    properties = inspect.getmembers(event.context, lambda member: isinstance(member, property))
+    return [f"`{name}`" for name in [*names, *(name for name, _ in properties)]]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

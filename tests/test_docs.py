@@ -1,0 +1,42 @@
+"""The pages that are made from the code, and the examples in them."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+import dalsegno
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_page_of_events_is_the_table_in_the_code() -> None:
+    spec = importlib.util.spec_from_file_location("docs_events", ROOT / "docs" / "events.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.PAGE.read_text() == module.page(), "run: python docs/events.py"
+
+
+def test_every_public_name_can_be_had_and_is_announced() -> None:
+    for name in dalsegno._HOME_OF:
+        assert getattr(dalsegno, name) is not None
+    assert set(dalsegno._HOME_OF) <= set(dir(dalsegno))
+    source = (ROOT / "src" / "dalsegno" / "__init__.py").read_text()
+    for_type_checkers = set(re.findall(r"import \w+ as (\w+)", source))
+    assert for_type_checkers == set(dalsegno._HOME_OF)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'Trianer'"):
+        _ = dalsegno.Trianer
+
+
+@pytest.mark.parametrize("page", sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")]), ids=lambda path: path.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
+        if not target.startswith(("http://", "https://")):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
