@@ -78,7 +78,7 @@ class DefaultMetrics(Callback):
         # Where a leg begins between two records, the count that it begins with is an estimate, perhaps too high.
         tokens = max(0, logs["tokens"] - self._tokens_before)
         self._tokens_before = int(logs["tokens"])
-        per_second = tokens * 1e9 / max(nanoseconds, 1)
+        per_second = tokens * 1e9 / nanoseconds
         logs["tok_per_sec"] = per_second
         if self._peak_hardware_flops is not None:
             logs["mfu"] = per_second * self._flops_per_token / (self._peak_hardware_flops * ranks.world_size())
