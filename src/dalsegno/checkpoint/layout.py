@@ -50,6 +50,9 @@ DTYPES: dict[str, torch.dtype] = {str(dtype).removeprefix("torch."): dtype for d
 """Every element type that a checkpoint can hold, by torch's name for it."""
 
 
+KNOWN = frozenset(DTYPES.values())
+
+
 def name_of(dtype: torch.dtype) -> str:
     """``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from dalsegno import ranks
 from dalsegno.component import Component, State
 from dalsegno.errors import DamagedCheckpoint, StateMismatch
@@ -48,6 +50,7 @@ class SavedStates:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
+        self.path = checkpoint.path
         self._read: dict[str, dict[str, SavedState]] = {}
 
     def __contains__(self, key: str) -> bool:
@@ -92,20 +95,15 @@ def restore_sharded(checkpoint: Checkpoint, saved: SavedStates, sharded: Sequenc
     """
     stored = ranks.together(lambda: Index.read(checkpoint.file(index.FILE_NAME)))
 
-    def prepared() -> list[storage.Tensors]:
-        return [each.prepare(stored.of(each.key), saved.state(each.key)) for each in sharded]
+    def prepared() -> storage.Tensors:
+        return {each.key: _prepared(each, stored, saved) for each in sharded}
 
     targets = ranks.together(prepared)
-    everything = {
-        f"{each.key}.{name}": tensor
-        for each, tensors in zip(sharded, targets, strict=True)
-        for name, tensor in tensors.items()
-    }
-    storage.load(everything, checkpoint, stored)
+    storage.load(targets, checkpoint, stored)
 
     def taken_over() -> None:
-        for each, tensors in zip(sharded, targets, strict=True):
-            each.restore(tensors, saved.state(each.key))
+        for each in sharded:
+            each.restore(targets[each.key], saved.state(each.key))
 
     ranks.together(taken_over)
 
@@ -125,6 +123,16 @@ def left_over(saved: SavedStates, components: Sequence[Component], report: LoadR
     taken = {key for component in components for key in component.keys}
     report.carried.extend(key for key in saved if key not in taken and saved.record(key).scope != "sharded")
     return ranks.together(lambda: {key: saved.all_of(key) for key in report.carried} if ranks.rank() == 0 else {})
+
+
+def _prepared(each: Sharded, stored: Index, saved: SavedStates) -> dict[str, torch.Tensor]:
+    rest = saved.state(each.key)
+    try:
+        return each.prepare(stored.of(each.key), rest)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpoint(
+            f"{saved.path}: the state of {each.key} is not what {each.class_name} writes ({error!r})"
+        ) from error
 
 
 def _restore(component: Component, saved: SavedStates, report: LoadReport) -> None:

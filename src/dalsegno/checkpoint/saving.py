@@ -56,7 +56,8 @@ class Stage:
             CannotSave: on every rank, if a state on any holds what cannot be saved.
         """
         tensors: storage.Tensors = {}
-        shared, own = ranks.together(lambda: _encoded(sharded, components, carried, tensors))
+        shared, own, compared = ranks.together(lambda: _encoded(sharded, components, carried, tensors))
+        _warn_of_differences(compared)
         staged, tensor_index = storage.stage(tensors, self._file)
         result: list[Staged] = [*staged, *self._sidecar(rank_sidecar(ranks.rank()), own)]
         if tensor_index is not None:
@@ -119,14 +120,17 @@ def _encoded(
     components: Sequence[Component],
     carried: Mapping[str, SavedState],
     tensors: storage.Tensors,
-) -> tuple[dict[str, Encoded], dict[str, Encoded]]:
-    """The states that all ranks share, and this rank's own; fills ``tensors`` with what is sharded."""
+) -> tuple[dict[str, Encoded], dict[str, Encoded], dict[str, Encoded]]:
+    """The states that all ranks share, this rank's own, and which of the shared must be the same on every rank.
+
+    Fills ``tensors`` with what is sharded. No collective: it may fail on one rank only.
+    """
     shared: dict[str, Encoded] = {}
     own: dict[str, Encoded] = {}
     compared: dict[str, Encoded] = {}
     for each in sharded:
         its_tensors, rest = each.capture()
-        tensors.update({f"{each.key}.{name}": tensor for name, tensor in its_tensors.items()})
+        tensors[each.key] = its_tensors
         record = ComponentRecord(each.class_name, 1, "sharded")
         shared[each.key] = compared[each.key] = Encoded.of(each.key, SavedState(record, [rest]))
     for component in components:
@@ -141,8 +145,7 @@ def _encoded(
     for key, saved in carried.items():
         if key not in taken:
             shared[key] = Encoded.of(key, saved)
-    _warn_of_differences(compared)
-    return shared, own
+    return shared, own, compared
 
 
 def _captured(component: Component, record: ComponentRecord) -> Encoded:

@@ -19,7 +19,7 @@ from dalsegno.component import State
 from dalsegno.errors import CannotSave, StateMismatch
 
 from .index import StoredTensor
-from .layout import DTYPES, name_of
+from .layout import DTYPES, KNOWN, name_of
 
 Tensors = dict[str, torch.Tensor]
 
@@ -252,7 +252,7 @@ def _is_dense(value: object) -> bool:
         type(value) in (torch.Tensor, nn.Parameter, DTensor)
         and isinstance(value, torch.Tensor)
         and value.layout == torch.strided
-        and value.dtype in DTYPES.values()
+        and value.dtype in KNOWN
         and not value.is_meta
     )
 

@@ -35,8 +35,8 @@ from .index import Index, StoredPiece, StoredTensor
 from .layout import MappedFile, Piece, StagedFile
 from .manifest import Checkpoint
 
-Tensors = dict[str, torch.Tensor]
-"""By ``<component>.<name>``; DTensors for what is spread over the ranks."""
+Tensors = dict[str, dict[str, torch.Tensor]]
+"""By component and name; DTensors for what is spread over the ranks."""
 
 
 def stage(tensors: Tensors, staged_file: Callable[[str], StagedFile]) -> tuple[list[StagedFile], Index | None]:
@@ -50,7 +50,7 @@ def stage(tensors: Tensors, staged_file: Callable[[str], StagedFile]) -> tuple[l
         This rank's files, one for each component it has a part of; and, on rank 0, the index over all ranks' files.
     """
     writer = ShardWriter(staged_file)
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = DefaultSavePlanner(flatten_sharded_tensors=False)
     with _errors_as_they_were():
         dcp_save(tensors, storage_writer=writer, planner=planner, no_dist=not ranks.initialized())
     return writer.files, writer.index
@@ -58,8 +58,9 @@ def stage(tensors: Tensors, staged_file: Callable[[str], StagedFile]) -> tuple[l
 
 def load(tensors: Tensors, checkpoint: Checkpoint, index: Index) -> None:
     """Fill ``tensors`` from a verified checkpoint, in place, whatever the number of ranks that wrote it. Collective."""
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    reader = ShardReader(checkpoint, index)
+    planner = DefaultLoadPlanner(flatten_sharded_tensors=False)
+    wanted = {f"{component}.{name}": stored for component in tensors for name, stored in index.of(component).items()}
+    reader = ShardReader(checkpoint, Index(wanted))
     with _errors_as_they_were():
         dcp_load(tensors, storage_reader=reader, planner=planner, no_dist=not ranks.initialized())
 

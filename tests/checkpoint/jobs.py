@@ -1,0 +1,199 @@
+"""What the processes of these tests do. Here, where a fork server can import it, and not in a test module."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpoint.parts import FixedRankNotes, Notes, RankNotes, Saved
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from dalsegno import files, ranks
+from dalsegno.checkpoint import CheckpointManager, ModelState, OptimizerState
+from dalsegno.component import Component
+
+
+def save_and_die(directory: Path, position: int) -> None:
+    """Save steps 1 and 2, and be gone at that operation of the second save."""
+    manager, saved = CheckpointManager(directory), Saved()
+    saved.save(manager, 1)
+    calls = itertools.count()
+
+    def die(what: str, path: Path) -> None:
+        if next(calls) == position:
+            os._exit(9)
+
+    files.watcher = die
+    saved.save(manager, 2)
+
+
+# --- training on some ranks -------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Odd sizes, so that two ranks share unevenly; a tied weight; a parameter smaller than the number of ranks."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(7, 5)
+        self.middle = nn.Linear(5, 5)
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(torch.tanh(self.middle(self.embed(tokens)))) * self.scale
+        return out
+
+
+def wrapped(model: nn.Module, way: str) -> nn.Module:
+    if way == "ddp":
+        return DistributedDataParallel(model)
+    return fully_shard(model) if way == "fsdp" else model
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    tokens = torch.arange(8).reshape(4, 2) % 7
+    loss = model(tokens).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def whole(value: Any) -> Any:
+    """The same tree with each DTensor gathered, and in an order of its own."""
+    if isinstance(value, DTensor):
+        return value.full_tensor().detach()
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: whole(value[key]) for key in sorted(value, key=str)}
+    return [whole(each) for each in value] if isinstance(value, list) else value
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    model = model.module if isinstance(model, DistributedDataParallel) else model
+    return whole({"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()})
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+}
+
+
+def save_after_training(directory: Path, way: str, kind: str) -> Any:
+    model = wrapped(Net(seed=0), way)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    for _ in range(2):
+        step(model, optimizer)
+    CheckpointManager(directory).save(2, [ModelState(model), OptimizerState(model, optimizer)], [])
+    return everything(model, optimizer)
+
+
+def load_into_another(directory: Path, way: str, kind: str) -> Any:
+    """What was loaded; whether a tied weight is one tensor still; and what a further step makes of it."""
+    model = wrapped(Net(seed=1), way)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    manager = CheckpointManager(directory)
+    checkpoint = manager.find()
+    assert checkpoint is not None
+    manager.load(checkpoint, [ModelState(model), OptimizerState(model, optimizer)], [])
+    loaded = everything(model, optimizer)
+    step(model, optimizer)
+    net: Any = model.module if way == "ddp" else model
+    return loaded, net.head.weight is net.embed.weight, everything(model, optimizer)
+
+
+# --- states on some ranks ---------------------------------------------------------------------------------------------
+
+
+def save_states(directory: Path, odd_rank: int | None = None) -> list[str]:
+    """Save a replicated state, which differs on ``odd_rank``, and two per-rank ones; gives the warnings."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dalsegno").addHandler(handler)
+    here = ranks.rank()
+    components = [
+        Component("callbacks.Shared", Notes({"x": torch.ones(3) + (here == odd_rank)})),
+        Component("callbacks.Same", Notes([float("nan"), torch.ones(2)])),
+        Component("callbacks.Mine", RankNotes(f"rank {here}")),
+        Component("callbacks.Gone", FixedRankNotes((here, torch.full((2,), float(here))))),
+    ]
+    CheckpointManager(directory).save(1, [], components)
+    return lines
+
+
+def load_states(directory: Path, save_as: int) -> Any:
+    """Load what :func:`save_states` saved without ``Gone``, and save it as another step."""
+    manager = CheckpointManager(directory)
+    checkpoint = manager.find()
+    assert checkpoint is not None
+    notes, mine = Notes(), RankNotes()
+    components = [Component("callbacks.Shared", notes), Component("callbacks.Mine", mine)]
+    report = manager.load(checkpoint, [], components)
+    manager.save(save_as, [], components)
+    return notes.state["x"].tolist(), mine.state, report
+
+
+def load_gone(directory: Path) -> Any:
+    manager = CheckpointManager(directory)
+    checkpoint = manager.find()
+    assert checkpoint is not None
+    gone = FixedRankNotes()
+    manager.load(checkpoint, [], [Component("callbacks.Gone", gone)])
+    return gone.state
+
+
+def fail_to_save(directory: Path, bad_rank: int, bad_state: Any) -> Any:
+    """Save once, then with a state on one rank that cannot be saved; gives the error and what a third save leaves."""
+    manager, mine = CheckpointManager(directory), RankNotes(1)
+    components = [Component("callbacks.Mine", mine)]
+    manager.save(1, [], components)
+    if ranks.rank() == bad_rank:
+        mine.state = bad_state
+    try:
+        manager.save(2, [], components)
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+    left = sorted(path.name for path in manager.directory.iterdir())
+    mine.state = 3
+    manager.save(3, [], components)
+    return told, left
+
+
+def fail_to_write(directory: Path, bad_rank: int) -> Any:
+    """The disk is full for one rank."""
+
+    def full(what: str, path: Path) -> None:
+        if what == "write" and path.name.startswith(f"rank-{bad_rank:05d}") and "00000002" in str(path):
+            raise OSError(28, "No space left on device")
+
+    files.watcher = full
+    return fail_to_save(directory, -1, None)
+
+
+def find_only(directory: Path) -> tuple[int, int]:
+    """The step that is found, and how many files this rank read for it."""
+    opened = []
+    original = os.readv
+
+    def counted(descriptor: int, buffers: Any) -> int:
+        opened.append(descriptor)
+        return original(descriptor, buffers)
+
+    os.readv = counted
+    checkpoint = CheckpointManager(directory).find()
+    assert checkpoint is not None
+    return checkpoint.step, len(opened)

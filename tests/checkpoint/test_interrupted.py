@@ -1,0 +1,86 @@
+"""A save that is cut off, at each of its operations in turn, by an error or by the death of the process."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+from pathlib import Path
+
+import pytest
+from checkpoint.jobs import save_and_die
+from checkpoint.parts import Saved
+from checkpoint.processes import exit_status
+
+from dalsegno import files
+from dalsegno.checkpoint import CheckpointManager
+
+
+def operations_of_a_save(directory: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    seen: list[tuple[str, str]] = []
+    monkeypatch.setattr(files, "watcher", lambda what, path: seen.append((what, str(path.relative_to(directory)))))
+    Saved().save(CheckpointManager(directory), 1)
+    monkeypatch.undo()
+    return seen
+
+
+def test_the_order_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file is on the disk before its directory is, that before the manifest, that before the name."""
+    seen = operations_of_a_save(tmp_path, monkeypatch)
+    partial = "checkpoints/step-00000001.partial"
+    assert seen[-5:] == [
+        ("write", f"{partial}/manifest.json"),
+        ("fsync", f"{partial}/manifest.json"),
+        ("fsync", partial),
+        ("rename", "checkpoints/step-00000001"),
+        ("fsync", "checkpoints"),
+    ]
+    before = seen[: seen.index(("write", f"{partial}/manifest.json"))]
+    written = {path for what, path in before if what == "write"}
+    assert len(written) == 6
+    for path in written:
+        last_write = len(before) - before[::-1].index(("write", path))
+        synced = before.index(("fsync", path), last_write)
+        assert ("fsync", str(Path(path).parent)) in before[synced:]
+
+
+def test_an_error_at_any_operation_leaves_the_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = len(operations_of_a_save(tmp_path, monkeypatch))
+    manager, saved = CheckpointManager(tmp_path), Saved()
+    for position in range(count):
+        calls = iter(range(count + 1))
+
+        def full(what: str, path: Path, calls: object = calls, position: int = position) -> None:
+            if next(calls, -1) == position:  # type: ignore[call-overload]
+                raise OSError(errno.ENOSPC, "no space left", str(path))
+
+        monkeypatch.setattr(files, "watcher", full)
+        with pytest.raises(OSError, match="no space left"):
+            saved.save(manager, 2)
+        monkeypatch.undo()
+        left = {path.name for path in manager.directory.iterdir()}
+        if position < count - 1:
+            assert left == {"step-00000001"}
+        else:  # only the last fsync was missing: it has its name, and is whole
+            assert left == {"step-00000001", "step-00000002"}
+        found = CheckpointManager(tmp_path).find()
+        assert found is not None and found.step == len(left)
+
+
+def test_death_at_any_operation_leaves_the_older_one(tmp_path: Path) -> None:
+    steps = []
+    for position in itertools.count():
+        directory = tmp_path / str(position)
+        status = exit_status(save_and_die, directory, position)
+        if status == 0:
+            break
+        assert status == 9
+        manager = CheckpointManager(directory)
+        manager.clean()
+        found = manager.find()
+        assert found is not None
+        steps.append(found.step)
+        again = Saved(seed=1)
+        manager.load(found, again.sharded, again.components)
+        assert again.notes.state["step"] == found.step
+        assert {path.name for path in manager.directory.iterdir()} <= {"step-00000001", "step-00000002"}
+    assert len(steps) > 20 and steps == [1] * (len(steps) - 1) + [2]  # renamed, its name not yet on the disk

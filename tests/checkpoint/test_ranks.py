@@ -1,0 +1,105 @@
+"""Two ranks: what is spread, what is the same, what is each one's own, and one rank's trouble that is everybody's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from checkpoint import jobs
+from checkpoint.processes import run_ranks
+from checkpoint.sameness import assert_same
+
+from dalsegno.errors import StateMismatch
+
+
+@pytest.mark.parametrize("kind", jobs.OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("saved_by", "loaded_by"),
+    [(("fsdp", 2), ("fsdp", 2)), (("fsdp", 2), ("none", 1)), (("none", 1), ("fsdp", 2)), (("ddp", 2), ("fsdp", 2))],
+)
+def test_what_one_world_saves_another_loads(
+    tmp_path: Path, saved_by: tuple[str, int], loaded_by: tuple[str, int], kind: str
+) -> None:
+    saved = run_ranks(jobs.save_after_training, saved_by[1], tmp_path, saved_by[0], kind)
+    loaded = run_ranks(jobs.load_into_another, loaded_by[1], tmp_path, loaded_by[0], kind)
+    for state, tied, _ in loaded:
+        assert tied
+        assert_same(state, saved[0])
+    for _, _, after in loaded[1:]:
+        assert_same(after, loaded[0][2])
+
+
+def test_what_is_replicated_is_saved_once(tmp_path: Path) -> None:
+    run_ranks(jobs.save_after_training, 2, tmp_path, "ddp", "adamw")
+    index = json.loads((tmp_path / "checkpoints/step-00000002/index.json").read_text())
+    pieces = [piece for tensor in index["tensors"].values() for piece in tensor["pieces"]]
+    assert len(pieces) == len(index["tensors"])
+    assert {piece["file"][-17:-12] for piece in pieces} == {"00000", "00001"}  # and by the rank that had less to do
+
+
+def test_each_rank_has_its_own_shard(tmp_path: Path) -> None:
+    run_ranks(jobs.save_after_training, 2, tmp_path, "fsdp", "adamw")
+    index = json.loads((tmp_path / "checkpoints/step-00000002/index.json").read_text())
+    weight = index["tensors"]["model.embed.weight"]
+    assert [(piece["file"], piece["offsets"], piece["shape"]) for piece in weight["pieces"]] == [
+        ("model/shard-00000.safetensors", [0, 0], [4, 5]),
+        ("model/shard-00001.safetensors", [4, 0], [3, 5]),
+    ]
+
+
+def test_states_that_are_the_same_and_states_of_ones_own(tmp_path: Path) -> None:
+    assert run_ranks(jobs.save_states, 2, tmp_path) == [[], []]
+    (shared_0, mine_0, report), (shared_1, mine_1, _) = run_ranks(jobs.load_states, 2, tmp_path, 2)
+    assert shared_0 == shared_1 == [1.0, 1.0, 1.0]
+    assert (mine_0, mine_1) == ("rank 0", "rank 1")
+    assert report.carried == ["callbacks.Same", "callbacks.Gone"] and not report.notes
+    for rank, state in enumerate(run_ranks(jobs.load_gone, 2, tmp_path)):
+        assert state[0] == rank and state[1].tolist() == [rank, rank]
+
+
+def test_a_replicated_state_that_differs_is_told(tmp_path: Path) -> None:
+    told, silent = run_ranks(jobs.save_states, 2, tmp_path, 1)
+    assert len(told) == 1 and told[0].startswith("callbacks.Shared: its state is replicated, yet it differs from rank 0's on rank 1")
+    assert silent == []
+
+
+def test_another_number_of_ranks(tmp_path: Path) -> None:
+    """2 to 1 to 2; what nobody takes in between comes back whole."""
+    run_ranks(jobs.save_states, 2, tmp_path)
+    ((_, mine, report),) = run_ranks(jobs.load_states, 1, tmp_path, 2)
+    assert mine == ["rank 0", "rank 1"]
+    assert report.notes == ["callbacks.Mine: its 2 states became 1"]
+    with pytest.raises(StateMismatch, match=r"callbacks\.Gone: its state is per rank and was saved by 2 ranks, now there are 1"):
+        run_ranks(jobs.load_gone, 1, tmp_path)
+    (_, mine_0, _), (_, mine_1, _) = run_ranks(jobs.load_states, 2, tmp_path, 3)
+    assert (mine_0, mine_1) == ([["rank 0", "rank 1"]], [])
+    for rank, state in enumerate(run_ranks(jobs.load_gone, 2, tmp_path)):
+        assert state[0] == rank and state[1].tolist() == [rank, rank]
+
+
+def test_a_state_on_one_rank_that_cannot_be_saved(tmp_path: Path) -> None:
+    (first, left), (second, _) = run_ranks(jobs.fail_to_save, 2, tmp_path, 1, {1, 2})
+    assert second.startswith("CannotSave: callbacks.Mine: cannot save a set")
+    assert first == second.replace("CannotSave: ", "CannotSave: rank 1: ")
+    assert left == ["step-00000001"]
+    assert run_ranks(jobs.find_only, 1, tmp_path)[0][0] == 3
+
+
+def test_a_disk_that_is_full_for_one_rank(tmp_path: Path) -> None:
+    (first, left), (second, _) = run_ranks(jobs.fail_to_write, 2, tmp_path, 1)
+    assert second == "OSError: [Errno 28] No space left on device"
+    assert first == "RankFailed: rank 1: OSError: [Errno 28] No space left on device"
+    assert left == ["step-00000001"]
+
+
+def test_the_ranks_share_the_reading_and_agree(tmp_path: Path) -> None:
+    run_ranks(jobs.save_after_training, 2, tmp_path, "fsdp", "adamw")
+    (_, alone) = run_ranks(jobs.find_only, 1, tmp_path)[0]
+    both = run_ranks(jobs.find_only, 2, tmp_path)
+    assert [step for step, _ in both] == [2, 2]
+    assert all(0 < count < alone for _, count in both) and sum(count for _, count in both) == alone
+    run_ranks(jobs.save_states, 1, tmp_path)
+    newest = tmp_path / "checkpoints/step-00000002/model/shard-00001.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    assert [step for step, _ in run_ranks(jobs.find_only, 2, tmp_path)] == [1, 1]
