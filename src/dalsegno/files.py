@@ -145,8 +145,11 @@ def _refuse_direct(descriptor: int) -> None:
 
 
 def replace_durably(path: Path, data: Buffer) -> None:
-    """Replace ``path`` by ``data``: after a crash at any moment it holds the old bytes or the new ones."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Replace ``path`` by ``data``: after a crash at any moment it holds the old bytes or the new ones.
+
+    Only one process may do so at a time; what a killed one has left beside it is overwritten by the next.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
         write_durably(temporary, data)
         rename(temporary, path)

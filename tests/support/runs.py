@@ -1,0 +1,97 @@
+"""Whole training runs, small enough to be killed many times. At the top of a module, so that ranks can import them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dalsegno as ds
+from dalsegno.callbacks import DivergenceDetector, GradNormLogger, JsonLogger
+from dalsegno.testing import DataOrder, FaultPlan, TinyRegression, tiny_regression_data
+
+
+class RunningLoss(ds.Callback):
+    """A user's own callback with state: sums that depend on every step, and a note of the events it has seen."""
+
+    def __init__(self) -> None:
+        self.average = torch.zeros(())
+        self.epochs_seen: list[int] = []
+        self.logged: dict[str, list[int]] = {}
+
+    def on_train_metrics(self, ctx: Any) -> None:
+        self.average = 0.9 * self.average + 0.1 * ctx.metrics["loss"]
+
+    def on_epoch_end(self, ctx: Any) -> None:
+        self.epochs_seen.append(ctx.epoch)
+
+    def on_log(self, ctx: Any) -> None:
+        self.logged.setdefault(ctx.kind, []).append(ctx.state.global_step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": self.average, "epochs_seen": list(self.epochs_seen), "logged": self.logged}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.average, self.epochs_seen, self.logged = state["average"], state["epochs_seen"], state["logged"]
+
+
+class ForgetfulLoss(RunningLoss):
+    """One with a mistake in it: it does not take its average back."""
+
+    name = "RunningLoss"
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epochs_seen, self.logged = state["epochs_seen"], state["logged"]
+
+
+def busy_trainer(
+    output_dir: Path, parallel: str = "none", max_steps: int = 100, own: type[RunningLoss] = RunningLoss
+) -> ds.Trainer:
+    """Everything at once: dropout, accumulation with a smaller last step, evaluation, two logs, pruned checkpoints.
+
+    Six steps an epoch; a checkpoint every two, a record every three, an evaluation every four.
+    """
+    torch.manual_seed(0)
+    args = ds.TrainingArguments(
+        output_dir,
+        max_steps=max_steps,
+        per_device_train_batch_size=4 if parallel == "none" else 2,
+        gradient_accumulation_steps=2,
+        learning_rate=0.01,
+        logging_steps=3,
+        eval_steps=4,
+        save_steps=2,
+        save_total_limit=3,
+        parallel=parallel,
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    return ds.Trainer(
+        TinyRegression(),
+        args,
+        train_dataset=tiny_regression_data(44),
+        eval_dataset=tiny_regression_data(10, seed=1),
+        callbacks=[JsonLogger(run="busy"), GradNormLogger(), DivergenceDetector(), DataOrder(), own()],
+    )
+
+
+def forgetful_trainer(output_dir: Path) -> ds.Trainer:
+    return busy_trainer(output_dir, max_steps=8, own=ForgetfulLoss)
+
+
+def busy_fsdp(output_dir: Path) -> ds.Trainer:
+    return busy_trainer(output_dir, "fsdp", 36)
+
+
+def busy_ddp(output_dir: Path) -> ds.Trainer:
+    return busy_trainer(output_dir, "ddp", 20)
+
+
+def train_with_a_victim(output_dir: Path, plan: FaultPlan | None, victim: int) -> None:
+    """A leg of the DDP run in which one rank, not always the first, is killed."""
+    from dalsegno import ranks
+
+    if plan is not None and ranks.rank() == victim:
+        plan.arm()
+    busy_ddp(output_dir).train()
