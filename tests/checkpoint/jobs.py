@@ -5,17 +5,19 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import pickle
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoint.parts import FixedRankNotes, Notes, RankNotes, Saved
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from checkpoint.parts import FixedRankNotes, Notes, RankNotes, Saved
 from dalsegno import files, ranks
 from dalsegno.checkpoint import CheckpointManager, ModelState, OptimizerState
 from dalsegno.component import Component
@@ -33,6 +35,40 @@ def save_and_die(directory: Path, position: int) -> None:
 
     files.watcher = die
     saved.save(manager, 2)
+
+
+FORBIDDEN = ("pickle.find_class", "exec", "compile", "os.system", "subprocess.Popen", "os.exec", "os.posix_spawn")
+
+
+def die_if_code_runs() -> None:
+    """From now on this process ends with status 66 if anything is unpickled, compiled, executed or started."""
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if event in FORBIDDEN:
+            os._exit(66)
+
+    sys.addaudithook(hook)
+
+
+def unpickle_with_audit_hook(path: Path) -> None:
+    die_if_code_runs()
+    pickle.loads(path.read_bytes())
+
+
+def load_with_audit_hook(directory: Path) -> str:
+    """What it says about the hostile checkpoint of step 1."""
+    saved, warm = Saved(), CheckpointManager(directory / "warm")
+    saved.save(warm, 1)  # what is imported or compiled at first use is there before the hook
+    warm.load(warm.find(warm.path_of(1)), saved.sharded, saved.components)  # type: ignore[arg-type]
+    die_if_code_runs()
+    manager = CheckpointManager(directory)
+    try:
+        checkpoint = manager.find(manager.path_of(1))
+        assert checkpoint is not None
+        manager.load(checkpoint, saved.sharded, saved.components)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "loaded"
 
 
 # --- training on some ranks -------------------------------------------------------------------------------------------
@@ -71,11 +107,11 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def whole(value: Any) -> Any:
-    """The same tree with each DTensor gathered, and in an order of its own."""
+    """The same tree with each DTensor gathered, tensors as arrays, which a pipe takes, and in an order of its own."""
     if isinstance(value, DTensor):
-        return value.full_tensor().detach()
+        return value.full_tensor().detach().numpy()
     if isinstance(value, torch.Tensor):
-        return value.detach().clone()
+        return value.detach().clone().numpy()
     if isinstance(value, dict):
         return {key: whole(value[key]) for key in sorted(value, key=str)}
     return [whole(each) for each in value] if isinstance(value, list) else value
@@ -153,7 +189,8 @@ def load_gone(directory: Path) -> Any:
     assert checkpoint is not None
     gone = FixedRankNotes()
     manager.load(checkpoint, [], [Component("callbacks.Gone", gone)])
-    return gone.state
+    number, tensor = gone.state
+    return number, tensor.tolist()
 
 
 def fail_to_save(directory: Path, bad_rank: int, bad_state: Any) -> Any:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from checkpoint.sameness import assert_same
 from torch import nn
 
+from checkpoint.sameness import assert_same
 from dalsegno.checkpoint import CheckpointManager, ModelState, OptimizerState, Sharded
 from dalsegno.component import Component
 

@@ -13,10 +13,10 @@ import hypothesis.extra.numpy as numpy_strategies
 import numpy as np
 import pytest
 import torch
-from checkpoint.sameness import assert_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from checkpoint.sameness import assert_same
 from dalsegno.checkpoint.codec import DEEPEST, decode, encode
 from dalsegno.checkpoint.layout import DTYPES
 from dalsegno.errors import CannotSave, DamagedCheckpoint
@@ -33,7 +33,9 @@ def through_json(tree: Any) -> Any:
     return decode(json.loads(json.dumps(encoded, allow_nan=False)), read_array, "callbacks.MyCb")
 
 
-any_float = st.one_of(st.floats(), st.integers(0, 2**64 - 1).map(lambda b: struct.unpack("<d", struct.pack("<Q", b))[0]))
+any_float = st.one_of(
+    st.floats(), st.integers(0, 2**64 - 1).map(lambda b: struct.unpack("<d", struct.pack("<Q", b))[0])
+)
 any_text = st.text(st.characters(exclude_categories=()))
 shapes = st.lists(st.integers(0, 3), max_size=3)
 
@@ -86,7 +88,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(trees)
 def test_what_goes_in_comes_out(tree: Any) -> None:
     assert_same(through_json(tree), tree)

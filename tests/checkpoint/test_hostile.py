@@ -1,52 +1,24 @@
 """A checkpoint made by an enemy: pickles in place of our files. It is refused, and nothing of it runs.
 
 In a process of its own, with an audit hook that ends it at once if anything is unpickled, compiled, executed or
-started while the checkpoint is searched for and loaded.
+started while the checkpoint is verified and loaded.
 """
 
 from __future__ import annotations
 
 import json
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import xxhash
-from checkpoint.parts import Saved
 
+from checkpoint import jobs
+from checkpoint.parts import Saved
 from dalsegno.checkpoint import CheckpointManager
 from dalsegno.checkpoint.manifest import _checksum_of
-
-VICTIM = """
-import sys, os
-from pathlib import Path
-import checkpoint.parts as parts
-from dalsegno.checkpoint import CheckpointManager
-from dalsegno.errors import DamagedCheckpoint, NotFound, StateMismatch
-
-# once, so that whatever is imported or compiled on first use is there before the hook
-warm, saved = CheckpointManager(Path(sys.argv[1]) / "warm"), parts.Saved()
-saved.save(warm, 1)
-warm.load(warm.find(), saved.sharded, saved.components)
-
-FORBIDDEN = ("pickle.find_class", "exec", "compile", "os.system", "subprocess.Popen", "os.exec", "os.posix_spawn")
-
-def hook(event, args):
-    if event in FORBIDDEN:
-        os.write(2, f"FORBIDDEN {event} {args!r}".encode()[:2000])
-        os._exit(66)
-
-sys.addaudithook(hook)
-manager = CheckpointManager(Path(sys.argv[1]))
-try:
-    found = manager.find(manager.path_of(1))
-    manager.load(found, saved.sharded, saved.components)
-except (DamagedCheckpoint, StateMismatch) as error:
-    print("refused:", error)
-"""
+from dalsegno.testing import run_ranks, start_ranks
 
 
 class Bomb:
@@ -65,19 +37,8 @@ def agreeing_manifest(directory: Path) -> None:
     path.write_text(json.dumps(content | {"xxh3": _checksum_of(content)}))
 
 
-def load_as_victim(directory: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", VICTIM, str(directory)],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[1],
-        timeout=100,
-    )
-
-
 @pytest.mark.parametrize("manifest_agrees", [False, True])
 def test_pickles_in_place_of_everything(tmp_path: Path, manifest_agrees: bool) -> None:
-    """All files at once; and, where the manifest agrees, one after the other: each is the first that is read wrongly."""
     manager = CheckpointManager(tmp_path)
     Saved().save(manager, 1)
     directory = manager.path_of(1)
@@ -87,9 +48,8 @@ def test_pickles_in_place_of_everything(tmp_path: Path, manifest_agrees: bool) -
             path.write_bytes(payload.ljust(path.stat().st_size, b"."))
     if manifest_agrees:
         agreeing_manifest(directory)
-    ended = load_as_victim(tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.startswith("refused: "), ended.stdout
+    (told,) = run_ranks(jobs.load_with_audit_hook, 1, tmp_path)
+    assert told.startswith("DamagedCheckpoint: ")
 
 
 @pytest.mark.parametrize("name", ["index.json", "shared.json", "shared.safetensors"])
@@ -109,9 +69,15 @@ def test_a_pickle_as_manifest(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     Saved().save(manager, 1)
     (manager.path_of(1) / "manifest.json").write_bytes(pickle.dumps(Bomb()))
-    ended = load_as_victim(tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    assert "manifest.json" in ended.stdout
+    (told,) = run_ranks(jobs.load_with_audit_hook, 1, tmp_path)
+    assert told.startswith("DamagedCheckpoint: ") and "manifest.json" in told
+
+
+def test_that_the_hook_sees_a_pickle(tmp_path: Path) -> None:
+    path = tmp_path / "bomb"
+    path.write_bytes(pickle.dumps(Bomb()))
+    (end,) = start_ranks(jobs.unpickle_with_audit_hook, 1, path).wait()
+    assert end.exit_code == 66
 
 
 def edited(directory: Path, name: str, old: str, new: str) -> None:

@@ -7,12 +7,12 @@ import itertools
 from pathlib import Path
 
 import pytest
+
 from checkpoint.jobs import save_and_die
 from checkpoint.parts import Saved
-from checkpoint.processes import exit_status
-
 from dalsegno import files
 from dalsegno.checkpoint import CheckpointManager
+from dalsegno.testing import start_ranks
 
 
 def operations_of_a_save(directory: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
@@ -70,10 +70,10 @@ def test_death_at_any_operation_leaves_the_older_one(tmp_path: Path) -> None:
     steps = []
     for position in itertools.count():
         directory = tmp_path / str(position)
-        status = exit_status(save_and_die, directory, position)
-        if status == 0:
+        (end,) = start_ranks(save_and_die, 1, directory, position).wait()
+        if end.exit_code == 0:
             break
-        assert status == 9
+        assert end.exit_code == 9, end.error
         manager = CheckpointManager(directory)
         manager.clean()
         found = manager.find()

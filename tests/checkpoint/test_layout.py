@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import xxhash
-from checkpoint.sameness import bits
 from safetensors.torch import load_file
 
+from checkpoint.sameness import bits
 from dalsegno import files
 from dalsegno.checkpoint.layout import DTYPES, MappedFile, Piece, StagedFile
 from dalsegno.errors import DamagedCheckpoint
@@ -86,7 +86,7 @@ def test_where_direct_writes_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_where_direct_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def open_unless_direct(path: Any, flags: int, *rest: Any, open: Any = os.open) -> int:  # noqa: A002
+    def open_unless_direct(path: Any, flags: int, *rest: Any, open: Any = os.open) -> int:
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "no direct files here")
         return int(open(path, flags, *rest))

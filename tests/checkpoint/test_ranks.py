@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from checkpoint import jobs
-from checkpoint.processes import run_ranks
-from checkpoint.sameness import assert_same
 
-from dalsegno.errors import StateMismatch
+from checkpoint import jobs
+from checkpoint.sameness import assert_same
+from dalsegno.errors import RankFailed
+from dalsegno.testing import run_ranks
 
 
 @pytest.mark.parametrize("kind", jobs.OPTIMIZERS)
@@ -55,12 +55,14 @@ def test_states_that_are_the_same_and_states_of_ones_own(tmp_path: Path) -> None
     assert (mine_0, mine_1) == ("rank 0", "rank 1")
     assert report.carried == ["callbacks.Same", "callbacks.Gone"] and not report.notes
     for rank, state in enumerate(run_ranks(jobs.load_gone, 2, tmp_path)):
-        assert state[0] == rank and state[1].tolist() == [rank, rank]
+        assert state == (rank, [rank, rank])
 
 
 def test_a_replicated_state_that_differs_is_told(tmp_path: Path) -> None:
     told, silent = run_ranks(jobs.save_states, 2, tmp_path, 1)
-    assert len(told) == 1 and told[0].startswith("callbacks.Shared: its state is replicated, yet it differs from rank 0's on rank 1")
+    assert len(told) == 1 and told[0].startswith(
+        "callbacks.Shared: its state is replicated, yet it differs from rank 0's on rank 1"
+    )
     assert silent == []
 
 
@@ -70,12 +72,15 @@ def test_another_number_of_ranks(tmp_path: Path) -> None:
     ((_, mine, report),) = run_ranks(jobs.load_states, 1, tmp_path, 2)
     assert mine == ["rank 0", "rank 1"]
     assert report.notes == ["callbacks.Mine: its 2 states became 1"]
-    with pytest.raises(StateMismatch, match=r"callbacks\.Gone: its state is per rank and was saved by 2 ranks, now there are 1"):
+    with pytest.raises(
+        RankFailed,
+        match=r"StateMismatch: callbacks\.Gone: its state is per rank and was saved by 2 ranks",
+    ):
         run_ranks(jobs.load_gone, 1, tmp_path)
     (_, mine_0, _), (_, mine_1, _) = run_ranks(jobs.load_states, 2, tmp_path, 3)
     assert (mine_0, mine_1) == ([["rank 0", "rank 1"]], [])
     for rank, state in enumerate(run_ranks(jobs.load_gone, 2, tmp_path)):
-        assert state[0] == rank and state[1].tolist() == [rank, rank]
+        assert state == (rank, [rank, rank])
 
 
 def test_a_state_on_one_rank_that_cannot_be_saved(tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint.parts import small_model, train
-from checkpoint.sameness import assert_same
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from checkpoint.parts import small_model, train
+from checkpoint.sameness import assert_same
 from dalsegno.checkpoint import CheckpointManager, ModelState, OptimizerState, Sharded
 from dalsegno.errors import CannotSave, StateMismatch
 
