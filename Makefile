@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+PEERS  := .venv-peers
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check bench peers clean
 
 demo: $(READY)
 	$(BIN)/dalsegno demo
@@ -17,13 +18,23 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Without its peers the table still comes out, and says which are missing.
 bench: $(READY)
+	-@$(MAKE) --no-print-directory peers
 	$(BIN)/python -m benchmarks
+
+# What the benchmarks are measured beside, in an environment of its own.
+peers: $(PEERS)/.ready
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
+$(PEERS)/.ready: benchmarks/peers.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -r benchmarks/peers.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) .venv-peers
+	rm -rf $(VENV) $(PEERS)

@@ -1,0 +1,92 @@
+"""What an event costs that ten registered callbacks do not handle, and one that all ten do."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import dalsegno as ds
+from dalsegno.dispatcher import Dispatcher
+from dalsegno.events import Context, StepEndContext
+from dalsegno.state import TrainerControl
+
+from .peers import PeerMissing, ask
+from .row import Row, duration, three_digits
+from .timing import seconds_each
+
+TEN = range(10)
+PEERS = {"torchtnt": "torchtnt", "ignite": "Ignite", "hf": "HF Trainer", "lightning": "Lightning"}
+
+UNHANDLED = "event nobody handles"
+PLAIN = "event handled by 10"
+PAYLOAD = "on_step_end with its payload, handled by 10"
+
+OF_TORCHTNT = 0.5
+OF_TEN_CALLS = 1.5
+
+
+class Listener(ds.Callback):
+    def on_step_begin(self, ctx: Context) -> None:
+        pass
+
+    def on_step_end(self, ctx: StepEndContext) -> None:
+        pass
+
+
+def run() -> list[Row]:
+    ours = _ours()
+    rows = [
+        _row(what, ours[what], f"ten bare calls, {how}", ours[how], OF_TEN_CALLS)
+        for what in (PLAIN, PAYLOAD)
+        for how in ("in a for loop", "written out")
+    ]
+    for system, name in PEERS.items():
+        try:
+            theirs = ask("events", system)
+        except PeerMissing as missing:
+            rows.append(Row(UNHANDLED, duration(ours[UNHANDLED]), f"{name} {missing}"))
+            continue
+        limit = OF_TORCHTNT if system == "torchtnt" else None
+        rows.append(_row(UNHANDLED, ours[UNHANDLED], name, theirs["unhandled"], limit))
+        rows.append(_row(PLAIN, ours[PLAIN], name, theirs["handled"], None))
+    return rows
+
+
+def _ours() -> dict[str, float]:
+    """Seconds of each kind of event, fired as the loop fires it, and of the ten bare calls."""
+    on = _dispatcher([Listener() for _ in TEN])
+    handlers, context = list(on.step_begin), on.step_begin.context
+    calls = [f"handler{number}" for number in TEN]
+    return seconds_each(
+        {
+            UNHANDLED: ("if on.step_done:\n on.step_done.fill(7)\n on.step_done.fire()", "on = dispatcher"),
+            PLAIN: ("if on.step_begin:\n on.step_begin.fire()", "on = dispatcher"),
+            PAYLOAD: (
+                "if on.step_end:\n on.step_end.fill(loss, grad_norm, lr)\n on.step_end.fire()",
+                "on, loss, grad_norm, lr = dispatcher, 2.5, 1.0, 3e-4",
+            ),
+            "in a for loop": ("for handler in listening: handler(ctx)", "listening, ctx = handlers, context"),
+            "written out": (
+                "\n".join(f"{call}(ctx)" for call in calls),
+                f"{', '.join(calls)} = handlers\nctx = context",
+            ),
+        },
+        {"dispatcher": on, "handlers": handlers, "context": context},
+    )
+
+
+def _dispatcher(callbacks: list[Listener]) -> Dispatcher:
+    for number, callback in enumerate(callbacks):
+        callback.name = f"listener {number}"
+    surroundings: dict[str, Any] = {field.name: None for field in fields(Context)} | {"control": TrainerControl()}
+    dispatcher = Dispatcher(lambda context: context(**surroundings))
+    dispatcher.bind(callbacks)
+    return dispatcher
+
+
+def _row(what: str, ours: float, name: str, theirs: float, limit: float | None) -> Row:
+    ratio = ours / theirs
+    peer = f"{name}: {duration(theirs)}"
+    if limit is None:
+        return Row(what, duration(ours), peer, f"{three_digits(ratio)} ×")
+    return Row(what, duration(ours), peer, f"{three_digits(ratio)} ×", f"≤ {limit} ×", ratio <= limit)

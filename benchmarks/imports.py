@@ -1,0 +1,65 @@
+"""What it takes to import dalsegno and to ask its command line for help: whole processes, from start to exit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+from .peers import PYTHON as PEERS_PYTHON
+from .row import Row, duration
+from .timing import in_turns
+
+ROUNDS = 7
+LIMIT = 0.15
+
+OURS = {
+    "import dalsegno": [sys.executable, "-c", "import dalsegno"],
+    "dalsegno --help": [str(Path(sys.executable).with_name("dalsegno")), "--help"],
+}
+TORCH = [sys.executable, "-c", "import torch"]
+HF = [str(PEERS_PYTHON), "-W", "ignore", "-c", "from transformers import Trainer"]
+
+
+def run() -> list[Row]:
+    commands = {**OURS, "import torch": TORCH, "import HF's Trainer": HF}
+    failing = {name: why for name, command in commands.items() if (why := _why_it_fails(command))}
+    working = {name: _timed(command) for name, command in commands.items() if name not in failing}
+    seconds = {name: median(each) for name, each in in_turns(working, ROUNDS).items()}
+    peers = [
+        f"{name}: {failing.get(name) or duration(seconds[name])}" for name in ("import torch", "import HF's Trainer")
+    ]
+    rows = []
+    for name in OURS:
+        if name in failing:
+            rows.append(Row(name, failing[name], ""))
+            continue
+        ratio = seconds[name] / seconds["import torch"]
+        target = f"≤ {duration(LIMIT)}"
+        rows.append(
+            Row(name, duration(seconds[name]), "; ".join(peers), f"{ratio:.3f} ×", target, seconds[name] <= LIMIT)
+        )
+    return rows
+
+
+def _why_it_fails(command: list[str]) -> str:
+    """Nothing if it works."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:
+        return f"not measured: no {Path(command[0]).name} at {Path(command[0]).parent.name}"
+    if done.returncode == 0:
+        return ""
+    return f"not measured: {(done.stderr.strip() or 'no message').splitlines()[-1][:120]}"
+
+
+def _timed(command: list[str]) -> Callable[[], float]:
+    def measure() -> float:
+        began = time.perf_counter()
+        subprocess.run(command, capture_output=True, check=True)
+        return time.perf_counter() - began
+
+    return measure

@@ -1,0 +1,58 @@
+"""Row: one line of the table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison. Texts are ready to be printed, with their units."""
+
+    what: str
+    ours: str
+    peer: str
+    """Who was measured beside us, and what it took; or why it was not."""
+    ratio: str = ""
+    """The smaller the better, unless the text says otherwise."""
+    target: str = ""
+    met: bool | None = None
+    """None where there is no target, or no figure."""
+
+    def cells(self) -> list[str]:
+        return [
+            self.what,
+            self.ours,
+            self.peer,
+            self.ratio,
+            self.target,
+            {True: "yes", False: "NO", None: ""}[self.met],
+        ]
+
+
+HEAD = ["what", "ours", "peer", "ratio", "target", "met?"]
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as a Markdown table whose columns line up."""
+    lines = [HEAD, *(row.cells() for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(HEAD))]
+    printed = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
+    ]
+    printed.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(printed)
+
+
+def duration(seconds: float) -> str:
+    """Three digits, in the unit that suits: ``12.3 ns``, ``481 ns``, ``1.20 s``."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= size:
+            return f"{three_digits(seconds / size)} {unit}"
+    return f"{three_digits(seconds * 1e9)} ns"
+
+
+def three_digits(number: float) -> str:
+    if number < 0.1:
+        return f"{number:.2g}"
+    return f"{number:.{2 if number < 10 else 1 if number < 100 else 0}f}"
