@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .events import ExceptionContext as ExceptionContext
     from .events import LoadContext as LoadContext
     from .events import LogContext as LogContext
+    from .events import LossContext as LossContext
     from .events import MetricsContext as MetricsContext
     from .events import MicrobatchBeginContext as MicrobatchBeginContext
     from .events import MicrobatchEndContext as MicrobatchEndContext
@@ -95,6 +96,7 @@ _HOMES = {
         "ExceptionContext",
         "LoadContext",
         "LogContext",
+        "LossContext",
         "MetricsContext",
         "MicrobatchBeginContext",
         "MicrobatchEndContext",

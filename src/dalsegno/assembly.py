@@ -62,7 +62,7 @@ class Assembly:
             is_local_process_zero=ranks.local_rank() == 0, is_world_process_zero=ranks.rank() == 0
         )
         self.control = TrainerControl()
-        self.meter = Meter()
+        self.meter = Meter(next((parameter.device for parameter in model.parameters()), "cpu"))
         self.random_state = RandomState(args.seed)
         self.own_callbacks = _with_defaults(list(callbacks))
         self.on = Dispatcher(

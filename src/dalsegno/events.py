@@ -142,36 +142,34 @@ class AfterForwardContext(Context):
 
 
 @dataclass(slots=True)
-class BackwardContext(Context):
-    outputs: MutableMapping[str, Any] = field(init=False)
-    """``outputs["loss"]`` may be changed in on_before_backward."""
+class LossContext(Context):
     _loss: Number = field(init=False, repr=False)
-
-    def fill(self, outputs: MutableMapping[str, Any], loss: Number) -> None:
-        self.outputs, self._loss = outputs, loss
 
     @property
     def loss(self) -> float:
-        """Of this micro-batch, on this rank. Lazy."""
+        """Of this micro-batch, on this rank; in on_step_end, this rank's share of the step's. Lazy."""
         return _read(self._loss)
 
 
 @dataclass(slots=True)
-class MicrobatchEndContext(Context):
+class BackwardContext(LossContext):
+    outputs: MutableMapping[str, Any] = field(init=False)
+    """``outputs["loss"]`` may be changed in on_before_backward."""
+
+    def fill(self, outputs: MutableMapping[str, Any], loss: Number) -> None:
+        self.outputs, self._loss = outputs, loss
+
+
+@dataclass(slots=True)
+class MicrobatchEndContext(LossContext):
     outputs: MutableMapping[str, Any] = field(init=False)
     batch: Any = field(init=False)
     index: int = field(init=False)
     is_last: bool = field(init=False)
     """Whether the update follows."""
-    _loss: Number = field(init=False, repr=False)
 
     def fill(self, loss: Number, outputs: MutableMapping[str, Any], batch: object, index: int, is_last: bool) -> None:
         self._loss, self.outputs, self.batch, self.index, self.is_last = loss, outputs, batch, index, is_last
-
-    @property
-    def loss(self) -> float:
-        """Of this micro-batch, on this rank. Lazy."""
-        return _read(self._loss)
 
 
 @dataclass(slots=True)
@@ -204,8 +202,7 @@ class SchedulerContext(Context):
 
 
 @dataclass(slots=True)
-class StepEndContext(Context):
-    _loss: Number = field(init=False, repr=False)
+class StepEndContext(LossContext):
     _grad_norm: Number = field(init=False, repr=False)
     _lr: Number = field(init=False, repr=False)
 
@@ -216,11 +213,6 @@ class StepEndContext(Context):
     def step(self) -> int:
         """The step that has just been finished, counted from 1."""
         return self.state.global_step
-
-    @property
-    def loss(self) -> float:
-        """This rank's share of the step's loss (alone: the loss). Lazy."""
-        return _read(self._loss)
 
     @property
     def grad_norm(self) -> float | None:

@@ -20,7 +20,9 @@ class Meter:
 
     state_scope = "per_rank"
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        """``device`` is where losses and norms lie."""
+        self._device = device
         self._losses: list[torch.Tensor] = []  # this rank's shares of the last steps' losses, not yet summed
         self._loss_sum = 0.0
         self._steps = 0
@@ -91,12 +93,15 @@ class Meter:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._losses = [] if state["losses"] is None else list(state["losses"].unbind())
+        self._losses = self._separate(state["losses"])
         self._loss_sum, self._steps = state["loss_sum"], state["steps"]
-        self._grad_norms = [] if state["grad_norms"] is None else list(state["grad_norms"].unbind())
+        self._grad_norms = self._separate(state["grad_norms"])
         self._grad_norm, self._max_grad_norm = state["grad_norm"], state["max_grad_norm"]
         self._run_loss_sum, self._run_steps = state["run_loss_sum"], state["run_steps"]
         self.tokens, self.run_tokens = state["tokens"], state["run_tokens"]
+
+    def _separate(self, stacked: torch.Tensor | None) -> list[torch.Tensor]:
+        return [] if stacked is None else list(stacked.to(self._device).unbind())
 
     @classmethod
     def reshard(cls, states: Sequence[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:

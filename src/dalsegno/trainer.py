@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +124,10 @@ class Trainer:
             max_grad_norm=args.max_grad_norm,
             device=device,
         )
+        self._evaluation = partial(LossEvaluation, on=on, forward=forward, device=device, loss_weight=loss_weight)
+        self._collator = data_collator
         self._assembly.boundary.evaluations = [
-            LossEvaluation(name, prefix, feed, on=on, forward=forward, device=device, loss_weight=loss_weight)
+            self._evaluation(name, prefix, feed)
             for name, prefix, feed in _eval_feeds(args, eval_dataset, eval_dataloader, data_collator)
         ]
         if on.init_end:
@@ -171,6 +174,19 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Measure the model as it is on each evaluation set. On all ranks."""
         return self._assembly.boundary.evaluate()
+
+    def predict(self, test_dataset: Any) -> dict[str, float]:
+        """The metrics of the model as it is on other data, as ``test_loss`` and so on. On all ranks.
+
+        What the model says to each batch is handed to ``on_prediction_step``; ``on_predict`` gets the metrics.
+        """
+        ((_, _, feed),) = _eval_feeds(self.args, test_dataset, None, self._collator)
+        metrics = self._evaluation("test", "test", feed)()
+        on = self._assembly.on
+        if on.predict:
+            on.predict.fill(metrics)
+            on.predict.fire()
+        return metrics
 
     def log(self, metrics: MutableMapping[str, Any]) -> None:
         """Hand a record of your own to every logger (kind ``user``). On all ranks, with the same values."""
