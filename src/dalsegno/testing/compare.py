@@ -22,6 +22,18 @@ from dalsegno.logs import Position, read_records
 WALL_CLOCK = ("timestamp", "tok_per_sec", "mfu", "peak_mem")
 WALL_CLOCK_ENDINGS = ("_runtime", "_per_second")
 _CLOCK = "clock"  # the component that holds the seconds trained
+_TITLES = {
+    "model": "weights",
+    "optimizer": "optimizer",
+    "scheduler.0": "learning rate",
+    "scaler": "gradient scaler",
+    "loader": "data position",
+    "callbacks.DataOrder": "data order",
+    "rng": "random generators",
+    "trainer": "trainer",
+    "meter": "sums between logs",
+}
+"""What some components are to a reader; their rows come first, in this order."""
 _LOG_POSITION = set(Position.__dataclass_fields__)
 _BYTES_OF_A_LOG = {"offset", "tail"}
 
@@ -34,6 +46,7 @@ class Row:
     """One thing that was compared."""
 
     what: str
+    """A component's key, or a log."""
     count: int
     """How many tensors, values or records."""
     unit: str
@@ -43,6 +56,13 @@ class Row:
     @property
     def identical(self) -> bool:
         return self.difference is None
+
+    @property
+    def title(self) -> str:
+        """``what`` in words."""
+        if self.what in _TITLES:
+            return _TITLES[self.what]
+        return self.what.replace("callbacks.", "callback ").replace("logs/", "log ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +76,13 @@ class Comparison:
         return all(row.identical for row in self.rows)
 
     def table(self) -> str:
-        """As text, a line each."""
-        width = max(len(row.what) for row in self.rows)
-        counts = [f"{row.count:,} {row.unit}" for row in self.rows]
-        room = max(map(len, counts))
-        return "\n".join(
-            f"{row.what:<{width}}  {count:>{room}}  {row.difference or 'identical'}"
-            for row, count in zip(self.rows, counts, strict=True)
-        )
+        """As text, a line each under a header."""
+        lines = [("compared", "count", "", "result")]
+        for row in self.rows:
+            unit = row.unit if row.count != 1 else row.unit.removesuffix("s")
+            lines.append((row.title, f"{row.count:,}", unit, row.difference or "identical"))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join(f"{a:<{widths[0]}}  {b:>{widths[1]}} {c:<{widths[2]}}  {d}" for a, b, c, d in lines)
 
 
 def compare_runs(first: Path, second: Path) -> Comparison:
@@ -73,9 +92,8 @@ def compare_runs(first: Path, second: Path) -> Comparison:
         NotFound: if one has no checkpoint.
     """
     ours, theirs = _newest(first), _newest(second)
-    rows = [Row("step", 1, "number", _unlike(ours.manifest.step, theirs.manifest.step))]
-    rows += _tensors(read_tensors(ours), read_tensors(theirs))
-    rows += _states(ours, theirs)
+    rows = [Row("step", 1, "values", _unlike(ours.manifest.step, theirs.manifest.step))]
+    rows += sorted([*_tensors(read_tensors(ours), read_tensors(theirs)), *_states(ours, theirs)], key=_place)
     rows += _logs(first / "logs", second / "logs")
     return Comparison(rows)
 
@@ -87,13 +105,18 @@ def _newest(output_dir: Path) -> Checkpoint:
     return checkpoint
 
 
+def _place(row: Row) -> tuple[int, str]:
+    """Where among the rows of state; of two for one component, tensors stay before values."""
+    titled = list(_TITLES)
+    return (titled.index(row.what) if row.what in titled else len(titled), row.what)
+
+
 def _tensors(ours: Tensors, theirs: Tensors) -> Iterator[Row]:
     for component in sorted({*ours, *theirs}):
         mine, yours = ours.get(component, {}), theirs.get(component, {})
         names = sorted({*mine, *yours})
         differences = (_first_difference(mine.get(name), yours.get(name), name) for name in names)
-        what = "weights" if component == "model" else component
-        yield Row(what, len(names), "tensors", next(filter(None, differences), None))
+        yield Row(component, len(names), "tensors", next(filter(None, differences), None))
 
 
 def _states(ours: Checkpoint, theirs: Checkpoint) -> Iterator[Row]:

@@ -6,12 +6,13 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 from dalsegno.errors import RankFailed
 from dalsegno.result import TrainResult
 
 from .compare import Comparison, compare_runs
+from .course import Course, CourseRecorder
 from .faults import FaultPlan
 from .processes import start_ranks
 
@@ -29,11 +30,12 @@ stand at the top of a module, so that other processes can import it."""
 
 def check_resume(
     factory: Factory,
-    kill_at: Sequence[FaultPlan],
+    kill_at: Sequence[FaultPlan] | None = None,
     *,
     folder: Path,
     world_size: int = 1,
     timeout: float = 300.0,
+    seed: int = 0,
     say: Callable[[str], None] = lambda line: None,
 ) -> Comparison:
     """Run ``factory``'s trainer uninterrupted, and killed at each of the moments and resumed; then compare.
@@ -41,19 +43,22 @@ def check_resume(
     Every leg is a process of its own, or one for each rank. A moment that a leg does not live to see passes by.
 
     Args:
+        kill_at: a moment for each leg that is to be killed; None: two at random, between steps and in a save.
         folder: gets the two runs, ``reference`` and ``killed``.
         world_size: ranks, joined over gloo.
         timeout: seconds for each leg.
+        seed: of the random moments.
         say: told what happens, a line at a time.
 
     Raises:
         RankFailed: if a leg ends with an error of its own, or takes too long.
     """
     reference, killed = folder / "reference", folder / "killed"
-    _leg(factory, reference, None, world_size, timeout)
-    say("reference: trained to its end, uninterrupted")
-    for plan in kill_at:
-        died = _leg(factory, killed, plan, world_size, timeout)
+    course = _leg(factory, reference, None, world_size, timeout)
+    assert course is not None, "nothing has killed it"
+    say(f"reference: trained to its end, uninterrupted, in {course.steps} steps")
+    for plan in course.moments(seed) if kill_at is None else kill_at:
+        died = _leg(factory, killed, plan, world_size, timeout) is None
         say(f"killed {plan}" if died else f"the run ended before it could be killed {plan}")
     _leg(factory, killed, None, world_size, timeout)
     say("resumed: trained to its end")
@@ -79,23 +84,28 @@ def assert_resume_equivalent(
     assert comparison.identical, f"the resumed run differs from the uninterrupted one\n{comparison.table()}"
 
 
-def _leg(factory: Factory, output_dir: Path, plan: FaultPlan | None, world_size: int, timeout: float) -> bool:
-    """One leg, to its end or until it is killed: then True. On rank 0 the plan is armed; the others lose their peer."""
+def _leg(factory: Factory, output_dir: Path, plan: FaultPlan | None, world_size: int, timeout: float) -> Course | None:
+    """One leg, and what rank 0 went through; None if it was killed: there the plan is armed, the others lose a peer."""
     outcomes = start_ranks(_train, world_size, factory, output_dir, plan).wait(timeout)
     if outcomes[0].was_killed and plan is not None:
-        return True
+        return None
     failed = [outcome for outcome in outcomes if outcome.exit_code != 0]
     if failed:
         raise RankFailed(f"rank {failed[0].rank} ended with {failed[0].exit_code}\n{failed[0].error or ''}")
-    return False
+    return cast(Course, outcomes[0].value)
 
 
-def _train(factory: Factory, output_dir: Path, plan: FaultPlan | None) -> None:
+def _train(factory: Factory, output_dir: Path, plan: FaultPlan | None) -> Course:
     from dalsegno import ranks
 
-    if plan is not None and ranks.rank() == 0:
-        plan.arm()
+    recorder = CourseRecorder()
+    if ranks.rank() == 0:
+        if plan is None:
+            recorder.start()
+        else:
+            plan.arm()
     factory(output_dir).train()
+    return recorder.course()
 
 
 @contextmanager

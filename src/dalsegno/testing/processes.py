@@ -79,9 +79,17 @@ class Ranks:
     def wait(self, timeout: float = 300.0) -> list[Outcome]:
         """Wait until all have ended; once one has failed, the others have a short time left.
 
+        Whatever breaks the wait off, Ctrl-C for one, none of them is left behind.
+
         Raises:
             RankFailed: if they take longer than ``timeout`` seconds. They are killed then.
         """
+        try:
+            return self._outcomes(timeout)
+        finally:
+            self._end()
+
+    def _outcomes(self, timeout: float) -> list[Outcome]:
         deadline = time.monotonic() + timeout
         outcomes: dict[int, Outcome] = {}
         while len(outcomes) < len(self._processes):
@@ -89,7 +97,6 @@ class Ranks:
             waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in outcomes]
             ready = wait(waiting, max(0.0, left))
             if not ready:
-                self._end()
                 raise RankFailed(
                     f"no end after {timeout:g} s; ended: {sorted(outcomes)} of {len(self._processes)} ranks"
                 )
@@ -98,7 +105,6 @@ class Ranks:
                 outcomes[rank] = self._outcome(rank)
                 if outcomes[rank].exit_code != 0:
                     deadline = min(deadline, time.monotonic() + _GRACE)
-        self._end()
         return [outcomes[rank] for rank in sorted(outcomes)]
 
     def _outcome(self, rank: int) -> Outcome:

@@ -1,0 +1,101 @@
+"""The demo's picture: both losses, what killed legs logged in vain, and below it the legs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from dalsegno.logs import read_records
+
+# Of the colours that Okabe and Ito chose for all kinds of colour vision.
+REFERENCE, LOST, KILL = "#56B4E9", "#E69F00", "#D55E00"
+RESUMED = "#000000"
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """From which step to which, and when it was killed, in words; None: it came to the end."""
+
+    first: int
+    last: int
+    killed: str | None
+
+
+def draw(target: Path, reference: Path, killed: Path, legs: Sequence[Leg]) -> Path:
+    """A PNG of two runs' losses (nats per byte) over their steps; gives its path back."""
+    figure = Figure(figsize=(9, 5.6), dpi=120, layout="constrained")
+    figure.suptitle("A run that is killed twice, on top of one that is not", fontsize=13)
+    losses, lives = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
+    _draw_losses(losses, reference / "logs", killed / "logs")
+    _draw_legs(lives, legs)
+    _mark_kills(losses, lives, legs)
+    losses.legend(loc="upper right", facecolor="white", framealpha=1, edgecolor="none")
+    figure.savefig(target)
+    return target
+
+
+def _draw_losses(axes: Axes, reference: Path, killed: Path) -> None:
+    for number, tail in enumerate(sorted(killed.glob("rewound/train.jsonl.*"))):
+        label = None if number else "logged by a killed leg after its last checkpoint"
+        axes.plot(*_points(tail, "loss"), color=LOST, linewidth=9, alpha=0.5, solid_capstyle="butt", label=label)
+    ours, theirs = reference / "train.jsonl", killed / "train.jsonl"
+    axes.plot(*_points(ours, "loss"), color=REFERENCE, linewidth=4, label="never killed")
+    axes.plot(*_points(theirs, "loss"), color=RESUMED, linewidth=1.1, label="killed and resumed")
+    axes.plot(
+        *_points(ours, "eval_loss"), "o", color=REFERENCE, markersize=9, label="never killed, on files not trained on"
+    )
+    axes.plot(
+        *_points(theirs, "eval_loss"), "o", color=RESUMED, markersize=3.5, label="killed and resumed, on the same files"
+    )
+    axes.set_ylabel("loss (nats per byte)")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _points(log: Path, metric: str) -> tuple[list[int], list[float]]:
+    """Steps and values of a metric in a log, or in a tail of one."""
+    records: list[dict[str, Any]] = [record for record in read_records(log) if metric in record]
+    return [record["global_step"] for record in records], [record[metric] for record in records]
+
+
+def _draw_legs(axes: Axes, legs: Sequence[Leg]) -> None:
+    for row, leg in enumerate(legs):
+        axes.plot([leg.first, leg.last], [row, row], color=RESUMED, linewidth=3, solid_capstyle="butt")
+    for row, (leg, following) in enumerate(pairwise(legs)):
+        axes.annotate(
+            "",
+            xy=(following.first, row + 1),
+            xytext=(leg.last, row),
+            arrowprops={"arrowstyle": "->", "color": KILL, "linewidth": 1.1},
+        )
+    axes.set_yticks(range(len(legs)), [f"leg {number}" for number, _ in enumerate(legs, start=1)])
+    axes.set_ylim(len(legs) - 0.5, -0.5)
+    axes.set_xlabel("optimizer steps")
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _mark_kills(losses: Axes, lives: Axes, legs: Sequence[Leg]) -> None:
+    end = legs[-1].last
+    for row, leg in enumerate(legs):
+        if leg.killed is None:
+            continue
+        for axes in (losses, lives):
+            axes.axvline(leg.last, color=KILL, linewidth=1.1, linestyle=(0, (5, 2)), zorder=0)
+        beside = leg.last < 0.7 * end
+        lives.annotate(
+            f"SIGKILL {leg.killed}",
+            xy=(leg.last, row),
+            xytext=(6, 0) if beside else (-4, 4),
+            textcoords="offset points",
+            ha="left" if beside else "right",
+            va="center" if beside else "bottom",
+            color=KILL,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+        )
