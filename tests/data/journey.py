@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import json
 import random
 from collections.abc import Callable, Collection
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dalsegno.checkpoint.codec import decode, encode
 from dalsegno.data import Feed
 
 Make = Callable[[], Feed]
@@ -55,7 +56,8 @@ def travel(make: Make, epochs: int, kills: Collection[Any] = (), cut: int | None
 
 def reborn(make: Make, feed: Feed) -> Feed:
     """What a new process has after loading a checkpoint that the old one wrote last."""
-    saved = copy.deepcopy(feed.state_dict())
+    text, tensors = encode(feed.state_dict(), "loader")
+    saved = decode(json.loads(json.dumps(text)), lambda name, *_: tensors[name], "loader")
     generators = (random.getstate(), np.random.get_state(), torch.get_rng_state())
     feed.close()
     seed_all(999)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -88,6 +88,7 @@ def values(microbatch: Microbatch) -> list[int]:
     world_size=st.integers(1, 4),
     drop_last=st.booleans(),
 )
+@example(length=17, batch_size=3, world_size=2, drop_last=True)
 def test_the_ranks_end_together_and_share_each_sample_once(
     kind: str, length: int, batch_size: int, world_size: int, drop_last: bool
 ) -> None:

@@ -73,7 +73,7 @@ class Stream(IterableDataset[int]):
 
 
 class Bookmarked(IterableDataset[Any]):
-    """Keeps its place in itself, and goes back to the start when it is through."""
+    """Keeps its place in itself, and goes back to the start when it is through. Adds noise to its samples."""
 
     def __init__(self, length: int = 11) -> None:
         self.length, self.at, self.rounds = length, 0, 0
@@ -81,7 +81,7 @@ class Bookmarked(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         while self.at < self.length:
             self.at += 1
-            yield 1000 * self.rounds + self.at
+            yield 1000 * self.rounds + self.at + random.random() / 4
         self.at = 0
         self.rounds += 1
 
