@@ -6,7 +6,8 @@ import dataclasses
 import inspect
 from pathlib import Path
 
-from dalsegno.events import Context, Event
+from dalsegno.contexts import Context
+from dalsegno.events import Event
 
 PAGE = Path(__file__).with_suffix(".md")
 

@@ -15,6 +15,31 @@ if TYPE_CHECKING:
     from .callback import global_callbacks as global_callbacks
     from .callback import register_global_callback as register_global_callback
     from .component import Stateful as Stateful
+    from .contexts import AfterForwardContext as AfterForwardContext
+    from .contexts import BackwardContext as BackwardContext
+    from .contexts import BeforeForwardContext as BeforeForwardContext
+    from .contexts import BeforeLoadContext as BeforeLoadContext
+    from .contexts import BeforeSaveContext as BeforeSaveContext
+    from .contexts import EpochContext as EpochContext
+    from .contexts import EvaluateBeginContext as EvaluateBeginContext
+    from .contexts import EvaluateContext as EvaluateContext
+    from .contexts import ExceptionContext as ExceptionContext
+    from .contexts import LoadContext as LoadContext
+    from .contexts import LogContext as LogContext
+    from .contexts import LossContext as LossContext
+    from .contexts import MetricsContext as MetricsContext
+    from .contexts import MicrobatchBeginContext as MicrobatchBeginContext
+    from .contexts import MicrobatchEndContext as MicrobatchEndContext
+    from .contexts import PredictionStepContext as PredictionStepContext
+    from .contexts import PreOptimizerStepContext as PreOptimizerStepContext
+    from .contexts import RollbackContext as RollbackContext
+    from .contexts import SaveContext as SaveContext
+    from .contexts import SchedulerContext as SchedulerContext
+    from .contexts import StepDoneContext as StepDoneContext
+    from .contexts import StepEndContext as StepEndContext
+    from .contexts import StepSkippedContext as StepSkippedContext
+    from .contexts import TrainBeginContext as TrainBeginContext
+    from .contexts import TrainEndContext as TrainEndContext
     from .errors import CannotSave as CannotSave
     from .errors import ConfigurationError as ConfigurationError
     from .errors import DalsegnoError as DalsegnoError
@@ -27,32 +52,7 @@ if TYPE_CHECKING:
     from .errors import RankFailed as RankFailed
     from .errors import StateMismatch as StateMismatch
     from .errors import UnknownName as UnknownName
-    from .events import AfterForwardContext as AfterForwardContext
-    from .events import BackwardContext as BackwardContext
-    from .events import BeforeForwardContext as BeforeForwardContext
-    from .events import BeforeLoadContext as BeforeLoadContext
-    from .events import BeforeSaveContext as BeforeSaveContext
-    from .events import EpochContext as EpochContext
-    from .events import EvaluateBeginContext as EvaluateBeginContext
-    from .events import EvaluateContext as EvaluateContext
     from .events import Event as Event
-    from .events import ExceptionContext as ExceptionContext
-    from .events import LoadContext as LoadContext
-    from .events import LogContext as LogContext
-    from .events import LossContext as LossContext
-    from .events import MetricsContext as MetricsContext
-    from .events import MicrobatchBeginContext as MicrobatchBeginContext
-    from .events import MicrobatchEndContext as MicrobatchEndContext
-    from .events import PredictionStepContext as PredictionStepContext
-    from .events import PreOptimizerStepContext as PreOptimizerStepContext
-    from .events import RollbackContext as RollbackContext
-    from .events import SaveContext as SaveContext
-    from .events import SchedulerContext as SchedulerContext
-    from .events import StepDoneContext as StepDoneContext
-    from .events import StepEndContext as StepEndContext
-    from .events import StepSkippedContext as StepSkippedContext
-    from .events import TrainBeginContext as TrainBeginContext
-    from .events import TrainEndContext as TrainEndContext
     from .own_loop import Run as Run
     from .result import TrainResult as TrainResult
     from .schedule import Every as Every
@@ -69,21 +69,7 @@ _HOMES = {
         "register_global_callback",
     ),
     "component": ("Stateful",),
-    "errors": (
-        "CannotSave",
-        "ConfigurationError",
-        "DalsegnoError",
-        "DamagedCheckpoint",
-        "DuplicateKey",
-        "EmptyDataset",
-        "EventNotFired",
-        "Locked",
-        "NotFound",
-        "RankFailed",
-        "StateMismatch",
-        "UnknownName",
-    ),
-    "events": (
+    "contexts": (
         "AfterForwardContext",
         "BackwardContext",
         "BeforeForwardContext",
@@ -92,7 +78,6 @@ _HOMES = {
         "EpochContext",
         "EvaluateBeginContext",
         "EvaluateContext",
-        "Event",
         "ExceptionContext",
         "LoadContext",
         "LogContext",
@@ -111,6 +96,21 @@ _HOMES = {
         "TrainBeginContext",
         "TrainEndContext",
     ),
+    "errors": (
+        "CannotSave",
+        "ConfigurationError",
+        "DalsegnoError",
+        "DamagedCheckpoint",
+        "DuplicateKey",
+        "EmptyDataset",
+        "EventNotFired",
+        "Locked",
+        "NotFound",
+        "RankFailed",
+        "StateMismatch",
+        "UnknownName",
+    ),
+    "events": ("Event",),
     "own_loop": ("Run",),
     "result": ("TrainResult",),
     "schedule": ("Every",),

@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from . import events
+from . import contexts
 from .callback import Callback, check_callbacks, handled_events
+from .contexts import Context
 from .errors import EventNotFired, UnknownName
-from .events import Context, Event
+from .events import Event
 from .state import Handler, owner_of
 
 P = ParamSpec("P")
@@ -79,41 +80,41 @@ class Dispatcher:
         self.callbacks: list[Callback] = []
         self.channels: dict[Event, Channel[Any]] = {}
 
-        self.init_end = self._channel(Event.INIT_END, events.PlainContext.fill)
-        self.before_load = self._channel(Event.BEFORE_LOAD, events.BeforeLoadContext.fill)
-        self.load = self._channel(Event.LOAD, events.LoadContext.fill)
-        self.train_begin = self._channel(Event.TRAIN_BEGIN, events.TrainBeginContext.fill)
-        self.epoch_begin = self._channel(Event.EPOCH_BEGIN, events.EpochContext.fill)
-        self.step_begin = self._channel(Event.STEP_BEGIN, events.PlainContext.fill)
-        self.microbatch_begin = self._channel(Event.MICROBATCH_BEGIN, events.MicrobatchBeginContext.fill)
-        self.before_forward = self._channel(Event.BEFORE_FORWARD, events.BeforeForwardContext.fill)
-        self.after_forward = self._channel(Event.AFTER_FORWARD, events.AfterForwardContext.fill)
-        self.before_backward = self._channel(Event.BEFORE_BACKWARD, events.BackwardContext.fill)
-        self.after_backward = self._channel(Event.AFTER_BACKWARD, events.BackwardContext.fill)
-        self.microbatch_end = self._channel(Event.MICROBATCH_END, events.MicrobatchEndContext.fill)
-        self.gradients_ready = self._channel(Event.GRADIENTS_READY, events.PlainContext.fill)
-        self.pre_optimizer_step = self._channel(Event.PRE_OPTIMIZER_STEP, events.PreOptimizerStepContext.fill)
-        self.optimizer_step = self._channel(Event.OPTIMIZER_STEP, events.PlainContext.fill)
-        self.step_skipped = self._channel(Event.STEP_SKIPPED, events.StepSkippedContext.fill)
-        self.before_zero_grad = self._channel(Event.BEFORE_ZERO_GRAD, events.PlainContext.fill)
-        self.after_zero_grad = self._channel(Event.AFTER_ZERO_GRAD, events.PlainContext.fill)
-        self.before_scheduler_step = self._channel(Event.BEFORE_SCHEDULER_STEP, events.SchedulerContext.fill)
-        self.after_scheduler_step = self._channel(Event.AFTER_SCHEDULER_STEP, events.SchedulerContext.fill)
-        self.step_end = self._channel(Event.STEP_END, events.StepEndContext.fill)
-        self.train_metrics = self._channel(Event.TRAIN_METRICS, events.MetricsContext.fill)
-        self.log_step = self._channel(Event.LOG_STEP, events.LogContext.fill)
-        self.log = self._channel(Event.LOG, events.LogContext.fill)
-        self.evaluate_begin = self._channel(Event.EVALUATE_BEGIN, events.EvaluateBeginContext.fill)
-        self.prediction_step = self._channel(Event.PREDICTION_STEP, events.PredictionStepContext.fill)
-        self.evaluate = self._channel(Event.EVALUATE, events.EvaluateContext.fill)
-        self.predict = self._channel(Event.PREDICT, events.MetricsContext.fill)
-        self.before_save = self._channel(Event.BEFORE_SAVE, events.BeforeSaveContext.fill)
-        self.save = self._channel(Event.SAVE, events.SaveContext.fill)
-        self.step_done = self._channel(Event.STEP_DONE, events.StepDoneContext.fill)
-        self.epoch_end = self._channel(Event.EPOCH_END, events.EpochContext.fill)
-        self.rollback = self._channel(Event.ROLLBACK, events.RollbackContext.fill)
-        self.exception = self._channel(Event.EXCEPTION, events.ExceptionContext.fill)
-        self.train_end = self._channel(Event.TRAIN_END, events.TrainEndContext.fill)
+        self.init_end = self._channel(Event.INIT_END, contexts.PlainContext.fill)
+        self.before_load = self._channel(Event.BEFORE_LOAD, contexts.BeforeLoadContext.fill)
+        self.load = self._channel(Event.LOAD, contexts.LoadContext.fill)
+        self.train_begin = self._channel(Event.TRAIN_BEGIN, contexts.TrainBeginContext.fill)
+        self.epoch_begin = self._channel(Event.EPOCH_BEGIN, contexts.EpochContext.fill)
+        self.step_begin = self._channel(Event.STEP_BEGIN, contexts.PlainContext.fill)
+        self.microbatch_begin = self._channel(Event.MICROBATCH_BEGIN, contexts.MicrobatchBeginContext.fill)
+        self.before_forward = self._channel(Event.BEFORE_FORWARD, contexts.BeforeForwardContext.fill)
+        self.after_forward = self._channel(Event.AFTER_FORWARD, contexts.AfterForwardContext.fill)
+        self.before_backward = self._channel(Event.BEFORE_BACKWARD, contexts.BackwardContext.fill)
+        self.after_backward = self._channel(Event.AFTER_BACKWARD, contexts.BackwardContext.fill)
+        self.microbatch_end = self._channel(Event.MICROBATCH_END, contexts.MicrobatchEndContext.fill)
+        self.gradients_ready = self._channel(Event.GRADIENTS_READY, contexts.PlainContext.fill)
+        self.pre_optimizer_step = self._channel(Event.PRE_OPTIMIZER_STEP, contexts.PreOptimizerStepContext.fill)
+        self.optimizer_step = self._channel(Event.OPTIMIZER_STEP, contexts.PlainContext.fill)
+        self.step_skipped = self._channel(Event.STEP_SKIPPED, contexts.StepSkippedContext.fill)
+        self.before_zero_grad = self._channel(Event.BEFORE_ZERO_GRAD, contexts.PlainContext.fill)
+        self.after_zero_grad = self._channel(Event.AFTER_ZERO_GRAD, contexts.PlainContext.fill)
+        self.before_scheduler_step = self._channel(Event.BEFORE_SCHEDULER_STEP, contexts.SchedulerContext.fill)
+        self.after_scheduler_step = self._channel(Event.AFTER_SCHEDULER_STEP, contexts.SchedulerContext.fill)
+        self.step_end = self._channel(Event.STEP_END, contexts.StepEndContext.fill)
+        self.train_metrics = self._channel(Event.TRAIN_METRICS, contexts.MetricsContext.fill)
+        self.log_step = self._channel(Event.LOG_STEP, contexts.LogContext.fill)
+        self.log = self._channel(Event.LOG, contexts.LogContext.fill)
+        self.evaluate_begin = self._channel(Event.EVALUATE_BEGIN, contexts.EvaluateBeginContext.fill)
+        self.prediction_step = self._channel(Event.PREDICTION_STEP, contexts.PredictionStepContext.fill)
+        self.evaluate = self._channel(Event.EVALUATE, contexts.EvaluateContext.fill)
+        self.predict = self._channel(Event.PREDICT, contexts.MetricsContext.fill)
+        self.before_save = self._channel(Event.BEFORE_SAVE, contexts.BeforeSaveContext.fill)
+        self.save = self._channel(Event.SAVE, contexts.SaveContext.fill)
+        self.step_done = self._channel(Event.STEP_DONE, contexts.StepDoneContext.fill)
+        self.epoch_end = self._channel(Event.EPOCH_END, contexts.EpochContext.fill)
+        self.rollback = self._channel(Event.ROLLBACK, contexts.RollbackContext.fill)
+        self.exception = self._channel(Event.EXCEPTION, contexts.ExceptionContext.fill)
+        self.train_end = self._channel(Event.TRAIN_END, contexts.TrainEndContext.fill)
 
     def _channel(self, event: Event, fill: Callable[Concatenate[C, P], None]) -> Channel[P]:
         context = self._surroundings(event.context)

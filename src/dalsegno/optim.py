@@ -11,8 +11,8 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from .args import TrainingArguments
 from .callback import Callback
+from .contexts import EvaluateContext
 from .errors import ConfigurationError
-from .events import EvaluateContext
 
 
 def default_optimizer(model: nn.Module, args: TrainingArguments) -> Optimizer:

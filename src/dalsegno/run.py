@@ -257,7 +257,7 @@ class Run:
             evaluate=self._evaluation.at_step(step),
             save=self._saving.at_step(step) or (is_final and bool(self._saving)),
         )
-        later = self._due_at_epoch_end() if ends_epoch else Due()
+        later = self._due_at_epoch_end(step) if ends_epoch else Due()
         state.will_log = due.log or later.log or control.should_log
         state.will_evaluate = due.evaluate or later.evaluate or control.should_evaluate
         state.will_save = due.save or later.save or control.should_save
@@ -269,17 +269,16 @@ class Run:
         if on.epoch_end:
             on.epoch_end.fill(feed.epoch)
             on.epoch_end.fire()
-        due = self._due_at_epoch_end()
+        due = self._due_at_epoch_end(self.state.global_step)
         feed.next_epoch()
         self.state.epoch = feed.position
         self._boundary.epoch_cut = False
         self._act(due)
 
-    def _due_at_epoch_end(self) -> Due:
+    def _due_at_epoch_end(self, step: int) -> Due:
+        """What the end of this epoch asks for, if ``step`` is its last step."""
         done = self._feed.epoch + 1
-        last = self.state.global_step >= self.state.max_steps > 0 or (
-            self.state.max_steps < 0 and done >= self.state.num_train_epochs
-        )
+        last = step >= self.state.max_steps > 0 or (self.state.max_steps < 0 and done >= self.state.num_train_epochs)
         return Due(
             log=self._logging.at_epoch(done),
             evaluate=self._evaluation.at_epoch(done),

@@ -11,8 +11,8 @@ import torch
 
 from dalsegno import ranks
 from dalsegno.callback import Callback
+from dalsegno.contexts import Context, LogContext, RollbackContext, TrainBeginContext
 from dalsegno.errors import ConfigurationError
-from dalsegno.events import Context, LogContext, RollbackContext, TrainBeginContext
 
 FLOPS_PER_PARAMETER = 6
 """For each parameter and token: one multiplication and one addition forward, twice that backward. It is the estimate

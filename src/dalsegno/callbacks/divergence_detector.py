@@ -6,9 +6,9 @@ import logging
 from typing import Any, Literal
 
 from dalsegno.callback import Callback
+from dalsegno.contexts import LogContext
 from dalsegno.divergence import Divergence, Mode
 from dalsegno.errors import ConfigurationError
-from dalsegno.events import LogContext
 
 logger = logging.getLogger("dalsegno")
 

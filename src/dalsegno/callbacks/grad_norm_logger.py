@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from dalsegno.events import EvaluateContext, PreOptimizerStepContext
+from dalsegno.contexts import EvaluateContext, PreOptimizerStepContext
 
 from .record_callback import RecordCallback
 

@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 
 from dalsegno import ranks
 from dalsegno.callback import Callback
+from dalsegno.contexts import Context, ExceptionContext, LoadContext, SaveContext, TrainBeginContext, TrainEndContext
 from dalsegno.errors import ConfigurationError
-from dalsegno.events import Context, ExceptionContext, LoadContext, SaveContext, TrainBeginContext, TrainEndContext
 
 
 class InfoCallback(Callback):

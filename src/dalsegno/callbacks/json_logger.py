@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dalsegno.contexts import LogContext
 from dalsegno.errors import ConfigurationError
-from dalsegno.events import LogContext
 
 from .record_callback import RecordCallback
 

@@ -10,8 +10,8 @@ from tqdm.auto import tqdm
 
 from dalsegno.args import TrainingArguments
 from dalsegno.callback import Callback
+from dalsegno.contexts import LogContext, RollbackContext, StepEndContext, TrainBeginContext, TrainEndContext
 from dalsegno.errors import ConfigurationError
-from dalsegno.events import LogContext, RollbackContext, StepEndContext, TrainBeginContext, TrainEndContext
 
 Shown = Sequence[str] | Mapping[str, str]
 """Names of logged values, in order; or each with a format such as ``".3f"`` (``""``: as it comes)."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dalsegno.callback import Callback
-from dalsegno.events import Context, TrainBeginContext, TrainEndContext
+from dalsegno.contexts import Context, TrainBeginContext, TrainEndContext
 from dalsegno.logs import RecordLog
 
 

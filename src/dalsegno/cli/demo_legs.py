@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from dalsegno.callback import Callback
+from dalsegno.contexts import Context, LogContext, StepEndContext
 from dalsegno.errors import RankFailed
-from dalsegno.events import Context, LogContext, StepEndContext
 from dalsegno.testing import FaultPlan, start_ranks
 from dalsegno.testing.course import Course, CourseRecorder
 

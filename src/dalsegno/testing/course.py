@@ -11,7 +11,8 @@ from pathlib import Path
 
 from dalsegno import files
 from dalsegno.callback import Callback, register_global_callback
-from dalsegno.events import Context, Event
+from dalsegno.contexts import Context
+from dalsegno.events import Event
 
 from .faults import FaultPlan
 

@@ -9,7 +9,7 @@ import torch
 import xxhash
 
 from dalsegno.callback import Callback
-from dalsegno.events import MicrobatchBeginContext
+from dalsegno.contexts import MicrobatchBeginContext
 
 
 class DataOrder(Callback):
