@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
+from torchdata.nodes import Batcher, IterableWrapper, Loader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dalsegno.data import Feed, loader_feed, train_feed
@@ -147,6 +148,7 @@ FEEDS: dict[str, Make] = {
     "stateful loader": lambda: loader_feed(
         StatefulDataLoader(Numbers(11), 3, shuffle=True, generator=torch.Generator().manual_seed(5))
     ),
+    "torchdata nodes": lambda: loader_feed(Loader(Batcher(IterableWrapper(range(11)), 3, drop_last=False))),
     "no loader at all": batches_without_length,
 }
 

@@ -23,12 +23,16 @@ class StatefulFeed(LoaderFeed):
 
     def _open(self) -> Iterator[Any]:
         self._announce_epoch()
-        saved, cut = self._saved, self._cut
+        saved, anew = self._saved, self._cut
         self._saved, self._cut, self._opened = None, False, True
         if saved is None:
             return iter(self._loader)
+        if hasattr(self._loader, "restart_on_stop_iteration"):
+            # torchdata.nodes.Loader cannot tell an epoch that is over from one with nothing left, but we can.
+            self._loader.restart_on_stop_iteration = False
+            anew = self._microbatches == 0
         iterator = self._resumed(self._loader, saved)
-        if cut:
+        if anew:
             self._announce_epoch()  # once more: what was loaded says otherwise
             iterator = iter(self._loader)
         return iterator
