@@ -79,9 +79,9 @@ def gather_floats(values: Sequence[float]) -> list[list[float]]:
     if not initialized():
         return [list(values)]
     own = torch.tensor(list(values), dtype=torch.float64, device=communication_device())
-    gathered = torch.empty(world_size(), len(values), dtype=torch.float64, device=own.device)
+    gathered = torch.empty(world_size() * len(values), dtype=torch.float64, device=own.device)  # flat: gloo wants it so
     dist.all_gather_into_tensor(gathered, own)
-    return [[float(number) for number in row] for row in gathered.tolist()]
+    return [[float(number) for number in row] for row in gathered.view(world_size(), -1).tolist()]
 
 
 def gather(value: T) -> list[T]:

@@ -1,0 +1,68 @@
+"""A small trainer with silent defaults, to be shaped by each test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import dalsegno as ds
+from dalsegno.testing import TinyRegression, tiny_regression_data
+
+NOISY = ("DefaultMetrics", "ProgressCallback", "InfoCallback")
+
+
+class Line(nn.Module):
+    """y = w·x + b without any randomness. Returns the mean squared error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+        nn.init.constant_(self.layer.weight, 0.1)
+        nn.init.zeros_(self.layer.bias)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """x: (batch, 8), y: (batch, 1)."""
+        return nn.functional.mse_loss(self.layer(x), y)
+
+
+def arguments(output_dir: Path, **settings: Any) -> ds.TrainingArguments:
+    """Four samples a step, and nothing logged, evaluated or saved unless ``settings`` say so."""
+    quiet = {"logging_steps": 0, "eval_steps": 0, "save_steps": 0, "per_device_train_batch_size": 4}
+    return ds.TrainingArguments(output_dir, **{**quiet, "use_cpu": True, "learning_rate": 0.01, **settings})
+
+
+def small_trainer(
+    output_dir: Path,
+    *callbacks: ds.Callback,
+    model: nn.Module | None = None,
+    length: int = 20,
+    parts: dict[str, Any] | None = None,
+    **settings: Any,
+) -> ds.Trainer:
+    """Trains on ``length`` samples, without default callbacks. ``parts`` are the Trainer's, ``settings`` its args'."""
+    torch.manual_seed(0)
+    given: dict[str, Any] = {"train_dataset": tiny_regression_data(length), **(parts or {})}
+    trainer = ds.Trainer(model or TinyRegression(), arguments(output_dir, **settings), callbacks=callbacks, **given)
+    own = {callback.key for callback in callbacks}
+    for name in NOISY:
+        if name not in own:
+            trainer.remove_callback(name)
+    return trainer
+
+
+def weights(trainer: ds.Trainer) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()}
+
+
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    """Bit by bit."""
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def rows(data: Any, indices: Sequence[int]) -> dict[str, Tensor]:
+    """These samples of a dataset as one batch."""
+    return {key: torch.stack([data[index][key] for index in indices]) for key in data[0]}
