@@ -88,6 +88,7 @@ def test_all_ranks_log_the_same(tmp_path: Path, capfd: pytest.CaptureFixture[str
     )
     printed = capfd.readouterr().out
     assert printed.count("output  ") == 1, "InfoCallback prints on rank 0 only"
+    assert printed.count("learning_rate\n") == 0 and printed.count("tok_per_sec\n") == 1, "and so does ProgressCallback"
     assert "cpu, 2 ranks, parameters whole on each" in printed
     assert "4 x 2 ranks = 8 samples a step" in printed
 

@@ -147,7 +147,9 @@ def test_a_second_train_goes_on_with_the_same_callbacks(tmp_path: Path, capsys: 
     assert run.train().global_step == 4
     steps = [record["global_step"] for record in records(tmp_path / "logs/train.jsonl") if "loss" in record]
     assert steps == [1, 2, 3, 4]
-    assert "steps      3 to 4 (resumed from checkpoints/step-00000002)" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "steps      3 to 4 (resumed from checkpoints/step-00000002)" in printed
+    assert printed.count("learning_rate\n") == 2, "each begins with a header"
 
 
 def test_defaults_leave_the_training_itself_alone(tmp_path: Path) -> None:

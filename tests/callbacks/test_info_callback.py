@@ -13,13 +13,14 @@ from dalsegno.events import StepEndContext
 
 
 class End(ds.Callback):
-    """Ends the training at step 2 in one of the ways that there are."""
+    """Ends the training at a step in one of the ways that there are."""
 
-    def __init__(self, way: str) -> None:
+    def __init__(self, way: str, at: int = 2) -> None:
         self._way = way
+        self._at = at
 
     def on_step_end(self, ctx: StepEndContext) -> None:
-        if ctx.step == 2:
+        if ctx.step == self._at:
             if self._way == "crash":
                 raise RuntimeError("no more")
             ctx.control.stop("enough", save=self._way == "stop")
@@ -74,6 +75,12 @@ def test_how_it_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str], way: s
     else:
         run.train()
     assert printed(capsys)[-1] == line
+
+
+def test_the_newest_checkpoint_may_be_the_one_resumed_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer(tmp_path, [1.0] * 2, quiet()).train()
+    trainer(tmp_path, [1.0] * 4, quiet(), End("abort", at=3)).train()
+    assert printed(capsys)[-1] == "aborted    at step 3 by End: enough; newest checkpoint checkpoints/step-00000002"
 
 
 def test_a_run_without_checkpoints_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
