@@ -226,7 +226,7 @@ def test_reading_again_says_what_it_costs(caplog: pytest.LogCaptureFixture) -> N
         pass
     new.load_state_dict(old.state_dict())
     next(iter(new))
-    assert "no state_dict: reading 4 micro-batches (12 samples) again" in caplog.text
+    assert "Stream has no state_dict: reading 4 micro-batches (12 samples) again" in caplog.text
     assert "reading again took" in caplog.text
 
 

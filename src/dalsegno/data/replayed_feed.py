@@ -16,6 +16,7 @@ from dalsegno.errors import StateMismatch
 
 from .generators import capture_generators, preserved_generators, restore_generators
 from .loader_feed import END, EpochGenerator, LoaderFeed
+from .stream import RankShard
 
 log = logging.getLogger(__name__)
 
@@ -49,9 +50,10 @@ class ReplayedFeed(LoaderFeed):
     def _read_again(self, iterator: Iterator[Any]) -> None:
         """Read up to the place at which this feed stands: counted in samples where all ranks read one stream."""
         goal, unit = (self._samples, "samples") if self._one_stream else (self._microbatches, "micro-batches")
+        data = getattr(self._loader, "dataset", self._loader)
         log.warning(
             "%s has no state_dict: reading %d micro-batches (%d samples) again to find its place",
-            type(getattr(self._loader, "dataset", self._loader)).__name__,
+            type(data.dataset if isinstance(data, RankShard) else data).__name__,
             self._microbatches,
             self._samples,
         )
@@ -68,7 +70,8 @@ class ReplayedFeed(LoaderFeed):
                 f"the saved position is {goal} {unit} into the epoch, and reading again stops at {done}; the data has "
                 "become shorter, or the batches (batch_size times ranks) do not divide the position"
             )
-        log.warning("reading again took %.1f s; a state_dict in the dataset would save that", time.monotonic() - began)
+        took = time.monotonic() - began
+        log.warning("reading again took %.1f s; a dataset or loader with a state_dict would save that", took)
 
     def _generators(self) -> dict[str, Any]:
         own = self._own_generator()
