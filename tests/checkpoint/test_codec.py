@@ -13,7 +13,7 @@ import hypothesis.extra.numpy as numpy_strategies
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from checkpoint.sameness import assert_same
@@ -88,8 +88,22 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=200, deadline=None)
+@given(leaves)
+def test_a_leaf_comes_back(leaf: Any) -> None:
+    assert_same(through_json(leaf), leaf)
+
+
+SIGNALING_NAN = struct.unpack(">d", bytes.fromhex("7ff0000000000001"))[0]
+
+
+@settings(max_examples=60, deadline=None)
 @given(trees)
+@example([float("nan"), -float("nan"), SIGNALING_NAN, float("inf"), -float("inf"), -0.0, 5e-324, 1e22])
+@example([np.float32("nan"), np.float64(-0.0), np.array([SIGNALING_NAN]), np.longdouble(1) / 3, np.bool_(True)])
+@example(["\ud800", "\ud83d\ude00", "😀", "\0", "$tuple"])
+@example([2**63, -(2**63) - 1, 2**64, 10**5000, True, 1, 1.0])
+@example({"$tuple": [1], "a": {1: "int", "1": "str", "$": None}, "": {}})
 def test_what_goes_in_comes_out(tree: Any) -> None:
     assert_same(through_json(tree), tree)
 

@@ -13,6 +13,7 @@ import torch
 
 from checkpoint.parts import Notes, RankNotes, Saved
 from checkpoint.sameness import assert_same
+from dalsegno import files
 from dalsegno.checkpoint import AnyOf, Best, CheckpointManager, Entry, Latest
 from dalsegno.checkpoint.manifest import Manifest, _checksum_of
 from dalsegno.component import Component
@@ -201,6 +202,17 @@ def test_what_stays(tmp_path: Path, keep: Callable[[list[Entry]], set[int]] | No
     assert steps_in(manager) == stay
     assert gone == [manager.path_of(step) for step in (1, 2, 3, 4) if step not in stay]
     assert sorted(path.name for path in manager.directory.iterdir()) == [manager.path_of(step).name for step in stay]
+
+
+def test_what_goes_is_hidden_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed in the middle of it, half a checkpoint is never there under a checkpoint's name."""
+    three_saved(tmp_path)
+    manager = CheckpointManager(tmp_path, keep=Latest(2))
+    seen: list[tuple[str, str]] = []
+    monkeypatch.setattr(files, "watcher", lambda what, path: seen.append((what, path.name)))
+    manager.prune()
+    hidden = "step-00000001.partial"
+    assert seen == [("rename", hidden), ("fsync", "checkpoints"), ("unlink", hidden)]
 
 
 def test_the_one_that_was_resumed_from_stays(tmp_path: Path) -> None:
