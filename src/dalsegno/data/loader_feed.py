@@ -11,9 +11,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dalsegno.component import Scope
 from dalsegno.errors import EmptyDataset, StateMismatch
+from dalsegno.randomness import LOADER, mix
 
 from .feed import Microbatch, expect_kind, sample_count
-from .seeds import LOADER, mix
 
 END = object()
 

@@ -9,10 +9,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from dalsegno.component import Scope
+from dalsegno.randomness import LOADER, mix
 
 from .feed import Microbatch, expect_kind
 from .sampler import ResumableSampler
-from .seeds import LOADER, mix
 
 
 class MapFeed:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from .seeds import mix
+from dalsegno.randomness import mix
 
 Indices = NDArray[np.uint64]
 

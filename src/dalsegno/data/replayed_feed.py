@@ -13,8 +13,8 @@ from tqdm import tqdm
 
 from dalsegno import ranks
 from dalsegno.errors import StateMismatch
+from dalsegno.randomness import capture_generators, preserved_generators, restore_generators
 
-from .generators import capture_generators, preserved_generators, restore_generators
 from .loader_feed import END, EpochGenerator, LoaderFeed
 from .stream import RankShard
 

@@ -14,9 +14,9 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from dalsegno.errors import ConfigurationError, EmptyDataset, StateMismatch
+from dalsegno.randomness import ORDER, mix
 
 from .permutation import Indices, permute
-from .seeds import ORDER, mix
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,10 @@ from typing import Any
 
 from torch.utils.data import Dataset, get_worker_info
 
+from dalsegno.randomness import SAMPLE, WORKER, mix, seed_generators
+
 from .feed import Counted
 from .sampler import IndexBatch
-from .seeds import SAMPLE, WORKER, mix, reseed
 
 
 def takes_seed(dataset: Any) -> bool:
@@ -37,7 +38,7 @@ class Samples(Dataset[Any]):
 
     def __getitems__(self, indices: IndexBatch) -> list[Any]:
         if get_worker_info() is not None:
-            reseed(mix(WORKER, indices.key, indices.cursor, self.rank))
+            seed_generators(mix(WORKER, indices.key, indices.cursor, self.rank))
         if self._takes_seed:
             return [self.dataset.__getitem__(i, seed=mix(SAMPLE, indices.key, i)) for i in indices]
         if fetch_all := getattr(self.dataset, "__getitems__", None):

@@ -9,9 +9,9 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from dalsegno.component import Stateful
+from dalsegno.randomness import WORKER, mix, seed_generators
 
 from .feed import Counted
-from .seeds import WORKER, mix, reseed
 
 
 class RankShard(IterableDataset[Counted]):
@@ -85,7 +85,7 @@ class RankShard(IterableDataset[Counted]):
     def _seed_worker(self) -> None:
         worker = get_worker_info()
         if worker is not None:
-            reseed(mix(WORKER, self.seed, self.epoch, worker.id, self._groups, self.rank))
+            seed_generators(mix(WORKER, self.seed, self.epoch, worker.id, self._groups, self.rank))
 
 
 class StatefulRankShard(RankShard):
