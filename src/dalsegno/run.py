@@ -109,11 +109,11 @@ class Run:
             "train_samples": state.samples_seen,
             "train_samples_per_second": state.samples_seen / seconds,
             "train_steps_per_second": state.global_step / seconds,
-            "effective_batch_size": args.per_device_train_batch_size
-            * args.gradient_accumulation_steps
-            * self._world_size,
             "step": state.global_step,
         }
+        microbatch = self._feed.samples_per_microbatch()
+        if microbatch is not None:
+            metrics["effective_batch_size"] = microbatch * args.gradient_accumulation_steps
         loss = self._meter.run_loss()
         if loss is not None:
             metrics["train_loss"] = loss

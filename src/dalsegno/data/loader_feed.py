@@ -139,6 +139,10 @@ class LoaderFeed:
     def samples_per_epoch(self) -> int | None:
         return self._samples_per_epoch
 
+    def samples_per_microbatch(self) -> int | None:
+        batch_size = getattr(self._loader, "batch_size", None)
+        return batch_size * self._world_size if isinstance(batch_size, int) else None
+
     def _place(self, kind: str) -> dict[str, Any]:
         return {
             "kind": kind,

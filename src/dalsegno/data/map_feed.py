@@ -68,6 +68,9 @@ class MapFeed:
     def samples_per_epoch(self) -> int:
         return self._sampler.samples
 
+    def samples_per_microbatch(self) -> int:
+        return self._sampler.global_batch
+
     def state_dict(self) -> dict[str, Any]:
         return {"kind": "map", **self._sampler.state_dict(), "epoch": self.epoch, "cursor": self._cursor}
 
