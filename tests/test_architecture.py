@@ -1,0 +1,150 @@
+"""The rooms: who may import whom, how long a file may get, and what must not load torch.
+
+A room is a module or a package right under ``dalsegno``. It imports only from lower floors, or from its own without a
+circle. Imports for type checkers count as all others do: who needs a name to be understood depends on it.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import dalsegno
+
+SOURCE = Path(dalsegno.__file__).parent
+LONGEST = 400  # lines
+
+FLOORS = [
+    # what everything stands on
+    ["errors", "files", "ranks", "schedule", "component"],
+    # the words of a run: settings, state, events, callbacks; and what can be said without torch
+    ["args", "state", "contexts", "events", "callback", "logs", "divergence", "result", "timeline"],
+    # from callbacks to what a loop fires; what ranks agree on
+    ["dispatcher", "agreement", "meter", "randomness"],
+    # the story of a run: data, updates, boundaries, checkpoints
+    ["data", "parallel", "checkpoint", "draw", "forward", "evaluation", "step", "boundary", "run", "loop", "optim"],
+    # what listens to it
+    ["callbacks"],
+    # what puts it all together
+    ["assembly", "trainer", "own_loop", "testing"],
+    # what people type
+    ["cli"],
+]
+FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+
+MUST_NOT_KNOW = {
+    "run": {"checkpoint", "callbacks", "trainer"},  # it saves through a protocol
+    "loop": {"checkpoint", "callbacks", "trainer"},
+    "checkpoint": {"callback", "events", "state"},  # it saves whatever has a state
+    "data": {"callback", "events", "state"},
+}
+
+WITHOUT_TORCH = [
+    "errors",
+    "schedule",
+    "files",
+    "logs",
+    "divergence",
+    "component",
+    "args",
+    "state",
+    "events",
+    "callback",
+]
+
+
+def modules() -> dict[str, Path]:
+    """Dotted name to file; ``dalsegno`` itself is left out: it only hands out names."""
+    found = {}
+    for path in SOURCE.rglob("*.py"):
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        name = ".".join(["dalsegno", *(parts[:-1] if parts[-1] == "__init__" else parts)])
+        if name != "dalsegno":
+            found[name] = path
+    return found
+
+
+def imported(name: str, path: Path) -> Iterator[str]:
+    """What a module imports of dalsegno, wherever in the file it does so."""
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("dalsegno."))
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            origin = ".".join([*base, *([node.module] if node.module else [])])
+            if origin.split(".")[0] == "dalsegno":
+                for alias in node.names:
+                    inner = f"{origin}.{alias.name}"
+                    yield inner if inner in MODULES else origin
+
+
+MODULES = modules()
+IMPORTS = {name: set(imported(name, path)) for name, path in MODULES.items()}
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1]
+
+
+def test_every_room_has_its_floor() -> None:
+    assert sorted({room_of(name) for name in MODULES}) == sorted(FLOOR_OF)
+
+
+@pytest.mark.parametrize("room", FLOOR_OF)
+def test_a_room_imports_from_its_floor_or_lower_ones(room: str) -> None:
+    upward = [
+        f"{name} imports {other}"
+        for name, others in IMPORTS.items()
+        for other in others
+        if room_of(name) == room and FLOOR_OF[room_of(other)] > FLOOR_OF[room]
+    ]
+    assert upward == []
+
+
+def test_nobody_imports_in_circles() -> None:
+    between_rooms: dict[str, set[str]] = {}
+    for name, others in IMPORTS.items():
+        between_rooms.setdefault(room_of(name), set()).update({room_of(other) for other in others} - {room_of(name)})
+    for graph in (between_rooms, IMPORTS):
+        try:
+            TopologicalSorter(graph).prepare()
+        except CycleError as error:
+            pytest.fail(f"a circle: {' → '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize("room", MUST_NOT_KNOW)
+def test_what_a_room_must_not_know(room: str) -> None:
+    known = {room_of(other) for name, others in IMPORTS.items() if room_of(name) == room for other in others}
+    assert known & MUST_NOT_KNOW[room] == set()
+
+
+def test_no_file_is_too_long() -> None:
+    lengths = {name: len(path.read_text().splitlines()) for name, path in MODULES.items()}
+    assert {name: length for name, length in lengths.items() if length > LONGEST} == {}
+
+
+def test_rooms_without_torch_load_none() -> None:
+    """In a process of its own, one import after the other."""
+    script = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    importlib.import_module(name)\n"
+        "    assert 'torch' not in sys.modules, name + ' loads torch'\n"
+    )
+    names = ["dalsegno", *(f"dalsegno.{room}" for room in WITHOUT_TORCH)]
+    done = subprocess.run([sys.executable, "-c", script, *names], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_public_name_is_found_and_no_other() -> None:
+    for name in dir(dalsegno):
+        getattr(dalsegno, name)
+    with pytest.raises(AttributeError, match="has no attribute 'Trainr'"):
+        dalsegno.Trainr  # noqa: B018
