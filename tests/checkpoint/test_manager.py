@@ -125,6 +125,23 @@ def test_a_directory_under_a_wrong_name(tmp_path: Path) -> None:
         manager.find(manager.path_of(30))
 
 
+def changed_manifest(path: Path, change: dict[str, object]) -> None:
+    """As one that dalsegno would write: its own checksum agrees."""
+    content = json.loads(path.read_bytes()) | change
+    del content["xxh3"]
+    path.write_text(json.dumps(content | {"xxh3": _checksum_of(content)}))
+
+
+def test_a_newer_format_is_no_damage(tmp_path: Path) -> None:
+    """It stays where it is: the dalsegno that wrote it can read it."""
+    manager, saved = CheckpointManager(tmp_path), Saved()
+    saved.save(manager, 1)
+    changed_manifest(manager.path_of(1) / "manifest.json", {"format": 2})
+    with pytest.raises(StateMismatch, match="has format 2; this dalsegno reads up to 1"):
+        manager.find()
+    assert manager.path_of(1).is_dir()
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -145,7 +162,6 @@ def test_a_directory_under_a_wrong_name(tmp_path: Path) -> None:
         {"world_size": 1 << 60},
         {"metrics": {"loss": [1]}},
         {"metrics": 3},
-        {"format": 2},
         {"torch": None},
     ],
 )
@@ -153,9 +169,7 @@ def test_a_hostile_manifest(tmp_path: Path, change: dict[str, object]) -> None:
     manager, saved = CheckpointManager(tmp_path), Saved()
     saved.save(manager, 1)
     path = manager.path_of(1) / "manifest.json"
-    content = json.loads(path.read_bytes()) | change
-    del content["xxh3"]
-    path.write_text(json.dumps(content | {"xxh3": _checksum_of(content)}))
+    changed_manifest(path, change)
     with pytest.raises(DamagedCheckpoint, match=r"manifest\.json"):
         manager.find(manager.path_of(1))
 

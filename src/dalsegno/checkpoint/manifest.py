@@ -23,13 +23,13 @@ from typing import Any
 
 import xxhash
 
-from dalsegno.errors import DamagedCheckpoint, NotFound
+from dalsegno.errors import DamagedCheckpoint, NotFound, StateMismatch
 
 FILE_NAME = "manifest.json"
 FORMAT = 1
 
 _READ_PIECE = 16 << 20
-_LARGEST_DOCUMENT = 1 << 30  # bytes; no honest manifest or index comes near
+_LARGEST = 1 << 28  # bytes; no honest manifest comes near
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)?")
 _CHECKSUM = re.compile(r"[0-9a-f]{32}")
 
@@ -90,20 +90,26 @@ class Manifest:
 
         Raises:
             DamagedCheckpoint: if there is none, or it is not one that dalsegno can have written.
+            StateMismatch: if it is whole, but of a format that only a newer dalsegno reads.
         """
         path = directory / FILE_NAME
+        if path.is_file() and path.stat().st_size > _LARGEST:
+            raise DamagedCheckpoint(f"{path}: is larger than any manifest")
         content = read_json(path)
         try:
+            _expect(type(content) is dict, "not an object")
+            claimed = content.pop("xxh3")
+            _expect(claimed == _checksum_of(content), "its content is not what its checksum says")
+            if type(content["format"]) is not int or content["format"] > FORMAT:
+                raise StateMismatch(f"{path}: has format {content['format']!r}; this dalsegno reads up to {FORMAT}")
             return cls._parse(content)
+        except StateMismatch:
+            raise
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise DamagedCheckpoint(f"{path}: {_reason(error)}") from error
 
     @classmethod
     def _parse(cls, content: dict[str, Any]) -> Manifest:
-        _expect(type(content) is dict, "not an object")
-        _expect(content["format"] == FORMAT, f"format {content['format']!r}; this dalsegno reads {FORMAT}")
-        claimed = content.pop("xxh3")
-        _expect(claimed == _checksum_of(content), "its content is not what its checksum says")
         manifest = cls(
             step=_whole(content["step"], "step"),
             world_size=_whole(content["world_size"], "world_size"),
@@ -164,13 +170,12 @@ def read_json(path: Path) -> Any:
     """What a JSON file holds.
 
     Raises:
-        DamagedCheckpoint: if there is none, or it is no JSON, or absurdly large.
+        DamagedCheckpoint: if there is none, or it is no JSON.
     """
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as stream:
-            status = os.fstat(stream.fileno())
-            if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST_DOCUMENT:
-                raise DamagedCheckpoint(f"{path}: is no plain file of less than {_LARGEST_DOCUMENT} bytes")
+            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                raise DamagedCheckpoint(f"{path}: is no plain file")
             return json.loads(stream.read(), parse_constant=_no_constant)
     except DamagedCheckpoint:
         raise
