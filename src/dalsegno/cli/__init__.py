@@ -8,6 +8,8 @@ command needs it imports when it runs.
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -27,6 +29,8 @@ INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; gives the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a bar of question marks is better than none
     try:
         if words and not words[0].startswith("-") and words[0] not in COMMANDS:
             raise UnknownName("command", words[0], COMMANDS)
@@ -35,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except DalsegnoError as error:
         print(f"dalsegno: {error}", file=sys.stderr)
+        return FAILED
+    except BrokenPipeError:  # nobody reads any more; nor shall Python's last flush fail
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except KeyboardInterrupt:
         print("\ndalsegno: interrupted", file=sys.stderr)

@@ -18,9 +18,9 @@ LEAST_STEPS = 12
 def describe(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.add_argument("--out", type=Path, default=Path("demo-run"), metavar="DIR", help="default: %(default)s")
-    parser.add_argument("--steps", type=int, default=360, metavar="N", help="optimizer steps; default: %(default)s")
+    parser.add_argument("--steps", type=int, default=1200, metavar="N", help="optimizer steps; default: %(default)s")
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of the training and of the kills; default: %(default)s"
+        "--seed", type=int, default=7, metavar="N", help="of the training and of the kills; default: %(default)s"
     )
 
 
@@ -41,6 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     from .demo_folder import own_folder
 
     with own_folder(arguments.out):
+        print(f"All of this goes to {arguments.out.absolute()}", flush=True)
         from .demo_story import tell
 
         return tell(arguments.out, arguments.steps, arguments.seed)

@@ -61,15 +61,15 @@ def run_leg(job: Job, plan: FaultPlan | None, watch: Watch) -> LegEnd:
             last = news[0]
             first = last if first is None else first
             watch(*news)
-        outcome = leg.wait(NO_END)[0]
-    except BaseException:
-        if leg.alive:
-            leg.kill()
+    except BaseException:  # Ctrl-C, a closed pipe: no leg trains on behind the back of whoever asked for the end
+        leg.kill()
+        leg.wait()
         raise
     finally:
         incoming.close()
+    outcome = leg.wait(NO_END)[0]
     if outcome.exit_code != 0 and not (outcome.was_killed and plan is not None):
-        raise RankFailed(f"a leg ended with {outcome.exit_code}; it printed {job.console}\n{outcome.error or ''}")
+        raise RankFailed(f"a leg ended with {outcome.exit_code}; see {job.console}\n{outcome.error or ''}")
     return LegEnd(first or 0, last, cast(Course | None, outcome.value))
 
 

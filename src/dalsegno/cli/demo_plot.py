@@ -29,9 +29,9 @@ class Leg:
 
 def draw(target: Path, reference: Path, killed: Path, legs: Sequence[Leg]) -> Path:
     """A PNG of two runs' losses (nats per byte) over their steps; gives its path back."""
-    figure = Figure(figsize=(9, 5.6), dpi=120, layout="constrained")
+    figure = Figure(figsize=(9, 5.8), dpi=120, layout="constrained")
     figure.suptitle("A run that is killed twice, on top of one that is not", fontsize=13)
-    losses, lives = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
+    losses, lives = figure.subplots(2, 1, sharex=True, height_ratios=[7, 2])
     _draw_losses(losses, reference / "logs", killed / "logs")
     _draw_legs(lives, legs)
     _mark_kills(losses, lives, legs)
@@ -88,14 +88,19 @@ def _mark_kills(losses: Axes, lives: Axes, legs: Sequence[Leg]) -> None:
             continue
         for axes in (losses, lives):
             axes.axvline(leg.last, color=KILL, linewidth=1.1, linestyle=(0, (5, 2)), zorder=0)
-        beside = leg.last < 0.7 * end
+        if leg.last < 0.7 * end:
+            x, offset, align = leg.last, (6, 0), ("left", "center")
+        elif leg.first > 0.3 * end:
+            x, offset, align = leg.first, (-6, 0), ("right", "center")
+        else:
+            x, offset, align = leg.last, (-4, 4), ("right", "bottom")
         lives.annotate(
             f"SIGKILL {leg.killed}",
-            xy=(leg.last, row),
-            xytext=(6, 0) if beside else (-4, 4),
+            xy=(x, row),
+            xytext=offset,
             textcoords="offset points",
-            ha="left" if beside else "right",
-            va="center" if beside else "bottom",
+            ha=align[0],
+            va=align[1],
             color=KILL,
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
         )

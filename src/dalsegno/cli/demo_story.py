@@ -21,9 +21,8 @@ def tell(out: Path, steps: int, seed: int) -> int:
     paths = source_files()
     size = sum(path.stat().st_size for path in paths) / 1e6
     _say(f"A small transformer learns Python's standard library: {len(paths)} files, {size:.1f} MB.")
-    _say(f"All that is written lies in {out}{'/' if out.name else ''}\n")
 
-    _say("The reference, trained without interruption")
+    _say("\nThe reference, trained without interruption")
     course = _reference(Job(out / "reference", out / "console" / "reference.txt", steps, seed))
 
     _say("\nThe same run again, killed twice at random and started again each time")

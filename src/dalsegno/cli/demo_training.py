@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +20,11 @@ from dalsegno.errors import EmptyDataset
 from dalsegno.testing import DataOrder, TinyLanguageModel
 from dalsegno.trainer import Trainer
 
-CONTEXT = 128
+CONTEXT = 64
 """Bytes in a sample."""
 BATCH = 16
 """Samples in a step."""
-VALIDATION_SAMPLES = 128
+VALIDATION_SAMPLES = 256
 CHECKPOINTS = 6
 """Saved on the way, the last one at the end."""
 
@@ -32,15 +34,19 @@ _EVERY = 10  # of so many files one is for validation
 
 
 def source_files() -> list[Path]:
-    """The standard library's modules on this machine, sorted by path, without its tests; 16 MiB of them at most."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    chosen, size = [], 0
-    for path in sorted(root.rglob("*.py")):
-        if not _FOREIGN.intersection(path.relative_to(root).parts) and path.is_file():
-            size += path.stat().st_size
-            if size > _MOST_BYTES:
-                break
-            chosen.append(path)
+    """The standard library's modules on this machine, sorted by path, without its tests; 16 MiB of them at most.
+
+    Raises:
+        EmptyDataset: if there are none, as in some stripped installations.
+    """
+    root = sysconfig.get_paths()["stdlib"]
+    found = []
+    for folder, inner, names in os.walk(root):
+        inner[:] = [name for name in inner if name not in _FOREIGN]
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    found.sort()
+    sizes = accumulate(path.stat().st_size for path in found)
+    chosen = [path for path, size in zip(found, sizes, strict=True) if size <= _MOST_BYTES]
     if len(chosen) < _EVERY:
         raise EmptyDataset(f"{root}: the sources of the standard library are not there; the demo trains on them")
     return chosen
@@ -74,13 +80,13 @@ def build(output_dir: Path, *, steps: int, seed: int, watchers: Sequence[Callbac
     paths = source_files()
     validation = set(paths[_EVERY // 2 :: _EVERY])
     return Trainer(
-        TinyLanguageModel(width=96, depth=3, context=CONTEXT),
+        TinyLanguageModel(width=64, depth=2, heads=2, context=CONTEXT),
         TrainingArguments(
             output_dir=output_dir,
             max_steps=steps,
             per_device_train_batch_size=BATCH,
-            per_device_eval_batch_size=BATCH,
-            learning_rate=3e-3,
+            per_device_eval_batch_size=4 * BATCH,
+            learning_rate=4e-3,
             weight_decay=0.01,
             lr_scheduler_type="cosine",
             warmup_steps=steps // 10,

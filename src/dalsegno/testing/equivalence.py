@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, cast
 
-from dalsegno.errors import RankFailed
+from dalsegno.errors import ConfigurationError, RankFailed
 from dalsegno.result import TrainResult
 
 from .compare import Comparison, compare_runs
@@ -52,14 +52,19 @@ def check_resume(
 
     Raises:
         RankFailed: if a leg ends with an error of its own, or takes too long.
+        ConfigurationError: if none of the moments came.
     """
     reference, killed = folder / "reference", folder / "killed"
     course = _leg(factory, reference, None, world_size, timeout)
     assert course is not None, "nothing has killed it"
     say(f"reference: trained to its end, uninterrupted, in {course.steps} steps")
+    kills = 0
     for plan in course.moments(seed) if kill_at is None else kill_at:
         died = _leg(factory, killed, plan, world_size, timeout) is None
+        kills += died
         say(f"killed {plan}" if died else f"the run ended before it could be killed {plan}")
+    if not kills:
+        raise ConfigurationError(f"the run of {course.steps} steps was never killed, so nothing is shown")
     _leg(factory, killed, None, world_size, timeout)
     say("resumed: trained to its end")
     return compare_runs(reference, killed)
@@ -67,7 +72,7 @@ def check_resume(
 
 def assert_resume_equivalent(
     factory: Factory,
-    kill_at: Sequence[FaultPlan],
+    kill_at: Sequence[FaultPlan] | None = None,
     *,
     world_size: int = 1,
     timeout: float = 300.0,

@@ -1,0 +1,144 @@
+"""``dalsegno check-resume`` on trainers that lie in the user's own folder, one of them broken on purpose."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cli.command import dalsegno
+from dalsegno.cli import main
+
+OWN_TRAINING = '''
+import torch
+import dalsegno as ds
+from dalsegno.callbacks import JsonLogger
+from dalsegno.testing import TinyRegression, tiny_regression_data
+
+LIMIT = 3.0
+
+
+class Counter(ds.Callback):
+    """Changes what is logged and how is trained, by a number that is in no checkpoint."""
+
+    def __init__(self):
+        self.seen = 0
+
+    def on_microbatch_end(self, ctx):
+        self.seen += 1
+
+    def on_pre_optimizer_step(self, ctx):
+        if self.seen > 10:
+            for parameter in ctx.model.parameters():
+                parameter.grad.mul_(0.5)
+
+    def on_log(self, ctx):
+        ctx.logs["seen"] = self.seen
+
+
+class Remembering(Counter):
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+
+def build(output_dir, callback):
+    torch.manual_seed(0)
+    print("building in", output_dir)
+    return ds.Trainer(
+        TinyRegression(),
+        ds.TrainingArguments(output_dir=output_dir, max_steps=12, save_steps=3, logging_steps=1, use_cpu=True),
+        train_dataset=tiny_regression_data(),
+        callbacks=[callback, JsonLogger()],
+    )
+
+
+def good(output_dir):
+    return build(output_dir, Remembering())
+
+
+def broken(output_dir):
+    return build(output_dir, Counter())
+
+
+def raises(output_dir):
+    raise RuntimeError("the data is not there")
+
+
+def nothing(output_dir):
+    return None
+'''
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's own, where the user is."""
+    (tmp_path / "own_training.py").write_text(OWN_TRAINING)
+    (tmp_path / "torn.py").write_text("import os\nimport no_such_package\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))  # so that the path is put back
+    return tmp_path
+
+
+def test_a_good_one(folder: Path) -> None:
+    done = dalsegno("check-resume", "own_training:good", folder=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    assert lines[0] == "reference: trained to its end, uninterrupted, in 12 steps"
+    assert lines[1].startswith("killed at on_step_begin no. ")
+    assert lines[2].startswith("killed before write of step-000000")
+    assert lines[-1] == "Nothing differs."
+    assert "building in" not in done.stdout
+    assert {path.name for path in folder.iterdir()} - {"__pycache__"} == {"own_training.py", "torn.py"}
+
+
+def test_a_broken_one_is_found_out_down_to_tensor_and_record(folder: Path) -> None:
+    words = ["--kill-at", "on_step_end:11", "--kill-at", "write:2:.partial", "--keep", "kept", "--json"]
+    done = dalsegno("check-resume", "own_training:broken", *words, folder=folder)
+    assert done.returncode == 1, done.stdout + done.stderr
+    result = json.loads(done.stdout)
+    assert result["identical"] is False
+    differences = {row["what"]: row["difference"] for row in result["rows"] if not row["identical"]}
+    assert "elements differ, by up to" in differences["model"]
+    assert differences["logs/train.jsonl"].startswith("train.jsonl record 11.seen: 10 and 1")
+    assert "killed at on_step_end no. 11\nkilled before write of .partial no. 2\n" in done.stderr
+    kept = folder / "kept"
+    assert (kept / "killed.txt").read_text().count("building in") == 3
+    assert (kept / "reference" / "logs" / "train.jsonl").exists()
+    assert main(["check-resume", "own_training:good", "--keep", "kept"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["own_training:goood"], "unknown function of own_training 'goood'; did you mean 'good'?"),
+        (["own_trainin:good"], "no module 'own_trainin', neither here nor installed"),
+        (["own_training.more:good"], "no module 'own_training.more', neither here nor installed"),
+        (["torn:good"], "torn: cannot be imported\nTraceback"),
+        (["own_training"], "'own_training': name the factory as module:function"),
+        (["own_training:LIMIT"], "unknown function of own_training 'LIMIT'"),
+        (
+            ["own_training:good", "--kill-at", "on_stepend:3"],
+            "unknown moment 'on_stepend'; did you mean 'on_step_end'?",
+        ),
+        (["own_training:good", "--ranks", "0"], "--ranks 0: needs at least 1"),
+        (["own_training:good", "--keep", "."], "--keep .: is not an empty folder"),
+        (["own_training:raises"], "RuntimeError: the data is not there"),
+        (["own_training:nothing"], "own_training:nothing gave a NoneType, not a trainer"),
+        (["own_training:good", "--kill-at", "on_step_end:13"], "the run of 12 steps was never killed"),
+    ],
+)
+def test_what_cannot_be_tried(
+    words: list[str], complaint: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check-resume", *words]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_two_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-resume", "own_training:good", "--ranks", "2", "--kill-at", "on_step_end:5"]) == 0
+    assert capsys.readouterr().out.endswith("\nNothing differs.\n")

@@ -1,0 +1,130 @@
+"""``dalsegno demo``, small: killed twice, the same, drawn; and what it does to a folder that is there already."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+from dataclasses import replace
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.command import DALSEGNO, dalsegno, environment
+from dalsegno.cli import demo_story, main
+from dalsegno.cli.demo_legs import Job, LegEnd, Watch, run_leg
+from dalsegno.testing import FaultPlan
+
+COMPARED = [
+    "weights",
+    "optimizer",
+    "learning rate",
+    "data position",
+    "data order",
+    "random generators",
+    "callback DivergenceDetector",
+    "callback GradNormLogger",
+    "callback JsonLogger",
+    "log gradient_norms.jsonl",
+    "log train.jsonl",
+]
+
+
+def test_the_whole_story(tmp_path: Path) -> None:
+    done = dalsegno("demo", "--steps", "12", "--out", "here", folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    for what in COMPARED:
+        assert re.search(rf"^{what} +[\d,]+ \w+ +identical$", done.stdout, re.MULTILINE), (what, done.stdout)
+    assert re.search(r"killed with SIGKILL between steps \d+ and \d+\n", done.stdout)
+    assert re.search(r"killed with SIGKILL while saving step \d+, before write \d of \d+\n", done.stdout)
+    assert re.search(r"without a manifest: step-\d+\.partial\n", done.stdout)
+    assert done.stdout.count("goes on from the checkpoint of step") == 2
+    assert "Nothing differs." in done.stdout
+    assert (tmp_path / "here" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    legs = json.loads((tmp_path / "here" / "killed" / "run.json").read_text())["legs"]
+    assert [leg["reason"] for leg in legs] == ["died", "died", "finished"]
+    assert len({leg["pid"] for leg in legs}) == 3
+
+
+def test_a_difference_is_exit_status_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def with_a_seed_of_its_own(job: Job, plan: FaultPlan | None, watch: Watch) -> LegEnd:
+        return run_leg(replace(job, seed=job.seed + (job.output_dir.name == "reference")), plan, watch)
+
+    monkeypatch.setattr(demo_story, "run_leg", with_a_seed_of_its_own)
+    (tmp_path / "mine.txt").touch()
+    (tmp_path / "demo.json").touch()  # an earlier demo was here
+    (tmp_path / "reference").mkdir()
+    (tmp_path / "reference" / "left over").touch()
+    assert main(["demo", "--steps", "12", "--out", str(tmp_path)]) == 1
+    text = capsys.readouterr().out
+    assert "THE RUNS DIFFER." in text
+    assert re.search(r"^weights +28 tensors +\S+: [\d,]+ of [\d,]+ elements differ", text, re.MULTILINE)
+    assert not (tmp_path / "reference" / "left over").exists()
+    assert (tmp_path / "mine.txt").exists()
+
+
+def test_an_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
+    child = subprocess.Popen(
+        [DALSEGNO, "demo", "--steps", "5000", "--out", tmp_path],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+        start_new_session=True,
+    )
+    assert child.stdout is not None
+    while "starts at the beginning" not in child.stdout.readline():
+        assert child.poll() is None
+    leg = json.loads((tmp_path / "reference" / "run.json").read_text())["legs"][0]["pid"]
+    child.send_signal(signal.SIGINT)
+    _, complaint = child.communicate(timeout=60)
+    assert (child.returncode, complaint) == (130, "\ndalsegno: interrupted\n")
+    with pytest.raises(ProcessLookupError):
+        os.kill(leg, 0)
+
+
+def test_a_folder_of_somebody_elses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "thesis.tex").touch()
+    (tmp_path / "reference").mkdir()
+    assert main(["demo", "--out", str(tmp_path)]) == 2
+    assert "holds files that no demo wrote" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"thesis.tex", "reference"}
+    assert main(["demo", "--out", str(tmp_path / "thesis.tex")]) == 2
+    assert "is not a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--steps", "11"], "--steps 11: two kills need at least 12 steps"),
+        (["--seed", "-1"], "--seed -1: needs 0 or more"),
+    ],
+)
+def test_arguments_that_cannot_work(
+    words: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", "--out", str(tmp_path / "new"), *words]) == 2
+    assert complaint in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_without_matplotlib_it_says_so_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find_spec = util.find_spec
+
+    def without(name: str, *rest: Any) -> Any:
+        return None if name == "matplotlib" else find_spec(name, *rest)
+
+    monkeypatch.setattr(util, "find_spec", without)
+    assert main(["demo", "--out", str(tmp_path / "new")]) == 2
+    assert "pip install 'dalsegno[analysis]'" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,47 @@
+"""Moments at random: certain to come, whatever the run."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dalsegno.events import Event
+from dalsegno.testing.course import Course
+
+
+@st.composite
+def courses(draw: st.DrawFn) -> Course:
+    steps = draw(st.integers(1, 60))
+    saves = draw(st.lists(st.integers(1, steps), unique=True))
+    return Course(steps, {step: draw(st.integers(1, 9)) for step in saves})
+
+
+@settings(deadline=None, max_examples=200)
+@given(courses(), st.integers(0, 1 << 40))
+def test_each_moment_lies_ahead_of_the_leg_that_it_is_for(course: Course, seed: int) -> None:
+    moments = course.moments(seed)
+    between = [plan for plan in moments if plan.event is not None]
+    saving = [plan for plan in moments if plan.operation is not None]
+    assert moments == between + saving
+    assert len(between) == (course.steps > 1)
+    steps_done = between[0].count - 1 if between else 0
+    for plan in between:
+        assert plan.event is Event.STEP_BEGIN
+        assert 1 <= steps_done < course.steps
+    assert len(saving) == any(step > steps_done for step in course.writes)
+    for plan in saving:
+        step = int(plan.path.removeprefix("step-").removesuffix(".partial"))
+        assert step > steps_done
+        assert 1 <= plan.count <= course.writes[step]
+
+
+@settings(deadline=None, max_examples=50)
+@given(courses(), st.integers())
+def test_the_same_seed_gives_the_same_moments(course: Course, seed: int) -> None:
+    assert course.moments(seed) == course.moments(seed)
+
+
+def test_a_kill_between_checkpoints_costs_steps() -> None:
+    course = Course(12, {4: 8, 8: 8, 12: 8})
+    for seed in range(20):
+        assert course.moments(seed)[0].count - 1 in {5, 6, 7, 9, 10, 11}
