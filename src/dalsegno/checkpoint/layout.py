@@ -120,10 +120,14 @@ class StagedFile:
 
     def fill(self, span: tuple[int, int], tensor: torch.Tensor) -> None:
         """Copy a tensor, from whatever device and with whatever strides, to its place."""
-        if tensor.numel():
-            place = self._buffer[slice(*span)].view(tensor.dtype).view(tensor.shape)
-            with torch.no_grad():
-                place.copy_(tensor)
+        if not tensor.numel():
+            return
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+        if tensor.device.type == "cpu" and tensor.is_contiguous():
+            # One memory move. torch's copy waits for threads of its own, up to ten times as long on a busy machine.
+            self._memory[slice(*span)] = tensor.reshape(-1).view(torch.uint8).numpy().data
+        else:
+            self._buffer[slice(*span)].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
     def write_to(self, directory: Path) -> FileRecord:
         """Stream the file to the disk, durably, and give its size and checksum."""
