@@ -111,8 +111,11 @@ class Assembly:
         self._manager.save(step, self._sharded, self._components(), metrics=metrics, is_best=is_best)
         self._manager.prune()
 
-    def load_model(self, path: Path) -> None:
-        checkpoint = self._manager.find(path)
+    def load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if not self.args.load_best_model_at_end or best is None:
+            return
+        checkpoint = self._manager.find(self.args.directory / best)
         assert checkpoint is not None, "a path is found, or an error"
         self._manager.load_sharded(checkpoint, self._sharded[:1])
 
@@ -144,8 +147,8 @@ class Assembly:
         self.set_callbacks(self.own_callbacks)  # a global callback may have come or gone
         self.state.max_steps = planned_steps(self.args, self.feed)
         self.state.num_train_epochs = self.args.num_train_epochs
-        if resume is True and self._result is not None:
-            return self._result.checkpoint
+        if resume is True and self._result is not None and not self.args.load_best_model_at_end:
+            return self._result.checkpoint  # else the weights in memory are not those that were trained last
         checkpoint = self._choose(resume)
         path, step = (checkpoint.path, checkpoint.manifest.step) if checkpoint else (None, 0)
         if self.on.before_load:
@@ -185,13 +188,16 @@ class Assembly:
         is_done = (
             self.feed.epoch >= state.num_train_epochs if state.max_steps < 0 else state.global_step >= state.max_steps
         )
-        if not is_done or self._result is not None:
-            return self._result if is_done else None
-        last = ranks.from_rank_zero(lambda: _last_leg(self.args.directory))
-        if last is None or last.reason != "finished" or last.last_step != state.global_step:
+        result = (self._result or self._result_on_disk()) if is_done else None
+        if result is not None:
+            self.load_best_model()
+        return result
+
+    def _result_on_disk(self) -> TrainResult | None:
+        step, last = self.state.global_step, ranks.from_rank_zero(lambda: _last_leg(self.args.directory))
+        if last is None or last.reason != "finished" or last.last_step != step:
             return None
-        checkpoint = self._manager.path_of(state.global_step)
-        return TrainResult(state.global_step, "finished", metrics=last.metrics, checkpoint=checkpoint)
+        return TrainResult(step, "finished", metrics=last.metrics, checkpoint=self._manager.path_of(step))
 
     def leg(self, resumed_from: Path | None, loss_weight: LossWeight | None = None) -> Run:
         """A run from where everything is now to its end."""

@@ -45,8 +45,8 @@ class Saver(Protocol):
         """Capture the state of every component and publish it. Collective."""
         ...
 
-    def load_model(self, path: Path) -> None:
-        """Put a checkpoint's weights into the model, and nothing else. Collective."""
+    def load_best_model(self) -> None:
+        """Put the best checkpoint's weights into the model, if that is wanted and there is one. Collective."""
         ...
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,13 +45,13 @@ class Meter:
 
     def _fold(self) -> None:
         if self._losses:
-            self._loss_sum += float(torch.stack(self._losses).double().sum())
+            self._loss_sum = sum(torch.stack(self._losses).tolist(), self._loss_sum)
             self._steps += len(self._losses)
             self._losses.clear()
         if self._grad_norms:
-            norms = torch.stack(self._grad_norms)
-            self._grad_norm, largest = torch.stack([norms[-1], norms.max()]).tolist()
-            self._max_grad_norm = largest if self._max_grad_norm is None else max(self._max_grad_norm, largest)
+            norms = torch.stack(self._grad_norms).tolist()
+            earlier = [] if self._max_grad_norm is None else [self._max_grad_norm]
+            self._grad_norm, self._max_grad_norm = norms[-1], _largest(earlier + norms)
             self._grad_norms.clear()
 
     def take(self) -> dict[str, float]:
@@ -75,8 +76,10 @@ class Meter:
         return figures
 
     def run_loss(self) -> float | None:
-        """The mean of all steps' losses since the run began, as of the last :meth:`take`."""
-        return self._run_loss_sum / self._run_steps if self._run_steps else None
+        """The mean of all steps' losses since the run began; the interval goes on. Collective."""
+        self._fold()
+        loss_sum, steps = ranks.sum_floats([self._loss_sum])[0], self._run_steps + self._steps
+        return (self._run_loss_sum + loss_sum) / steps if steps else None
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -118,3 +121,8 @@ class Meter:
         total = first.state_dict()
         rest = {**total, "loss_sum": 0.0, "tokens": 0}
         return [total, *[rest] * (world_size - 1)]
+
+
+def _largest(norms: list[float]) -> float:
+    """NaN if one is NaN."""
+    return max(norms, key=lambda norm: (math.isnan(norm), norm))

@@ -31,6 +31,8 @@ from .meter import Meter
 from .result import TrainResult, reason_of
 from .state import TrainerControl, TrainerState
 
+_NOTHING = Due()
+
 
 class Run:
     """All parts are given, and restored already: the Trainer does so, or ``dalsegno.Run`` for a hand-written loop."""
@@ -64,7 +66,8 @@ class Run:
         self._legs = RunFile(args.directory) if ranks.rank() == 0 else None
         self._logging, self._evaluation, self._saving = args.logging, args.evaluation, args.saving
         self._draw: Draw | None = None  # the one whose step has not ended yet
-        self._due = Due()
+        self._place = 0.0  # of the feed, behind that draw
+        self._due = _NOTHING
         self._exhausted = False
         self._final_metrics: dict[str, Any] = {}
         self._listens_to_metrics = False
@@ -103,7 +106,6 @@ class Run:
     def _finish(self) -> None:
         """A leg that comes to its end by itself: the final record, and the best weights."""
         state, args, seconds = self.state, self.args, self.state.elapsed()
-        self._meter.take()
         metrics = self._final_metrics = {
             "train_runtime": seconds,
             "train_samples": state.samples_seen,
@@ -118,9 +120,7 @@ class Run:
         if loss is not None:
             metrics["train_loss"] = loss
         self._boundary.log(metrics, "final")
-        best = state.best_model_checkpoint
-        if args.load_best_model_at_end and best is not None:
-            self._saver.load_model(args.directory / best)
+        self._saver.load_best_model()
 
     def _leave(self, error: BaseException | None) -> None:
         """on_exception where due, then on_train_end, once. No collective: the other ranks may be gone."""
@@ -223,7 +223,7 @@ class Run:
         self._meter.tokens += draw.tokens
         self._boundary.lr = lr
         state.global_step += 1
-        state.epoch = self._feed.position
+        state.epoch = self._place
         state.samples_seen += draw.samples
         state.num_input_tokens_seen += draw.tokens * self._world_size
         if on.step_end:
@@ -250,14 +250,15 @@ class Run:
     def _foresee(self) -> None:
         """What the coming step's end will do, so that costly things are captured only then."""
         state, control, step = self.state, self.control, self.state.global_step + 1
-        ends_epoch = self._feed_is_used_up()
+        self._place = self._feed.position
+        ends_epoch = self._place >= self._feed.epoch + 1
         is_final = step == state.max_steps and not ends_epoch  # else the epoch's end saves
         self._due = due = Due(
             log=self._logging.at_step(step) or (step == 1 and self.args.logging_first_step and bool(self._logging)),
             evaluate=self._evaluation.at_step(step),
             save=self._saving.at_step(step) or (is_final and bool(self._saving)),
         )
-        later = self._due_at_epoch_end(step) if ends_epoch else Due()
+        later = self._due_at_epoch_end(step) if ends_epoch else _NOTHING
         state.will_log = due.log or later.log or control.should_log
         state.will_evaluate = due.evaluate or later.evaluate or control.should_evaluate
         state.will_save = due.save or later.save or control.should_save
