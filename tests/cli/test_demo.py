@@ -34,6 +34,11 @@ COMPARED = [
 ]
 
 
+def legs_of(output_dir: Path) -> list[dict[str, Any]]:
+    legs: list[dict[str, Any]] = json.loads((output_dir / "run.json").read_text())["legs"]
+    return legs
+
+
 def test_the_whole_story(tmp_path: Path) -> None:
     done = dalsegno("demo", "--steps", "12", "--out", "here", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -46,7 +51,7 @@ def test_the_whole_story(tmp_path: Path) -> None:
     assert done.stdout.count("goes on from the checkpoint of step") == 2
     assert "Nothing differs." in done.stdout
     assert (tmp_path / "here" / "loss.png").read_bytes().startswith(b"\x89PNG")
-    legs = json.loads((tmp_path / "here" / "killed" / "run.json").read_text())["legs"]
+    legs = legs_of(tmp_path / "here" / "killed")
     assert [leg["reason"] for leg in legs] == ["died", "died", "finished"]
     assert len({leg["pid"] for leg in legs}) == 3
 
@@ -83,12 +88,13 @@ def test_an_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
     assert child.stdout is not None
     while "starts at the beginning" not in child.stdout.readline():
         assert child.poll() is None
-    leg = json.loads((tmp_path / "reference" / "run.json").read_text())["legs"][0]["pid"]
+    (leg,) = legs_of(tmp_path / "reference")
     child.send_signal(signal.SIGINT)
     _, complaint = child.communicate(timeout=60)
     assert (child.returncode, complaint) == (130, "\ndalsegno: interrupted\n")
     with pytest.raises(ProcessLookupError):
-        os.kill(leg, 0)
+        os.kill(leg["pid"], 0)
+    assert legs_of(tmp_path / "reference")[0]["reason"] is None, "it trained on until it found nobody to tell"
 
 
 def test_a_folder_of_somebody_elses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
