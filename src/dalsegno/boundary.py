@@ -91,8 +91,6 @@ class Boundary:
         """What the newest update used."""
         self.leaving = False
         """All ranks have agreed to stop."""
-        self.epoch_cut = False
-        """All ranks have agreed to end the epoch."""
 
     def act(self, due: Due) -> None:
         """Do what is ``due``, and what callbacks wish as far as the ranks agree on it here."""
@@ -106,12 +104,11 @@ class Boundary:
         if agreed and control.should_training_stop:
             self.leaving = True
             self._agreement.share_reason()
+        if agreed and control.should_epoch_stop:
+            self._state.epoch_is_cut, control.should_epoch_stop = True, False
         save = due.save or (agreed and control.should_save) or self.leaving
         if save and not (agreed and control.should_abort_without_save):
             self.save()
-        if agreed and control.should_epoch_stop:
-            self.epoch_cut = True
-            control.should_epoch_stop = False
 
     def log_training(self) -> None:
         """The record of the steps since the last one. Collective."""

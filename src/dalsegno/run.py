@@ -168,9 +168,11 @@ class Run:
         """
         on, feed = self._on, self._feed
         while not self._is_over():
-            if not feed.started and on.epoch_begin:
-                on.epoch_begin.fill(feed.epoch)
-                on.epoch_begin.fire()
+            if not feed.started:
+                self.state.epoch_is_cut = False  # a wish at the last epoch's end is no wish for this one
+                if on.epoch_begin:
+                    on.epoch_begin.fill(feed.epoch)
+                    on.epoch_begin.fire()
             yield from self._rest_of_epoch()
             if self._boundary.leaving or self._is_cut_short():
                 return
@@ -180,7 +182,8 @@ class Run:
             self._end_epoch()
 
     def _rest_of_epoch(self) -> Iterator[Draw]:
-        boundary = self._boundary
+        if self.state.epoch_is_cut:  # at the end of the step that the leg goes on from
+            return
         for draw in draws(self._feed, self.args.gradient_accumulation_steps, self._loss_weight):
             self._foresee()
             if self._on.step_begin:
@@ -192,7 +195,7 @@ class Run:
                     f"step {self.state.global_step + 1} did not end: call run.step_end(loss=…) after each "
                     f"{self.args.gradient_accumulation_steps} micro-batch(es), or what is left at an epoch's end"
                 )
-            if boundary.leaving or boundary.epoch_cut or self._is_cut_short():
+            if self._boundary.leaving or self.state.epoch_is_cut or self._is_cut_short():
                 return
 
     def batches(self) -> Iterator[Any]:
@@ -273,7 +276,6 @@ class Run:
         due = self._due_at_epoch_end(self.state.global_step)
         feed.next_epoch()
         self.state.epoch = feed.position
-        self._boundary.epoch_cut = False
         self._act(due)
 
     def _due_at_epoch_end(self, step: int) -> Due:

@@ -68,6 +68,8 @@ class TrainerState:
     best_global_step: int = 0
     best_model_checkpoint: str | None = None
     """Relative to ``output_dir``, so that a moved run still finds it."""
+    epoch_is_cut: bool = False
+    """All ranks have agreed to end the epoch before its time: no more of its steps follow, in this leg or the next."""
 
     max_steps: int = -1
     """-1 where neither ``max_steps`` nor the length of the data says it."""
