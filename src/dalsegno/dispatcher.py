@@ -44,8 +44,7 @@ class Channel(list[Handler], Generic[P]):
         context = self.context
         try:
             for handler in self:
-                answer = handler(context)
-                if answer is not None:
+                if (answer := handler(context)) is not None:
                     context.control.adopt(answer)
         except BaseException as error:
             error.add_note(f"raised in {owner_of(handler)}.{self.event.handler}")

@@ -78,10 +78,13 @@ def draws(feed: Source, size: int, loss_weight: LossWeight | None = None) -> Ite
 
 
 def _weigh(held: list[Microbatch], loss_weight: LossWeight | None) -> Draw:
-    weights = [_weight(microbatch, loss_weight) for microbatch in held]
-    samples = sum(_global_samples(microbatch) for microbatch in held)
+    weights, samples, tokens = [], 0, 0
+    for microbatch in held:
+        weights.append(_weight(microbatch, loss_weight))
+        samples += microbatch.samples if microbatch.global_samples is None else microbatch.global_samples
+        tokens += _tokens(microbatch)
     total = float(samples) if loss_weight is None else sum(weights)
-    return Draw(held, weights, total, samples, sum(map(_tokens, held)))
+    return Draw(held, weights, total, samples, tokens)
 
 
 def _weigh_together(held: list[Microbatch], spare: Microbatch | None, loss_weight: LossWeight | None) -> Draw | None:
@@ -109,10 +112,6 @@ def _weight(microbatch: Microbatch, loss_weight: LossWeight | None) -> float:
     if microbatch.samples == 0:
         return 0.0
     return float(microbatch.samples) if loss_weight is None else float(loss_weight(microbatch.batch))
-
-
-def _global_samples(microbatch: Microbatch) -> int:
-    return microbatch.samples if microbatch.global_samples is None else microbatch.global_samples
 
 
 def _tokens(microbatch: Microbatch) -> int:

@@ -17,6 +17,7 @@ from dalsegno.errors import CannotSave
 Record = dict[str, Any]
 """One line of a log: names to numbers, texts, booleans, None, and lists and dicts of these."""
 
+_ENCODER = json.JSONEncoder(allow_nan=False)
 _SPELLED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -26,7 +27,7 @@ def encode(record: Mapping[str, Any]) -> bytes:
     Raises:
         CannotSave: if a value is nothing that JSON can hold; names the key.
     """
-    return json.dumps(to_json(record), allow_nan=False).encode()
+    return _ENCODER.encode(to_json(record)).encode()
 
 
 def decode(line: bytes) -> Any:
