@@ -136,9 +136,11 @@ class TrainingArguments:
             if value not in allowed:
                 raise ConfigurationError(f"{name}={value!r}; allowed are {', '.join(map(repr, allowed))}")
         for name, least in _AT_LEAST.items():
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not least <= value < math.inf:
-                raise ConfigurationError(f"{name}={value!r}; needs a number of at least {least:g}")
+            value, whole = getattr(self, name), isinstance(getattr(type(self), name), int)
+            fits = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+            if not (fits and least <= value < math.inf):
+                kind = "whole number" if whole else "number"
+                raise ConfigurationError(f"{name}={value!r}; needs a {kind} of at least {least:g}")
         if self.bf16 and self.fp16:
             raise ConfigurationError("bf16=True and fp16=True; choose one of them")
         if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs == 0):

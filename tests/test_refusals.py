@@ -1,0 +1,239 @@
+"""Bad input gets an error that says what was wrong, where, and what to do: here is each text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import dalsegno as ds
+from dalsegno.callbacks import DefaultMetrics, DivergenceDetector, JsonLogger
+from dalsegno.errors import CannotSave, ConfigurationError, DalsegnoError, StateMismatch, UnknownName
+from dalsegno.events import Event
+from dalsegno.testing import FaultPlan, tiny_regression_data
+from support.listeners import Listener
+from support.small import Line, arguments, small_trainer
+
+NAN = float("nan")
+
+ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "misspelt": ({"max_step": 3}, "unknown argument of TrainingArguments 'max_step'; did you mean 'max_steps'?"),
+    "negative": ({"logging_steps": -1}, "logging_steps=-1; needs a whole number of at least 0"),
+    "nan": ({"learning_rate": NAN}, "learning_rate=nan; needs a number of at least 0"),
+    "infinite": ({"max_grad_norm": float("inf")}, "max_grad_norm=inf; needs a number of at least 0"),
+    "text": ({"max_steps": "10"}, "max_steps='10'; needs a whole number of at least -1"),
+    "bool": ({"save_steps": True}, "save_steps=True; needs a whole number of at least 0"),
+    "no such way": ({"parallel": "zero3"}, "parallel='zero3'; allowed are 'auto', 'none', 'ddp', 'fsdp'"),
+    "two precisions": ({"bf16": True, "fp16": True}, "bf16=True and fp16=True; choose one of them"),
+    "nothing to do": (
+        {"max_steps": 0},
+        "max_steps=0 or num_train_epochs=0 trains nothing; max_steps=-1 means: by epochs",
+    ),
+    "broken steps": ({"save_steps": 2.5}, "save_steps=2.5; needs a whole number of at least 0"),
+    "keep none": ({"save_total_limit": 0}, "save_total_limit=0; needs at least 1, or None for all"),
+    "no best": (
+        {"load_best_model_at_end": True},
+        "load_best_model_at_end=True needs evaluations and checkpoints; see eval_steps, save_steps",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments(tmp_path: Path, name: str) -> None:
+    settings, text = ARGUMENTS[name]
+    with pytest.raises(ConfigurationError) as caught:
+        arguments(tmp_path, **settings)
+    assert str(caught.value) == text
+
+
+def test_a_misspelt_argument_is_a_type_error_too(tmp_path: Path) -> None:
+    with pytest.raises(TypeError):
+        arguments(tmp_path, max_step=3)
+
+
+class Misspelt(ds.Callback):
+    def on_step_ended(self, ctx: Any) -> None: ...
+
+
+CALLBACKS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "nan threshold": (
+        lambda: DivergenceDetector(threshold=NAN),
+        ConfigurationError,
+        "threshold is nan; allowed: a finite number over 0, or None",
+    ),
+    "nan relative threshold": (
+        lambda: DivergenceDetector(relative_threshold=NAN),
+        ConfigurationError,
+        "relative_threshold is nan; allowed: a finite number over 1, or None",
+    ),
+    "nan smoothing": (
+        lambda: DivergenceDetector(smoothing=NAN),
+        ConfigurationError,
+        "smoothing is nan; allowed: a number over 0, up to 1",
+    ),
+    "no threshold": (
+        lambda: DivergenceDetector(threshold=None),
+        ConfigurationError,
+        "threshold and relative_threshold are both None; give at least one",
+    ),
+    "no such action": (
+        lambda: DivergenceDetector(action="pause"),  # type: ignore[arg-type]
+        ConfigurationError,
+        "action is 'pause'; allowed: 'stop' or 'abort'",
+    ),
+    "nan flops": (
+        lambda: DefaultMetrics(peak_hardware_flops=NAN),
+        ConfigurationError,
+        "DefaultMetrics: peak_hardware_flops=nan; needs FLOP/s of one device, a number over 0, or None",
+    ),
+    "a field that is taken": (
+        lambda: JsonLogger(epoch=3),
+        ConfigurationError,
+        "JsonLogger: epoch= is part of every record; use another key",
+    ),
+    "a class": (
+        lambda: JsonLogger,
+        ConfigurationError,
+        "callbacks: JsonLogger is a class; give an instance: JsonLogger(…)",
+    ),
+    "a function": (
+        lambda: iter,
+        ConfigurationError,
+        "callbacks: <built-in function iter> is not a dalsegno.Callback",
+    ),
+    "a misspelt handler": (
+        Misspelt,
+        UnknownName,
+        "unknown handler in Misspelt: 'on_step_ended'; did you mean 'on_step_end'?",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_callbacks(tmp_path: Path, name: str) -> None:
+    """When the trainer is built, at the latest."""
+    build, kind, text = CALLBACKS[name]
+    with pytest.raises(kind) as caught:
+        small_trainer(tmp_path, build())
+    assert str(caught.value) == text
+    assert isinstance(caught.value, DalsegnoError)
+
+
+PARTS: dict[str, tuple[dict[str, Any], str]] = {
+    "no data": ({"train_dataset": None}, "give train_dataset= or train_dataloader=, one of them"),
+    "data twice": ({"train_dataloader": []}, "give train_dataset= or train_dataloader=, one of them"),
+    "evaluation twice": (
+        {"eval_dataset": [1], "eval_dataloader": [1]},
+        "give eval_dataset= or eval_dataloader=, not both",
+    ),
+    "a number for data": (
+        {"train_dataset": 7},
+        "a int is no dataset: it needs __len__ and __getitem__, or __iter__; a loader goes to train_dataloader= or "
+        "eval_dataloader=",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts(tmp_path: Path, name: str) -> None:
+    parts, text = PARTS[name]
+    with pytest.raises(ConfigurationError) as caught:
+        small_trainer(tmp_path, parts=parts)
+    assert str(caught.value) == text
+
+
+def test_an_output_dir_that_cannot_be_written_to(tmp_path: Path) -> None:
+    """At once, not at the first checkpoint."""
+    file = tmp_path / "file"
+    file.write_text("in the way")
+    with pytest.raises(ConfigurationError) as caught:
+        small_trainer(file / "run")
+    assert str(caught.value) == f"output_dir={str(file / 'run')!r}: {file} is not a folder that can be written to"
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_ranks_that_are_not_there(tmp_path: Path, parallel: str) -> None:
+    expected = f"parallel='{parallel}' needs a process group .*; start with torchrun, or use parallel='none'"
+    with pytest.raises(ConfigurationError, match=expected):
+        small_trainer(tmp_path, parallel=parallel)
+
+
+def test_a_metric_that_no_evaluation_gives(tmp_path: Path) -> None:
+    settings = {"metric_for_best_model": "acuracy", "max_steps": 1, "eval_steps": 1}
+    trainer = small_trainer(tmp_path, parts={"eval_dataset": tiny_regression_data(4)}, **settings)
+    with pytest.raises(UnknownName, match="unknown metric_for_best_model 'eval_acuracy'; "):
+        trainer.train()
+
+
+# --- states -----------------------------------------------------------------------------------------------------------
+
+
+class Keeps(ds.Callback):
+    """Has whatever it is given for a state."""
+
+    name = "MyCb"
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+class Foo: ...
+
+
+STATES: dict[str, tuple[Any, str]] = {
+    "an object in a list": ({"history": [1, 2, 3, Foo()]}, "callbacks.MyCb.history[3]: cannot save a Foo"),
+    "a function": ({"step": print}, "callbacks.MyCb.step: cannot save a builtin_function_or_method"),
+    "a set": ({"seen": {1, 2}}, "callbacks.MyCb.seen: cannot save a set"),
+    "a fraction in a tuple": ([(0, Fraction(1, 3))], "callbacks.MyCb[0][1]: cannot save a Fraction"),
+    "a module": ({"model": nn.Linear(1, 1)}, "callbacks.MyCb.model: cannot save a Linear"),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_states_that_cannot_be_saved(tmp_path: Path, name: str) -> None:
+    state, text = STATES[name]
+    with pytest.raises(CannotSave) as caught:
+        small_trainer(tmp_path, Keeps(state), max_steps=1, save_steps=1).train()
+    assert str(caught.value).startswith(text)
+    assert list((tmp_path / "checkpoints").iterdir()) == [], "no half checkpoint stays"
+
+
+def test_another_model(tmp_path: Path) -> None:
+    small_trainer(tmp_path, model=Line(), max_steps=1, save_steps=1).train()
+    other = Line()
+    other.layer = nn.Linear(8, 2)
+    with pytest.raises(StateMismatch, match=r"layer\.weight"):
+        small_trainer(tmp_path, model=other, max_steps=2, save_steps=1).train()
+
+
+def test_another_dataset(tmp_path: Path) -> None:
+    small_trainer(tmp_path, max_steps=1, save_steps=1).train()
+    expected = (
+        "a dataset of 20 samples, this one has 21; resume with the dataset that the run began with"
+    )
+    with pytest.raises(StateMismatch, match=expected) as caught:
+        small_trainer(tmp_path, length=21, max_steps=2, save_steps=1).train()
+    assert "while the state of loader was being restored" in caught.value.__notes__
+
+
+def test_a_fault_plan_with_two_moments() -> None:
+    with pytest.raises(ConfigurationError, match="give one of event=, operation=, seconds="):
+        FaultPlan(event=Event.STEP_END, seconds=1.0)
+
+
+def test_what_is_refused_in_a_save_reaches_on_exception(tmp_path: Path) -> None:
+    seen: list[str] = []
+    watch = Listener({"on_exception": lambda ctx: seen.append(str(ctx.exception))})
+    with pytest.raises(CannotSave):
+        small_trainer(tmp_path, watch, Keeps({1, 2}), max_steps=1, save_steps=1).train()
+    assert seen[0].startswith("callbacks.MyCb: cannot save a set")
