@@ -11,7 +11,7 @@ demo: $(READY)
 	$(BIN)/dalsegno demo
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 check: $(READY)
 	$(BIN)/ruff check .
