@@ -6,8 +6,8 @@ from dataclasses import fields
 from typing import Any
 
 import dalsegno as ds
+from dalsegno.contexts import Context, StepEndContext
 from dalsegno.dispatcher import Dispatcher
-from dalsegno.events import Context, StepEndContext
 from dalsegno.state import TrainerControl
 
 from .peers import PeerMissing, ask

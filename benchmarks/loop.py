@@ -7,7 +7,7 @@ from pathlib import Path
 
 import dalsegno as ds
 from dalsegno.callbacks import JsonLogger
-from dalsegno.events import TrainBeginContext, TrainEndContext
+from dalsegno.contexts import TrainBeginContext, TrainEndContext
 
 from .pairs import Paired, against_bare
 from .peers import PeerMissing, ask

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.own_loops import OwnLoop
 
 import dalsegno as ds
 from dalsegno.logs import read_records
 from dalsegno.testing import FaultPlan, assert_resume_equivalent
+from support.own_loops import OwnLoop
 
 
 class Listener(ds.Callback):

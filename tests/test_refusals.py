@@ -218,9 +218,7 @@ def test_another_model(tmp_path: Path) -> None:
 
 def test_another_dataset(tmp_path: Path) -> None:
     small_trainer(tmp_path, max_steps=1, save_steps=1).train()
-    expected = (
-        "a dataset of 20 samples, this one has 21; resume with the dataset that the run began with"
-    )
+    expected = "a dataset of 20 samples, this one has 21; resume with the dataset that the run began with"
     with pytest.raises(StateMismatch, match=expected) as caught:
         small_trainer(tmp_path, length=21, max_steps=2, save_steps=1).train()
     assert "while the state of loader was being restored" in caught.value.__notes__

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import dalsegno as ds
 from dalsegno.callback import Callback
 from dalsegno.callbacks import DefaultMetrics, JsonLogger
-from dalsegno.events import LogContext
+from dalsegno.contexts import LogContext
 
 BATCH_SIZE = 4
 TOKENS = 3

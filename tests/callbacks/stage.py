@@ -8,8 +8,8 @@ from torch import nn
 
 from dalsegno.args import TrainingArguments
 from dalsegno.callback import Callback
+from dalsegno.contexts import Context
 from dalsegno.dispatcher import Dispatcher
-from dalsegno.events import Context
 from dalsegno.state import TrainerControl, TrainerState
 
 
