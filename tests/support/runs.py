@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,38 @@ import torch
 
 import dalsegno as ds
 from dalsegno.callbacks import DivergenceDetector, GradNormLogger, JsonLogger
+from dalsegno.events import Event
 from dalsegno.testing import DataOrder, FaultPlan, TinyRegression, tiny_regression_data
+
+ONCE_PER_LEG = {
+    Event.INIT_END,
+    Event.BEFORE_LOAD,
+    Event.LOAD,
+    Event.TRAIN_BEGIN,
+    Event.SAVE,  # comes after the capture of what it saves, as does the next
+    Event.STEP_DONE,
+    Event.ROLLBACK,
+    Event.EXCEPTION,
+    Event.TRAIN_END,
+}
+
+
+class Counts(ds.Callback):
+    """How often each event has fired in this run, except for those on which no state may hang."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        for event in set(Event) - ONCE_PER_LEG:
+            setattr(self, event.handler, partial(self._count, event.handler))
+
+    def _count(self, handler: str, ctx: Any) -> None:
+        self.counts[handler] = self.counts.get(handler, 0) + 1
+
+    def state_dict(self) -> dict[str, int]:
+        return dict(sorted(self.counts.items()))
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.counts = dict(state)
 
 
 class RunningLoss(ds.Callback):
@@ -72,7 +104,7 @@ def busy_trainer(
         args,
         train_dataset=tiny_regression_data(44),
         eval_dataset=tiny_regression_data(10, seed=1),
-        callbacks=[JsonLogger(run="busy"), GradNormLogger(), DivergenceDetector(), DataOrder(), own()],
+        callbacks=[JsonLogger(run="busy"), GradNormLogger(), DivergenceDetector(), DataOrder(), Counts(), own()],
     )
 
 
