@@ -121,11 +121,11 @@ class ResumableSampler(Sampler[list[int]]):
         fewest, larger_shares = divmod(remaining, self.world_size)
         return fewest + (self.rank < larger_shares), remaining
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[IndexBatch]:
         self.cursor = self._start
         return self._batches()
 
-    def _batches(self) -> Iterator[list[int]]:
+    def _batches(self) -> Iterator[IndexBatch]:
         key = mix(self.seed, self.epoch)
         while (complete := (self.length - self.cursor) // self.global_batch) > 0:
             rows = min(complete, max(1, BLOCK // self.batch_size))

@@ -39,6 +39,10 @@ class Samples(Dataset[Any]):
     def __getitems__(self, indices: IndexBatch) -> list[Any]:
         if get_worker_info() is not None:
             seed_generators(mix(WORKER, indices.key, indices.cursor, self.rank))
+        return self.fetch(indices)
+
+    def fetch(self, indices: IndexBatch) -> list[Any]:
+        """The samples at these indices, with whatever state the generators have."""
         if self._takes_seed:
             return [self.dataset.__getitem__(i, seed=mix(SAMPLE, indices.key, i)) for i in indices]
         if fetch_all := getattr(self.dataset, "__getitems__", None):

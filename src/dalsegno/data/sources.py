@@ -17,7 +17,7 @@ from .loader_feed import LoaderFeed
 from .map_feed import MapFeed
 from .replayed_feed import ReplayedFeed
 from .sampler import ResumableSampler
-from .samples import Samples, StatefulSamples, takes_seed
+from .samples import Samples, StatefulSamples
 from .stateful_feed import StatefulFeed
 from .stream import FromTheStart, RankShard, StatefulRankShard
 
@@ -160,9 +160,8 @@ def eval_loader_feed(loader: Iterable[Any], *, seed: int = 0, world_size: int = 
 
 
 def _map_feed(source: Any, sampler: ResumableSampler, collate: Collate, workers: dict[str, Any]) -> MapFeed:
-    needed = workers["num_workers"] > 0 or takes_seed(source)
     loader: DataLoader[Any] = DataLoader(
-        Samples(source, sampler.rank) if needed else source,
+        Samples(source, sampler.rank),
         batch_sampler=sampler,
         collate_fn=collate,
         generator=torch.Generator(),
