@@ -28,6 +28,9 @@ class Listener(ds.Callback):
     def on_step_begin(self, ctx: ds.Context) -> None:
         self.heard.append("step_begin")
 
+    def on_microbatch_begin(self, ctx: ds.MicrobatchBeginContext) -> None:
+        self.heard.append(f"microbatch_begin {ctx.index} of {ctx.samples} samples")
+
     def on_pre_optimizer_step(self, ctx: ds.PreOptimizerStepContext) -> None:
         gradients = [parameter.grad is not None for parameter in ctx.model.parameters()]
         self.heard.append(f"pre_optimizer_step {all(gradients)}")
@@ -59,10 +62,12 @@ def test_events_come_in_order_with_gradients_and_the_rate_that_was_used(tmp_path
         "train_begin",
         "epoch_begin 0",
         "step_begin",
+        "microbatch_begin 0 of 4 samples",
         "pre_optimizer_step True",
         "optimizer_step",
         "step_end 1 lr 0.01",
         "step_begin",
+        "microbatch_begin 0 of 4 samples",
         "pre_optimizer_step True",
         "optimizer_step",
         "step_end 2 lr 0.01",

@@ -83,7 +83,10 @@ def test_what_cannot_be_the_same_is_reported(tmp_path: Path, first: Shape, secon
     train(tmp_path / "other", "ddp", first, 3)
     after = train(tmp_path / "one", "ddp", second, 4)
     for rank in after:
-        assert f"rng: its {first[0]} states became {second[0]}" in " ".join(rank["notes"])
+        assert (
+            f"rng: its {first[0]} states became {second[0]}: each rank is seeded from (seed, rank, step)"
+            in " ".join(rank["notes"])
+        )
     again = train(tmp_path / "other", "ddp", second, 4)
     draws = [rank["draw"] for rank in after]
     assert draws == [rank["draw"] for rank in again]

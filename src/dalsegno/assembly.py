@@ -21,7 +21,7 @@ from .args import TrainingArguments
 from .boundary import Boundary
 from .callback import Callback, components_of, global_callbacks
 from .callbacks import default_callbacks
-from .checkpoint import AnyOf, Best, Checkpoint, CheckpointManager, Latest, ModelState, OptimizerState
+from .checkpoint import Checkpoint, CheckpointManager, Latest, ModelState, OptimizerState
 from .component import Component, Stateful
 from .data import Feed
 from .dispatcher import Dispatcher
@@ -87,7 +87,7 @@ class Assembly:
             "meter": self.meter,
             **others,
         }
-        keep = None if args.save_total_limit is None else AnyOf(Latest(args.save_total_limit), Best())
+        keep = None if args.save_total_limit is None else Latest(args.save_total_limit)
         self._manager = CheckpointManager(args.directory, keep=keep)
         self.boundary = Boundary(args, self.on, self.state, self.control, meter=self.meter, saver=self)
         self._core = core

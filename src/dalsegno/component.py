@@ -10,6 +10,7 @@ is read from the object itself, by attributes that it may have or lack:
 ``migrate``         ``migrate(state, from_version) -> state``: upgrades an older state before it is loaded.
 ``reshard``         ``reshard(states, world_size) -> states``: per-rank states, one for each old rank, onto another
                     number of ranks. Without it, a per-rank state cannot follow a change of world size.
+``reshard_note``    what ``reshard`` amounts to, for the report.
 ``aliases``         keys under which the same thing was saved in former times.
 ``ranks``           ``"zero"``: acts on rank 0 only, so that its state is not compared between ranks.
 ``state_compared``  False: only rank 0 knows the state (a file that it writes), so it is not compared either.

@@ -113,9 +113,11 @@ class MicrobatchBeginContext(Context):
     batch: Any = field(init=False)
     index: int = field(init=False)
     """Of the micro-batch within its step, from 0."""
+    samples: int = field(init=False)
+    """True samples of this rank in it; 0: it is padding, so that all ranks have equally many, and counts nowhere."""
 
-    def fill(self, batch: object, index: int) -> None:
-        self.batch, self.index = batch, index
+    def fill(self, batch: object, index: int, samples: int) -> None:
+        self.batch, self.index, self.samples = batch, index, samples
 
 
 @dataclass(slots=True)
@@ -163,11 +165,14 @@ class MicrobatchEndContext(LossContext):
     outputs: Outputs = field(init=False)
     batch: Any = field(init=False)
     index: int = field(init=False)
+    samples: int = field(init=False)
+    """True samples of this rank in it; 0: it is padding, and counts nowhere."""
     is_last: bool = field(init=False)
     """Whether the update follows."""
 
-    def fill(self, loss: Number, outputs: Outputs, batch: object, index: int, is_last: bool) -> None:
-        self._loss, self.outputs, self.batch, self.index, self.is_last = loss, outputs, batch, index, is_last
+    def fill(self, loss: Number, outputs: Outputs, batch: object, index: int, samples: int, is_last: bool) -> None:
+        self._loss, self.outputs, self.batch = loss, outputs, batch
+        self.index, self.samples, self.is_last = index, samples, is_last
 
 
 @dataclass(slots=True)

@@ -68,6 +68,7 @@ class RandomState:
     """
 
     state_scope = "per_rank"
+    reshard_note = "each rank is seeded from (seed, rank, step)"
 
     def __init__(self, seed: int) -> None:
         self.seed = seed

@@ -200,8 +200,12 @@ class Run:
 
     def batches(self) -> Iterator[Any]:
         """The batches one by one. After ``gradient_accumulation_steps`` of them, :meth:`step_end` is due."""
+        on = self._on
         for draw in self.draws():
-            for microbatch in draw.microbatches:
+            for index, microbatch in enumerate(draw.microbatches):
+                if on.microbatch_begin:
+                    on.microbatch_begin.fill(microbatch.batch, index, microbatch.samples)
+                    on.microbatch_begin.fire()
                 yield microbatch.batch
 
     def step_end(

@@ -106,13 +106,15 @@ class Update:
             self._parallel.synchronize(index == last)
             batch = to_device(microbatch.batch, self._device)
             if on.microbatch_begin:
-                on.microbatch_begin.fill(batch, index)
+                on.microbatch_begin.fill(batch, index, microbatch.samples)
                 on.microbatch_begin.fire()
             loss, outputs = self._forward(batch)
             loss = self._backward(loss, outputs, draw.share(index))
             total = loss if total is None else total + loss
             if on.microbatch_end:
-                on.microbatch_end.fill(outputs["loss"].detach(), outputs, batch, index, index == last)
+                on.microbatch_end.fill(
+                    outputs["loss"].detach(), outputs, batch, index, microbatch.samples, index == last
+                )
                 on.microbatch_end.fire()
         assert total is not None, "a draw is never empty"
         return total

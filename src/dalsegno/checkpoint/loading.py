@@ -170,4 +170,5 @@ def _state_for(component: Component, saved: SavedStates, key: str) -> tuple[Stat
         raise StateMismatch(
             f"{component.key}: reshard gave {len(resharded)} states for {world_size} ranks; it must give one for each"
         )
-    return resharded[ranks.rank()], component.version, f"its {count} states became {world_size}"
+    how = getattr(component.target, "reshard_note", "")
+    return resharded[ranks.rank()], component.version, f"its {count} states became {world_size}{how and f': {how}'}"
