@@ -7,7 +7,7 @@ from pathlib import Path
 
 import dalsegno as ds
 from dalsegno.callbacks import JsonLogger
-from dalsegno.contexts import TrainBeginContext, TrainEndContext
+from dalsegno.contexts import EpochContext
 
 from .pairs import Paired, against_bare
 from .peers import PeerMissing, ask
@@ -19,14 +19,14 @@ PEERS = {"hf": "HF Trainer", "lightning": "Lightning"}
 
 
 class Stopwatch(ds.Callback):
-    """From the first step to the end of training, the closing of the logs included."""
+    """The epoch, from before its first batch to after its last step."""
 
     seconds = 0.0
 
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+    def on_epoch_begin(self, ctx: EpochContext) -> None:
         self._began = time.perf_counter()
 
-    def on_train_end(self, ctx: TrainEndContext) -> None:
+    def on_epoch_end(self, ctx: EpochContext) -> None:
         self.seconds = time.perf_counter() - self._began
 
 

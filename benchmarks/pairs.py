@@ -12,10 +12,10 @@ from typing import TypedDict
 
 import torch
 
-from .timing import in_turns
+from .timing import in_turns, ratio
 from .workload import STEPS, Rows, bare
 
-PAIRS = 21
+PAIRS = 31
 
 
 class Paired(TypedDict):
@@ -40,5 +40,5 @@ def against_bare(train: Callable[[Rows, Path], float]) -> Paired:
     return {
         "bare": median(seconds["bare"]) / STEPS,
         "trainer": median(seconds["trainer"]) / STEPS,
-        "ratio": median(ours / bare for ours, bare in zip(seconds["trainer"], seconds["bare"], strict=True)),
+        "ratio": ratio(seconds["trainer"], seconds["bare"]),
     }

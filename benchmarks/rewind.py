@@ -11,6 +11,8 @@ from typing import Any
 
 from dalsegno.logs import RecordLog
 
+from .row import Row, duration, three_digits
+
 SIZE = 1_000_000_000
 CUT = 1_000_000
 PEER_SHARE = 10
@@ -19,8 +21,8 @@ REPEATS = 5
 LIMIT = 0.020
 
 
-def run() -> list[tuple[str, str, str, str, str]]:
-    """(what, ours, peer, ratio, target), medians of five."""
+def run() -> list[Row]:
+    """Medians of five."""
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as directory:  # on a disk, where /tmp may be memory
         log, line = _log_of(SIZE - CUT, Path(directory))
         state = log.state()
@@ -28,12 +30,13 @@ def run() -> list[tuple[str, str, str, str, str]]:
         peer = PEER_SHARE * statistics.median(_parse(log.path, SIZE // PEER_SHARE) for _ in range(REPEATS))
         log.close()
     return [
-        (
+        Row(
             f"rewind a log of {SIZE // 10**9} GB by {CUT // 10**6} MB",
-            f"{ours * 1e3:.1f} ms",
-            f"read and parse it all: {peer:.1f} s (from {100 // PEER_SHARE} % of it)",
-            f"{peer / ours:,.0f} ×",
-            f"under {LIMIT * 1e3:.0f} ms",
+            duration(ours),
+            f"read and parse it all: {duration(peer)} (from {100 // PEER_SHARE} % of it)",
+            f"{three_digits(ours / peer)} ×",
+            f"≤ {duration(LIMIT)}",
+            ours <= LIMIT,
         )
     ]
 
@@ -88,8 +91,3 @@ def _parse(path: Path, size: int) -> float:
             if read >= size:
                 break
     return time.perf_counter() - began
-
-
-if __name__ == "__main__":
-    for row in run():
-        print(" | ".join(row))

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from timeit import Timer
 from typing import Any
 
-ROUNDS = 25
-CALLS = 5_000
+CALLS = 1_000
+ROUNDS = 201
 
 
-def seconds_each(statements: Mapping[str, tuple[str, str]], names: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds that each statement takes: the median over rounds in which each has its turn.
+def seconds_each(statements: Mapping[str, tuple[str, str]], names: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Seconds that each statement takes, in each of ``ROUNDS`` rounds of about a millisecond a statement.
 
     Args:
         statements: (what is timed, what is set up before it; names made there are local, as in a loop's own code).
         names: what the statements refer to.
     """
-    measures = {name: _one_of(Timer(*statement, globals=dict(names))) for name, statement in statements.items()}
-    rounds = in_turns(measures, ROUNDS)
-    return {name: median(seconds) for name, seconds in rounds.items()}
+    timers = {name: Timer(*statement, globals=dict(names)) for name, statement in statements.items()}
+    results: dict[str, list[float]] = {name: [] for name in timers}
+    for _ in range(ROUNDS):
+        for name, timer in timers.items():
+            results[name].append(timer.timeit(CALLS) / CALLS)
+    return results
 
 
 def in_turns(measures: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
@@ -38,5 +41,6 @@ def in_turns(measures: Mapping[str, Callable[[], float]], rounds: int) -> dict[s
     return results
 
 
-def _one_of(timer: Timer) -> Callable[[], float]:
-    return lambda: timer.timeit(CALLS) / CALLS
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """The median of the rounds' ratios: a machine that is slow for a while is so for both."""
+    return median(mine / other for mine, other in zip(ours, theirs, strict=True))

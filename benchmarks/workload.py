@@ -14,7 +14,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
 
-STEPS = 500
+STEPS = 250
 BATCH = 8
 LOGGING_STEPS = 10
 MAX_GRAD_NORM = 1.0

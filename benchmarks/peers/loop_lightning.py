@@ -19,10 +19,10 @@ from benchmarks.workload import BATCH, LOGGING_STEPS, MAX_GRAD_NORM, STEPS, Rows
 class Stopwatch(Callback):
     seconds = 0.0
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         self._began = time.perf_counter()
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self.seconds = time.perf_counter() - self._began
 
 
