@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import dalsegno as ds
 from dalsegno.callbacks import JsonLogger
-from dalsegno.contexts import EpochContext
+from dalsegno.contexts import EpochContext, StepDoneContext
 
-from .pairs import Paired, against_bare
+from .pairs import Paired, Turns, against_bare
 from .peers import PeerMissing, ask
 from .row import Row, duration
 from .workload import BATCH, LOGGING_STEPS, MAX_GRAD_NORM, STEPS, Rows, parts
@@ -18,22 +17,20 @@ LIMIT = 1.05
 PEERS = {"hf": "HF Trainer", "lightning": "Lightning"}
 
 
-class Stopwatch(ds.Callback):
-    """The epoch, from before its first batch to after its last step."""
-
-    seconds = 0.0
+class TakingTurns(ds.Callback):
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
 
     def on_epoch_begin(self, ctx: EpochContext) -> None:
-        self._began = time.perf_counter()
+        self._turns.begin()
 
-    def on_epoch_end(self, ctx: EpochContext) -> None:
-        self.seconds = time.perf_counter() - self._began
+    def on_step_done(self, ctx: StepDoneContext) -> None:
+        self._turns.step()
 
 
-def train(rows: Rows, folder: Path) -> float:
-    """Seconds of our loop, with the default callbacks and JsonLogger."""
+def train(rows: Rows, folder: Path, turns: Turns) -> None:
+    """An epoch with the default callbacks and JsonLogger."""
     model, optimizer, scheduler = parts()
-    stopwatch = Stopwatch()
     args = ds.TrainingArguments(
         output_dir=folder,
         max_steps=STEPS,
@@ -50,10 +47,9 @@ def train(rows: Rows, folder: Path) -> float:
         train_dataset=rows,
         optimizer=optimizer,
         lr_scheduler=scheduler,
-        callbacks=[JsonLogger(), stopwatch],
+        callbacks=[JsonLogger(), TakingTurns(turns)],
     )
     trainer.train()
-    return stopwatch.seconds
 
 
 def run() -> list[Row]:

@@ -1,10 +1,16 @@
-"""Pairs: a trainer's loop and the bare one, in turns in one process."""
+"""Pairs: a trainer's steps and bare ones, in turns in one process.
+
+The trainer itself gives way: after every few steps its callback takes as many bare ones. So the two sides of a pair lie
+milliseconds apart, and a machine that is slow for a second is so for both.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -12,33 +18,63 @@ from typing import TypedDict
 
 import torch
 
-from .timing import in_turns, ratio
-from .workload import STEPS, Rows, bare
+from .timing import ratio
+from .workload import STEPS, Rows, bare_steps
 
-PAIRS = 31
+CHUNK = 25
+"""Steps on each side of a pair."""
+RUNS = 9
+
+
+class Turns:
+    """The stopwatch of one run, which the trainer's callback holds."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.trainer: list[float] = []
+        """Seconds of each chunk of steps."""
+        self.bare: list[float] = []
+        self._bare_steps = bare_steps(rows)
+        self._steps = 0
+        self._began = 0.0
+
+    def begin(self) -> None:
+        """To be called where the epoch begins, before its first batch is read."""
+        self._began = time.perf_counter()
+
+    def step(self) -> None:
+        """To be called after each of the trainer's steps."""
+        self._steps += 1
+        if self._steps % CHUNK == 0:
+            stopped = time.perf_counter()
+            for _ in islice(self._bare_steps, CHUNK):
+                pass
+            now = time.perf_counter()
+            self.trainer.append(stopped - self._began)
+            self.bare.append(now - stopped)
+            self._began = now
 
 
 class Paired(TypedDict):
+    """Medians over all pairs."""
+
     bare: float
-    """Seconds per step: the median."""
+    """Seconds per step."""
     trainer: float
     ratio: float
-    """The median of the pairs' ratios."""
 
 
-def against_bare(train: Callable[[Rows, Path], float]) -> Paired:
-    """Measure ``train(rows, folder)``, the seconds of its loop over ``STEPS`` steps, beside the bare loop."""
+def against_bare(train: Callable[[Rows, Path, Turns], object]) -> Paired:
+    """Measure ``train(rows, folder, turns)``, an epoch of ``STEPS`` steps: several times, the first not counted."""
     torch.set_num_threads(1)
     rows = Rows()
-
-    def trainer() -> float:
-        with TemporaryDirectory() as folder:
-            return train(rows, Path(folder))
-
-    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-        seconds = in_turns({"bare": lambda: bare(rows), "trainer": trainer}, PAIRS)
-    return {
-        "bare": median(seconds["bare"]) / STEPS,
-        "trainer": median(seconds["trainer"]) / STEPS,
-        "ratio": ratio(seconds["trainer"], seconds["bare"]),
-    }
+    trainer: list[float] = []
+    bare: list[float] = []
+    for run in range(1 + RUNS):
+        turns = Turns(rows)
+        with TemporaryDirectory() as folder, redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+            train(rows, Path(folder), turns)
+        assert len(turns.bare) == STEPS // CHUNK, "the trainer took another number of steps"
+        if run:
+            trainer += turns.trainer
+            bare += turns.bare
+    return {"bare": median(bare) / CHUNK, "trainer": median(trainer) / CHUNK, "ratio": ratio(trainer, bare)}

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from benchmarks.pairs import against_bare
+from benchmarks.pairs import Turns, against_bare
 from benchmarks.workload import BATCH, LOGGING_STEPS, MAX_GRAD_NORM, STEPS, Rows, parts
 
 
-class Stopwatch(TrainerCallback):
-    seconds = 0.0
+class TakingTurns(TrainerCallback):
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._began = time.perf_counter()
+        self._turns.begin()
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.seconds = time.perf_counter() - self._began
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._turns.step()
 
 
-def train(rows: Rows, folder: Path) -> float:
+def train(rows: Rows, folder: Path, turns: Turns) -> None:
     model, optimizer, scheduler = parts()
-    stopwatch = Stopwatch()
     args = TrainingArguments(
         output_dir=str(folder),
         max_steps=STEPS,
@@ -37,8 +36,8 @@ def train(rows: Rows, folder: Path) -> float:
         disable_tqdm=True,
         use_cpu=True,
     )
-    Trainer(model, args, train_dataset=rows, optimizers=(optimizer, scheduler), callbacks=[stopwatch]).train()
-    return stopwatch.seconds
+    turning = TakingTurns(turns)
+    Trainer(model, args, train_dataset=rows, optimizers=(optimizer, scheduler), callbacks=[turning]).train()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +11,19 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
-from benchmarks.pairs import against_bare
+from benchmarks.pairs import Turns, against_bare
 from benchmarks.workload import BATCH, LOGGING_STEPS, MAX_GRAD_NORM, STEPS, Rows, parts
 
 
-class Stopwatch(Callback):
-    seconds = 0.0
+class TakingTurns(Callback):
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        self._began = time.perf_counter()
+        self._turns.begin()
 
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self.seconds = time.perf_counter() - self._began
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._turns.step()
 
 
 class Module(LightningModule):
@@ -40,8 +40,7 @@ class Module(LightningModule):
         return {"optimizer": self._optimizer, "lr_scheduler": {"scheduler": self._scheduler, "interval": "step"}}
 
 
-def train(rows: Rows, folder: Path) -> float:
-    stopwatch = Stopwatch()
+def train(rows: Rows, folder: Path, turns: Turns) -> None:
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
@@ -52,10 +51,9 @@ def train(rows: Rows, folder: Path) -> float:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[stopwatch],
+        callbacks=[TakingTurns(turns)],
     )
     trainer.fit(Module(), DataLoader(rows, batch_size=BATCH, shuffle=True))
-    return stopwatch.seconds
 
 
 if __name__ == "__main__":
