@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -14,7 +15,7 @@ import dalsegno as ds
 from dalsegno.callbacks import DefaultMetrics, DivergenceDetector, JsonLogger
 from dalsegno.errors import CannotSave, ConfigurationError, DalsegnoError, StateMismatch, UnknownName
 from dalsegno.events import Event
-from dalsegno.testing import FaultPlan, tiny_regression_data
+from dalsegno.testing import FaultPlan, TinyRegression, tiny_regression_data
 from support.listeners import Listener
 from support.small import Line, arguments, small_trainer
 
@@ -205,7 +206,74 @@ def test_states_that_cannot_be_saved(tmp_path: Path, name: str) -> None:
     with pytest.raises(CannotSave) as caught:
         small_trainer(tmp_path, Keeps(state), max_steps=1, save_steps=1).train()
     assert str(caught.value).startswith(text)
+    assert not (tmp_path / "checkpoints").exists(), "known before the first step, not at the first save"
+
+
+class Grows(ds.Callback):
+    """Has a state that can be saved until the first step is done."""
+
+    def __init__(self) -> None:
+        self.seen: object = None
+
+    def on_step_end(self, ctx: ds.StepEndContext) -> None:
+        self.seen = {ctx.step}
+
+    def state_dict(self) -> dict[str, object]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        self.seen = state["seen"]
+
+
+def test_a_state_that_cannot_be_saved_any_more(tmp_path: Path) -> None:
+    with pytest.raises(CannotSave, match=r"callbacks.Grows.seen: cannot save a set; save sorted\(it\)"):
+        small_trainer(tmp_path, Grows(), max_steps=1, save_steps=1).train()
     assert list((tmp_path / "checkpoints").iterdir()) == [], "no half checkpoint stays"
+
+
+def test_half_a_state(tmp_path: Path) -> None:
+    class Typo(ds.Callback):
+        def state_dict(self) -> dict[str, int]:
+            return {}
+
+        def load_statedict(self, state: dict[str, int]) -> None: ...
+
+    expected = (
+        "Typo has state_dict but no load_state_dict: its state would be lost; is 'load_statedict' meant to be it?"
+    )
+    with pytest.raises(ds.ConfigurationError, match=re.escape(expected)):
+        small_trainer(tmp_path, Typo())
+
+
+def test_a_handler_with_other_parameters(tmp_path: Path) -> None:
+    class Foreign(ds.Callback):
+        def on_save(self, args: object, state: object, control: object) -> None: ...
+
+    with pytest.raises(ds.ConfigurationError, match=r"Foreign.on_save\(args.*\): a handler takes \(self, ctx\)"):
+        small_trainer(tmp_path, Foreign())
+
+
+def test_the_best_model_of_nothing_that_is_measured(tmp_path: Path) -> None:
+    data, model = tiny_regression_data(8), TinyRegression()
+    args = ds.TrainingArguments(tmp_path, max_steps=1, load_best_model_at_end=True)
+    with pytest.raises(ds.ConfigurationError, match="needs eval_dataset= or eval_dataloader="):
+        ds.Trainer(model, args, train_dataset=data)
+    with pytest.raises(ds.ConfigurationError, match="which decides: eval_web_loss, eval_code_loss"):
+        ds.Trainer(model, args, train_dataset=data, eval_dataset={"web": data, "code": data})
+
+
+def test_arguments_of_the_trainer(tmp_path: Path) -> None:
+    data, model, args = tiny_regression_data(8), TinyRegression(), ds.TrainingArguments(tmp_path, max_steps=1)
+    with pytest.raises(ds.UnknownName, match="unknown argument of Trainer 'train_data'; did you mean 'train_dataset'"):
+        ds.Trainer(model, args, train_data=data)
+    with pytest.raises(ds.UnknownName, match="'lr'; did you mean 'learning_rate'"):
+        ds.TrainingArguments(tmp_path, lr=1e-3)
+    with pytest.raises(
+        ds.ConfigurationError, match=r"Trainer\(TrainingArguments, TinyRegression, …\); it takes the model"
+    ):
+        ds.Trainer(args, model, train_dataset=data)
+    with pytest.raises(ds.ConfigurationError, match=r"give a list: \[Callback\(…\)\]"):
+        ds.Trainer(model, args, train_dataset=data, callbacks=ds.Callback())
 
 
 def test_another_model(tmp_path: Path) -> None:
@@ -233,5 +301,5 @@ def test_what_is_refused_in_a_save_reaches_on_exception(tmp_path: Path) -> None:
     seen: list[str] = []
     watch = Listener({"on_exception": lambda ctx: seen.append(str(ctx.exception))})
     with pytest.raises(CannotSave):
-        small_trainer(tmp_path, watch, Keeps({1, 2}), max_steps=1, save_steps=1).train()
-    assert seen[0].startswith("callbacks.MyCb: cannot save a set")
+        small_trainer(tmp_path, watch, Grows(), max_steps=1, save_steps=1).train()
+    assert seen[0].startswith("callbacks.Grows.seen: cannot save a set")

@@ -132,4 +132,4 @@ if not TYPE_CHECKING:
         return found
 
     def __dir__() -> list[str]:
-        return sorted([*globals(), *_HOME_OF])
+        return sorted(_HOME_OF)

@@ -36,6 +36,18 @@ _AT_LEAST: dict[str, float] = {
 }
 
 
+_MEANT = {
+    "lr": "learning_rate",
+    "batch_size": "per_device_train_batch_size",
+    "train_batch_size": "per_device_train_batch_size",
+    "eval_batch_size": "per_device_eval_batch_size",
+    "epochs": "num_train_epochs",
+    "steps": "max_steps",
+    "warmup_ratio": "warmup_steps",
+    "evaluation_strategy": "eval_strategy",
+}
+
+
 @dataclass
 class TrainingArguments:
     """The settings of one run. A run *is* its ``output_dir``.
@@ -126,7 +138,7 @@ class TrainingArguments:
         known = [field.name for field in fields(cls)]
         for name in named:
             if name not in known:
-                raise UnknownName(f"argument of {cls.__name__}", name, known)
+                raise UnknownName(f"argument of {cls.__name__}", name, known, _MEANT)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

@@ -26,7 +26,7 @@ from .component import Component, Stateful
 from .data import Feed
 from .dispatcher import Dispatcher
 from .draw import LossWeight
-from .errors import ConfigurationError
+from .errors import ConfigurationError, Locked
 from .events import Event
 from .files import DirectoryLock, make_directory
 from .logs import Leg, RunFile
@@ -135,7 +135,12 @@ class Assembly:
             make_directory(directory)
             lock.acquire()
 
-        ranks.from_rank_zero(open_directory)
+        try:
+            ranks.from_rank_zero(open_directory)
+        except Locked:
+            raise
+        except OSError as error:
+            raise ConfigurationError(f"output_dir={str(directory)!r}: cannot be written to: {error}") from error
         try:
             self._manager.clean()
             yield
@@ -160,7 +165,9 @@ class Assembly:
         self.boundary.saved_step = step
         report = self._manager.load(checkpoint, self._sharded, self._components())
         if resume is not True:
-            self._manager.abandon_after(step, timeline.attic(self.args.directory) / "checkpoints")
+            moved = self._manager.abandon_after(step, timeline.attic(self.args.directory) / "checkpoints")
+            if moved:
+                report.notes.append(f"{len(moved)} later checkpoint(s) are now in {moved[0].parent}")
         logger.info("resumed from %s\n%s", path, report.table())
         if self.on.load:
             self.on.load.fill(path, step, report)
@@ -215,7 +222,13 @@ class Assembly:
         )
 
     def begun(self) -> None:
-        """Note that a leg begins: from now on, what is in memory may be the middle of a step."""
+        """Note that a leg begins: from now on, what is in memory may be the middle of a step.
+
+        Raises:
+            CannotSave: if the first checkpoint would fail, because a state holds what cannot be saved.
+        """
+        if self.args.saving:
+            self._manager.rehearse(components_of(self.on.callbacks))
         self._result, self._has_trained = None, True
 
     def ended(self, result: TrainResult) -> TrainResult:

@@ -22,6 +22,8 @@ Override only what is needed: a handler that is not overridden is never called. 
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Literal, Self
@@ -126,10 +128,13 @@ def check_callbacks(callbacks: Iterable[object]) -> list[Callback]:
     """The callbacks, if each is one and no two would save under the same key.
 
     Raises:
-        ConfigurationError: for something that is not a callback, with what was given.
+        ConfigurationError: for something that is not a callback, a handler with other parameters than ``(self, ctx)``,
+            or only one of ``state_dict`` and ``load_state_dict``.
         DuplicateKey: if the same callback is given twice, or two have one key; the message says to set ``name``.
         UnknownName: for a misspelt handler.
     """
+    if not isinstance(callbacks, Iterable):
+        raise ConfigurationError(f"callbacks={callbacks!r}; give a list: [{type(callbacks).__name__}(…)]")
     checked: dict[str, Callback] = {}
     for callback in callbacks:
         if isinstance(callback, type):
@@ -147,8 +152,29 @@ def check_callbacks(callbacks: Iterable[object]) -> list[Callback]:
                 f"{callback.key!r}; set name= on one of them"
             )
         checked[callback.key] = callback
-        handled_events(callback)
+        for event in handled_events(callback):
+            _check_signature(callback, event)
+        _check_state(callback)
     return list(checked.values())
+
+
+def _check_signature(callback: Callback, event: Event) -> None:
+    handler = getattr(callback, event.handler)
+    try:
+        inspect.signature(handler).bind(object())
+    except TypeError as error:
+        raise ConfigurationError(
+            f"{callback.key}.{event.handler}({', '.join(inspect.signature(handler).parameters)}): a handler takes "
+            "(self, ctx); what else it needs is in ctx: ctx.args, ctx.state, ctx.control, ctx.model, …"
+        ) from error
+
+
+def _check_state(callback: Callback) -> None:
+    for one, other in (("state_dict", "load_state_dict"), ("load_state_dict", "state_dict")):
+        if hasattr(callback, one) and not hasattr(callback, other):
+            near = difflib.get_close_matches(other, set(dir(callback)) - {one}, n=1, cutoff=0.7)
+            hint = f"; is {near[0]!r} meant to be it?" if near else ""
+            raise ConfigurationError(f"{callback.key} has {one} but no {other}: its state would be lost{hint}")
 
 
 def components_of(callbacks: Iterable[Callback]) -> list[Component]:

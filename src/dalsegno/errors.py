@@ -19,7 +19,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class DalsegnoError(Exception):
@@ -33,9 +33,10 @@ class ConfigurationError(DalsegnoError, ValueError):
 class UnknownName(ConfigurationError, TypeError):
     """A name nobody knows: an argument, an event, a callback's key."""
 
-    def __init__(self, what: str, name: str, known: Iterable[str]) -> None:
+    def __init__(self, what: str, name: str, known: Iterable[str], meant: Mapping[str, str] | None = None) -> None:
+        """``meant``: other words for known names, such as those of other libraries."""
         known = sorted(known)
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        near = [meant[name]] if meant and name in meant else difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}"
         super().__init__(f"unknown {what} {name!r}; {hint}")
 

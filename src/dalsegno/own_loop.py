@@ -127,8 +127,8 @@ class Run(run.Run):
             self.resumed_from = self._assembly.restore(self._resume)
             self.result = self._assembly.finished()
             if self.result is None:
-                super().__enter__()
                 self._assembly.begun()
+                super().__enter__()
                 held.callback(self._optimizer.register_step_pre_hook(self._before_update).remove)
                 held.callback(self._optimizer.register_step_post_hook(self._after_update).remove)
             self._held = held.pop_all()

@@ -193,7 +193,7 @@ class Run:
             if self._draw is not None:
                 raise ConfigurationError(
                     f"step {self.state.global_step + 1} did not end: call run.step_end(loss=…) after each "
-                    f"{self.args.gradient_accumulation_steps} micro-batch(es), or what is left at an epoch's end"
+                    "gradient_accumulation_steps batches, and after what is left at an epoch's end"
                 )
             if self._boundary.leaving or self.state.epoch_is_cut or self._is_cut_short():
                 return

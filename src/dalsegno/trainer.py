@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from functools import partial
@@ -19,7 +20,7 @@ from .assembly import Assembly, planned_steps
 from .callback import Callback, check_callbacks
 from .data import EvalFeed, Feed, eval_feed, eval_loader_feed, loader_feed, train_feed
 from .draw import LossWeight
-from .errors import ConfigurationError
+from .errors import ConfigurationError, UnknownName
 from .evaluation import LossEvaluation
 from .forward import Forward, LossFunction
 from .optim import PlateauStep, default_optimizer, default_scheduler
@@ -28,6 +29,17 @@ from .parallel.torchrun import join_ranks
 from .result import TrainResult
 from .state import TrainerControl, TrainerState
 from .step import Update
+
+_MEANT = {
+    "train_data": "train_dataset",
+    "eval_data": "eval_dataset",
+    "train_loader": "train_dataloader",
+    "eval_loader": "eval_dataloader",
+    "optimizers": "optimizer",
+    "scheduler": "lr_scheduler",
+    "tokenizer": "processing_class",
+    "collate_fn": "data_collator",
+}
 
 Collator = Callable[[list[Any]], Any]
 
@@ -56,6 +68,13 @@ class Trainer:
         ConfigurationError: if parts are missing, or do not fit together.
     """
 
+    def __new__(cls, *args: Any, **named: Any) -> Trainer:
+        known = list(inspect.signature(cls.__init__).parameters)[1:]
+        for name in named:
+            if name not in known:
+                raise UnknownName(f"argument of {cls.__name__}", name, known, _MEANT)
+        return super().__new__(cls)
+
     def __init__(
         self,
         model: nn.Module,
@@ -73,6 +92,11 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         processing_class: Any = None,
     ) -> None:
+        if not (isinstance(model, nn.Module) and isinstance(args, TrainingArguments)):
+            raise ConfigurationError(
+                f"Trainer({type(model).__name__}, {type(args).__name__}, …); it takes the model, a torch.nn.Module, "
+                "and TrainingArguments, in this order"
+            )
         check_callbacks(callbacks)
         self.model = model
         self.args = args
@@ -130,6 +154,7 @@ class Trainer:
             self._evaluation(name, prefix, feed)
             for name, prefix, feed in _eval_feeds(args, eval_dataset, eval_dataloader, data_collator)
         ]
+        _check_best(args, [evaluation.name for evaluation in self._assembly.boundary.evaluations])
         if on.init_end:
             on.init_end.fire()
 
@@ -223,6 +248,20 @@ def _check_writable(directory: Path) -> None:
     existing = next(path for path in [directory, *directory.absolute().parents] if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigurationError(f"output_dir={str(directory)!r}: {existing} is not a folder that can be written to")
+
+
+def _check_best(args: TrainingArguments, sets: Sequence[str]) -> None:
+    """
+    Raises:
+        ConfigurationError: if no evaluation will ever say which model is the best.
+    """
+    if not args.load_best_model_at_end or args.metric_for_best_model is not None:
+        return
+    if not sets:
+        raise ConfigurationError("load_best_model_at_end=True needs eval_dataset= or eval_dataloader=")
+    if sets != ["eval"]:
+        names = ", ".join(f"eval_{name}_loss" for name in sets)
+        raise ConfigurationError(f"load_best_model_at_end=True: say by metric_for_best_model= which decides: {names}")
 
 
 def _train_feed(args: TrainingArguments, dataset: Any, loader: Iterable[Any] | None, collator: Collator | None) -> Feed:

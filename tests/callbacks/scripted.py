@@ -65,8 +65,9 @@ def trainer(
     )
 
 
-def logs_of_a_rank(output_dir: Path) -> list[tuple[str, int, dict[str, Any]]]:
-    """What one rank of several logs when it trains three steps."""
-    kept = Kept()
-    trainer(output_dir, [1.0] * 3, DefaultMetrics(1e9), JsonLogger(), kept, with_tokens=True).train()
-    return kept.records
+def logs_of_a_rank(output_dir: Path) -> tuple[list[tuple[str, int, dict[str, Any]]], str]:
+    """What one rank of several logs when it trains three steps, and what it prints."""
+    kept, printed = Kept(), io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        trainer(output_dir, [1.0] * 3, DefaultMetrics(1e9), JsonLogger(), kept, with_tokens=True).train()
+    return kept.records, printed.getvalue()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dalsegno import ranks
@@ -43,6 +44,8 @@ class InfoCallback(Callback):
                 _say(what, ", ".join(which))
         for note in report.notes:
             _say("note", note)
+        if 0 < ctx.state.max_steps <= ctx.state.global_step:
+            _say("finished", f"at step {ctx.state.global_step:,} already; raise max_steps to go on")
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         self._checkpoint, self._error = ctx.resumed_from, None
@@ -86,7 +89,9 @@ def _shown(path: Path, ctx: Context) -> str:
 def _model_line(model: nn.Module) -> str:
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     count, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
-    return f"{type(model).__name__}, {count:,} parameters" + (f", {trained:,} of them trained" * (trained != count))
+    # fully_shard derives a class of its own from FSDPModule and the model's
+    kind = type(model).__mro__[2] if isinstance(model, FSDPModule) else type(model)
+    return f"{kind.__name__}, {count:,} parameters" + (f", {trained:,} of them trained" * (trained != count))
 
 
 def _device_line(model: nn.Module) -> str:

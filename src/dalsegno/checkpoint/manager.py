@@ -17,6 +17,7 @@ from dalsegno.component import Component
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint
 
 from . import manifest
+from .codec import encode
 from .loading import LoadReport, SavedStates, left_over, restore_components, restore_sharded
 from .manifest import Checkpoint, Manifest
 from .policy import Entry, Keep
@@ -87,6 +88,14 @@ class CheckpointManager:
             raise
         self._trusted = final
         return final
+
+    def rehearse(self, components: Sequence[Component]) -> None:
+        """Encode these states and write nothing: what cannot be saved is better known before hours of training.
+
+        Raises:
+            CannotSave: on every rank, if a state holds what cannot be saved.
+        """
+        ranks.together(lambda: [encode(component.capture(), component.key) for component in components])
 
     def find(self, path: Path | None = None) -> Checkpoint | None:
         """The newest checkpoint whose every byte is what its manifest says; the ranks share the reading.

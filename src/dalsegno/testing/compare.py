@@ -75,6 +75,9 @@ class Comparison:
     def identical(self) -> bool:
         return all(row.identical for row in self.rows)
 
+    def __str__(self) -> str:
+        return self.table()
+
     def table(self) -> str:
         """As text, a line each under a header."""
         lines = [("compared", "count", "", "result")]
@@ -85,12 +88,13 @@ class Comparison:
         return "\n".join(f"{a:<{widths[0]}}  {b:>{widths[1]}} {c:<{widths[2]}}  {d}" for a, b, c, d in lines)
 
 
-def compare_runs(first: Path, second: Path) -> Comparison:
+def compare_runs(first: str | Path, second: str | Path) -> Comparison:
     """The newest checkpoints of two output folders, and all their logs.
 
     Raises:
         NotFound: if one has no checkpoint.
     """
+    first, second = Path(first), Path(second)
     ours, theirs = _newest(first), _newest(second)
     rows = [Row("step", 1, "values", _unlike(ours.manifest.step, theirs.manifest.step))]
     rows += sorted([*_tensors(read_tensors(ours), read_tensors(theirs)), *_states(ours, theirs)], key=_place)

@@ -156,11 +156,13 @@ def _run_rank(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    import numpy as np
     import torch
     import torch.distributed as dist
     from tqdm import tqdm
 
     tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system, which a killed process would leave behind
+    np.random.seed()  # forked, all would go on with the server's numbers: a fresh process has its own
     os.environ.clear()
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)  # the same sums in the same order, however busy the machine is
