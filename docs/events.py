@@ -32,8 +32,31 @@ At a step's end: `on_step_end`, `on_train_metrics`, `on_log_step`, `on_log`, the
 state is captured, `on_save`, `on_step_done`. So a checkpoint contains all that happened in its step, but for the last
 two: a resumed run does not repeat them, and no state should hang on them.
 
+`on_predict` belongs to `trainer.predict`; nothing fires `on_rollback` yet. In [your own loop](own-loop.md) some events
+cannot be fired.
+
 | handler | fires | adds to ctx |
 |---|---|---|
+"""
+
+TAIL = """
+## Asking for something
+
+A handler sets a flag of `ctx.control`, and the run acts on it at the step's end, on all ranks together; any rank's wish
+counts. What is set in `on_log`, `on_log_step` or `on_evaluate` is acted on at that same step. On several ranks, what is
+set elsewhere waits up to a quarter of a second, so at which step it comes depends on the clock.
+
+| | |
+|---|---|
+| `ctx.control.stop("why")` | end the training, with a checkpoint; `save=False`: without one |
+| `ctx.control.should_training_stop = True` | the same, without a reason in words |
+| `ctx.control.should_abort_without_save = True` | end the training without a checkpoint, even if one is due |
+| `ctx.control.should_epoch_stop = True` | end the epoch, go on with the next |
+| `ctx.control.should_log`, `should_evaluate`, `should_save` `= True` | do that at this step's end |
+
+`ctx.state` says where the run stands: `global_step`, `epoch`, `max_steps` (-1: unknown), `num_input_tokens_seen`,
+`samples_seen`, `best_metric`, `best_global_step`, `best_model_checkpoint`, `is_world_process_zero`, and what this step's end
+is going to do: `will_log`, `will_evaluate`, `will_save`.
 """
 
 
@@ -41,7 +64,7 @@ def page() -> str:
     """The whole page."""
     common = ", ".join(f"`{field.name}`" for field in dataclasses.fields(Context))
     rows = [f"| `{event.handler}` | {event.fires} | {', '.join(_payload(event))} |" for event in Event]
-    return HEAD.format(common=common) + "\n".join(rows) + "\n"
+    return HEAD.format(common=common) + "\n".join(rows) + "\n" + TAIL
 
 
 def _payload(event: Event) -> list[str]:

@@ -13,12 +13,13 @@ import dalsegno
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_page_of_events_is_the_table_in_the_code() -> None:
-    spec = importlib.util.spec_from_file_location("docs_events", ROOT / "docs" / "events.py")
+@pytest.mark.parametrize("name", ["events", "trainer"])
+def test_a_page_made_from_the_code_is_up_to_date(name: str) -> None:
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert module.PAGE.read_text() == module.page(), "run: python docs/events.py"
+    assert module.PAGE.read_text() == module.page(), f"run: python docs/{name}.py"
 
 
 def test_every_public_name_can_be_had_and_is_announced() -> None:

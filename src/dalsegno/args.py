@@ -76,8 +76,11 @@ class TrainingArguments:
     weight_decay: float = 0.0
     """Of the default AdamW."""
     adam_beta1: float = 0.9
+    """Of the default AdamW, like the next two."""
     adam_beta2: float = 0.999
+    """Decay of the squared gradients' average."""
     adam_epsilon: float = 1e-8
+    """Keeps the division by their root finite."""
     lr_scheduler_type: str = "linear"
     """After the warm-up: ``linear`` or ``cosine`` down to zero at ``max_steps``, or ``constant``."""
     warmup_steps: int = 0
@@ -92,6 +95,7 @@ class TrainingArguments:
     torch_compile: bool = False
     """Compile the model (in place, so that no name changes)."""
     torch_compile_backend: str = "inductor"
+    """Of ``torch.compile``."""
     parallel: str = "auto"
     """How the model is spread over the ranks: ``none``, ``ddp``, ``fsdp`` (``fully_shard``), or ``auto``: none when
     alone, DDP under torchrun."""
@@ -99,14 +103,17 @@ class TrainingArguments:
     """Train on the CPU even where there is a GPU."""
 
     logging_strategy: Strategy = "steps"
+    """``steps``, ``epoch`` (at each epoch's end) or ``no``."""
     logging_steps: int = 10
     """Steps between two records; 0: never."""
     logging_first_step: bool = False
     """Log the very first step too."""
     eval_strategy: Strategy = "steps"
+    """As ``logging_strategy``."""
     eval_steps: int = 500
     """Steps between two evaluations; 0: never."""
     save_strategy: Strategy = "steps"
+    """As ``logging_strategy``. Unless it is ``no``, the end of training saves too."""
     save_steps: int = 500
     """Steps between two checkpoints; 0: never, not even at the end."""
     save_total_limit: int | None = None
@@ -122,17 +129,22 @@ class TrainingArguments:
     seed: int = 42
     """Of every generator, and (unless ``data_seed`` is given) of the shuffling."""
     data_seed: int | None = None
+    """Of the shuffling alone."""
     dataloader_num_workers: int = 0
+    """Worker processes that read ahead, on each rank."""
     dataloader_drop_last: bool = False
     """Leave out what does not fill a micro-batch on all ranks."""
     dataloader_pin_memory: bool = True
     """Only where there is a GPU."""
     dataloader_prefetch_factor: int | None = None
+    """Micro-batches that each worker reads ahead; None: torch's default."""
     dataloader_persistent_workers: bool = False
+    """Keep the workers from one epoch to the next."""
 
     disable_tqdm: bool | None = None
     """True: no progress bars, lines instead. None: bars on a terminal and in a notebook."""
     run_name: str | None = None
+    """For people, and for callbacks that show it."""
 
     def __new__(cls, *args: Any, **named: Any) -> TrainingArguments:
         known = [field.name for field in fields(cls)]

@@ -10,7 +10,7 @@ Override only what is needed: a handler that is not overridden is never called. 
             self.tokens = {}
 
         def on_microbatch_end(self, ctx):
-            domain = ctx.batch["domain"]
+            domain = ctx.batch["domain"][0]
             self.tokens[domain] = self.tokens.get(domain, 0) + ctx.batch["input_ids"].numel()
 
         def state_dict(self):

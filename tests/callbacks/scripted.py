@@ -1,5 +1,7 @@
 """Real training runs whose losses are known beforehand."""
 
+import contextlib
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
