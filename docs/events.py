@@ -55,8 +55,8 @@ set elsewhere waits up to a quarter of a second, so at which step it comes depen
 | `ctx.control.should_log`, `should_evaluate`, `should_save` `= True` | do that at this step's end |
 
 `ctx.state` says where the run stands: `global_step`, `epoch`, `max_steps` (-1: unknown), `num_input_tokens_seen`,
-`samples_seen`, `best_metric`, `best_global_step`, `best_model_checkpoint`, `is_world_process_zero`, and what this step's
-end is going to do: `will_log`, `will_evaluate`, `will_save`.
+`samples_seen`, `best_metric`, `best_global_step`, `best_model_checkpoint`, `is_world_process_zero`, and what the
+step's end is going to do: `will_log`, `will_evaluate`, `will_save`.
 """
 
 
