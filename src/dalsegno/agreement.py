@@ -2,7 +2,8 @@
 
 A wish may come up on one rank only (a signal, a clock, a reading of a file), and no rank may act on it alone: the
 others would wait for it in the next collective, for ever. A collective at every step would cost more than small steps
-themselves. So there is one every k steps, k being the steps that fit into a quarter of a second.
+themselves. So there is one every k steps, k being the steps that fit into a quarter of a second; and at every step only
+if a callback handles what happens at every step, since its wishes must not depend on the clock.
 """
 
 from __future__ import annotations
@@ -10,34 +11,39 @@ from __future__ import annotations
 import time
 
 from . import ranks
-from .state import TrainerControl
+from .state import TrainerControl, Wishes
 
+NO_WISHES = Wishes()
 _SECONDS_APART = 0.25
 
 
 class Agreement:
-    """Makes a TrainerControl's flags the same on all ranks: any rank's wish counts. Alone, they always are."""
+    """Finds out what is wished on any rank. Alone, that is what is wished here."""
 
-    def __init__(self, control: TrainerControl) -> None:
+    def __init__(self, control: TrainerControl, *, each_step: bool) -> None:
+        """``each_step``: callbacks may wish at any step, and shall not have to wait for the clock."""
         self._control = control
         self._alone = ranks.world_size() == 1
+        self._each_step = each_step
         self._steps = 0  # since the last one
         self._every = 1
         self._last = time.monotonic()
 
-    def at_step(self) -> bool:
-        """To be called at each step's end. Whether the flags are now agreed on; if not, nothing may hang on them."""
+    def at_step(self) -> Wishes:
+        """To be called at each step's end. What all ranks are going to do; nothing, where they do not agree yet."""
         if self._alone:
-            return True
+            return self.now()
         self._steps += 1
-        return self._steps >= self._every and self.now()
+        return self.now() if self._each_step or self._steps >= self._every else NO_WISHES
 
-    def now(self) -> bool:
-        """Agree at once; always True."""
+    def now(self) -> Wishes:
+        """Agree at once."""
+        wishes = self._control.wishes()
         if not self._alone:
-            *wishes, self._every = ranks.agree_max([*self._control.wishes(), self._fitting_steps()])
-            self._control.grant(wishes)
-        return True
+            *flags, self._every = ranks.agree_max([*wishes, self._fitting_steps()])
+            wishes = Wishes(*map(bool, flags))
+        self._control.grant(wishes)
+        return wishes
 
     def share_reason(self) -> None:
         """Once all stop: tell all ranks why, and who asked."""

@@ -21,7 +21,7 @@ from .args import TrainingArguments
 from .boundary import Boundary
 from .callback import Callback, components_of, global_callbacks
 from .callbacks import default_callbacks
-from .checkpoint import Checkpoint, CheckpointManager, Latest, ModelState, OptimizerState
+from .checkpoint import Checkpoint, CheckpointManager, Latest, LoadReport, ModelState, OptimizerState
 from .component import Component, Stateful
 from .data import Feed
 from .dispatcher import Dispatcher
@@ -78,6 +78,7 @@ class Assembly:
             is_rank_zero=ranks.rank() == 0,
             unfired=unfired,
         )
+        self._model = model
         self._sharded = (ModelState(model), OptimizerState(model, optimizer))
         self._others: dict[str, Stateful] = {
             "trainer": self.state,
@@ -108,6 +109,7 @@ class Assembly:
 
     def save(self, step: int, *, metrics: Mapping[str, float], is_best: bool) -> None:
         self.random_state.step = step
+        ranks.share_from_zero(self._model.buffers())  # a rank's own batch statistics are not what is saved
         self._manager.save(step, self._sharded, self._components(), metrics=metrics, is_best=is_best)
         self._manager.prune()
 
@@ -149,6 +151,7 @@ class Assembly:
 
     def restore(self, resume: bool | str | Path) -> Path | None:
         """Bring everything to where the leg begins: see ``Trainer.train``. The checkpoint that it goes on from."""
+        self.control.clear()  # no wish of a former leg sticks
         self.set_callbacks(self.own_callbacks)  # a global callback may have come or gone
         self.state.max_steps = planned_steps(self.args, self.feed)
         self.state.num_train_epochs = self.args.num_train_epochs
@@ -162,17 +165,28 @@ class Assembly:
         if checkpoint is None or path is None:
             self.random_state.start()
             return None
-        self.boundary.saved_step = step
+        self._has_trained = True  # whatever becomes of it, the model is not what it was
         report = self._manager.load(checkpoint, self._sharded, self._components())
-        if resume is not True:
-            moved = self._manager.abandon_after(step, timeline.attic(self.args.directory) / "checkpoints")
-            if moved:
-                report.notes.append(f"{len(moved)} later checkpoint(s) are now in {moved[0].parent}")
+        self.state.num_input_tokens_seen = self.meter.run_tokens + self.meter.tokens * ranks.world_size()
+        self._leave_behind(checkpoint, report, chosen=resume is not True)
         logger.info("resumed from %s\n%s", path, report.table())
         if self.on.load:
             self.on.load.fill(path, step, report)
             self.on.load.fire()
         return path
+
+    def _leave_behind(self, checkpoint: Checkpoint, report: LoadReport, *, chosen: bool) -> None:
+        """One timeline: what is beyond a chosen checkpoint is moved away; all, if that is another run's."""
+        step, state = checkpoint.manifest.step, self.state
+        is_own = checkpoint.path.resolve() == self._manager.path_of(step).resolve()
+        self.boundary.saved_step = step if is_own else None
+        if not is_own:
+            state.best_metric, state.best_global_step, state.best_model_checkpoint = None, 0, None
+        if chosen:
+            place = timeline.attic(self.args.directory) / "checkpoints"
+            moved = self._manager.abandon_after(step if is_own else None, place)
+            if moved:
+                report.notes.append(f"{len(moved)} later checkpoint(s) are now in {place}")
 
     def _choose(self, resume: bool | str | Path) -> Checkpoint | None:
         if resume is False:
@@ -192,9 +206,8 @@ class Assembly:
     def finished(self) -> TrainResult | None:
         """The result of the leg that has finished this run, if one has, and nothing is left to do."""
         state = self.state
-        is_done = (
-            self.feed.epoch >= state.num_train_epochs if state.max_steps < 0 else state.global_step >= state.max_steps
-        )
+        by_steps = self.args.max_steps > 0
+        is_done = state.global_step >= self.args.max_steps if by_steps else self.feed.position >= state.num_train_epochs
         result = (self._result or self._result_on_disk()) if is_done else None
         if result is not None:
             self.load_best_model()

@@ -83,31 +83,37 @@ class Boundary:
         self.begin_leg()
 
     def begin_leg(self) -> None:
-        """No wish and no decision of a former leg is left."""
-        self._control.clear()
-        self._agreement = Agreement(self._control)
+        """No decision of a former leg is left."""
+        self._agreement = Agreement(self._control, each_step=self._on.wishes_each_step())
         self._metrics: dict[str, float] = {}  # of the newest evaluations
+        self._save_is_held = False
         self.lr: Any = None
         """What the newest update used."""
         self.leaving = False
         """All ranks have agreed to stop."""
 
-    def act(self, due: Due) -> None:
-        """Do what is ``due``, and what callbacks wish as far as the ranks agree on it here."""
-        control, agreed = self._control, self._agreement.at_step()
-        if due.log or (agreed and control.should_log):
+    def act(self, due: Due, *, epoch_ends: bool = False) -> None:
+        """Do what is ``due``, and what callbacks wish as far as the ranks agree on it here.
+
+        ``epoch_ends``: the end of the epoch follows at once. What is to be saved here is saved there, so that one
+        checkpoint contains both, unless the leg ends here.
+        """
+        agreement = self._agreement
+        wishes = agreement.now() if any(due) or epoch_ends else agreement.at_step()
+        if due.log or wishes.log:
             self.log_training()
-            agreed = self._agreement.now()
-        if due.evaluate or (agreed and control.should_evaluate):
-            self.evaluate()
-            agreed = self._agreement.now()
-        if agreed and control.should_training_stop:
+            wishes = wishes.and_also(agreement.now())
+        if due.evaluate or wishes.evaluate:
+            self._note_best(self.evaluate())
+            wishes = wishes.and_also(agreement.now())
+        if wishes.stop or wishes.abort:
             self.leaving = True
-            self._agreement.share_reason()
-        if agreed and control.should_epoch_stop:
-            self._state.epoch_is_cut, control.should_epoch_stop = True, False
-        save = due.save or (agreed and control.should_save) or self.leaving
-        if save and not (agreed and control.should_abort_without_save):
+            agreement.share_reason()
+        if wishes.end_epoch:
+            self._state.epoch_is_cut = True
+        save = due.save or wishes.save or self._save_is_held or self.leaving
+        self._save_is_held = save and epoch_ends and not self.leaving
+        if save and not self._save_is_held and not wishes.abort:
             self.save()
 
     def log_training(self) -> None:
@@ -118,7 +124,6 @@ class Boundary:
         if self._meter.run_tokens:
             self._state.num_input_tokens_seen = logs["tokens"] = self._meter.run_tokens
         self.log(logs, "train")
-        self._control.should_log = False
 
     def log(self, logs: dict[str, Any], kind: str) -> None:
         """Let callbacks add to the record, then hand it to those that write it."""
@@ -131,7 +136,7 @@ class Boundary:
             on.log.fire()
 
     def evaluate(self) -> dict[str, float]:
-        """Measure the model on each evaluation set, and keep the best metric. Collective."""
+        """Measure the model on each evaluation set. Collective."""
         on = self._on
         everything: dict[str, float] = {}
         for evaluation in self.evaluations:
@@ -144,16 +149,13 @@ class Boundary:
             if on.evaluate:
                 on.evaluate.fill(metrics, evaluation.name)
                 on.evaluate.fire()
-        self._control.should_evaluate = False
-        if everything:
-            self._metrics = everything
-            self._note_best(everything)
         return everything
 
     def _note_best(self, metrics: Mapping[str, float]) -> None:
         args, state, name = self._args, self._state, self._args.best_metric_name
+        self._metrics = dict(metrics)
         if name not in metrics:
-            if args.metric_for_best_model is not None:
+            if metrics and args.metric_for_best_model is not None:
                 raise UnknownName("metric_for_best_model", name, metrics)
             return
         value, best = metrics[name], state.best_metric
@@ -166,13 +168,12 @@ class Boundary:
     def save(self) -> None:
         """Write a checkpoint of this step, unless there is one. Collective."""
         state, on, step = self._state, self._on, self._state.global_step
+        if self.saved_step == step:
+            return
         path = self._saver.path_of(step)
         is_best = state.best_metric is not None and state.best_global_step == step
         if is_best:
             state.best_model_checkpoint = path.relative_to(self._args.directory).as_posix()
-        self._control.should_save = False
-        if self.saved_step == step:
-            return
         if on.before_save:
             on.before_save.fill(path, step)
             on.before_save.fire()

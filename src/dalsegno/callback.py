@@ -51,6 +51,9 @@ class Callback:
     """``"replicated"``: rank 0's state is saved and given to every rank. ``"per_rank"``: each its own."""
     state_version: int = 1
     """Raise it when the state's form changes, and upgrade older ones in ``migrate(state, from_version)``."""
+    makes_wishes: bool = True
+    """False: no handler ever sets a flag of ``ctx.control``. One that may, at any step, makes several ranks agree at
+    every step, which costs a small reduction."""
     ranks: Literal["all", "zero"] = "all"
     """``"zero"``: handlers run on rank 0 only. Such a callback must not call a collective."""
 

@@ -25,6 +25,11 @@ P = ParamSpec("P")
 C = TypeVar("C", bound=Context)
 
 
+_AT_EACH_STEP = frozenset(
+    event for event in list(Event)[list(Event).index(Event.STEP_BEGIN) : list(Event).index(Event.LOG_STEP)]
+) | {Event.STEP_DONE}
+
+
 class Channel(list[Handler], Generic[P]):
     """An event's handlers, in order, and the one context that they are all given. Empty means: nobody listens."""
 
@@ -42,12 +47,14 @@ class Channel(list[Handler], Generic[P]):
     def fire(self) -> None:
         """Call the handlers. What one raises goes up, with a note that names callback and event."""
         context = self.context
+        handler: Handler | None = None
         try:
             for handler in self:
                 if (answer := handler(context)) is not None:
                     context.control.adopt(answer)
         except BaseException as error:
-            error.add_note(f"raised in {owner_of(handler)}.{self.event.handler}")
+            if handler is not None:
+                error.add_note(f"raised in {owner_of(handler)}.{self.event.handler}")
             raise
 
     def fire_all(self) -> list[BaseException]:
@@ -154,11 +161,12 @@ class Dispatcher:
                 return callback
         raise UnknownName("callback", key, [callback.key for callback in self.callbacks])
 
-    def share(self, **surroundings: object) -> None:
-        """Change what all contexts share, such as the optimizer that is made after the callbacks."""
-        for channel in self.channels.values():
-            for name, value in surroundings.items():
-                setattr(channel.context, name, value)
+    def wishes_each_step(self) -> bool:
+        """Whether a callback may set a flag of the control at any step; the same answer on all ranks."""
+        return any(
+            callback.makes_wishes and not _AT_EACH_STEP.isdisjoint(handled_events(callback))
+            for callback in self.callbacks
+        )
 
     def _refuse_unfired(self, callback: Callback) -> None:
         for event in handled_events(callback):

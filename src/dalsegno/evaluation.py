@@ -65,7 +65,8 @@ class LossEvaluation:
         for index, draw in enumerate(draws(self._feed, 1, self._loss_weight)):
             batch = to_device(draw.microbatches[0].batch, self._device)
             loss, outputs = self._forward(batch)
-            losses.append(loss.double() * draw.weights[0])
+            if draw.weights[0]:  # of padding nothing counts, not even a NaN
+                losses.append(loss.double() * draw.weights[0])
             if on.prediction_step:
                 on.prediction_step.fill(batch, outputs, index)
                 on.prediction_step.fire()

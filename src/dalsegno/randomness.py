@@ -91,6 +91,8 @@ class RandomState:
         restore_generators(state)
         if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(state["cuda"])
+        else:
+            torch.cuda.manual_seed_all(mix(RANK, self.seed, ranks.rank(), self.step))  # other devices than were saved
 
     @classmethod
     def reshard(cls, states: Sequence[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ handler, on one rank only, or on the way out of an exception: the other ranks ma
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -38,15 +38,10 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", rank()))
 
 
-def barrier() -> None:
-    """Wait until every rank has come here."""
-    if initialized():
-        dist.barrier()
-
-
 def communication_device() -> torch.device:
     """Where a tensor must lie for a collective of the default group: the GPU for NCCL, else the CPU."""
-    if initialized() and "nccl" in dist.get_backend():
+    backend = dist.get_backend() if initialized() else ""
+    if "nccl" in backend and "gloo" not in backend:  # with both, gloo carries what lies on the CPU, and nothing waits
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
@@ -58,11 +53,6 @@ def agree_max(values: Sequence[int]) -> list[int]:
     tensor = torch.tensor(list(values), dtype=torch.int64, device=communication_device())
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return [int(value) for value in tensor.tolist()]
-
-
-def agree(flag: bool) -> bool:
-    """True on every rank if it is true on any."""
-    return bool(agree_max([flag])[0])
 
 
 def sum_floats(values: Sequence[float]) -> list[float]:
@@ -79,9 +69,18 @@ def gather_floats(values: Sequence[float]) -> list[list[float]]:
     if not initialized():
         return [list(values)]
     own = torch.tensor(list(values), dtype=torch.float64, device=communication_device())
-    gathered = torch.empty(world_size() * len(values), dtype=torch.float64, device=own.device)  # flat: gloo wants it so
-    dist.all_gather_into_tensor(gathered, own)
-    return [[float(number) for number in row] for row in gathered.view(world_size(), -1).tolist()]
+    gathered = [torch.empty_like(own) for _ in range(world_size())]
+    dist.all_gather(gathered, own)
+    return [[float(number) for number in row.tolist()] for row in gathered]
+
+
+def share_from_zero(tensors: Iterable[torch.Tensor]) -> None:
+    """Give rank 0's values of these (whole, not sharded) tensors to every rank."""
+    if initialized():
+        for tensor in tensors:
+            whole = tensor.detach().contiguous()
+            dist.broadcast(whole, src=0)
+            tensor.detach().copy_(whole)
 
 
 def gather(value: T) -> list[T]:

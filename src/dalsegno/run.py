@@ -11,7 +11,8 @@ What a loop does with it, :mod:`dalsegno.loop` as well as one written by hand::
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -67,6 +68,7 @@ class Run:
         self._logging, self._evaluation, self._saving = args.logging, args.evaluation, args.saving
         self._draw: Draw | None = None  # the one whose step has not ended yet
         self._place = 0.0  # of the feed, behind that draw
+        self._ends_epoch = False  # with that draw, where the length is known
         self._due = _NOTHING
         self._exhausted = False
         self._final_metrics: dict[str, Any] = {}
@@ -136,10 +138,7 @@ class Run:
             checkpoint=None if saved is None else self._saver.path_of(saved),
         )
         failures: list[BaseException] = []
-        try:
-            self._feed.close()
-        except Exception as late:
-            failures.append(late)
+        failures += _failures(self._feed.close)
         if error is not None and on.exception:
             on.exception.fill(error)
             failures += on.exception.fire_all()
@@ -147,16 +146,19 @@ class Run:
             on.train_end.fill(result.reason, metrics)
             failures += on.train_end.fire_all()
         if self._legs is not None:
-            self._legs.end(result.reason, result.stopped_by, result.global_step, metrics)
+            failures += _failures(
+                partial(self._legs.end, result.reason, result.stopped_by, result.global_step, metrics)
+            )
         for failure in failures:
             if error is None:
                 raise failure
             error.add_note(f"and on the way out: {type(failure).__name__}: {failure}")
 
     def _relative(self, path: Path | None) -> str | None:
-        if path is None or not path.is_relative_to(self.args.directory):
-            return None if path is None else str(path)
-        return path.relative_to(self.args.directory).as_posix()
+        if path is None:
+            return None
+        path, home = path.resolve(), self.args.directory.resolve()
+        return path.relative_to(home).as_posix() if path.is_relative_to(home) else str(path)
 
     # -- steps --------------------------------------------------------------------------------------------------
 
@@ -185,6 +187,8 @@ class Run:
         if self.state.epoch_is_cut:  # at the end of the step that the leg goes on from
             return
         for draw in draws(self._feed, self.args.gradient_accumulation_steps, self._loss_weight):
+            if 0 < self.args.max_steps <= self.state.global_step:  # a loader that is longer than it said
+                return
             self._foresee()
             if self._on.step_begin:
                 self._on.step_begin.fire()
@@ -238,7 +242,7 @@ class Run:
             on.step_end.fire()
         if self._listens_to_metrics:
             self._report_metrics(loss, grad_norm)
-        self._act(self._due)
+        self._act(self._due, epoch_ends=self._ends_epoch)
         if on.step_done:
             on.step_done.fill(state.global_step)
             on.step_done.fire()
@@ -258,8 +262,8 @@ class Run:
         """What the coming step's end will do, so that costly things are captured only then."""
         state, control, step = self.state, self.control, self.state.global_step + 1
         self._place = self._feed.position
-        ends_epoch = self._place >= self._feed.epoch + 1
-        is_final = step == state.max_steps and not ends_epoch  # else the epoch's end saves
+        self._ends_epoch = ends_epoch = self._place >= self._feed.epoch + 1
+        is_final = self._is_last(step, self._place) and not ends_epoch  # else the epoch's end saves
         self._due = due = Due(
             log=self._logging.at_step(step) or (step == 1 and self.args.logging_first_step and bool(self._logging)),
             evaluate=self._evaluation.at_step(step),
@@ -285,7 +289,7 @@ class Run:
     def _due_at_epoch_end(self, step: int) -> Due:
         """What the end of this epoch asks for, if ``step`` is its last step."""
         done = self._feed.epoch + 1
-        last = step >= self.state.max_steps > 0 or (self.state.max_steps < 0 and done >= self.state.num_train_epochs)
+        last = self._is_last(step, done)
         return Due(
             log=self._logging.at_epoch(done),
             evaluate=self._evaluation.at_epoch(done),
@@ -299,21 +303,30 @@ class Run:
         self._exhausted = True
         self._act(Due(save=bool(self._saving)))
 
-    def _act(self, due: Due) -> None:
+    def _act(self, due: Due, *, epoch_ends: bool = False) -> None:
         saved = self._boundary.saved_step
-        self._boundary.act(due)
+        self._boundary.act(due, epoch_ends=epoch_ends)
         if self._legs is not None and self._boundary.saved_step != saved:
             self._legs.progress(self.state.global_step)
 
-    def _feed_is_used_up(self) -> bool:
-        """Whether the epoch's last micro-batch is drawn, where its length is known."""
-        return self._feed.position >= self._feed.epoch + 1
+    def _is_last(self, step: int, place: float) -> bool:
+        """Whether the run goes no further than ``step`` finished steps, or ``place`` in the epochs."""
+        return step >= self.args.max_steps if self.args.max_steps > 0 else place >= self.args.num_train_epochs
 
     def _is_cut_short(self) -> bool:
-        """Whether ``max_steps`` is reached in the middle of an epoch, which then does not end."""
-        return 0 < self.state.max_steps <= self.state.global_step and not self._feed_is_used_up()
+        """Whether the run is at its end in the middle of an epoch, which then does not end."""
+        place = self._feed.position
+        used_up = self._feed.started and place >= self._feed.epoch + 1  # so that the epoch's end is still to come
+        return self._is_last(self.state.global_step, place) and not used_up
 
     def _is_over(self) -> bool:
-        if self._boundary.leaving or self._is_cut_short():
-            return True
-        return self.state.max_steps < 0 and self._feed.epoch >= self.state.num_train_epochs
+        return self._boundary.leaving or self._is_cut_short()
+
+
+def _failures(work: Callable[[], object]) -> list[BaseException]:
+    """Do ``work``; what it raises, if it does, is returned."""
+    try:
+        work()
+    except BaseException as error:
+        return [error]
+    return []

@@ -6,7 +6,7 @@ import inspect
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from .errors import ConfigurationError
 
@@ -14,6 +14,7 @@ Handler = Callable[[Any], "TrainerControl | None"]
 """One callback's method for one event: takes the context, may return a control whose flags are then taken over."""
 
 _NOT_SAVED = {
+    "num_input_tokens_seen",  # between two records each rank has its own estimate; the meter saves the count
     "max_steps",
     "num_train_epochs",
     "is_local_process_zero",
@@ -95,6 +96,20 @@ class TrainerState:
             setattr(self, name, value)
 
 
+class Wishes(NamedTuple):
+    """What somebody wants to happen at a step's end."""
+
+    log: bool = False
+    evaluate: bool = False
+    save: bool = False
+    end_epoch: bool = False
+    stop: bool = False
+    abort: bool = False
+
+    def and_also(self, others: Wishes) -> Wishes:
+        return Wishes(*(mine or other for mine, other in zip(self, others, strict=True)))
+
+
 class TrainerControl:
     """The callbacks' wishes. A handler sets a flag; the run acts on it at the step's end, on all ranks together.
 
@@ -167,22 +182,29 @@ class TrainerControl:
             self.stop_reason = reason
             self.stopped_by = by or _who_asks()
 
-    def wishes(self) -> list[int]:
-        """The flags as numbers, in the order that :meth:`grant` takes: what ranks reduce to agree."""
-        return [
+    def wishes(self) -> Wishes:
+        """The flags as they are now. Another thread may set one at any moment, so only what is in here is acted on."""
+        return Wishes(
             self.should_log,
             self.should_evaluate,
             self.should_save,
             self.should_epoch_stop,
             self._stopping,
             self._aborting,
-        ]
+        )
 
-    def grant(self, wishes: list[int]) -> None:
-        """Take over the wishes of all ranks."""
-        flags = [bool(wish) for wish in wishes]
-        self.should_log, self.should_evaluate, self.should_save, self.should_epoch_stop = flags[:4]
-        self._stopping, self._aborting = flags[4:]
+    def grant(self, wishes: Wishes) -> None:
+        """These are going to be fulfilled: forget those that are for once, keep in mind those to end training."""
+        if wishes.log:
+            self.should_log = False
+        if wishes.evaluate:
+            self.should_evaluate = False
+        if wishes.save:
+            self.should_save = False
+        if wishes.end_epoch:
+            self.should_epoch_stop = False
+        self._stopping |= wishes.stop
+        self._aborting |= wishes.abort
 
     def adopt(self, returned: object) -> None:
         """Take over the flags of a control that a handler returned.
@@ -196,7 +218,9 @@ class TrainerControl:
             raise ConfigurationError(
                 f"a handler returned a {type(returned).__name__}; it may return None or a TrainerControl"
             )
-        self.grant(returned.wishes())
+        flags = returned.wishes()
+        self.should_log, self.should_evaluate, self.should_save, self.should_epoch_stop = flags[:4]
+        self._stopping, self._aborting = flags[4:]
         self._remember(self.should_training_stop, returned.stop_reason, returned.stopped_by)
 
 

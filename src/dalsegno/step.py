@@ -59,6 +59,7 @@ class Update:
         self._optimizer = optimizer
         self._schedulers = schedulers
         self._scaler = scaler
+        self._scale = 1.0  # the scaler's, as of the last step
         self._max_grad_norm = max_grad_norm
         self._device = device
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -69,6 +70,7 @@ class Update:
         """Before a leg's first step: training mode, and no gradients that an earlier leg broke off with."""
         self._forward.module.train()
         self._optimizer.zero_grad()
+        self._scale = 1.0 if self._scaler is None else self._scaler.get_scale()
 
     def __call__(self, draw: Draw) -> Updated:
         on, optimizer = self._on, self._optimizer
@@ -126,7 +128,9 @@ class Update:
             on.before_backward.fill(outputs, loss.detach())
             on.before_backward.fire()
             loss = outputs["loss"]
-        counted = loss.detach() if share == 1.0 else loss.detach() * share
+        counted = loss.detach()
+        if share != 1.0:  # of padding nothing counts, not even a NaN
+            counted = counted * share if share else torch.zeros_like(counted)
         factor = share * self._world_size
         scaled = loss if factor == 1.0 else loss * factor
         if self._scaler is not None:
@@ -147,10 +151,11 @@ class Update:
         if self._scaler is None:
             self._optimizer.step()
             return True
-        scale = self._scaler.get_scale()
+        before = self._scale
         self._scaler.step(self._optimizer)
         self._scaler.update()
-        return self._scaler.get_scale() >= scale  # it shrinks if, and only if, it met a non-finite gradient
+        self._scale = self._scaler.get_scale()
+        return self._scale >= before  # it shrinks if, and only if, it met a non-finite gradient
 
     def _schedule(self) -> None:
         on = self._on

@@ -15,9 +15,10 @@ def attic(output_dir: Path) -> Path:
 def start_over(output_dir: Path) -> Path | None:
     """Move the whole run in ``output_dir`` out of the way. Where it is now; None if there was none.
 
-    Checkpoints go last: a kill in between leaves a run that can still be gone on with.
+    Checkpoints go first, at once: a kill before leaves the run as it was, and one after it a run without checkpoints,
+    whose logs are then moved away as those of any run that was killed before its first one.
     """
-    leftovers = [output_dir / name for name in ("run.json", "logs", "checkpoints")]
+    leftovers = [output_dir / name for name in ("checkpoints", "logs", "run.json")]
     leftovers = [path for path in leftovers if path.exists()]
     if not leftovers:
         return None

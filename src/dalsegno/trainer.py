@@ -111,6 +111,7 @@ class Trainer:
             optimizer = default_optimizer(model, args)
         else:
             parallel.adopt(optimizer)
+        feeds = list(_eval_feeds(args, eval_dataset, eval_dataloader, data_collator))
         schedulers = _schedulers(lr_scheduler, optimizer, args, self._feed)
         plateaus = [each for each in schedulers if isinstance(each, ReduceLROnPlateau)]
         scaler = torch.amp.GradScaler(device.type) if args.fp16 else None
@@ -130,7 +131,7 @@ class Trainer:
             surroundings={
                 "processing_class": processing_class,
                 "train_dataloader": train_dataloader if train_dataloader is not None else self._feed,
-                "eval_dataloader": eval_dataloader,
+                "eval_dataloader": eval_dataloader if eval_dataloader is not None else feeds,
                 "trainer": self,
             },
         )
@@ -150,10 +151,7 @@ class Trainer:
         )
         self._evaluation = partial(LossEvaluation, on=on, forward=forward, device=device, loss_weight=loss_weight)
         self._collator = data_collator
-        self._assembly.boundary.evaluations = [
-            self._evaluation(name, prefix, feed)
-            for name, prefix, feed in _eval_feeds(args, eval_dataset, eval_dataloader, data_collator)
-        ]
+        self._assembly.boundary.evaluations = [self._evaluation(name, prefix, feed) for name, prefix, feed in feeds]
         _check_best(args, [evaluation.name for evaluation in self._assembly.boundary.evaluations])
         if on.init_end:
             on.init_end.fire()
@@ -205,8 +203,9 @@ class Trainer:
 
         What the model says to each batch is handed to ``on_prediction_step``; ``on_predict`` gets the metrics.
         """
-        ((_, _, feed),) = _eval_feeds(self.args, test_dataset, None, self._collator)
-        metrics = self._evaluation("test", "test", feed)()
+        metrics: dict[str, float] = {}
+        for name, prefix, feed in _eval_feeds(self.args, test_dataset, None, self._collator):
+            metrics |= self._evaluation(name, prefix.replace("eval", "test", 1), feed)()
         on = self._assembly.on
         if on.predict:
             on.predict.fill(metrics)

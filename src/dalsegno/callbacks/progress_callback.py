@@ -50,6 +50,7 @@ class ProgressCallback(Callback):
         ConfigurationError: for a value that cannot work; the message names the argument.
     """
 
+    makes_wishes = False
     ranks = "zero"
 
     def __init__(

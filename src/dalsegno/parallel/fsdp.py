@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -28,8 +27,8 @@ class FullySharded(Parallel):
         require_ranks("fsdp")
         self._before = {id(parameter): name for name, parameter in model.named_parameters()}
         if not isinstance(model, FSDPModule):
-            for tensor in [*model.parameters(), *model.buffers()]:
-                dist.broadcast(tensor.detach(), src=0)  # each rank keeps a shard of its own copy: they must be the same
+            # each rank keeps a shard of its own copy: they must be the same
+            ranks.share_from_zero([*model.parameters(), *model.buffers()])
             mesh = init_device_mesh(device.type, (ranks.world_size(),))
             for block in _blocks(model):
                 fully_shard(block, mesh=mesh)

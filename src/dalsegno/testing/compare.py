@@ -98,7 +98,7 @@ def compare_runs(first: str | Path, second: str | Path) -> Comparison:
     ours, theirs = _newest(first), _newest(second)
     rows = [Row("step", 1, "values", _unlike(ours.manifest.step, theirs.manifest.step))]
     rows += sorted([*_tensors(read_tensors(ours), read_tensors(theirs)), *_states(ours, theirs)], key=_place)
-    rows += _logs(first / "logs", second / "logs")
+    rows += _logs(first, second)
     return Comparison(rows)
 
 
@@ -132,12 +132,17 @@ def _states(ours: Checkpoint, theirs: Checkpoint) -> Iterator[Row]:
 
 
 def _logs(ours: Path, theirs: Path) -> Iterator[Row]:
-    names = {path.name for folder in (ours, theirs) for path in folder.glob("*.json*")}
-    for name in sorted(names):
+    for name in sorted(_log_names(ours) | _log_names(theirs)):
         records = [list(read_records(folder / name)) if (folder / name).exists() else [] for folder in (ours, theirs)]
         pairs = enumerate(zip_longest(*records), start=1)
-        differences = (_record_difference(a, b, f"{name} record {number}") for number, (a, b) in pairs)
-        yield Row(f"logs/{name}", len(records[0]), "records", next(filter(None, differences), None))
+        differences = (_record_difference(a, b, f"{Path(name).name} record {number}") for number, (a, b) in pairs)
+        yield Row(name, len(records[0]), "records", next(filter(None, differences), None))
+
+
+def _log_names(output_dir: Path) -> set[str]:
+    """Every log of a run, wherever it lies; what was rewound is none any more."""
+    names = {path.relative_to(output_dir) for path in output_dir.rglob("*.json*")} - {Path("run.json")}
+    return {name.as_posix() for name in names if not {"rewound", "checkpoints"} & set(name.parts)}
 
 
 def _record_difference(mine: Mapping[str, Any] | None, yours: Mapping[str, Any] | None, where: str) -> str | None:

@@ -15,6 +15,7 @@ from dalsegno.contexts import MicrobatchBeginContext
 class DataOrder(Callback):
     """Its state is the number of batches and a digest of all of them: equal digests, equal data in equal order."""
 
+    makes_wishes = False
     state_scope = "per_rank"
 
     def __init__(self) -> None:

@@ -74,6 +74,8 @@ class _Countdown:
 
 
 class _KillAtEvent(Callback):
+    makes_wishes = False
+
     def __init__(self, event: Event, count: int) -> None:
         setattr(self, event.handler, _Countdown(count))
 

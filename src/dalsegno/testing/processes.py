@@ -6,6 +6,7 @@ as with ``multiprocessing``: a function must be importable, that is, stand at th
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -61,7 +62,7 @@ class Ranks:
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
                 target=_run_rank,
-                args=(rank, world_size, str(meeting_place), os.getpid(), dict(os.environ), theirs, function, args),
+                args=(rank, world_size, str(meeting_place), dict(os.environ), theirs, function, args),
             )
             process.start()
             theirs.close()
@@ -150,7 +151,6 @@ def _run_rank(
     rank: int,
     world_size: int,
     meeting_place: str,
-    parent: int,
     environment: dict[str, str],
     pipe: Connection,
     function: Callable[..., Any],
@@ -162,6 +162,8 @@ def _run_rank(
     from tqdm import tqdm
 
     tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system, which a killed process would leave behind
+    multiprocessing.set_start_method("fork", force=True)  # data loader workers are then children that notice its death
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no rank outlives the program that started it
     np.random.seed()  # forked, all would go on with the server's numbers: a fresh process has its own
     os.environ.clear()
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
