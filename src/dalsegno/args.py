@@ -169,7 +169,7 @@ class TrainingArguments:
             raise ConfigurationError("bf16=True and fp16=True; choose one of them")
         if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs == 0):
             raise ConfigurationError("max_steps=0 or num_train_epochs=0 trains nothing; max_steps=-1 means: by epochs")
-        if self.save_total_limit is not None and self.save_total_limit < 1:
+        if self.save_total_limit is not None and (type(self.save_total_limit) is not int or self.save_total_limit < 1):
             raise ConfigurationError(f"save_total_limit={self.save_total_limit!r}; needs at least 1, or None for all")
         if self.load_best_model_at_end and not (self.evaluation and self.saving):
             raise ConfigurationError(

@@ -15,6 +15,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
@@ -107,26 +108,32 @@ def write_direct(path: Path, data: memoryview, length: int, observe: Callable[[m
     """Create ``path`` with the first ``length`` bytes of ``data`` and force them to the disk, past the page cache.
 
     ``data`` begins at a page boundary and is a whole number of pages long, since direct writes want it so; what lies
-    after ``length`` is cut off again. ``observe`` sees every piece of the ``length`` bytes while it is in the CPU's
-    cache. Where direct writes are refused (tmpfs, some network disks) the same pieces are written plainly.
+    after ``length`` is cut off again. ``observe`` is shown every piece of the ``length`` bytes, in order, on a thread
+    beside the write. Where direct writes are refused (tmpfs, some network disks) the same pieces are written plainly.
     """
     descriptor = _open_direct(path)
     try:
-        for begin in range(0, length, DIRECT_PIECE):
-            piece = data[begin : min(begin + DIRECT_PIECE, -(-length // PAGE) * PAGE)]
-            try:
-                write_all(descriptor, piece, path)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                _refuse_direct(descriptor)
-                os.lseek(descriptor, begin, os.SEEK_SET)
-                write_all(descriptor, piece, path)
-            observe(piece[: length - begin])
+        with ThreadPoolExecutor(max_workers=1) as beside:
+            for begin in range(0, length, DIRECT_PIECE):
+                piece = data[begin : min(begin + DIRECT_PIECE, -(-length // PAGE) * PAGE)]
+                observed = beside.submit(observe, piece[: length - begin])
+                _write_piece(descriptor, piece, begin, path)
+                observed.result()
         truncate(descriptor, length, path)
         fsync(descriptor, path)
     finally:
         os.close(descriptor)
+
+
+def _write_piece(descriptor: int, piece: memoryview, begin: int, path: Path) -> None:
+    try:
+        write_all(descriptor, piece, path)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        _refuse_direct(descriptor)
+        os.lseek(descriptor, begin, os.SEEK_SET)
+        write_all(descriptor, piece, path)
 
 
 def _open_direct(path: Path) -> int:

@@ -110,6 +110,7 @@ class Trainer:
         if optimizer is None:
             optimizer = default_optimizer(model, args)
         else:
+            _check_steps_alone(optimizer)
             parallel.adopt(optimizer)
         feeds = list(_eval_feeds(args, eval_dataset, eval_dataloader, data_collator))
         schedulers = _schedulers(lr_scheduler, optimizer, args, self._feed)
@@ -247,6 +248,18 @@ def _check_writable(directory: Path) -> None:
     existing = next(path for path in [directory, *directory.absolute().parents] if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigurationError(f"output_dir={str(directory)!r}: {existing} is not a folder that can be written to")
+
+
+def _check_steps_alone(optimizer: Optimizer) -> None:
+    """
+    Raises:
+        ConfigurationError: if the optimizer evaluates the model by itself, several times a step.
+    """
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigurationError(
+            f"optimizer: {type(optimizer).__name__}.step needs a closure; the Trainer does not give one, ds.Run lets you"
+        )
 
 
 def _check_best(args: TrainingArguments, sets: Sequence[str]) -> None:
