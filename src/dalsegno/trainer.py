@@ -258,7 +258,7 @@ def _check_steps_alone(optimizer: Optimizer) -> None:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigurationError(
-            f"optimizer: {type(optimizer).__name__}.step needs a closure; the Trainer does not give one, ds.Run lets you"
+            f"optimizer: {type(optimizer).__name__}.step needs a closure, which only a loop of your own can give it"
         )
 
 
