@@ -16,13 +16,7 @@ from dalsegno import files, ranks
 from dalsegno.callbacks import DivergenceDetector, GradNormLogger, JsonLogger
 from dalsegno.errors import ConfigurationError
 from dalsegno.events import Event
-from dalsegno.testing import (
-    FaultPlan,
-    assert_resume_equivalent,
-    compare_runs,
-    run_ranks,
-    tiny_regression_data,
-)
+from dalsegno.testing import FaultPlan, assert_resume_equivalent, compare_runs, run_ranks, tiny_regression_data
 from support.listeners import Journal, Listener
 from support.small import Line, small_trainer
 
@@ -107,15 +101,14 @@ class Normed(nn.Module):
         return nn.functional.mse_loss(self.layers(x), y)
 
 
-def normed_on_two(output_dir: Path) -> ds.Trainer:
-    torch.manual_seed(0)
+def normed(output_dir: Path, parallel: str) -> ds.Trainer:
     return small_trainer(
         output_dir,
         JsonLogger(),
         model=Normed(),
         length=64,
         parts={"eval_dataset": tiny_regression_data(8, seed=1)},
-        parallel="ddp",
+        parallel=parallel,
         max_steps=12,
         gradient_accumulation_steps=2,
         logging_steps=1,
@@ -124,9 +117,19 @@ def normed_on_two(output_dir: Path) -> ds.Trainer:
     )
 
 
-def test_batch_statistics_of_ranks_are_resumed(tmp_path: Path) -> None:
+def normed_ddp(output_dir: Path) -> ds.Trainer:
+    return normed(output_dir, "ddp")
+
+
+def normed_fsdp(output_dir: Path) -> ds.Trainer:
+    return normed(output_dir, "fsdp")
+
+
+@pytest.mark.parametrize("factory", [normed_ddp, normed_fsdp])
+def test_batch_statistics_of_ranks_are_resumed(tmp_path: Path, factory: Callable[[Path], ds.Trainer]) -> None:
+    """DDP shares rank 0's at each step, FSDP does not."""
     kills = [FaultPlan(event=Event.STEP_BEGIN, count=5), FaultPlan(event=Event.STEP_BEGIN, count=4)]
-    assert_resume_equivalent(normed_on_two, kills, folder=tmp_path, world_size=2)
+    assert_resume_equivalent(factory, kills, folder=tmp_path, world_size=2)
 
 
 def evaluate_every_ten(output_dir: Path) -> list[int]:
