@@ -93,7 +93,7 @@ class Update:
             on.step_skipped.fire()
         if on.before_zero_grad:
             on.before_zero_grad.fire()
-        optimizer.zero_grad()
+        self._clear_gradients()
         if on.after_zero_grad:
             on.after_zero_grad.fire()
         if stepped:
@@ -156,6 +156,15 @@ class Update:
         self._scaler.update()
         self._scale = self._scaler.get_scale()
         return self._scale >= before  # it shrinks if, and only if, it met a non-finite gradient
+
+    def _clear_gradients(self) -> None:
+        if type(self._optimizer).zero_grad is not Optimizer.zero_grad:
+            self._optimizer.zero_grad()
+            return
+        # What it comes down to, without what torch does around it: 40 µs a step (python -m benchmarks loop).
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
 
     def _schedule(self) -> None:
         on = self._on
