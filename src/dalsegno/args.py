@@ -182,6 +182,11 @@ class TrainingArguments:
         return Path(self.output_dir)
 
     @property
+    def shuffle_seed(self) -> int:
+        """Of the order of the data."""
+        return self.seed if self.data_seed is None else self.data_seed
+
+    @property
     def logging(self) -> Every:
         return _every(self.logging_strategy, self.logging_steps)
 

@@ -84,14 +84,13 @@ class Run(run.Run):
         state: Mapping[str, Any] | None = None,
         resume_from_checkpoint: bool | str | Path = True,
     ) -> None:
-        seed = args.seed if args.data_seed is None else args.data_seed
         schedulers = lr_scheduler if isinstance(lr_scheduler, (list, tuple)) else [lr_scheduler] if lr_scheduler else []
         self._assembly = parts = Assembly(
             args,
             model=unwrapped(model),
             optimizer=optimizer,
             schedulers=schedulers,
-            feed=loader_feed(loader, seed=seed, world_size=ranks.world_size()),
+            feed=loader_feed(loader, seed=args.shuffle_seed, world_size=ranks.world_size()),
             callbacks=callbacks,
             others={f"scheduler.{index}": each for index, each in enumerate(schedulers)} | dict(state or {}),
             surroundings={

@@ -137,8 +137,7 @@ class Run:
             metrics=metrics,
             checkpoint=None if saved is None else self._saver.path_of(saved),
         )
-        failures: list[BaseException] = []
-        failures += _failures(self._feed.close)
+        failures = _failures(self._feed.close)
         if error is not None and on.exception:
             on.exception.fill(error)
             failures += on.exception.fire_all()

@@ -277,15 +277,14 @@ def _check_best(args: TrainingArguments, sets: Sequence[str]) -> None:
 
 
 def _train_feed(args: TrainingArguments, dataset: Any, loader: Iterable[Any] | None, collator: Collator | None) -> Feed:
-    seed = args.seed if args.data_seed is None else args.data_seed
     if (dataset is None) == (loader is None):
         raise ConfigurationError("give train_dataset= or train_dataloader=, one of them")
     if loader is not None:
-        return loader_feed(loader, seed=seed, world_size=ranks.world_size())
+        return loader_feed(loader, seed=args.shuffle_seed, world_size=ranks.world_size())
     return train_feed(
         dataset,
         batch_size=args.per_device_train_batch_size,
-        seed=seed,
+        seed=args.shuffle_seed,
         rank=ranks.rank(),
         world_size=ranks.world_size(),
         drop_last=args.dataloader_drop_last,
