@@ -1,14 +1,16 @@
 """Agreement: how the ranks come to act on the same wishes at the same step.
 
-A wish may come up on one rank only (a signal, a clock, a reading of a file), and no rank may act on it alone: the
-others would wait for it in the next collective, for ever. A collective at every step would cost more than small steps
-themselves. So there is one every k steps, k being the steps that fit into a quarter of a second; and at every step only
-if a callback handles what happens at every step, since its wishes must not depend on the clock.
+A wish may come up on one rank only (a callback that reads a file, a signal, a clock, the end of a save in the
+background), and no rank may act on it alone: the others would wait for it in the next collective, for ever. A
+collective at every step would cost more than small steps themselves. So there is one every k steps, k being the steps
+that fit into a quarter of a second; and at every step only if a callback handles what happens at every step, since its
+wishes must not depend on the clock.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 
 from . import ranks
 from .state import TrainerControl, Wishes
@@ -16,31 +18,35 @@ from .state import TrainerControl, Wishes
 NO_WISHES = Wishes()
 _SECONDS_APART = 0.25
 
+Source = Callable[[], Wishes]
+"""Looks for wishes from outside, on this rank alone: asked at every step, so it must be quick and may not call a
+collective. It wishes on until what it wishes has come about. One that wishes to stop tells the control why."""
+
 
 class Agreement:
     """Finds out what is wished on any rank. Alone, that is what is wished here."""
 
-    def __init__(self, control: TrainerControl, *, each_step: bool) -> None:
+    def __init__(self, control: TrainerControl, outside: Sequence[Source] = (), *, each_step: bool) -> None:
         """``each_step``: callbacks may wish at any step, and shall not have to wait for the clock."""
         self._control = control
+        self._outside = outside
         self._alone = ranks.world_size() == 1
         self._each_step = each_step
-        self._steps = 0  # since the last one
-        self._every = 1
-        self._last = time.monotonic()
+        self._steps = _Pace()
 
     def at_step(self) -> Wishes:
         """To be called at each step's end. What all ranks are going to do; nothing, where they do not agree yet."""
         if self._alone:
             return self.now()
-        self._steps += 1
-        return self.now() if self._each_step or self._steps >= self._every else NO_WISHES
+        return self.now() if self._steps.is_due() or self._each_step else NO_WISHES
 
     def now(self) -> Wishes:
         """Agree at once."""
-        wishes = self._control.wishes()
+        wishes = self._from_outside()  # first: those that wish to stop tell the control why
+        wishes = self._control.wishes() if wishes is NO_WISHES else wishes.and_also(self._control.wishes())
         if not self._alone:
-            *flags, self._every = ranks.agree_max([*wishes, self._fitting_steps()])
+            *flags, every = ranks.agree_max([*wishes, self._steps.fitting()])
+            self._steps.every = every
             wishes = Wishes(*map(bool, flags))
         self._control.grant(wishes)
         return wishes
@@ -51,10 +57,30 @@ class Agreement:
             asked = ranks.gather((self._control.stop_reason, self._control.stopped_by))
             self._control.stop_reason, self._control.stopped_by = next((a for a in asked if a[1]), (None, None))
 
-    def _fitting_steps(self) -> int:
-        """How many steps fit between two agreements, by rank 0's clock; any number, if none has gone by."""
-        if not self._steps:
-            return self._every
-        seconds, self._last = (time.monotonic() - self._last) / self._steps, time.monotonic()
-        self._steps = 0
+    def _from_outside(self) -> Wishes:
+        wishes = NO_WISHES
+        for look in self._outside:
+            if (seen := look()) is not NO_WISHES:
+                wishes = wishes.and_also(seen)
+        return wishes
+
+
+class _Pace:
+    """How many calls fit between two agreements, by rank 0's clock."""
+
+    def __init__(self) -> None:
+        self.every = 1
+        self._calls = 0  # since the last one
+        self._last = time.monotonic()
+
+    def is_due(self) -> bool:
+        self._calls += 1
+        return self._calls >= self.every
+
+    def fitting(self) -> int:
+        """For the maximum over all ranks; any number, if there was no call."""
+        if not self._calls:
+            return self.every
+        seconds, self._last = (time.monotonic() - self._last) / self._calls, time.monotonic()
+        self._calls = 0
         return max(1, int(_SECONDS_APART / seconds)) if ranks.rank() == 0 else 0

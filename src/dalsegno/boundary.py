@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from .agreement import Agreement
+from .agreement import Agreement, Source
 from .args import TrainingArguments
 from .dispatcher import Dispatcher
 from .errors import UnknownName
@@ -70,13 +70,16 @@ class Boundary:
         *,
         meter: Meter,
         saver: Saver,
+        outside: Sequence[Source] = (),
     ) -> None:
+        """``outside``: who else has wishes, beside the callbacks."""
         self._args = args
         self._on = on
         self._state = state
         self._control = control
         self._meter = meter
         self._saver = saver
+        self._outside = outside
         self.evaluations: Sequence[Evaluation] = ()
         self.saved_step: int | None = None
         """Of the newest checkpoint."""
@@ -84,7 +87,7 @@ class Boundary:
 
     def begin_leg(self) -> None:
         """No decision of a former leg is left."""
-        self._agreement = Agreement(self._control, each_step=self._on.wishes_each_step())
+        self._agreement = Agreement(self._control, self._outside, each_step=self._on.wishes_each_step())
         self._metrics: dict[str, float] = {}  # of the newest evaluations
         self._save_is_held = False
         self.lr: Any = None

@@ -105,6 +105,8 @@ class Wishes(NamedTuple):
     end_epoch: bool = False
     stop: bool = False
     abort: bool = False
+    landed: bool = False
+    """A save in the background has come to its end, well or not."""
 
     def and_also(self, others: Wishes) -> Wishes:
         return Wishes(*(mine or other for mine, other in zip(self, others, strict=True)))
@@ -220,7 +222,7 @@ class TrainerControl:
             )
         flags = returned.wishes()
         self.should_log, self.should_evaluate, self.should_save, self.should_epoch_stop = flags[:4]
-        self._stopping, self._aborting = flags[4:]
+        self._stopping, self._aborting = flags.stop, flags.abort
         self._remember(self.should_training_stop, returned.stop_reason, returned.stopped_by)
 
 
