@@ -71,10 +71,15 @@ def fsync_directory(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Create ``path`` and its parents; nothing happens where it exists."""
+    """Create ``path`` and its parents, and force their names to the disk; nothing happens where it exists.
+
+    What is later forced into a directory is lost all the same if the directory's own name never got there.
+    """
     if not path.is_dir():
+        make_directory(path.parent)
         announce("mkdir", path)
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(exist_ok=True)
+        fsync_directory(path.parent)
 
 
 def rename(source: Path, target: Path) -> None:

@@ -17,6 +17,7 @@ from dalsegno.testing import start_ranks
 
 def operations_of_a_save(directory: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     seen: list[tuple[str, str]] = []
+    files.make_directory(directory / "checkpoints")  # as for any save but the first
     monkeypatch.setattr(files, "watcher", lambda what, path: seen.append((what, str(path.relative_to(directory)))))
     Saved().save(CheckpointManager(directory), 1)
     monkeypatch.undo()

@@ -76,8 +76,8 @@ class CheckpointManager:
         """
         final = self.path_of(step)
         partial = final.with_name(final.name + ".partial")
-        ranks.from_rank_zero(lambda: _make_room(final, partial))
         try:
+            ranks.from_rank_zero(lambda: _make_room(final, partial))
             captured = self._stage.capture(sharded, components, self._carried)
             records = ranks.gather(ranks.together(lambda: write_out(captured, partial)))
             finished = manifest_of(step, captured, records, metrics or {}, is_best)

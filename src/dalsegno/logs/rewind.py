@@ -172,9 +172,7 @@ def _archive_rest(path: Path, descriptor: int, offset: int) -> Path | None:
 
 def _archive_place(path: Path) -> Path:
     directory = path.parent / "rewound"
-    if not directory.is_dir():
-        files.make_directory(directory)
-        files.fsync_directory(path.parent)
+    files.make_directory(directory)
     return files.numbered(directory, path.name)
 
 

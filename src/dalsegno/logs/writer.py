@@ -112,9 +112,7 @@ class RecordLog:
     def _go_on(self, report: RewindReport) -> None:
         self._path = report.path
         self._offset, self._records, self._last_step = report.offset, report.records, report.last_step
-        if not self._path.parent.is_dir():
-            files.make_directory(self._path.parent)
-            files.fsync_directory(self._path.parent.parent)
+        files.make_directory(self._path.parent)
         is_new = not self._path.exists()
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
         self._end_after_offset()

@@ -1,0 +1,159 @@
+"""The power fails, at any moment of a run that saves, prunes, is resumed and goes back: what was published is there."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+import dalsegno as ds
+from dalsegno.callbacks import JsonLogger
+from dalsegno.checkpoint import CheckpointManager, saved_states
+from dalsegno.logs import Position, RunFile, read_records
+from dalsegno.logs.rewind import rewind
+from dalsegno.testing import compare_runs
+from durability.disk import Operation, Recorder, Rename, Sync, states, undisturbed, write_tree
+from support.listeners import Listener
+from support.small import small_trainer
+
+SEED = 2026
+STEPS = 14
+_CHECKPOINT = re.compile(r"checkpoints/(step-(\d{8}))")
+
+
+class PowerCut(Exception):
+    """What ends a leg here, in the middle of everything."""
+
+
+def trainer(output_dir: Path, *, breaks_at: int | None = None, log: str = "logs/train.jsonl") -> ds.Trainer:
+    def on_step_end(ctx: ds.StepEndContext) -> None:
+        if ctx.step == breaks_at:
+            raise PowerCut
+
+    return small_trainer(
+        output_dir,
+        JsonLogger(path=log),
+        Listener({"on_step_end": on_step_end}, name="breaker"),
+        length=24,
+        max_steps=STEPS,
+        logging_steps=1,
+        save_steps=3,
+        save_total_limit=2,
+    )
+
+
+def eventful_run(output_dir: Path, log: str) -> None:
+    """Three legs: broken off behind a checkpoint, resumed and broken off again, resumed from the checkpoint before."""
+    with pytest.raises(PowerCut):
+        trainer(output_dir, breaks_at=8, log=log).train()
+    with pytest.raises(PowerCut):
+        trainer(output_dir, breaks_at=11, log=log).train()
+    trainer(output_dir, log=log).train(resume_from_checkpoint=output_dir / "checkpoints" / "step-00000006")
+
+
+def published(operations: list[Operation]) -> Iterator[int]:
+    """For every prefix: the newest step whose checkpoint has got its name, for certain, and has not been taken away."""
+    named: dict[str, tuple[int, int]] = {}  # name → its step, the folder that must be synced
+    certain: dict[str, int] = {}
+    yield 0
+    for operation in operations:
+        if isinstance(operation, Rename):
+            certain.pop(operation.name, None)
+            if match := _CHECKPOINT.fullmatch(operation.target):
+                named[match[1]] = int(match[2]), operation.to_folder
+        elif isinstance(operation, Sync):
+            settled = [name for name, (_, folder) in named.items() if folder == operation.what]
+            certain |= {name: named.pop(name)[0] for name in settled}
+        yield max(certain.values(), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A state of the disk."""
+
+    after: int
+    tree: dict[str, bytes | None]
+    published: int
+
+
+def distinct_cuts(operations: list[Operation]) -> list[Cut]:
+    known: set[bytes] = set()
+    cuts = []
+    newest = list(published(operations))
+    for length, disk in states(operations, SEED):
+        tree = disk.tree()
+        print_ = hashlib.sha256(repr((sorted(tree.items()), newest[length])).encode()).digest()
+        if print_ not in known:
+            known.add(print_)
+            cuts.append(Cut(length, tree, newest[length]))
+    return cuts
+
+
+@pytest.fixture(scope="module", params=["logs/train.jsonl", "logs/train.json"])
+def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Operation]]:
+    folder = tmp_path_factory.mktemp("power") / "run"
+    folder.mkdir()
+    recorder = Recorder(folder)
+    with pytest.MonkeyPatch.context() as patch, recorder.recording(patch):
+        eventful_run(folder, request.param)
+    there = {
+        path.relative_to(folder).as_posix(): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+        if path.name != ".lock"
+    }
+    assert undisturbed(recorder.operations).tree() == there, "an operation has gone by the recorder"
+    return request.param, recorder.operations
+
+
+def check(cut: Cut, log: str, folder: Path) -> None:
+    """What a new leg does first, on that disk."""
+    write_tree(cut.tree, folder)
+    manager = CheckpointManager(folder)
+    manager.clean()
+    found = manager.find()
+    assert (found.step if found else 0) >= cut.published
+    assert not list(folder.rglob("*.damaged*"))
+    RunFile(folder).load()
+    if found is not None:
+        position = Position.from_state(saved_states(found)["callbacks.JsonLogger"][0])
+        report = rewind(folder, PurePosixPath(log), position)
+        assert report.action in ("unchanged", "rewound")
+        kept = folder / "kept.jsonl"
+        kept.write_bytes((folder / log).read_bytes()[: position.offset])
+        steps = [record["global_step"] for record in read_records(kept) if record.get("kind") != "header"]
+        assert steps == list(range(1, found.step + 1))
+
+
+def test_every_moment(recorded: tuple[str, list[Operation]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, operations = recorded
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # thousands of disks, each looked at once
+    cuts = distinct_cuts(operations)
+    assert len(operations) > 250 and len(cuts) > 1000 and max(cut.published for cut in cuts) == STEPS
+    for number, cut in enumerate(cuts):
+        folder = tmp_path / str(number)
+        try:
+            check(cut, log, folder)
+        except BaseException as error:
+            error.add_note(f"after {cut.after} operations, the last being {operations[cut.after - 2 : cut.after]}")
+            raise
+        shutil.rmtree(folder)
+
+
+def test_some_moments_to_the_end(recorded: tuple[str, list[Operation]], tmp_path: Path) -> None:
+    """Trained on from what is left: bit by bit the run that was never cut off."""
+    log, operations = recorded
+    cuts = [cut for cut in distinct_cuts(operations) if "run.json" in cut.tree]
+    trainer(tmp_path / "whole", log=log).train()
+    for number, cut in enumerate(random.Random(SEED).sample(cuts, 12)):
+        folder = tmp_path / str(number)
+        write_tree(cut.tree, folder)
+        trainer(folder, log=log).train()
+        comparison = compare_runs(tmp_path / "whole", folder)
+        assert comparison.identical, f"after {cut.after} operations\n{comparison.table()}"
