@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PEERS  := .venv-peers
 
-.PHONY: demo test check bench peers clean
+.PHONY: demo test check bench soak peers clean
 
 demo: $(READY)
 	$(BIN)/dalsegno demo
@@ -22,6 +22,10 @@ check: $(READY)
 bench: $(READY)
 	-@$(MAKE) --no-print-directory peers
 	$(BIN)/python -m benchmarks
+
+# A thousand kills at random instants: twenty minutes or so. `make soak KILLS=100` is shorter.
+soak: $(READY)
+	PYTHONPATH=tests $(BIN)/python -m durability.soak --kills $(or $(KILLS),1000)
 
 # What the benchmarks are measured beside, in an environment of its own.
 peers: $(PEERS)/.ready

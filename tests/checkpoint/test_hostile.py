@@ -7,6 +7,7 @@ started while the checkpoint is verified and loaded.
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -113,3 +114,67 @@ def test_a_lie_in_one_place(tmp_path: Path, name: str, old: str, new: str) -> No
     with pytest.raises((OSError, ValueError)) as raised:
         manager.load(found, saved.sharded, saved.components)
     assert type(raised.value).__module__ == "dalsegno.errors", raised.value
+
+
+DEEP = "[" * 200_000 + "]" * 200_000
+TEN_TB = 10 << 40
+
+
+def lay_header(directory: Path, header: bytes) -> None:
+    path = directory / "shared.safetensors"
+    path.write_bytes(header + path.read_bytes()[len(header) :])
+    agreeing_manifest(directory)
+
+
+def deep_state(directory: Path) -> None:
+    path = directory / "shared.json"
+    content = path.read_text()
+    begin = content.index('"states":[') + len('"states":[')
+    path.write_text(content[:begin] + DEEP + "," + content[begin:])
+    agreeing_manifest(directory)
+
+
+def claim_size(directory: Path, size: int) -> None:
+    path = directory / "manifest.json"
+    content = json.loads(path.read_bytes())
+    content["files"]["shared.json"]["size"] = size
+    del content["xxh3"]
+    path.write_text(json.dumps(content | {"xxh3": _checksum_of(content)}))
+
+
+def hole(directory: Path) -> None:
+    """As large as it says, and takes no room: it has to be read to be found out."""
+    claim_size(directory, 1 << 30)
+    os.truncate(directory / "shared.json", 1 << 30)
+
+
+def folder_elsewhere(directory: Path) -> None:
+    (directory / "model").rename(directory.parent / "elsewhere")
+    (directory / "model").symlink_to(directory.parent / "elsewhere")
+
+
+LIES = {
+    "a header of 10 TB": lambda at: lay_header(at, TEN_TB.to_bytes(8, "little")),
+    "a header that is the file": lambda at: lay_header(
+        at, ((at / "shared.safetensors").stat().st_size - 8).to_bytes(8, "little")
+    ),
+    "a tensor of 10 TB": lambda at: edited(at, "index.json", '"shape":[7', f'"shape":[{TEN_TB}'),
+    "a state too deep": deep_state,
+    "an index too deep": lambda at: ((at / "index.json").write_text(DEEP), agreeing_manifest(at)),
+    "a manifest too deep": lambda at: (at / "manifest.json").write_text(DEEP),
+    "a manifest of 100 MB": lambda at: (at / "manifest.json").write_text(" " * 100_000_000),
+    "a number of a million digits": lambda at: edited(at, "index.json", '"shape":[7', f'"shape":[{"7" * 1_000_000}'),
+    "a file of 10 TB on paper": lambda at: claim_size(at, TEN_TB),
+    "a file that is a hole": hole,
+    "a folder elsewhere": folder_elsewhere,
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lie_costs_little_memory(tmp_path: Path, lie: str) -> None:
+    """Less than half a gigabyte, whatever is claimed; and nothing is loaded."""
+    manager = CheckpointManager(tmp_path)
+    Saved().save(manager, 1)
+    LIES[lie](manager.path_of(1))
+    (told,) = run_ranks(jobs.load_in_little_memory, 1, tmp_path, 500_000_000)
+    assert told.startswith(("DamagedCheckpoint: ", "StateMismatch: ")), told

@@ -1,0 +1,186 @@
+"""Kill a small run with SIGKILL, again and again, at random instants; then count what has been lost: ``make soak``.
+
+Half of the kills come by the clock, at any moment from the start of a process to the time a whole run takes; the others
+before a file operation drawn by lot, since a run spends little time in these. Whenever a run gets to its end all the
+same, it is held against one that was never killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dalsegno import ranks
+from dalsegno.checkpoint import CheckpointManager, read_tensors
+from dalsegno.logs import RunFile, read_records
+from dalsegno.testing import FaultPlan, compare_runs, start_ranks
+from support.runs import busy_trainer
+
+STEPS = 48
+LOGS = ("train.jsonl", "gradient_norms.jsonl")
+PLACES = ("in a save", "in a log write", "in a prune", "elsewhere")
+
+
+@dataclass(slots=True)
+class Tally:
+    """What has happened to the runs of one world size."""
+
+    world_size: int
+    places: Counter[str] = field(default_factory=Counter)
+    resumes: int = 0
+    runs: int = 0
+    lost_records: int = 0
+    differing_bits: int = 0
+    differences: list[str] = field(default_factory=list)
+    """A table for each run that has not come out the same."""
+
+    @property
+    def kills(self) -> int:
+        return self.places.total()
+
+
+def leg(output_dir: Path, plan: FaultPlan | None, victim: int) -> None:
+    """One process life of the run on each rank; one of them may be going to die."""
+    if plan is not None and ranks.rank() == victim:
+        plan.arm()
+    busy_trainer(output_dir, "none" if ranks.world_size() == 1 else "fsdp", STEPS).train()
+
+
+def plans(dice: random.Random, longest: float) -> Iterator[FaultPlan]:
+    """Moments to die at, without end. ``longest``: seconds that a whole run takes."""
+    while True:
+        yield FaultPlan(seconds=dice.uniform(0.0, longest))
+        path, often = dice.choice([(".partial", 60), ("logs/", 12), ("run.json", 8), ("checkpoints/", 90)])
+        yield FaultPlan(operation="any", path=path, count=dice.randint(1, often))
+
+
+def soak(kills: int, world_size: int, folder: Path, seed: int, say: Callable[[Tally], object]) -> Tally:
+    """Kill runs until that many kills are done and the last run has come to its end."""
+    tally, dice = Tally(world_size), random.Random(seed)
+    began = time.monotonic()
+    survive(folder / "reference", None, world_size, 0)
+    moments = plans(dice, time.monotonic() - began)
+    while tally.kills < kills:
+        output_dir = folder / f"run-{tally.runs}"
+        while True:
+            plan = next(moments) if tally.kills < kills else None
+            if survive(output_dir, plan, world_size, dice.randrange(world_size)):
+                break
+            tally.places[place_of(output_dir, plan)] += 1
+            say(tally)
+        hold_against(folder / "reference", output_dir, tally)
+        shutil.rmtree(output_dir)
+    return tally
+
+
+def survive(output_dir: Path, plan: FaultPlan | None, world_size: int, victim: int) -> bool:
+    """Whether that leg came to the run's end, rather than to its own."""
+    outcomes = start_ranks(leg, world_size, output_dir, plan, victim).wait(180)
+    if plan is not None and outcomes[victim].was_killed:
+        return False
+    for outcome in outcomes:
+        assert outcome.exit_code == 0, f"rank {outcome.rank} ended with {outcome.exit_code}\n{outcome.error}"
+    return True
+
+
+def place_of(output_dir: Path, plan: FaultPlan | None) -> str:
+    """Where it was killed, as far as its folder tells: a hidden checkpoint is being written, or being deleted."""
+    folder = output_dir / "checkpoints"
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    newest = max((name for name in names if "." not in name), default="")
+    for hidden in (name for name in names if name.endswith(".partial")):
+        return "in a prune" if hidden < newest else "in a save"
+    return "in a log write" if plan is not None and plan.path == "logs/" else "elsewhere"
+
+
+def hold_against(reference: Path, run: Path, tally: Tally) -> None:
+    tally.runs += 1
+    legs = RunFile(run).load()
+    assert legs is not None
+    tally.resumes += len(legs.legs) - 1
+    tally.lost_records += sum((records(reference) - records(run)).values()) + sum(
+        (records(run) - records(reference)).values()
+    )
+    tally.differing_bits += differing_bits(reference, run)
+    comparison = compare_runs(reference, run)
+    if not comparison.identical:
+        tally.differences.append(comparison.table())
+
+
+def records(run: Path) -> Counter[tuple[str, object, object]]:
+    return Counter(
+        (name, record.get("global_step"), record.get("kind"))
+        for name in LOGS
+        for record in read_records(run / "logs" / name)
+    )
+
+
+def differing_bits(first: Path, second: Path) -> int:
+    """In weights and optimizer state."""
+    ours, theirs = (flat(run) for run in (first, second))
+    assert ours.keys() == theirs.keys()
+    return sum(int(np.bitwise_count(ours[name] ^ theirs[name]).sum()) for name in ours)
+
+
+def flat(run: Path) -> dict[str, np.ndarray]:
+    newest = CheckpointManager(run).find()
+    assert newest is not None
+    return {
+        f"{component}.{name}": tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+        for component, tensors in read_tensors(newest).items()
+        for name, tensor in tensors.items()
+    }
+
+
+def table(tallies: list[Tally]) -> str:
+    rows = [("", *(f"{tally.world_size} rank{'s' * (tally.world_size > 1)}" for tally in tallies), "all")]
+
+    def row(title: str, value: Callable[[Tally], int]) -> None:
+        values = [value(tally) for tally in tallies]
+        rows.append((title, *(f"{each:,}" for each in [*values, sum(values)])))
+
+    row("kills", lambda tally: tally.kills)
+    for place in PLACES:
+        row(f"  {place}", lambda tally, place=place: tally.places[place])  # type: ignore[misc]
+    row("resumes", lambda tally: tally.resumes)
+    row("runs brought to their end", lambda tally: tally.runs)
+    row("lost records", lambda tally: tally.lost_records)
+    row("differing bits", lambda tally: tally.differing_bits)
+    row("runs that differ anywhere", lambda tally: len(tally.differences))
+    return "\n".join(f"{first:<28}" + "".join(f"{each:>10}" for each in rest) for first, *rest in rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--kills", type=int, default=1000, help="in all; a quarter of them with two ranks")
+    parser.add_argument("--seed", type=int, default=2026)
+    arguments = parser.parse_args()
+
+    def say(tally: Tally) -> None:
+        if tally.kills % 50 == 0:
+            print(f"{tally.kills} kills, {tally.runs} runs ended ({tally.world_size} ranks)", flush=True)
+
+    tallies = []
+    with tempfile.TemporaryDirectory(prefix="dalsegno-soak-") as folder:
+        for world_size, share in ((1, arguments.kills - arguments.kills // 4), (2, arguments.kills // 4)):
+            place = Path(folder) / str(world_size)
+            tallies.append(soak(share, world_size, place, arguments.seed + world_size, say))
+    print(table(tallies))
+    for tally in tallies:
+        print("".join(f"\n{each}\n" for each in tally.differences), end="")
+    return 1 if any(tally.differences or tally.lost_records or tally.differing_bits for tally in tallies) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,17 @@
+"""A small share of ``make soak``: killed at random instants, nothing lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from durability.soak import soak
+
+
+@pytest.mark.parametrize(("world_size", "kills"), [(1, 18), (2, 7)])
+def test_nothing_is_lost(tmp_path: Path, world_size: int, kills: int) -> None:
+    tally = soak(kills, world_size, tmp_path, seed=7, say=lambda tally: None)
+    assert tally.kills >= kills and tally.resumes > 0
+    assert tally.differences == []
+    assert (tally.lost_records, tally.differing_bits) == (0, 0)
