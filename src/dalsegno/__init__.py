@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from .callback import global_callbacks as global_callbacks
     from .callback import register_global_callback as register_global_callback
     from .component import Stateful as Stateful
+    from .config import RunConfig as RunConfig
+    from .config import load_callbacks as load_callbacks
     from .contexts import AfterForwardContext as AfterForwardContext
     from .contexts import BackwardContext as BackwardContext
     from .contexts import BeforeForwardContext as BeforeForwardContext
@@ -69,6 +71,10 @@ _HOMES = {
         "register_global_callback",
     ),
     "component": ("Stateful",),
+    "config": (
+        "RunConfig",
+        "load_callbacks",
+    ),
     "contexts": (
         "AfterForwardContext",
         "BackwardContext",

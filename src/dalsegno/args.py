@@ -35,8 +35,7 @@ _AT_LEAST: dict[str, float] = {
     "dataloader_num_workers": 0,
 }
 
-
-_MEANT = {
+MEANT = {
     "lr": "learning_rate",
     "batch_size": "per_device_train_batch_size",
     "train_batch_size": "per_device_train_batch_size",
@@ -46,6 +45,7 @@ _MEANT = {
     "warmup_ratio": "warmup_steps",
     "evaluation_strategy": "eval_strategy",
 }
+"""Settings under the names that other libraries, or older versions of them, have for them."""
 
 
 @dataclass
@@ -150,7 +150,7 @@ class TrainingArguments:
         known = [field.name for field in fields(cls)]
         for name in named:
             if name not in known:
-                raise UnknownName(f"argument of {cls.__name__}", name, known, _MEANT)
+                raise UnknownName(f"argument of {cls.__name__}", name, known, MEANT)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

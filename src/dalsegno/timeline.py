@@ -18,7 +18,7 @@ def start_over(output_dir: Path) -> Path | None:
     Checkpoints go first, at once: a kill before leaves the run as it was, and one after it a run without checkpoints,
     whose logs are then moved away as those of any run that was killed before its first one.
     """
-    leftovers = [output_dir / name for name in ("checkpoints", "logs", "run.json")]
+    leftovers = [output_dir / name for name in ("checkpoints", "logs", "run.json", "config.json")]
     leftovers = [path for path in leftovers if path.exists()]
     if not leftovers:
         return None

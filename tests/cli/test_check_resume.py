@@ -119,7 +119,7 @@ def test_a_broken_one_is_found_out_down_to_tensor_and_record(folder: Path) -> No
         (["own_trainin:good"], "no module 'own_trainin', neither here nor installed"),
         (["own_training.more:good"], "no module 'own_training.more', neither here nor installed"),
         (["torn:good"], "torn: cannot be imported\nTraceback"),
-        (["own_training"], "'own_training': name the factory as module:function"),
+        (["own_training"], "'own_training': name the function as module:name"),
         (["own_training:LIMIT"], "unknown function of own_training 'LIMIT'"),
         (
             ["own_training:good", "--kill-at", "on_stepend:3"],

@@ -16,9 +16,9 @@ from typing import Any
 
 from dalsegno.errors import DalsegnoError, UnknownName
 
-from . import check_resume, demo
+from . import callbacks, check_resume, demo, train
 
-COMMANDS = {"demo": demo, "check-resume": check_resume}
+COMMANDS = {"demo": demo, "train": train, "callbacks": callbacks, "check-resume": check_resume}
 
 FAILED = 2
 """Exit status: what was asked for could not be done. 1 is a command's own "no"."""

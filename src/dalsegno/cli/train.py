@@ -1,0 +1,64 @@
+"""Train a run that a TOML, YAML or JSON file describes, from wherever it is.
+
+The file names the function that builds the trainer; the module is looked for in the current folder first:
+
+    trainer = "my_training:build"
+    callbacks = [{use = "JsonLogger", run = "baseline"}, {use = "ProgressCallback", enabled = false}]
+
+    [args]                 # TrainingArguments
+    output_dir = "runs/a"
+    max_steps = 1000
+
+    [factory]              # what else the function takes
+    width = 64
+
+    # my_training.py
+    def build(args, callbacks, width=32):
+        return dalsegno.Trainer(Model(width), args, callbacks=callbacks, train_dataset=...)
+
+Everything is checked before anything is built. On several processes: torchrun --no-python --nproc-per-node 8 dalsegno
+train run.toml. Exit status 0: trained to its end; 1: stopped before it; 2: the file cannot work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("config", type=Path, metavar="FILE", help="such as run.toml")
+    parser.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="another value than the file's, in TOML; what is no TOML value is text: args.max_steps=100, "
+        "factory.width=64, callbacks.JsonLogger.run=baseline, callbacks.ProgressCallback.enabled=false",
+    )
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--from", dest="checkpoint", metavar="CHECKPOINT", help="go on from this one, not the newest")
+    where.add_argument("--start-over", action="store_true", help="move what is in output_dir aside, and start anew")
+    parser.add_argument(
+        "--check", action="store_true", help="check the file, print every setting as JSON, and train nothing"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """
+    Raises:
+        ConfigurationError: if something in the file cannot work; UnknownName names the nearest.
+        NotFound: if there is no such file, or no such checkpoint.
+    """
+    sys.path.insert(0, str(Path.cwd()))
+
+    from dalsegno.config import RunConfig
+
+    config = RunConfig.read(arguments.config, arguments.set)
+    if arguments.check:
+        print(config.as_json())
+        return 0
+    result = config.build().train(arguments.checkpoint or not arguments.start_over)
+    return 0 if result is None or result.reason in ("finished", "exhausted") else 1

@@ -1,0 +1,36 @@
+"""Config: callbacks and whole runs named in a file. A configuration names code of the user's; it contains none.
+
+Nothing that is read is ever evaluated. Every name and every argument is checked, against the annotations of what it is
+for, before the first callback is built::
+
+    trainer = "my_training:build"
+    callbacks = [{use = "JsonLogger", run = "baseline"}, {use = "my_pkg.hooks:Beat", every = 10}]
+
+    [args]
+    output_dir = "runs/a"
+    max_steps = 1000
+"""
+
+from __future__ import annotations
+
+from .catalogue import Offer, find_callback, offers
+from .docstrings import prose
+from .entries import load_callbacks
+from .names import find_named
+from .run_config import RunConfig
+from .signature import Argument, Signature, signature_of
+from .values import describe
+
+__all__ = [
+    "Argument",
+    "Offer",
+    "RunConfig",
+    "Signature",
+    "describe",
+    "find_callback",
+    "find_named",
+    "load_callbacks",
+    "offers",
+    "prose",
+    "signature_of",
+]

@@ -1,0 +1,50 @@
+"""What a docstring says: of the whole, and of each argument in its ``Args:`` section."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+_ARGUMENTS = re.compile(r"^(Args|Arguments|Parameters):$")
+_ENTRY = re.compile(r"^\*{0,2}(\w+)(?:\s*\([^)]*\))?:\s*(.*)$")
+_ROLE = re.compile(r":\w+:(?=`)")
+
+
+def prose(made: Callable[..., Any]) -> str:
+    """The docstring up to its ``Args:``, without markup that only makers of web pages read."""
+    lines = (inspect.getdoc(made) or "").splitlines()
+    end = next((number for number, line in enumerate(lines) if _ARGUMENTS.match(line)), len(lines))
+    return _plain("\n".join(lines[:end]).strip())
+
+
+def argument_docs(made: Callable[..., Any]) -> dict[str, str]:
+    """What the ``Args:`` of a class, or those of its constructor, say of each argument."""
+    sources = [made, made.__init__] if isinstance(made, type) else [made]  # type: ignore[misc]
+    docs: dict[str, str] = {}
+    for source in sources:
+        docs |= _entries((inspect.getdoc(source) or "").splitlines())
+    return docs
+
+
+def _entries(lines: list[str]) -> dict[str, str]:
+    docs: dict[str, str] = {}
+    start = next((number for number, line in enumerate(lines) if _ARGUMENTS.match(line)), len(lines))
+    depth, name = 0, ""
+    for line in lines[start + 1 :]:
+        indent = len(line) - len(line.lstrip())
+        if indent == 0:
+            break
+        depth = depth or indent
+        entry = _ENTRY.match(line.strip()) if indent == depth else None
+        if entry:
+            name = entry[1]
+            docs[name] = _plain(entry[2])
+        elif name:
+            docs[name] += f" {_plain(line.strip())}"
+    return docs
+
+
+def _plain(text: str) -> str:
+    return _ROLE.sub("", text).replace("``", "`")

@@ -1,0 +1,206 @@
+"""Values of a configuration, and the annotations that they must fit."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, MutableSequence, Sequence, Set
+from dataclasses import MISSING, fields, is_dataclass
+from enum import Enum
+from inspect import Parameter
+from pathlib import Path
+from typing import Annotated, Any, ForwardRef, Literal, TypeVar, Union, get_args, get_origin
+
+from dalsegno.errors import ConfigurationError, UnknownName
+
+from .hints import hints_of
+
+_UNCHECKED = (Any, object, Parameter.empty)
+_LISTS: dict[Any, Callable[[list[Any]], Any]] = {
+    **dict.fromkeys((list, Sequence, MutableSequence, Iterable, Collection), list),
+    set: set,
+    Set: set,
+    frozenset: frozenset,
+}
+_TABLES = (dict, Mapping, MutableMapping)
+
+
+class Misfit(Exception):
+    """A value does not fit its annotation: where inside of it, what stands there, and what would fit."""
+
+    def __init__(self, value: object, needs: str, path: str = "") -> None:
+        super().__init__(f"{path}={value!r}; {needs}")
+        self.value = value
+        self.needs = needs
+        self.path = path
+
+    def inside(self, step: str) -> Misfit:
+        """The same, seen from the container."""
+        return Misfit(self.value, self.needs, step + self.path)
+
+
+def fit(value: Any, annotation: Any) -> Any:
+    """``value`` as ``annotation`` wants it: numbers, text, lists and tables are what a file can hold.
+
+    A table becomes a dataclass, a list a tuple or a set, text a path or a member of an enumeration. What an annotation
+    says in a way that cannot be resolved is not checked.
+
+    Raises:
+        Misfit: if it does not fit.
+    """
+    annotation = _plain(annotation)
+    kind, inner = get_origin(annotation) or annotation, get_args(annotation)
+    if kind in _UNCHECKED or isinstance(kind, (str, ForwardRef, TypeVar)):
+        return value
+    if kind is Literal:
+        return _choose(value, inner)
+    if kind in (Union, types.UnionType):
+        return _fit_one(value, inner)
+    if is_dataclass(kind) and isinstance(kind, type) and isinstance(value, Mapping):
+        return _fill(value, kind)
+    if isinstance(value, (list, tuple)) and (kind in _LISTS or kind is tuple):
+        return _fit_list(list(value), kind, inner)
+    if isinstance(value, Mapping) and kind in _TABLES:
+        of_key, of_value = inner or (Any, Any)
+        return {_key(key, of_key): _at(f"[{key!r}]", each, of_value) for key, each in value.items()}
+    return _fit_single(value, kind, describe(annotation))
+
+
+def _plain(annotation: Any) -> Any:
+    """The annotation itself, behind ``Annotated``, ``NewType`` and aliases."""
+    while True:
+        if get_origin(annotation) is Annotated:
+            annotation = get_args(annotation)[0]
+        elif hasattr(annotation, "__supertype__"):
+            annotation = annotation.__supertype__
+        elif type(annotation).__name__ == "TypeAliasType":
+            annotation = annotation.__value__
+        else:
+            return annotation
+
+
+def _fit_single(value: Any, kind: Any, needed: str) -> Any:
+    if kind is None:
+        kind = types.NoneType
+    if kind is float and type(value) is int:
+        return float(value)
+    if isinstance(value, bool) and kind in (int, float):
+        raise Misfit(value, f"needs {needed}")
+    if isinstance(kind, type):
+        if isinstance(value, kind) and not (isinstance(value, (str, bytes)) and kind in _LISTS):
+            return value
+        if isinstance(value, str) and issubclass(kind, Path):
+            return kind(value)
+        if issubclass(kind, Enum):
+            return _member(value, kind)
+    raise Misfit(value, f"needs {needed}{_hint(value, kind)}")
+
+
+def _member(value: Any, kind: type[Enum]) -> Enum:
+    for member in kind:
+        if value in (member.value, member.name):
+            return member
+    raise Misfit(value, f"allowed are {', '.join(repr(member.value) for member in kind)}")
+
+
+def _choose(value: Any, allowed: tuple[Any, ...]) -> Any:
+    for each in allowed:
+        if type(each) is type(value) and each == value:
+            return each
+    raise Misfit(value, f"allowed are {', '.join(map(repr, allowed))}{_hint(value, type(allowed[0]))}")
+
+
+def _fit_one(value: Any, members: tuple[Any, ...]) -> Any:
+    if type(value) in members:
+        return value
+    tables = [member for member in members if is_dataclass(_plain(member))]
+    if isinstance(value, Mapping) and len(tables) == 1:
+        return fit(value, tables[0])
+    misfits = []
+    for member in members:
+        try:
+            return fit(value, member)
+        except Misfit as misfit:
+            misfits.append(misfit)
+    deepest = max(misfits, key=lambda misfit: len(misfit.path))
+    if deepest.path:  # one member is of the right kind, and something inside is not
+        raise deepest
+    wanted = " or ".join(describe(member) for member in members)
+    raise Misfit(value, f"needs {wanted}{_hint(value, *members)}")
+
+
+def _fit_list(values: list[Any], kind: Any, inner: tuple[Any, ...]) -> Any:
+    if kind is not tuple:
+        of = inner[0] if inner else Any
+        return _LISTS[kind]([_at(f"[{index}]", each, of) for index, each in enumerate(values)])
+    if inner[1:] == (...,) or not inner:
+        return tuple(_at(f"[{index}]", each, inner[0] if inner else Any) for index, each in enumerate(values))
+    if len(values) != len(inner):
+        raise Misfit(values, f"needs {len(inner)} values, {', '.join(map(describe, inner))}")
+    return tuple(_at(f"[{index}]", each, of) for index, (each, of) in enumerate(zip(values, inner, strict=True)))
+
+
+def _fill(table: Mapping[str, Any], kind: type) -> Any:
+    """A dataclass from a table."""
+    known = {field.name: field for field in fields(kind) if field.init}
+    hints = hints_of(kind.__init__)  # type: ignore[misc]
+    for key in table:
+        if key not in known:
+            raise Misfit(dict(table), str(UnknownName(f"key for {kind.__name__}:", key, known)))
+    for name, field in known.items():
+        if name not in table and field.default is MISSING and field.default_factory is MISSING:
+            raise Misfit(dict(table), f"{kind.__name__} needs {name}")
+    arguments = {key: _at(f".{key}", value, hints.get(key, Any)) for key, value in table.items()}
+    try:
+        return kind(**arguments)
+    except ConfigurationError as error:
+        raise Misfit(dict(table), str(error)) from error
+
+
+def _at(step: str, value: Any, annotation: Any) -> Any:
+    try:
+        return fit(value, annotation)
+    except Misfit as misfit:
+        raise misfit.inside(step) from None
+
+
+def _key(key: Any, annotation: Any) -> Any:
+    try:
+        return fit(key, annotation)
+    except Misfit as misfit:
+        raise Misfit(key, f"as a key, {misfit.needs}") from None
+
+
+def _hint(value: Any, *kinds: Any) -> str:
+    """What YAML has made of something that its writer meant otherwise."""
+    if isinstance(value, bool) and str in kinds:
+        return f"; put it in quotes (YAML reads an unquoted {'yes or on' if value else 'no or off'} as {value})"
+    if isinstance(value, str) and (float in kinds or int in kinds):
+        try:
+            float(value)
+        except ValueError:
+            return ""
+        return "; this is text: write it without quotes, and in YAML with a point, 1.0e-3"
+    return ""
+
+
+def describe(annotation: Any) -> str:
+    """An annotation in words: ``int or None``, ``list of str``."""
+    annotation = _plain(annotation)
+    kind, inner = get_origin(annotation) or annotation, get_args(annotation)
+    if kind in _UNCHECKED:
+        return "anything"
+    if kind is None or kind is types.NoneType:
+        return "None"
+    if kind is Literal:
+        return " or ".join(map(repr, inner))
+    if kind in (Union, types.UnionType):
+        return " or ".join(describe(each) for each in inner)
+    if kind is tuple and inner and inner[-1] is not ...:
+        return f"a list of {', '.join(describe(each) for each in inner)}"
+    if kind in _LISTS or kind is tuple:
+        return f"a list of {describe(inner[0])}" if inner else "a list"
+    if kind in _TABLES:
+        return f"a table of {describe(inner[1])}" if inner else "a table"
+    if is_dataclass(kind):
+        return f"a table with {', '.join(field.name for field in fields(kind) if field.init)}"
+    return str(getattr(kind, "__name__", kind))
