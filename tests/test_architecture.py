@@ -28,7 +28,20 @@ FLOORS = [
     # from callbacks to what a loop fires; what ranks agree on
     ["dispatcher", "agreement", "meter", "randomness"],
     # the story of a run: data, updates, boundaries, checkpoints
-    ["data", "parallel", "checkpoint", "draw", "forward", "evaluation", "step", "boundary", "run", "loop", "optim"],
+    [
+        "data",
+        "parallel",
+        "checkpoint",
+        "analysis",
+        "draw",
+        "forward",
+        "evaluation",
+        "step",
+        "boundary",
+        "run",
+        "loop",
+        "optim",
+    ],
     # what listens to it
     ["callbacks"],
     # what puts it all together
@@ -51,6 +64,7 @@ WITHOUT_TORCH = [
     "files",
     "logs",
     "divergence",
+    "analysis",
     "component",
     "args",
     "state",

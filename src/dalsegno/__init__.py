@@ -9,6 +9,12 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .analysis import ParameterSeries as ParameterSeries
+    from .analysis import RunFolder as RunFolder
+    from .analysis import Series as Series
+    from .analysis import TrainingLog as TrainingLog
+    from .analysis import open_log as open_log
+    from .analysis import open_logs as open_logs
     from .args import TrainingArguments as TrainingArguments
     from .callback import Callback as Callback
     from .callback import GlobalHandle as GlobalHandle
@@ -63,6 +69,7 @@ if TYPE_CHECKING:
     from .trainer import Trainer as Trainer
 
 _HOMES = {
+    "analysis": ("ParameterSeries", "RunFolder", "Series", "TrainingLog", "open_log", "open_logs"),
     "args": ("TrainingArguments",),
     "callback": (
         "Callback",

@@ -1,8 +1,8 @@
 """The command line: ``dalsegno COMMAND``.
 
-Each command is a module with ``describe(parser)`` and ``run(arguments) -> exit status``. Only here are imports allowed
-inside of functions: torch takes more than a second to import, and ``dalsegno --help`` shall not wait for it. What a
-command needs it imports when it runs.
+Each command is a module with ``describe(parser)`` and ``run(arguments) -> exit status``, or a group of commands: a
+package with ``COMMANDS`` of its own. Only here are imports allowed inside of functions: torch takes more than a second
+to import, and ``dalsegno --help`` shall not wait for it. What a command needs it imports when it runs.
 """
 
 from __future__ import annotations
@@ -11,14 +11,21 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 from dalsegno.errors import DalsegnoError, UnknownName
 
-from . import callbacks, check_resume, demo, train
+from . import callbacks, check_resume, demo, logs, train
 
-COMMANDS = {"demo": demo, "train": train, "callbacks": callbacks, "check-resume": check_resume}
+COMMANDS: dict[str, ModuleType] = {
+    "demo": demo,
+    "train": train,
+    "callbacks": callbacks,
+    "check-resume": check_resume,
+    "logs": logs,
+}
 
 FAILED = 2
 """Exit status: what was asked for could not be done. 1 is a command's own "no"."""
@@ -32,8 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a bar of question marks is better than none
     try:
-        if words and not words[0].startswith("-") and words[0] not in COMMANDS:
-            raise UnknownName("command", words[0], COMMANDS)
+        _check_names(words, COMMANDS)
         arguments = _parser().parse_args(words)
         status: int = arguments.run(arguments)
         return status
@@ -56,19 +62,42 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name, module in COMMANDS.items():
+    _add_commands(parser, COMMANDS)
+    return parser
+
+
+def _add_commands(parser: argparse.ArgumentParser, commands: Mapping[str, ModuleType]) -> None:
+    places = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, module in commands.items():
         summary = (module.__doc__ or "").partition("\n")[0]
-        command = commands.add_parser(
+        command = places.add_parser(
             name,
             help=summary,
             description=module.__doc__,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        module.describe(command)
-        command.set_defaults(run=module.run)
-    return parser
+        if inner := _commands_of(module):
+            _add_commands(command, inner)
+        else:
+            module.describe(command)
+            command.set_defaults(run=module.run)
+
+
+def _check_names(words: Sequence[str], commands: Mapping[str, ModuleType], group: str = "") -> None:
+    """argparse would list all commands there are, and name none that may have been meant."""
+    if not words or words[0].startswith("-"):
+        return
+    if words[0] not in commands:
+        raise UnknownName(f"{group}command", words[0], commands)
+    if inner := _commands_of(commands[words[0]]):
+        _check_names(words[1:], inner, f"{group}{words[0]} ")
+
+
+def _commands_of(module: ModuleType) -> Mapping[str, ModuleType]:
+    """The commands of a group; none where the module is a command itself."""
+    inner: Mapping[str, ModuleType] = getattr(module, "COMMANDS", {})
+    return inner
 
 
 class _Version(argparse.Action):

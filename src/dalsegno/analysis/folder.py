@@ -1,0 +1,137 @@
+"""open_log: from a path to the runs that are there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from dalsegno.errors import ConfigurationError, NotFound, UnknownName
+from dalsegno.logs.legs import Leg
+from dalsegno.logs.values import Record
+
+from .formats.find import LOOKED_FOR, find_source
+from .formats.source import Skipped, Source
+from .log import TrainingLog
+from .series import ParameterSeries, Series
+
+if TYPE_CHECKING:
+    import polars as pl
+
+DEPTH = 4
+"""How many folders below the one that was named runs are looked for."""
+
+NOT_RUNS = {"checkpoints", "rewound", "logs"}
+
+
+def open_log(path: str | os.PathLike[str], step_key: str | None = None) -> TrainingLog:
+    """The log in ``path``: a run's folder, a log file, or a folder of runs, which gives a :class:`RunFolder`.
+
+    Nothing is read yet. All formats that can be read are listed in docs/logs.md.
+
+    Args:
+        step_key: the name of the step in the records, for JSON lines in which it has an unusual one.
+
+    Raises:
+        NotFound: if there is no such path, or no log in it; says what was looked for.
+        ConfigurationError: for a file of no known format.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise NotFound(f"{path}: no such file or folder")
+    source = find_source(path, step_key)
+    if source is not None:
+        return TrainingLog(_name_of(path), path, source)
+    runs = list(_runs_below(path, path, step_key, DEPTH))
+    if not runs:
+        raise NotFound(f"{path}: no log in it; looked for {LOOKED_FOR}, here and in the folders below")
+    return RunFolder(path, runs)
+
+
+def open_logs(paths: Iterable[str | os.PathLike[str]], step_key: str | None = None) -> list[TrainingLog]:
+    """The runs in all of these paths, in order. Raises as :func:`open_log` does."""
+    return [run for path in paths for run in open_log(path, step_key)]
+
+
+class RunFolder(TrainingLog):
+    """The logs of several runs in one folder: iterate over them, or take one by its name, ``folder["a"]``.
+
+    ``records()`` and ``frame()`` go through all runs and add the name as ``run``. Whatever only one run has
+    (a metric's series, legs, a summary) is asked of one run.
+    """
+
+    def __init__(self, path: Path, runs: list[TrainingLog]) -> None:
+        super().__init__(path.resolve().name, path, _Nothing(path))
+        self.runs = runs
+
+    def __iter__(self) -> Iterator[TrainingLog]:
+        return iter(self.runs)
+
+    def __len__(self) -> int:
+        return len(self.runs)
+
+    def __getitem__(self, name: str) -> TrainingLog:
+        """
+        Raises:
+            UnknownName: if there is no such run.
+        """
+        for run in self.runs:
+            if run.name == name:
+                return run
+        raise UnknownName(f"run in {self.path}", name, [run.name for run in self.runs])
+
+    def records(self, kind: str | None = None) -> Iterator[Record]:
+        for run in self.runs:
+            for record in run.records(kind):
+                yield {"run": run.name, **record}
+
+    def metrics(self) -> list[str]:
+        return list(dict.fromkeys(name for run in self.runs for name in run.metrics()))
+
+    def frame(self) -> pl.DataFrame:
+        import polars as pl
+
+        frames = [run.frame().select(pl.lit(run.name).alias("run"), pl.exclude("run")) for run in self.runs]
+        return pl.concat(frames, how="diagonal_relaxed")
+
+    def series(self, names: Iterable[str], kind: str | None = None) -> dict[str, Series]:
+        self._refuse()
+
+    def legs(self) -> list[Leg]:
+        self._refuse()
+
+    def parameters(self, metric: str) -> ParameterSeries:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        names = ", ".join(run.name for run in self.runs)
+        raise ConfigurationError(f"{self.path} holds {len(self.runs)} runs ({names}); ask one of them")
+
+
+class _Nothing(Source):
+    program = ""
+
+    def records(self, skipped: Skipped) -> Iterator[Record]:
+        return iter(())
+
+
+def _runs_below(root: Path, folder: Path, step_key: str | None, depth: int) -> Iterator[TrainingLog]:
+    for path in sorted(child for child in folder.iterdir() if child.is_dir() and child.name not in NOT_RUNS):
+        if path.name.startswith("."):
+            continue
+        source = find_source(path, step_key)
+        if source is not None:
+            yield TrainingLog(path.relative_to(root).as_posix(), path, source)
+        elif depth > 1:
+            yield from _runs_below(root, path, step_key, depth - 1)
+
+
+def _name_of(path: Path) -> str:
+    """The run's folder, where the path leads into one; the file otherwise."""
+    path = path.resolve()
+    if path.is_dir():
+        return path.parent.name if path.name == "logs" else path.name
+    if path.parent.name == "logs":
+        return path.parent.parent.name
+    return path.stem

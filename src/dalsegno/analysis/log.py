@@ -1,0 +1,186 @@
+"""TrainingLog: what one run has logged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dalsegno.errors import UnknownName
+from dalsegno.logs import RunFile
+from dalsegno.logs.legs import Leg
+from dalsegno.logs.values import Record
+
+from .blocks import Block
+from .formats import BOOKKEEPING, Skipped, Source
+from .parameters import read_parameters
+from .series import ParameterSeries, Series
+
+if TYPE_CHECKING:
+    import polars as pl
+
+LOSSES = ("loss", "train_loss", "train/loss", "train_loss_step", "loss/train", "train_loss_epoch", "eval_loss")
+"""Under which names a loss is looked for, in this order."""
+
+
+class TrainingLog:
+    """The log of one run. Nothing is read before it is asked for. What has been read is kept until the file changes: a
+    log that is being written can be asked again.
+
+    ::
+
+        log = ds.open_log("runs/a")
+        log.metric("loss").values    # an array
+        log.frame()                  # a Polars frame
+
+    It comes from :func:`dalsegno.open_log`. ``path`` is the run's folder, or the file that was opened.
+    """
+
+    def __init__(self, name: str, path: Path, source: Source) -> None:
+        self.name = name
+        self.path = path
+        self.source = source
+        self.skipped = Skipped()
+        """What the last reading has left out."""
+        self._cache: dict[str, _Column] = {}
+        self._kinds: NDArray[np.object_] = np.array([], np.object_)
+        self._names: list[str] = []
+        self._stamp: tuple[int, ...] = ()
+
+    def __iter__(self) -> Iterator[TrainingLog]:
+        """Itself: as a folder of runs gives its runs."""
+        yield self
+
+    def __len__(self) -> int:
+        return 1
+
+    @property
+    def output_dir(self) -> Path | None:
+        """The run's folder, where there is one with a ``run.json``."""
+        folders = [self.path, self.path.parent, self.path.parent.parent]
+        return next((folder for folder in folders if (folder / "run.json").is_file()), None)
+
+    @property
+    def header(self) -> Record:
+        """What the first record says of the run; empty if the log has no header."""
+        for record in self.source.records(Skipped()):
+            if record.get("kind") == "header":
+                return {name: value for name, value in record.items() if name not in BOOKKEEPING}
+            break
+        return {}
+
+    def records(self, kind: str | None = None) -> Iterator[Record]:
+        """The records of one kind (``train``, ``eval``, ``final``, ``user``), or all; never the header.
+
+        They are read one by one, and have ``global_step`` and ``kind``, and ``timestamp`` and ``epoch`` where the
+        log knows them, whatever their own program calls these.
+        """
+        self.skipped = Skipped()
+        for record in self.source.records(self.skipped):
+            if record["kind"] != "header" and kind in (None, record["kind"]):
+                yield record
+
+    def metrics(self) -> list[str]:
+        """The names of all numbers that are logged, in the order of their first appearance."""
+        self._read([])
+        return list(self._names)
+
+    def metric(self, name: str, kind: str | None = None) -> Series:
+        """One metric, in the records of one kind or in all.
+
+        Raises:
+            UnknownName: if no record has it; names the nearest.
+        """
+        return self.series([name], kind)[name]
+
+    def series(self, names: Iterable[str], kind: str | None = None) -> dict[str, Series]:
+        """As :meth:`metric`, for several of them in one reading."""
+        names = list(names)
+        self._read(names)
+        for name in names:
+            if name not in self._names:
+                raise UnknownName(f"metric of {self.name}", name, self._names)
+        return {name: self._series(name, kind) for name in names}
+
+    @property
+    def loss(self) -> str | None:
+        """The name of the loss; None if there is none that looks like it."""
+        names = self.metrics()
+        return next((name for name in LOSSES if name in names), None)
+
+    def frame(self) -> pl.DataFrame:
+        """Everything, a row a record, a column a name. Needs ``dalsegno[analysis]``."""
+        import polars as pl
+
+        self.skipped = Skipped()
+        frames = [block.frame() for block in self.source.blocks(self.skipped)]
+        frame = pl.concat(frames, how="diagonal_relaxed") if frames else pl.DataFrame()
+        return frame.filter(pl.col("kind") != "header") if "kind" in frame.columns else frame
+
+    def legs(self) -> list[Leg]:
+        """The process lives of the run, where it has a ``run.json``."""
+        run = RunFile(self.output_dir).load() if self.output_dir else None
+        return run.legs if run else []
+
+    def parameters(self, metric: str) -> ParameterSeries:
+        """``grad_norm``, ``norm`` or ``spectral_norm`` of each parameter, from the logs that lie beside this one.
+
+        Raises:
+            UnknownName: for another metric.
+            NotFound: if there is no such log.
+        """
+        return read_parameters(self.source.path.parent, self.name, metric, self.skipped)
+
+    def _series(self, name: str, kind: str | None) -> Series:
+        column, steps = self._cache[name], self._cache["global_step"]
+        here = column.present & steps.present & (self._kinds != "header")
+        if kind is not None:
+            here &= self._kinds == kind
+        return Series(
+            name=name,
+            run=self.name,
+            steps=steps.values[here].astype(np.int64),
+            values=column.values[here],
+            epochs=self._optional("epoch", here),
+            times=self._optional("timestamp", here),
+        )
+
+    def _optional(self, name: str, here: NDArray[np.bool_]) -> NDArray[np.float64] | None:
+        column = self._cache[name]
+        return column.values[here] if column.present.any() else None
+
+    def _read(self, names: list[str]) -> None:
+        """Have the columns of these names, and the bookkeeping, as they are in the file now."""
+        if (stamp := self.source.stamp()) != self._stamp:
+            self._cache, self._stamp = {}, stamp
+        wanted = dict.fromkeys([*names, "global_step", "epoch", "timestamp"])
+        missing = [name for name in wanted if name not in self._cache]
+        if not missing:
+            return
+        self.skipped = Skipped()
+        blocks = list(self.source.blocks(self.skipped))
+        for name in missing:
+            self._cache[name] = _Column.of([block.numbers(name) for block in blocks])
+        empty = np.array([], np.object_)
+        self._kinds = np.concatenate([empty, *(block.texts("kind") for block in blocks)])
+        self._names = [name for name in _in_order(blocks) if name not in BOOKKEEPING]
+
+
+def _in_order(blocks: Iterable[Block]) -> list[str]:
+    return list(dict.fromkeys(name for block in blocks for name in block.numeric()))
+
+
+class _Column:
+    def __init__(self, values: NDArray[np.float64], present: NDArray[np.bool_]) -> None:
+        self.values = values
+        self.present = present
+
+    @classmethod
+    def of(cls, pieces: list[tuple[NDArray[np.float64], NDArray[Any]]]) -> _Column:
+        return cls(
+            np.concatenate([np.array([]), *(values for values, _ in pieces)]),
+            np.concatenate([np.array([], np.bool_), *(present for _, present in pieces)]),
+        )

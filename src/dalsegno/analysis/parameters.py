@@ -1,0 +1,57 @@
+"""The logs that lie beside a run's own, with a number for every parameter: gradients' norms, weights' norms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from dalsegno.errors import NotFound, UnknownName
+from dalsegno.logs import ReadReport, read_records
+
+from .formats import Skipped
+from .series import ParameterSeries
+
+WHERE = {
+    "grad_norm": ("gradient_norms", ("norms", "grad_norms")),
+    "norm": ("parameter_norms", ("norms",)),
+    "spectral_norm": ("parameter_norms", ("spectral_norms",)),
+}
+"""From metric to the file's stem, and to the key under which a record has its dictionary."""
+
+
+def read_parameters(folder: Path, run: str, metric: str, skipped: Skipped) -> ParameterSeries:
+    """The log in ``folder`` that has this metric.
+
+    Raises:
+        UnknownName: for a metric that is not one of :data:`WHERE`.
+        NotFound: if there is no such log.
+    """
+    if metric not in WHERE:
+        raise UnknownName("metric of parameters", metric, WHERE)
+    stem, keys = WHERE[metric]
+    report = ReadReport()
+    found = [
+        (record["global_step"], norms)
+        for record in read_records(_file(folder, stem), report)
+        for norms in (next((record[key] for key in keys if isinstance(record.get(key), dict)), None),)
+        if norms is not None and isinstance(record.get("global_step"), int)
+    ]
+    for sentence in report.skipped:
+        skipped.note(f"{stem}: {sentence}")
+    names = tuple(dict.fromkeys(name for _, norms in found for name in norms))
+    values = [[float(norms.get(name, np.nan)) for name in names] for _, norms in found]
+    return ParameterSeries(
+        name=metric,
+        run=run,
+        parameters=names,
+        steps=np.array([step for step, _ in found], np.int64),
+        values=np.array(values, np.float64).reshape(len(found), len(names)),
+    )
+
+
+def _file(folder: Path, stem: str) -> Path:
+    for suffix in (".jsonl", ".json"):
+        if (path := folder / f"{stem}{suffix}").exists():
+            return path
+    raise NotFound(f"{folder / stem}.jsonl: no such log; a callback writes it, see docs/callbacks.md")

@@ -1,0 +1,20 @@
+"""Arguments that several of the commands take."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_runs(parser: argparse.ArgumentParser, *, several: bool = True) -> None:
+    """``RUN``, one or several, as ``arguments.runs`` (a list) or ``arguments.run_path``; and ``--step-key``."""
+    where = "a run's folder, a log file, or a folder of runs"
+    if several:
+        parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help=where)
+    else:
+        parser.add_argument("run_path", metavar="RUN", type=Path, help=where)
+    parser.add_argument("--step-key", metavar="NAME", help="what the records call the step, if it has an unusual name")
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print it as JSON")

@@ -1,0 +1,88 @@
+"""How the commands print what they have found: as a table for people, as JSON for programs.
+
+A table is as wide as the terminal; into a file or a pipe it goes unshortened. Colours are for terminals only.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TextIO
+
+from dalsegno.logs.values import to_json
+
+NOTHING = "–"
+"""What stands where there is no value."""
+
+WIDE = 100_000
+"""Characters: the width where nobody sees the end of a line."""
+
+
+def number(value: float | int | None) -> str:
+    """Five digits for fractions, all of them for whole numbers."""
+    if value is None:
+        return NOTHING
+    return f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
+
+
+def text(value: object) -> str:
+    return NOTHING if value is None else str(value)
+
+
+def moment(seconds: float | None) -> str:
+    """UTC seconds as local time."""
+    return NOTHING if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def span(seconds: float | None) -> str:
+    """``12 s``, ``3 min 20 s``, ``5 h 07 min``, ``3 d 04 h``."""
+    if seconds is None:
+        return NOTHING
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600:02} h"
+
+
+class Column(NamedTuple):
+    """How the values under one key are shown."""
+
+    key: str
+    title: str
+    show: Callable[[Any], str] = text
+    right: bool = False
+    """Aligned to the right, as numbers are."""
+    style: Callable[[Any], str] | None = None
+    """From a value to a style of rich (``"red"``, ``"bold"``), seen on terminals only."""
+
+
+def print_table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], file: TextIO | None = None) -> None:
+    """A row a line under a header. A key that a row lacks is shown as nothing."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    file = file or sys.stdout
+    console = Console(file=file, width=None if file.isatty() else WIDE, highlight=False, emoji=False)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+    for column in columns:
+        table.add_column(Text(column.title), justify="right" if column.right else "left", overflow="fold")
+    for row in rows:
+        values = [(column, row.get(column.key)) for column in columns]
+        table.add_row(
+            *(Text(column.show(value), style=column.style(value) if column.style else "") for column, value in values)
+        )
+    console.print(table)
+
+
+def print_json(value: Any, file: TextIO | None = None) -> None:
+    """``value`` as JSON; numbers that JSON does not know as ``"NaN"``, ``"Infinity"``, ``"-Infinity"``."""
+    print(json.dumps(to_json(value), indent=2, allow_nan=False), file=file or sys.stdout)
