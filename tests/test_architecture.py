@@ -70,6 +70,8 @@ WITHOUT_TORCH = [
     "state",
     "events",
     "callback",
+    "checkpoint.folder",
+    "checkpoint.policy",
 ]
 
 

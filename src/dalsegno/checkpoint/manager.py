@@ -1,14 +1,9 @@
-"""The checkpoints of a run: save, find, load, keep. All ranks call every method, in the same order.
-
-Two directories are never taken for checkpoints: ``step-….partial`` (being written, or being deleted: the rename to and
-from that name is what makes a checkpoint appear and disappear at once) and ``step-….damaged`` (failed verification).
-"""
+"""The checkpoints of a run: save, find, load, keep. All ranks call every method, in the same order."""
 
 from __future__ import annotations
 
 import functools
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,7 +11,7 @@ from dalsegno import files, ranks
 from dalsegno.component import Component
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint
 
-from . import manifest
+from . import folder
 from .codec import encode
 from .loading import LoadReport, SavedStates, left_over, restore_components, restore_sharded
 from .manifest import Checkpoint, Manifest
@@ -26,8 +21,6 @@ from .sharded import Sharded
 from .sidecar import SavedState
 
 logger = logging.getLogger("dalsegno")
-
-_NAME = re.compile(r"step-(\d{8,})")
 
 
 class CheckpointManager:
@@ -47,7 +40,7 @@ class CheckpointManager:
 
     def path_of(self, step: int) -> Path:
         """Where the checkpoint of that step is, or would be."""
-        return self.directory / f"step-{step:08d}"
+        return folder.path_of(self.directory, step)
 
     def save(
         self,
@@ -75,7 +68,7 @@ class CheckpointManager:
             ConfigurationError: if there is a checkpoint of that step.
         """
         final = self.path_of(step)
-        partial = final.with_name(final.name + ".partial")
+        partial = final.with_name(final.name + folder.PARTIAL)
         try:
             ranks.from_rank_zero(lambda: _make_room(final, partial))
             captured = self._stage.capture(sharded, components, self._carried)
@@ -112,11 +105,11 @@ class CheckpointManager:
         """
         if path is not None:
             return self._verified(Path(path))
-        for candidate in ranks.from_rank_zero(self._newest_first):
+        for candidate in ranks.from_rank_zero(functools.partial(folder.newest_first, self.directory)):
             try:
                 return self._verified(candidate)
             except DamagedCheckpoint as error:
-                ranks.from_rank_zero(functools.partial(_set_aside, candidate, error))
+                ranks.from_rank_zero(functools.partial(folder.set_aside, candidate, error))
         return None
 
     def load(self, checkpoint: Checkpoint, sharded: Sequence[Sharded], components: Sequence[Component]) -> LoadReport:
@@ -149,7 +142,7 @@ class CheckpointManager:
 
         def read() -> list[Entry]:
             found = []
-            for path in reversed(self._newest_first()):
+            for path in reversed(folder.newest_first(self.directory)):
                 try:
                     its = Manifest.read(path)
                 except DamagedCheckpoint as error:
@@ -169,15 +162,14 @@ class CheckpointManager:
 
         def move() -> list[Path]:
             moved = []
-            for path in self._newest_first():
-                if step is None or _step_of(path) > step:
-                    files.make_directory(into)
-                    target = into / path.name
-                    if target.exists():
-                        target = files.numbered(into, path.name)
-                    files.rename(path, target)
-                    files.fsync_directory(self.directory)
-                    moved.append(target)
+            for path in folder.newest_first(self.directory, after=-1 if step is None else step):
+                files.make_directory(into)
+                target = into / path.name
+                if target.exists():
+                    target = files.numbered(into, path.name)
+                files.rename(path, target)
+                files.fsync_directory(self.directory)
+                moved.append(target)
             return moved
 
         return ranks.from_rank_zero(move)
@@ -196,7 +188,7 @@ class CheckpointManager:
         doomed = [self.path_of(entry.step) for entry in entries if entry.step not in kept]
 
         def delete() -> list[Path]:
-            return [path for path in doomed if path != self._trusted and _delete(path)]
+            return [path for path in doomed if path != self._trusted and folder.delete(path)]
 
         return ranks.from_rank_zero(delete)
 
@@ -204,18 +196,13 @@ class CheckpointManager:
         """Remove what an interrupted save or deletion has left. Only the process that owns the run may call this."""
 
         def remove() -> None:
-            for path in _children(self.directory):
-                if path.name.endswith(".partial") and _NAME.fullmatch(path.name.removesuffix(".partial")):
-                    files.remove(path)
+            for path in folder.partial(self.directory):
+                files.remove(path)
 
         ranks.from_rank_zero(remove)
 
-    def _newest_first(self) -> list[Path]:
-        found = [path for path in _children(self.directory) if _NAME.fullmatch(path.name) and path.is_dir()]
-        return sorted(found, key=_step_of, reverse=True)
-
     def _verified(self, path: Path) -> Checkpoint:
-        checkpoint = ranks.from_rank_zero(lambda: _opened(path))
+        checkpoint = ranks.from_rank_zero(lambda: folder.opened(path))
         by_size = sorted(checkpoint.manifest.files, key=lambda name: checkpoint.manifest.files[name].size)
         share = by_size[ranks.rank() :: ranks.world_size()]
         ranks.together(lambda: checkpoint.verify(share))
@@ -228,44 +215,3 @@ def _make_room(final: Path, partial: Path) -> None:
         raise ConfigurationError(f"{final}: there is a checkpoint of this step already; it is not overwritten")
     files.remove(partial)
     files.make_directory(partial)
-
-
-def _opened(path: Path) -> Checkpoint:
-    checkpoint = Checkpoint.open(path)
-    name = _NAME.fullmatch(path.name)
-    if name and int(name[1]) != checkpoint.step:
-        raise DamagedCheckpoint(f"{path}: its manifest is that of step {checkpoint.step}")
-    return checkpoint
-
-
-def _set_aside(path: Path, error: DamagedCheckpoint) -> None:
-    target = path.with_name(path.name + ".damaged")
-    if target.exists():
-        target = files.numbered(path.parent, target.name)
-    logger.warning("a damaged checkpoint is skipped and renamed to %s: %s", target.name, error)
-    files.rename(path, target)
-
-
-def _delete(path: Path) -> bool:
-    ours = {path / name for name in Manifest.read(path).files} | {path / manifest.FILE_NAME}
-    if foreign := [found for found in path.rglob("*") if found not in ours and not _is_folder(found)]:
-        logger.warning("%s is not deleted: it holds %s, which is not part of it", path.name, foreign[0].name)
-        return False
-    hidden = path.with_name(path.name + ".partial")
-    files.rename(path, hidden)
-    files.remove(hidden)
-    return True
-
-
-def _is_folder(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()
-
-
-def _children(directory: Path) -> list[Path]:
-    return list(directory.iterdir()) if directory.is_dir() else []
-
-
-def _step_of(path: Path) -> int:
-    name = _NAME.fullmatch(path.name)
-    assert name is not None
-    return int(name[1])
