@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .clock import is_wall_clock, timeless
 from .legs import Leg, RunFile, RunRecord
 from .reader import ReadReport, read_records
 from .rewind import Position, RewindReport
@@ -15,5 +16,7 @@ __all__ = [
     "RewindReport",
     "RunFile",
     "RunRecord",
+    "is_wall_clock",
     "read_records",
+    "timeless",
 ]

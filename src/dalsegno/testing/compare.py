@@ -17,10 +17,8 @@ import torch
 
 from dalsegno.checkpoint import Checkpoint, CheckpointManager, read_tensors, saved_states
 from dalsegno.errors import NotFound
-from dalsegno.logs import Position, read_records
+from dalsegno.logs import Position, read_records, timeless
 
-WALL_CLOCK = ("timestamp", "tok_per_sec", "mfu", "peak_mem")
-WALL_CLOCK_ENDINGS = ("_runtime", "_per_second")
 _CLOCK = "clock"  # the component that holds the seconds trained
 _TITLES = {
     "model": "weights",
@@ -148,13 +146,7 @@ def _log_names(output_dir: Path) -> set[str]:
 def _record_difference(mine: Mapping[str, Any] | None, yours: Mapping[str, Any] | None, where: str) -> str | None:
     if mine is None or yours is None:
         return f"{where}: only in the {'second' if mine is None else 'first'}"
-    return _first_difference(_timeless(mine), _timeless(yours), where)
-
-
-def _timeless(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: value for key, value in record.items() if key not in WALL_CLOCK and not key.endswith(WALL_CLOCK_ENDINGS)
-    }
+    return _first_difference(timeless(mine), timeless(yours), where)
 
 
 def _first_difference(mine: Any, yours: Any, where: str) -> str | None:

@@ -1,0 +1,68 @@
+"""When would the detector have stopped this run? Its own mathematics, over past logs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from dalsegno.divergence import Divergence, Mode
+
+from .series import Series
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DetectorSettings:
+    """What :class:`~dalsegno.divergence.Divergence` is built with, under the same names and defaults.
+
+    Raises:
+        ConfigurationError: for a value that cannot work.
+    """
+
+    smoothing: float = 0.3
+    threshold: float | None = 1.0
+    relative_threshold: float | None = None
+    patience: int = 3
+    warmup: int = 10
+    mode: Mode = "min"
+
+    def __post_init__(self) -> None:
+        self.build()
+
+    def build(self) -> Divergence:
+        """A detector that has seen nothing yet."""
+        return Divergence(**asdict(self))
+
+
+@dataclass(frozen=True, slots=True)
+class Firing:
+    """One divergence that was found."""
+
+    step: int
+    observation: int
+    """From 1."""
+    value: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Detection:
+    """What a detector says of one run."""
+
+    observations: int
+    firings: tuple[Firing, ...]
+    """All of them: a run that goes on after the first one may diverge again."""
+
+    @property
+    def fired(self) -> Firing | None:
+        """The first one, where the run would have ended."""
+        return self.firings[0] if self.firings else None
+
+
+def detect(series: Series, settings: DetectorSettings | None = None) -> Detection:
+    """Show a detector one value after the other, as ``DivergenceDetector`` would have seen them."""
+    divergence = (settings or DetectorSettings()).build()
+    firings = []
+    for index, value in enumerate(series.values.tolist()):
+        verdict = divergence.observe(value)
+        if verdict.diverged:
+            firings.append(Firing(int(series.steps[index]), index + 1, value, verdict.reason))
+    return Detection(len(series), tuple(firings))

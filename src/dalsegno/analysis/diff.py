@@ -1,0 +1,116 @@
+"""Two logs, record by record: everything in which they differ, wall-clock fields aside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby, zip_longest
+from typing import Any
+
+from dalsegno.logs import is_wall_clock
+
+Record = Mapping[str, Any]
+
+
+class Missing:
+    """Stands for a field that a record does not have."""
+
+    def __repr__(self) -> str:
+        return "missing"
+
+
+MISSING = Missing()
+
+
+@dataclass(frozen=True, slots=True)
+class FieldDifference:
+    """A field whose values differ."""
+
+    field: str
+    """Fields inside of others have a path: ``norms.head.weight``, ``history[3]``."""
+    first: Any
+    second: Any
+
+
+@dataclass(frozen=True, slots=True)
+class RecordDifference:
+    """Two records that belong together and differ, or one that has no counterpart."""
+
+    step: int | None
+    """None for records without one, such as headers."""
+    kind: str
+    fields: tuple[FieldDifference, ...]
+    """Empty if the record is in one log only."""
+    only_in: str | None = None
+    """``"first"`` or ``"second"`` where the other log has no such record."""
+
+
+def diff(first: Iterable[Record], second: Iterable[Record]) -> Iterator[RecordDifference]:
+    """The differences between two logs, in their order. Memory is that of one step's records.
+
+    Records belong together if they have the same ``global_step`` and ``kind``. What tells the time does not count, see
+    :func:`~dalsegno.logs.is_wall_clock`; numbers must be the same to the last bit and of the same type, NaN equals NaN.
+    """
+    ours, theirs = (groupby(records, key=_step) for records in (first, second))
+    mine, yours = _next(ours), _next(theirs)
+    while mine is not None or yours is not None:
+        first_alone = yours is None or (mine is not None and mine[0] < yours[0])
+        second_alone = mine is None or (yours is not None and yours[0] < mine[0])
+        yield from _in_step(
+            mine[1] if mine is not None and not second_alone else [],
+            yours[1] if yours is not None and not first_alone else [],
+        )
+        if not second_alone:
+            mine = _next(ours)
+        if not first_alone:
+            yours = _next(theirs)
+
+
+def _next(groups: Iterator[tuple[int, Iterator[Record]]]) -> tuple[int, list[Record]] | None:
+    for step, records in groups:
+        return step, list(records)
+    return None
+
+
+def _in_step(first: list[Record], second: list[Record]) -> Iterator[RecordDifference]:
+    for kind in dict.fromkeys(map(_kind, [*first, *second])):
+        pairs = zip_longest(*([record for record in each if _kind(record) == kind] for each in (first, second)))
+        for mine, yours in pairs:
+            step = (mine or yours).get("global_step")
+            if mine is None or yours is None:
+                yield RecordDifference(step, kind, (), only_in="second" if mine is None else "first")
+            elif fields := tuple(_fields(dict(_leaves(mine)), dict(_leaves(yours)))):
+                yield RecordDifference(step, kind, fields)
+
+
+def _fields(mine: dict[str, Any], yours: dict[str, Any]) -> Iterator[FieldDifference]:
+    for field in {**mine, **yours}:
+        ours, theirs = mine.get(field, MISSING), yours.get(field, MISSING)
+        if not _same(ours, theirs):
+            yield FieldDifference(field, ours, theirs)
+
+
+def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, Mapping) and tree:
+        for key, value in tree.items():
+            if path or not is_wall_clock(key):
+                yield from _leaves(value, f"{path}.{key}" if path else key)
+    elif isinstance(tree, list) and tree:
+        for index, value in enumerate(tree):
+            yield from _leaves(value, f"{path}[{index}]")
+    elif path:
+        yield path, tree
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    return type(ours) is type(theirs) and bool(ours == theirs or (ours != ours and theirs != theirs))
+
+
+def _step(record: Record) -> int:
+    """Records without a step come first."""
+    step = record.get("global_step")
+    return step if isinstance(step, int) else -1
+
+
+def _kind(record: Record) -> str:
+    return str(record.get("kind", "train"))

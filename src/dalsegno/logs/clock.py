@@ -1,0 +1,19 @@
+"""What in a record tells the time, or how fast things went: the only fields in which two equal runs may differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+WALL_CLOCK = ("timestamp", "tok_per_sec", "mfu", "peak_mem")
+WALL_CLOCK_ENDINGS = ("_runtime", "_per_second")
+
+
+def is_wall_clock(key: str) -> bool:
+    """Whether a field of this name may differ between two runs that are the same."""
+    return key in WALL_CLOCK or key.endswith(WALL_CLOCK_ENDINGS)
+
+
+def timeless(record: Mapping[str, Any]) -> dict[str, Any]:
+    """``record`` without its wall-clock fields."""
+    return {key: value for key, value in record.items() if not is_wall_clock(key)}
