@@ -45,7 +45,7 @@ FLOORS = [
     # what listens to it
     ["callbacks"],
     # what puts it all together
-    ["assembly", "trainer", "own_loop", "testing", "config"],
+    ["beginning", "assembly", "trainer", "own_loop", "testing", "config"],
     # what people type
     ["cli"],
 ]

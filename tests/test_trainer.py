@@ -30,7 +30,7 @@ def logged(output_dir: Path, *callbacks: ds.Callback, **settings: Any) -> ds.Tra
 
 
 def saved_steps(folder: Path) -> list[int]:
-    return sorted(int(path.name[5:]) for path in folder.glob("step-*"))
+    return sorted(int(path.name[5:]) for path in folder.glob("step-*") if path.suffix == "")
 
 
 def losses_logged(log: Path) -> list[tuple[int, float]]:
@@ -207,6 +207,30 @@ def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path: Path, caplog: pyte
     assert "a damaged checkpoint is skipped" in caplog.text
     assert (run / "checkpoints/step-00000010.damaged").is_dir()
     assert_same_run(tmp_path / "whole", run)
+
+
+def test_a_strict_resume_takes_the_newest_or_none(tmp_path: Path) -> None:
+    logged(tmp_path).train()
+    flip_a_bit(tmp_path / "checkpoints/step-00000010")
+    with pytest.raises(DamagedCheckpoint, match="step-00000010"):
+        logged(tmp_path).train(strict=True)
+    assert saved_steps(tmp_path / "checkpoints") == [2, 4, 6, 8, 10]
+    assert logged(tmp_path).train().reason == "finished"
+    assert (tmp_path / "checkpoints/step-00000010.damaged").is_dir()
+
+
+def test_a_run_without_a_whole_checkpoint_begins_anew_only_if_it_is_told_to(tmp_path: Path) -> None:
+    logged(tmp_path, max_steps=4).train()
+    for path in (tmp_path / "checkpoints").iterdir():
+        flip_a_bit(path)
+    for _ in range(2):
+        with pytest.raises(DamagedCheckpoint, match="no checkpoint is whole") as raised:
+            logged(tmp_path, max_steps=4).train()
+        assert raised.value.__notes__ == [
+            "resume_from_checkpoint=False starts anew, and moves all that is there into rewound/"
+        ]
+    assert logged(tmp_path, max_steps=4).train(False).global_step == 4
+    assert saved_steps(tmp_path / "rewound/timeline.0001/checkpoints") == [2, 4]
 
 
 def flip_a_bit(checkpoint: Path) -> None:

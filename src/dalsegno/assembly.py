@@ -5,23 +5,22 @@ What is here lives as long as the object that the user holds; a :class:`dalsegno
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from . import ranks, timeline
+from . import ranks
 from .args import TrainingArguments
+from .beginning import Beginning, Resume
 from .boundary import Boundary
 from .callback import Callback, components_of, global_callbacks
 from .callbacks import default_callbacks
-from .checkpoint import Checkpoint, CheckpointManager, Latest, LoadReport, ModelState, OptimizerState
+from .checkpoint import CheckpointManager, Latest, ModelState, OptimizerState
 from .component import Component, Stateful
 from .data import Feed
 from .dispatcher import Dispatcher
@@ -35,8 +34,6 @@ from .randomness import RandomState
 from .result import TrainResult
 from .run import Run
 from .state import TrainerControl, TrainerState
-
-logger = logging.getLogger("dalsegno")
 
 
 class Assembly:
@@ -149,59 +146,23 @@ class Assembly:
         finally:
             lock.release()
 
-    def restore(self, resume: bool | str | Path) -> Path | None:
+    def restore(self, resume: Resume) -> Path | None:
         """Bring everything to where the leg begins: see ``Trainer.train``. The checkpoint that it goes on from."""
         self.control.clear()  # no wish of a former leg sticks
         self.set_callbacks(self.own_callbacks)  # a global callback may have come or gone
         self.state.max_steps = planned_steps(self.args, self.feed)
         self.state.num_train_epochs = self.args.num_train_epochs
-        if resume is True and self._result is not None and not self.args.load_best_model_at_end:
+        if resume.origin is True and self._result is not None and not self.args.load_best_model_at_end:
             return self._result.checkpoint  # else the weights in memory are not those that were trained last
-        checkpoint = self._choose(resume)
-        path, step = (checkpoint.path, checkpoint.manifest.step) if checkpoint else (None, 0)
-        if self.on.before_load:
-            self.on.before_load.fill(path, step)
-            self.on.before_load.fire()
-        if checkpoint is None or path is None:
+        beginning = Beginning(self._manager, self.args.directory, self.on, self.state, self.boundary)
+        checkpoint = beginning.choose(resume, has_trained=self._has_trained)
+        if checkpoint is None:
             self.random_state.start()
             return None
         self._has_trained = True  # whatever becomes of it, the model is not what it was
-        report = self._manager.load(checkpoint, self._sharded, self._components())
+        beginning.load(checkpoint, resume, self._sharded, self._components())
         self.state.num_input_tokens_seen = self.meter.run_tokens + self.meter.tokens * ranks.world_size()
-        self._leave_behind(checkpoint, report, chosen=resume is not True)
-        logger.info("resumed from %s\n%s", path, report.table())
-        if self.on.load:
-            self.on.load.fill(path, step, report)
-            self.on.load.fire()
-        return path
-
-    def _leave_behind(self, checkpoint: Checkpoint, report: LoadReport, *, chosen: bool) -> None:
-        """One timeline: what is beyond a chosen checkpoint is moved away; all, if that is another run's."""
-        step, state = checkpoint.manifest.step, self.state
-        is_own = checkpoint.path.resolve() == self._manager.path_of(step).resolve()
-        self.boundary.saved_step = step if is_own else None
-        if not is_own:
-            state.best_metric, state.best_global_step, state.best_model_checkpoint = None, 0, None
-        if chosen:
-            place = timeline.attic(self.args.directory) / "checkpoints"
-            moved = self._manager.abandon_after(step if is_own else None, place)
-            if moved:
-                report.notes.append(f"{len(moved)} later checkpoint(s) are now in {place}")
-
-    def _choose(self, resume: bool | str | Path) -> Checkpoint | None:
-        if resume is False:
-            if self._has_trained:
-                raise ConfigurationError(
-                    "resume_from_checkpoint=False: this model is trained already; build a new trainer"
-                )
-            ranks.from_rank_zero(partial(timeline.start_over, self.args.directory))
-            return None
-        checkpoint = self._manager.find(None if resume is True else Path(resume))
-        if checkpoint is None and self._has_trained:
-            raise ConfigurationError(
-                "the last train() broke off inside a step, and there is no checkpoint to go back to; build a new one"
-            )
-        return checkpoint
+        return checkpoint.path
 
     def finished(self) -> TrainResult | None:
         """The result of the leg that has finished this run, if one has, and nothing is left to do."""

@@ -102,10 +102,6 @@ class Component:
             state = migrate(state, version)
         return state
 
-    def restore(self, state: State, version: int) -> None:
-        """Load ``state``, which version ``version`` of this component has written; raises as :meth:`upgrade` does."""
-        self.target.load_state_dict(self.upgrade(state, version))
-
     def reshard(self, states: Sequence[State], world_size: int) -> list[State]:
         """One state for each of ``world_size`` ranks, made from the states of another number of ranks.
 

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from . import ranks, run
 from .args import TrainingArguments
 from .assembly import Assembly
+from .beginning import Resume
 from .callback import Callback
 from .checkpoint import unwrapped
 from .data import loader_feed
@@ -65,7 +66,9 @@ class Run(run.Run):
         callbacks: as for the Trainer.
         evaluate: called when an evaluation is due, on all ranks; returns the metrics, reduced already.
         state: whatever else has ``state_dict`` and ``load_state_dict``, by name.
-        resume_from_checkpoint: as in ``Trainer.train``.
+        resume_from_checkpoint: as in ``Trainer.train``, like the next two.
+        strict: whether a damaged newest checkpoint is an error.
+        strict_callbacks: whether a callback that came or went is an error.
 
     Raises:
         EventNotFired: for a callback that needs an event which a hand-written loop cannot fire.
@@ -83,6 +86,8 @@ class Run(run.Run):
         evaluate: Callable[[], Mapping[str, float]] | None = None,
         state: Mapping[str, Any] | None = None,
         resume_from_checkpoint: bool | str | Path = True,
+        strict: bool = False,
+        strict_callbacks: bool = False,
     ) -> None:
         schedulers = lr_scheduler if isinstance(lr_scheduler, (list, tuple)) else [lr_scheduler] if lr_scheduler else []
         self._assembly = parts = Assembly(
@@ -115,7 +120,7 @@ class Run(run.Run):
         )
         self._optimizer = optimizer
         self._lr: float | torch.Tensor | None = None  # that the newest update used
-        self._resume = resume_from_checkpoint
+        self._resume = Resume(resume_from_checkpoint, strict, strict_callbacks)
         self._held = ExitStack()
         if self._on.init_end:
             self._on.init_end.fire()

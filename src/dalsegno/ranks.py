@@ -105,8 +105,10 @@ def together(work: Callable[[], T]) -> T:
     """Run ``work`` on every rank. If it fails on one it fails on all, so that none waits for a rank that gave up.
 
     Raises:
-        Exception: this rank's own error; on the others the same error if it is one of dalsegno's, else
-            :class:`~dalsegno.errors.RankFailed`; it names the rank.
+        Exception: on every rank an error of the same kind, so that all of them take the same way out: the error of one
+            rank that failed (of several: of one with an error that is none of dalsegno's, a disk's for one, else of
+            the first). That rank raises its own; the others the same, naming the rank, if it is one of dalsegno's,
+            else :class:`~dalsegno.errors.RankFailed`.
     """
     failure: Exception | None = None
     try:
@@ -114,19 +116,25 @@ def together(work: Callable[[], T]) -> T:
     except Exception as error:
         failure = error
     outcomes = gather(None if failure is None else (type(failure).__name__, str(failure)))
-    if failure is not None:
+    failed = {number: outcome for number, outcome in enumerate(outcomes) if outcome is not None}
+    if not failed:
+        return result
+    number = min(failed, key=lambda number: _kind(failed[number][0]) is not None)  # of equals, min takes the first
+    if failure is not None and failed[number] == failed[rank()]:
         raise failure
-    for number, outcome in enumerate(outcomes):
-        if outcome is not None:
-            raise _of_another_rank(number, *outcome)
-    return result
+    raise _of_another_rank(number, *failed[number]) from failure
 
 
 def _of_another_rank(number: int, name: str, text: str) -> errors.DalsegnoError:
+    kind = _kind(name)
+    return errors.RankFailed(f"rank {number}: {name}: {text}") if kind is None else kind(f"rank {number}: {text}")
+
+
+def _kind(name: str) -> type[errors.DalsegnoError] | None:
+    """The error of dalsegno's with that name, if it is made of a text alone."""
     kind = getattr(errors, name, None)
-    if isinstance(kind, type) and issubclass(kind, errors.DalsegnoError) and kind is not errors.UnknownName:
-        return kind(f"rank {number}: {text}")
-    return errors.RankFailed(f"rank {number}: {name}: {text}")
+    is_ours = isinstance(kind, type) and issubclass(kind, errors.DalsegnoError) and kind is not errors.UnknownName
+    return kind if is_ours else None
 
 
 def from_rank_zero(work: Callable[[], T]) -> T:

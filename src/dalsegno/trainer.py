@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from . import loop, ranks
 from .args import TrainingArguments
 from .assembly import Assembly, planned_steps
+from .beginning import Resume
 from .callback import Callback, check_callbacks
 from .data import EvalFeed, Feed, eval_feed, eval_loader_feed, loader_feed, train_feed
 from .draw import LossWeight
@@ -170,24 +171,32 @@ class Trainer:
         """In the order in which they are called."""
         return self._assembly.on.callbacks
 
-    def train(self, resume_from_checkpoint: bool | str | Path = True) -> TrainResult:
+    def train(
+        self,
+        resume_from_checkpoint: bool | str | Path = True,
+        *,
+        strict: bool = False,
+        strict_callbacks: bool = False,
+    ) -> TrainResult:
         """Bring the run in ``output_dir`` to its end: nothing happens if it is there already.
 
         Args:
             resume_from_checkpoint: True: go on from the newest checkpoint whose every byte verifies, or start if there
                 is none. A path: go on from that one; what came later is moved into ``rewound/``. False: move all that
                 is in ``output_dir`` into ``rewound/``, and start anew.
+            strict: if the newest checkpoint is damaged, that is an error: no older one is used in its place.
+            strict_callbacks: a saved callback that is not here, or one here that was not saved, is an error.
 
         Raises:
             Locked: if another live process trains in this ``output_dir``.
             NotFound: if there is no checkpoint at the path.
-            DamagedCheckpoint: if the one at the path is damaged.
-            StateMismatch: if what was saved does not fit what is here.
+            DamagedCheckpoint: if the one at the path is damaged, or there are some, but not one is whole.
+            StateMismatch: if what was saved does not fit what is here; nothing has been changed then.
             EmptyDataset: if there is not a single batch.
         """
-        assembly = self._assembly
+        assembly, resume = self._assembly, Resume(resume_from_checkpoint, strict, strict_callbacks)
         with assembly.opened():
-            resumed_from = assembly.restore(resume_from_checkpoint)
+            resumed_from = assembly.restore(resume)
             finished = assembly.finished()
             if finished is not None:
                 return finished

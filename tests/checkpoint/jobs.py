@@ -250,3 +250,25 @@ def find_only(directory: Path) -> tuple[int, int]:
     checkpoint = CheckpointManager(directory).find()
     assert checkpoint is not None
     return checkpoint.step, len(opened)
+
+
+def find_while_ranks_fail_differently(directory: Path) -> str:
+    """Rank 0 meets a wrong checksum, rank 1 a disk that does not answer."""
+    original = os.readv
+
+    def failing(descriptor: int, buffers: Any) -> int:
+        if ranks.rank() == 1:
+            raise OSError(5, "Input/output error")
+        count = original(descriptor, buffers)
+        if count:
+            buffers[0][0] ^= 1
+        return count
+
+    os.readv = failing
+    try:
+        CheckpointManager(directory).find()
+    except Exception as error:
+        os.readv = original
+        CheckpointManager(directory).find()  # a collective: both ranks are here again
+        return f"{type(error).__name__}: {error}"
+    return "found"

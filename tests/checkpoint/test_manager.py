@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -100,6 +102,58 @@ def test_a_damaged_one_is_set_aside_and_the_one_before_is_used(
     assert not manager.path_of(2).exists() and manager.path_of(2).with_name("step-00000002.damaged").is_dir()
     saved.save(manager, 2)  # the run gets there again
     assert found_step(tmp_path) == 2
+
+
+def test_a_strict_search_changes_nothing(tmp_path: Path) -> None:
+    manager = three_saved(tmp_path)
+    flip(manager.path_of(10) / "shared.json", 9)
+    with pytest.raises(DamagedCheckpoint, match=r"step-00000010/shared.json: has checksum .* \(strict: no other"):
+        manager.find(strict=True)
+    assert manager.path_of(10).is_dir()
+    flip(manager.path_of(10) / "shared.json", 9)
+    again = manager.find(strict=True)
+    assert again is not None and again.step == 10
+
+
+def test_where_none_is_whole_the_run_does_not_begin_anew(tmp_path: Path) -> None:
+    """Neither at the first attempt nor at the next: nothing has been moved out of sight."""
+    manager = three_saved(tmp_path)
+    for step in (1, 2, 10):
+        (manager.path_of(step) / "index.json").unlink()
+    for _ in range(2):
+        with pytest.raises(DamagedCheckpoint) as raised:
+            manager.find()
+        told = str(raised.value).splitlines()
+        assert told[0] == f"{manager.directory}: no checkpoint is whole:"
+        assert [line.split("step-")[1].split(":")[0] for line in told[1:]] == [
+            f"{step:08d}/index.json" for step in (10, 2, 1)
+        ]
+
+
+UNREADABLE = {"a disk that does not answer": errno.EIO, "a stale handle": errno.ESTALE, "no right": errno.EACCES}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+@pytest.mark.parametrize("call", ["open", "readv"])
+def test_what_cannot_be_read_is_not_damaged(
+    tmp_path: Path, name: str, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager, original = three_saved(tmp_path), getattr(os, call)
+    shard = str(manager.path_of(10) / "model/shard-00000.safetensors")
+
+    def fail(what: Any, *rest: Any) -> Any:
+        at = what if call == "open" else Path(f"/proc/self/fd/{what}").readlink()
+        if str(at) == shard:
+            raise OSError(UNREADABLE[name], os.strerror(UNREADABLE[name]), *([shard] if call == "open" else []))
+        return original(what, *rest)
+
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(OSError) as raised:
+        manager.find()
+    assert not isinstance(raised.value, DamagedCheckpoint)
+    assert (raised.value.errno, raised.value.filename) == (UNREADABLE[name], shard)
+    monkeypatch.undo()
+    assert found_step(tmp_path) == 10
 
 
 def test_any_flipped_byte_of_a_manifest_that_matters_is_found(tmp_path: Path) -> None:

@@ -108,3 +108,12 @@ def test_the_ranks_share_the_reading_and_agree(tmp_path: Path) -> None:
     newest = tmp_path / "checkpoints/step-00000002/model/shard-00001.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1])
     assert [step for step, _ in run_ranks(jobs.find_only, 2, tmp_path)] == [1, 1]
+
+
+def test_ranks_that_fail_differently_take_the_same_way_out(tmp_path: Path) -> None:
+    """A disk that does not answer on one rank is no damage, whatever another rank has read: nothing is renamed."""
+    run_ranks(jobs.save_after_training, 2, tmp_path, "ddp", "adamw")
+    first, second = run_ranks(jobs.find_while_ranks_fail_differently, 2, tmp_path)
+    assert second.startswith("OSError: [Errno 5] Input/output error: '")
+    assert first == f"RankFailed: rank 1: {second}"
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]

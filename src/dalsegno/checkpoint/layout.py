@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ import xxhash
 from dalsegno import files
 from dalsegno.errors import DamagedCheckpoint
 
-from .manifest import FileRecord
+from .manifest import FileRecord, opened
 
 SAFETENSORS_NAMES = {
     torch.float64: "F64",
@@ -167,14 +166,10 @@ class MappedFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-        try:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode) or status.st_size < 8:
+        with opened(path) as descriptor:
+            if os.fstat(descriptor).st_size < 8:
                 raise DamagedCheckpoint(f"{path}: not a file of tensors")
             self._memory = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
-        finally:
-            os.close(descriptor)
 
     def tensor(self, span: tuple[int, int], dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         """The tensor of ``dtype`` and ``shape`` at ``span``, without a copy: valid while the file is mapped."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +17,9 @@ from .index import Index
 from .manifest import Checkpoint, ComponentRecord
 from .sharded import Sharded
 from .sidecar import SHARED, SavedState, rank_sidecar, read_sidecar
+
+CALLBACKS = "callbacks."
+"""What the keys of callbacks begin with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,24 @@ class SavedStates:
         return self._read[name]
 
 
+def refuse_changed_callbacks(saved: SavedStates, components: Iterable[Component]) -> None:
+    """
+    Raises:
+        StateMismatch: if a callback with a state has come or gone since; all are named.
+    """
+    here = [component for component in components if component.key.startswith(CALLBACKS)]
+    taken = {key for component in here for key in component.keys}
+    complaints = [
+        *(f"{key}: saved, but not here" for key in saved if key.startswith(CALLBACKS) and key not in taken),
+        *(f"{each.key}: here, but not saved" for each in here if not any(key in saved for key in each.keys)),
+    ]
+    if complaints:
+        raise StateMismatch(
+            f"{saved.path}: other callbacks than when it was saved (strict_callbacks=True):\n  "
+            + "\n  ".join(complaints)
+        )
+
+
 def restore_sharded(checkpoint: Checkpoint, saved: SavedStates, sharded: Sequence[Sharded]) -> None:
     """Load model and optimizer, whatever the number of ranks that saved them. Collective.
 
@@ -108,12 +130,39 @@ def restore_sharded(checkpoint: Checkpoint, saved: SavedStates, sharded: Sequenc
     ranks.together(taken_over)
 
 
-def restore_components(saved: SavedStates, components: Sequence[Component], report: LoadReport) -> None:
-    """Give each component its state, and write into ``report`` which had one. Collective."""
+def prepare_components(
+    saved: SavedStates, components: Sequence[Component], report: LoadReport
+) -> list[tuple[Component, State]]:
+    """Each component with the state that it is to be given, as its present version writes it; nothing is loaded yet.
+
+    Collective. Writes into ``report`` which had one.
+
+    Raises:
+        StateMismatch: if a state cannot be made to fit.
+    """
+
+    def prepare() -> list[tuple[Component, State]]:
+        found = []
+        for component in components:
+            key = next((key for key in component.keys if key in saved), None)
+            if key is None:
+                report.fresh.append(component.key)
+                continue
+            with _noting(component):
+                found.append((component, _state_for(component, saved, key, report)))
+        return found
+
+    return ranks.together(prepare)
+
+
+def restore_components(prepared: Sequence[tuple[Component, State]], report: LoadReport) -> None:
+    """Give each component the state that was prepared for it. Collective."""
 
     def restore() -> None:
-        for component in components:
-            _restore(component, saved, report)
+        for component, state in prepared:
+            with _noting(component):
+                component.target.load_state_dict(state)
+            report.restored.append(component.key)
 
     ranks.together(restore)
 
@@ -135,35 +184,33 @@ def _prepared(each: Sharded, stored: Index, saved: SavedStates) -> dict[str, tor
         ) from error
 
 
-def _restore(component: Component, saved: SavedStates, report: LoadReport) -> None:
-    key = next((key for key in component.keys if key in saved), None)
-    if key is None:
-        report.fresh.append(component.key)
-        return
+@contextmanager
+def _noting(component: Component) -> Iterator[None]:
+    """What is raised inside says whose state it was about."""
     try:
-        state, version, note = _state_for(component, saved, key)
-        component.restore(state, version)
+        yield
     except Exception as error:
         error.add_note(f"while the state of {component.key} was being restored")
         raise
-    report.restored.append(component.key)
-    if note:
-        report.notes.append(f"{component.key}: {note}")
 
 
-def _state_for(component: Component, saved: SavedStates, key: str) -> tuple[State, int, str]:
-    """This rank's state, the version that wrote it, and what is worth saying about it."""
+def _state_for(component: Component, saved: SavedStates, key: str, report: LoadReport) -> State:
+    """This rank's state, in the component's present version; what is worth saying about it goes into ``report``."""
     version, count, world_size = saved.record(key).version, saved.count(key), ranks.world_size()
-    note = f"found under its former key {key}" if key != component.key else ""
+    if key != component.key:
+        report.notes.append(f"{component.key}: found under its former key {key}")
     if component.scope == "replicated" and count > 1:
         raise StateMismatch(
             f"{component.key}: its saved state is per rank ({count} ranks), now it is replicated; "
             f"set state_scope = 'per_rank', or give it another name to start it anew"
         )
+    if version < component.version:
+        report.notes.append(f"{component.key}: upgraded from version {version} to {component.version}")
     if count == 1 and saved.record(key).scope != "per_rank":
-        return saved.state(key), version, note
+        return component.upgrade(saved.state(key), version)
     if count == world_size:
-        return saved.state(key, ranks.rank() if component.scope == "per_rank" else 0), version, note
+        own = ranks.rank() if component.scope == "per_rank" else 0
+        return component.upgrade(saved.state(key, own), version)
     states = [component.upgrade(saved.state(key, number), version) for number in range(count)]
     resharded = component.reshard(states, world_size)
     if len(resharded) != world_size:
@@ -171,4 +218,5 @@ def _state_for(component: Component, saved: SavedStates, key: str) -> tuple[Stat
             f"{component.key}: reshard gave {len(resharded)} states for {world_size} ranks; it must give one for each"
         )
     how = getattr(component.target, "reshard_note", "")
-    return resharded[ranks.rank()], component.version, f"its {count} states became {world_size}{how and f': {how}'}"
+    report.notes.append(f"{component.key}: its {count} states became {world_size}{how and f': {how}'}")
+    return resharded[ranks.rank()]

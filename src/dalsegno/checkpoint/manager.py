@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import heapq
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,8 +14,16 @@ from dalsegno.errors import ConfigurationError, DamagedCheckpoint
 
 from . import folder
 from .codec import encode
-from .loading import LoadReport, SavedStates, left_over, restore_components, restore_sharded
-from .manifest import Checkpoint, Manifest
+from .loading import (
+    LoadReport,
+    SavedStates,
+    left_over,
+    prepare_components,
+    refuse_changed_callbacks,
+    restore_components,
+    restore_sharded,
+)
+from .manifest import Checkpoint, FileRecord, Manifest
 from .policy import Entry, Keep
 from .saving import Stage, manifest_of, publish, write_out
 from .sharded import Sharded
@@ -79,7 +88,7 @@ class CheckpointManager:
             if ranks.rank() == 0:
                 files.remove(partial)
             raise
-        self._trusted = final
+        self._trusted = final.resolve()
         return final
 
     def rehearse(self, components: Sequence[Component]) -> None:
@@ -90,43 +99,76 @@ class CheckpointManager:
         """
         ranks.together(lambda: [encode(component.capture(), component.key) for component in components])
 
-    def find(self, path: Path | None = None) -> Checkpoint | None:
-        """The newest checkpoint whose every byte is what its manifest says; the ranks share the reading.
+    def find(self, path: Path | None = None, *, strict: bool = False) -> Checkpoint | None:
+        """The newest checkpoint whose every byte is what its manifest says; the ranks share the reading, file by file.
 
-        One that is damaged is renamed to ``step-….damaged``, with a warning that says what is wrong with it, and the
-        one before is tried. With a ``path``, exactly that checkpoint, of this run or another.
+        If newer ones are damaged, they are renamed to ``step-….damaged``, with a warning that says what is wrong with
+        each. That happens once a good one is found: where there is none, nothing is moved, so that the next attempt
+        finds what this one did, and does not begin at step 0. With a ``path``, exactly that checkpoint, of this run or
+        another.
+
+        Args:
+            path: of the checkpoint that is wanted.
+            strict: if the newest one is damaged, that is an error, and nothing is moved.
 
         Returns:
             None if no ``path`` is given and there is no checkpoint.
 
         Raises:
             NotFound: if there is no ``path``.
-            DamagedCheckpoint: if the one at ``path`` is.
+            DamagedCheckpoint: if the one at ``path`` is, or all are.
+            OSError: if one cannot be read, which is no damage: nothing is moved.
         """
         if path is not None:
-            return self._verified(Path(path))
+            return self._verified(path)
+        damaged: dict[Path, DamagedCheckpoint] = {}
         for candidate in ranks.from_rank_zero(functools.partial(folder.newest_first, self.directory)):
             try:
-                return self._verified(candidate)
+                found = self._verified(candidate)
             except DamagedCheckpoint as error:
-                ranks.from_rank_zero(functools.partial(folder.set_aside, candidate, error))
+                if strict:
+                    raise DamagedCheckpoint(f"{error} (strict: no other checkpoint is used in its place)") from error
+                damaged[candidate] = error
+            else:
+                for other, reason in damaged.items():
+                    ranks.from_rank_zero(functools.partial(folder.set_aside, other, reason))
+                return found
+        if damaged:
+            reasons = "".join(f"\n  {error}" for error in damaged.values())
+            raise DamagedCheckpoint(f"{self.directory}: no checkpoint is whole:{reasons}")
         return None
 
-    def load(self, checkpoint: Checkpoint, sharded: Sequence[Sharded], components: Sequence[Component]) -> LoadReport:
+    def load(
+        self,
+        checkpoint: Checkpoint,
+        sharded: Sequence[Sharded],
+        components: Sequence[Component],
+        *,
+        strict_callbacks: bool = False,
+    ) -> LoadReport:
         """Restore everything from a checkpoint that :meth:`find` gave.
 
         States that no component takes are kept, and go into every checkpoint from now on.
 
+        Args:
+            checkpoint: where from.
+            sharded: model and optimizer.
+            components: everything else that has a state.
+            strict_callbacks: refuse a state that finds no callback, and a callback that finds no state.
+
         Raises:
-            StateMismatch: if a state does not fit what it is for.
+            StateMismatch: before anything is changed, if a state does not fit what it is for.
             DamagedCheckpoint: if a file holds what dalsegno cannot have written.
         """
         saved, report = SavedStates(checkpoint), LoadReport()
+        if strict_callbacks:
+            refuse_changed_callbacks(saved, components)
         known = [each for each in sharded if each.key in saved]
+        report.fresh.extend(each.key for each in sharded if each.key not in saved)
+        prepared = prepare_components(saved, components, report)
         restore_sharded(checkpoint, saved, known)
         report.restored.extend(each.key for each in known)
-        report.fresh.extend(each.key for each in sharded if each.key not in saved)
-        restore_components(saved, components, report)
+        restore_components(prepared, report)
         self._carried = left_over(saved, components, report)
         for key in saved:
             if saved.record(key).scope == "sharded" and key not in report.restored:
@@ -188,7 +230,7 @@ class CheckpointManager:
         doomed = [self.path_of(entry.step) for entry in entries if entry.step not in kept]
 
         def delete() -> list[Path]:
-            return [path for path in doomed if path != self._trusted and folder.delete(path)]
+            return [path for path in doomed if path.resolve() != self._trusted and folder.delete(path)]
 
         return ranks.from_rank_zero(delete)
 
@@ -203,11 +245,24 @@ class CheckpointManager:
 
     def _verified(self, path: Path) -> Checkpoint:
         checkpoint = ranks.from_rank_zero(lambda: folder.opened(path))
-        by_size = sorted(checkpoint.manifest.files, key=lambda name: checkpoint.manifest.files[name].size)
-        share = by_size[ranks.rank() :: ranks.world_size()]
-        ranks.together(lambda: checkpoint.verify(share))
-        self._trusted = path
+        ranks.together(lambda: checkpoint.verify(_share(checkpoint.manifest.files)))
+        self._trusted = path.resolve()
         return checkpoint
+
+
+def _share(sizes: Mapping[str, FileRecord]) -> list[str]:
+    """The files that this rank reads: each, from the largest on, goes to the rank that has the least to read so far.
+
+    A checksum is one of a whole file. So where a few ranks have saved and more load, some of them have nothing to read.
+    """
+    loads = [(0, rank) for rank in range(ranks.world_size())]
+    mine = []
+    for name in sorted(sizes, key=lambda name: -sizes[name].size):
+        load, rank = heapq.heappop(loads)
+        heapq.heappush(loads, (load + sizes[name].size, rank))
+        if rank == ranks.rank():
+            mine.append(name)
+    return mine
 
 
 def _make_room(final: Path, partial: Path) -> None:

@@ -11,12 +11,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,9 +32,11 @@ FILE_NAME = "manifest.json"
 FORMAT = 1
 
 _READ_PIECE = 16 << 20
+_READERS = 4  # files read at once: a network disk gives one reader a fraction of what it has
 _LARGEST = 1 << 28  # bytes; no honest manifest comes near
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)?")
 _CHECKSUM = re.compile(r"[0-9a-f]{32}")
+_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO)  # something else has that name
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,7 @@ class Manifest:
 
         Raises:
             DamagedCheckpoint: if there is none, or it is not one that dalsegno can have written.
+            OSError: if it cannot be read.
             StateMismatch: if it is whole, but of a format that only a newer dalsegno reads.
         """
         path = directory / FILE_NAME
@@ -147,13 +153,15 @@ class Checkpoint:
         return cls(path, manifest.step, manifest)
 
     def verify(self, names: Iterable[str]) -> None:
-        """Read these of the manifest's files, and compare them with what it says.
+        """Read these of the manifest's files, several at once, and compare them with what it says.
 
         Raises:
             DamagedCheckpoint: if one is missing, is no plain file, or has another size or checksum.
+            OSError: if one cannot be read. That says nothing about its content.
         """
-        for name in names:
-            _verify(self.path, name, self.manifest.files[name])
+        with ThreadPoolExecutor(_READERS, thread_name_prefix="verify") as readers:
+            for _ in readers.map(lambda name: _verify(self.path, name, self.manifest.files[name]), names):
+                pass
 
     def file(self, name: str) -> Path:
         """The path of a file that the manifest names, and so :meth:`verify` has seen.
@@ -166,21 +174,44 @@ class Checkpoint:
         return self.path / name
 
 
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """A descriptor of the plain file at ``path``, to read from.
+
+    Raises:
+        DamagedCheckpoint: if there is no plain file of that name.
+        OSError: what else the system says, here or while the file is being read: a disk that does not answer, or
+            missing rights, are no damage. It names the path.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            raise DamagedCheckpoint(f"{path}: cannot be opened ({error.strerror})") from error
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise DamagedCheckpoint(f"{path}: is no plain file")
+        yield descriptor
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        os.close(descriptor)
+
+
 def read_json(path: Path) -> Any:
     """What a JSON file holds.
 
     Raises:
         DamagedCheckpoint: if there is none, or it is no JSON.
+        OSError: if it cannot be read.
     """
+    with opened(path) as descriptor, os.fdopen(descriptor, "rb", closefd=False) as stream:
+        content = stream.read()
     try:
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as stream:
-            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-                raise DamagedCheckpoint(f"{path}: is no plain file")
-            return json.loads(stream.read(), parse_constant=_no_constant)
-    except DamagedCheckpoint:
-        raise
-    except OSError as error:
-        raise DamagedCheckpoint(f"{path}: cannot be read ({error.strerror})") from error
+        return json.loads(content, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path}: is not JSON as dalsegno writes it ({error})") from error
 
@@ -189,20 +220,12 @@ def _verify(directory: Path, name: str, expected: FileRecord) -> None:
     path = directory / name
     if path.parent != directory and path.parent.is_symlink():
         raise DamagedCheckpoint(f"{path.parent}: is a symbolic link")
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        raise DamagedCheckpoint(f"{path}: cannot be opened ({error.strerror})") from error
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise DamagedCheckpoint(f"{path}: is no plain file")
-        if status.st_size != expected.size:
-            raise DamagedCheckpoint(f"{path}: has {status.st_size} bytes, the manifest says {expected.size}")
+    with opened(path) as descriptor:
+        size = os.fstat(descriptor).st_size
+        if size != expected.size:
+            raise DamagedCheckpoint(f"{path}: has {size} bytes, the manifest says {expected.size}")
         if (found := _checksum_of_file(descriptor)) != expected.xxh3:
             raise DamagedCheckpoint(f"{path}: has checksum {found}, the manifest says {expected.xxh3}")
-    finally:
-        os.close(descriptor)
 
 
 def _no_constant(name: str) -> float:

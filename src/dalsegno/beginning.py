@@ -1,0 +1,112 @@
+"""Where a leg begins: which checkpoint it goes on from, and everything brought to where that one was taken."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from . import ranks, timeline
+from .boundary import Boundary
+from .checkpoint import Checkpoint, CheckpointManager, LoadReport, Sharded
+from .component import Component
+from .dispatcher import Dispatcher
+from .errors import ConfigurationError, DamagedCheckpoint
+from .state import TrainerState
+
+logger = logging.getLogger("dalsegno")
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """How a leg is to begin: what ``Trainer.train`` and ``dalsegno.Run`` are told about it."""
+
+    origin: bool | str | Path = True
+    """True: the newest checkpoint, if there is one. A path: that one. False: none, whatever there is."""
+    strict: bool = False
+    """A damaged checkpoint is an error, where else an older one would be used."""
+    strict_callbacks: bool = False
+    """A callback's state that finds no callback, or a callback that finds no state, is an error."""
+
+
+class Beginning:
+    """Chooses the checkpoint that a leg goes on from, and loads it."""
+
+    def __init__(
+        self, manager: CheckpointManager, output_dir: Path, on: Dispatcher, state: TrainerState, boundary: Boundary
+    ) -> None:
+        self._manager = manager
+        self._output_dir = output_dir
+        self._on = on
+        self._state = state
+        self._boundary = boundary
+
+    def choose(self, resume: Resume, *, has_trained: bool) -> Checkpoint | None:
+        """The verified checkpoint that the leg goes on from; None: it begins at step 0. Fires on_before_load.
+
+        Args:
+            resume: what the user asks for.
+            has_trained: whether the model in memory is another one than at the beginning.
+
+        Raises:
+            NotFound: if there is no checkpoint at the path.
+            DamagedCheckpoint: if the one at the path is damaged, or there is none that is whole.
+            ConfigurationError: if the leg would begin at step 0, but the model is trained already.
+        """
+        checkpoint = self._found(resume, has_trained)
+        if self._on.before_load:
+            self._on.before_load.fill(*((checkpoint.path, checkpoint.step) if checkpoint else (None, 0)))
+            self._on.before_load.fire()
+        return checkpoint
+
+    def load(
+        self, checkpoint: Checkpoint, resume: Resume, sharded: Sequence[Sharded], components: Sequence[Component]
+    ) -> None:
+        """Restore everything, and leave the timeline that lies beyond. Fires on_load.
+
+        Raises:
+            StateMismatch: before anything is changed, if what was saved does not fit what is here.
+        """
+        report = self._manager.load(checkpoint, sharded, components, strict_callbacks=resume.strict_callbacks)
+        self._leave_behind(checkpoint, report, chosen=resume.origin is not True)
+        logger.info("resumed from %s\n%s", checkpoint.path, report.table())
+        if self._on.load:
+            self._on.load.fill(checkpoint.path, checkpoint.step, report)
+            self._on.load.fire()
+
+    def _found(self, resume: Resume, has_trained: bool) -> Checkpoint | None:
+        if resume.origin is False:
+            if has_trained:
+                raise ConfigurationError(
+                    "resume_from_checkpoint=False: this model is trained already; build a new trainer"
+                )
+            ranks.from_rank_zero(partial(timeline.start_over, self._output_dir))
+            return None
+        checkpoint = self._newest(resume) if resume.origin is True else self._manager.find(Path(resume.origin))
+        if checkpoint is None and has_trained:
+            raise ConfigurationError(
+                "the last train() broke off inside a step, and there is no checkpoint to go back to; build a new one"
+            )
+        return checkpoint
+
+    def _newest(self, resume: Resume) -> Checkpoint | None:
+        try:
+            return self._manager.find(strict=resume.strict)
+        except DamagedCheckpoint as error:
+            error.add_note("resume_from_checkpoint=False starts anew, and moves all that is there into rewound/")
+            raise
+
+    def _leave_behind(self, checkpoint: Checkpoint, report: LoadReport, *, chosen: bool) -> None:
+        """One timeline: what is beyond a chosen checkpoint is moved away; all, if that is another run's."""
+        step, state = checkpoint.step, self._state
+        is_own = checkpoint.path.resolve() == self._manager.path_of(step).resolve()
+        self._boundary.saved_step = step if is_own else None
+        if not is_own:
+            state.best_metric, state.best_global_step, state.best_model_checkpoint = None, 0, None
+        if chosen:
+            place = timeline.attic(self._output_dir) / "checkpoints"
+            moved = self._manager.abandon_after(step if is_own else None, place)
+            if moved:
+                report.notes.append(f"{len(moved)} later checkpoint(s) are now in {place}")
