@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dalsegno.callback import Callback
 
+from .compute_norm import ComputeNorm
 from .default_metrics import DefaultMetrics
 from .divergence_detector import DivergenceDetector
 from .grad_norm_logger import GradNormLogger
 from .info_callback import InfoCallback
 from .json_logger import JsonLogger
+from .parameter_norm_logger import ParameterNormLogger
 from .progress_callback import ProgressCallback
+from .weight_norm_logger import WeightNormLogger
 
 
 def default_callbacks() -> list[Callback]:
@@ -18,10 +21,13 @@ def default_callbacks() -> list[Callback]:
 
 
 __all__ = [
+    "ComputeNorm",
     "DefaultMetrics",
     "DivergenceDetector",
     "GradNormLogger",
     "InfoCallback",
     "JsonLogger",
+    "ParameterNormLogger",
     "ProgressCallback",
+    "WeightNormLogger",
 ]

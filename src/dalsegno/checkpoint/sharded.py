@@ -17,13 +17,12 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dalsegno.component import State
 from dalsegno.errors import CannotSave, StateMismatch
+from dalsegno.pieces import cleaned
 
 from .index import StoredTensor
 from .layout import DTYPES, KNOWN, name_of
 
 Tensors = dict[str, torch.Tensor]
-
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 class Sharded(Protocol):
@@ -234,13 +233,6 @@ def unwrapped(model: nn.Module) -> nn.Module:
     while isinstance(model, DistributedDataParallel | DataParallel):
         model = model.module
     return model
-
-
-def cleaned(name: str) -> str:
-    """A parameter's name without the traces of torch.compile and activation checkpointing."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def _class_name(thing: object) -> str:

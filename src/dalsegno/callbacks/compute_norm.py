@@ -1,0 +1,61 @@
+"""ComputeNorm: how large weights and gradients are, of the whole model and layer by layer."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+
+from dalsegno.callback import Callback
+from dalsegno.contexts import Context, LogContext
+from dalsegno.errors import ConfigurationError
+from dalsegno.pieces import Readings, gradient_pieces, norms, parameter_pieces
+
+
+class ComputeNorm(Callback):
+    """Adds L2 norms to each record of training:
+
+    - ``param_norm``: of all parameters as one vector.
+    - ``grad_norm_unclipped``: of all gradients as one vector, reduced, unscaled and not clipped.
+    - with ``per_layer``, ``param_norm/<layer>`` and ``grad_norm_unclipped/<layer>``, a layer being a module that has
+      parameters of its own, under its name in the model.
+
+    They are the norms of whole tensors, however the model is spread; gradients are those of the step that is logged.
+    Steps that are not logged cost nothing.
+
+    Args:
+        per_layer: say it of each layer too.
+
+    Raises:
+        ConfigurationError: if ``per_layer`` is neither True nor False.
+    """
+
+    makes_wishes = False
+
+    def __init__(self, per_layer: bool = False) -> None:
+        if not isinstance(per_layer, bool):
+            raise ConfigurationError(f"ComputeNorm: per_layer={per_layer!r}; allowed are True and False")
+        self._per_layer = per_layer
+        self._gradients: Readings | None = None
+        self._of_step = 0
+
+    def on_gradients_ready(self, ctx: Context) -> None:
+        if ctx.state.will_log:
+            self._gradients = norms(gradient_pieces(ctx.model))
+            self._of_step = ctx.state.global_step + 1
+
+    def on_log_step(self, ctx: LogContext) -> None:
+        if ctx.kind != "train":
+            return
+        gradients, self._gradients = self._gradients, None
+        self._add(ctx.logs, "param_norm", norms(parameter_pieces(ctx.model)).read())
+        if gradients is not None and self._of_step == ctx.state.global_step:
+            self._add(ctx.logs, "grad_norm_unclipped", gradients.read())
+
+    def _add(self, logs: dict[str, float], title: str, by_parameter: Mapping[str, float]) -> None:
+        logs[title] = math.hypot(*by_parameter.values())
+        if self._per_layer:
+            by_layer: dict[str, list[float]] = defaultdict(list)
+            for name, norm in by_parameter.items():
+                by_layer[name.rpartition(".")[0]].append(norm)
+            logs |= {f"{title}/{layer}": math.hypot(*parts) for layer, parts in by_layer.items() if layer}

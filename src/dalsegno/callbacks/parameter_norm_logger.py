@@ -1,0 +1,72 @@
+"""ParameterNormLogger: how large every parameter is, as a vector and as a matrix, at each evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from dalsegno.contexts import EvaluateContext
+from dalsegno.errors import ConfigurationError
+from dalsegno.pieces import norms, parameter_pieces
+from dalsegno.spectral import SpectralNorms
+
+from .record_callback import RecordCallback
+
+
+class ParameterNormLogger(RecordCallback):
+    """Writes a record into ``logs/parameter_norms.jsonl`` at each step that ends with an evaluation.
+
+    ``norms`` holds the L2 norm (fp32) of each parameter, ``spectral_norms`` the largest singular value of each as a
+    matrix of its first dimension by all others, found by power iteration; of a parameter with one dimension it is the
+    largest absolute value. Both under the parameters' own names, a tied one once, of whole parameters however the
+    model is spread.
+
+    The iteration goes on from its last vector, which is part of the callback's state, and begins at a vector that
+    depends on the parameter's name alone: the training's random numbers are not touched. Other steps cost nothing.
+
+    Args:
+        log_norms: write ``norms``.
+        log_spectral_norms: write ``spectral_norms``.
+        power_iter_steps: of the power iteration at each evaluation; twice as many the first time.
+
+    Raises:
+        ConfigurationError: for a value that cannot work.
+    """
+
+    def __init__(self, log_norms: bool = True, log_spectral_norms: bool = True, power_iter_steps: int = 10) -> None:
+        super().__init__("logs/parameter_norms.jsonl")
+        for name, value in (("log_norms", log_norms), ("log_spectral_norms", log_spectral_norms)):
+            if not isinstance(value, bool):
+                raise ConfigurationError(f"ParameterNormLogger: {name}={value!r}; allowed are True and False")
+        if type(power_iter_steps) is not int or power_iter_steps < 1:
+            raise ConfigurationError(
+                f"ParameterNormLogger: power_iter_steps={power_iter_steps!r}; needs a whole number of at least 1"
+            )
+        if not (log_norms or log_spectral_norms):
+            raise ConfigurationError("ParameterNormLogger: log_norms=False and log_spectral_norms=False writes nothing")
+        self._log_norms = log_norms
+        self._spectral = SpectralNorms(power_iter_steps) if log_spectral_norms else None
+        self._last_step = -1
+
+    def on_evaluate(self, ctx: EvaluateContext) -> None:
+        if self._last_step == ctx.state.global_step:  # another set of the same evaluation
+            return
+        self._last_step = ctx.state.global_step
+        values: dict[str, Mapping[str, float]] = {}
+        if self._log_norms:
+            values["norms"] = norms(parameter_pieces(ctx.model)).read()
+        if self._spectral is not None:
+            values["spectral_norms"] = self._spectral.measure(ctx.model).read()
+        self.write(ctx, values)
+
+    def state_dict(self) -> dict[str, Any]:
+        vectors: dict[str, Tensor] = {} if self._spectral is None else self._spectral.vectors
+        return {"log": super().state_dict(), "vectors": vectors, "last_step": self._last_step}
+
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict(state["log"])
+        self._last_step = state["last_step"]
+        if self._spectral is not None:
+            self._spectral.vectors = dict(state["vectors"])

@@ -1,0 +1,21 @@
+"""WeightNormLogger: how large the weights are, all together."""
+
+from __future__ import annotations
+
+from dalsegno.callback import Callback
+from dalsegno.contexts import LogContext
+from dalsegno.pieces import norms, parameter_pieces, total_norm
+
+
+class WeightNormLogger(Callback):
+    """Adds ``weight_norm`` to each evaluation's record: the L2 norm of all parameters taken as one vector.
+
+    Frozen parameters count, a tied one counts once; it is the norm of the whole model, however that is spread. One
+    wait for the device at each evaluation, nothing in between.
+    """
+
+    makes_wishes = False
+
+    def on_log_step(self, ctx: LogContext) -> None:
+        if ctx.kind == "eval":
+            ctx.logs["weight_norm"] = float(total_norm(norms(parameter_pieces(ctx.model))))

@@ -1,0 +1,149 @@
+"""A model's tensors as this rank holds them: each once, under the model's own name, with the ranks that hold the rest.
+
+What is measured of them here is that of whole tensors, whichever way the model is spread, and stays on its device until
+it is read: one wait for all of them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """This rank's part of a tensor."""
+
+    name: str
+    local: Tensor
+    """Dense and real; of no elements where the rank has none."""
+    groups: tuple[ProcessGroup, ...]
+    """Over which the tensor is split; empty where every rank has all of it."""
+    exists: bool = True
+    """False: a gradient that no backward has reached. It is there all the same, so that all ranks reduce alike."""
+
+
+def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Each parameter once, a tied one under its first name, without the traces of wrappers."""
+    return [(cleaned(name), parameter) for name, parameter in model.named_parameters()]
+
+
+def parameter_pieces(model: nn.Module) -> list[Piece]:
+    """Of all parameters, frozen ones too."""
+    return [
+        Piece(name, _dense(parameter.detach()), shard_groups(parameter)) for name, parameter in named_parameters(model)
+    ]
+
+
+def gradient_pieces(model: nn.Module) -> list[Piece]:
+    """Of all gradients of parameters that are trained."""
+    return [
+        Piece(name, _local_gradient(parameter), shard_groups(parameter), parameter.grad is not None)
+        for name, parameter in named_parameters(model)
+        if parameter.requires_grad
+    ]
+
+
+def cleaned(name: str) -> str:
+    """A parameter's name without the traces of torch.compile, activation checkpointing and the like."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def shard_groups(tensor: Tensor) -> tuple[ProcessGroup, ...]:
+    """The groups over which a tensor is split; empty where every rank has all of it."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    mesh = tensor.device_mesh
+    return tuple(
+        mesh.get_group(dimension)
+        for dimension, placement in enumerate(tensor.placements)
+        if not placement.is_replicate() and mesh.size(dimension) > 1
+    )
+
+
+class Readings:
+    """A number for each of some names, on a device until :meth:`read`."""
+
+    def __init__(self, names: Sequence[str], values: Tensor) -> None:
+        """``values``: shape (number of names,)."""
+        self.names = list(names)
+        self.values = values
+
+    def read(self) -> dict[str, float]:
+        """Name to number. Waits for the device, once."""
+        return dict(zip(self.names, self.values.tolist(), strict=True))
+
+
+def norms(pieces: Sequence[Piece]) -> Readings:
+    """The L2 norm, in fp32, of every tensor that exists. A collective where tensors are sharded."""
+    measured = reduced(pieces, _squared_norms)
+    existing = [number for number, piece in enumerate(pieces) if piece.exists]
+    values = measured.sqrt().float()
+    chosen = values if len(existing) == len(pieces) else values[torch.tensor(existing, dtype=torch.long)]
+    return Readings([pieces[number].name for number in existing], chosen)
+
+
+def total_norm(readings: Readings) -> Tensor:
+    """Of all the tensors together, from the norms of each: 0-dim, on the device."""
+    return readings.values.double().norm() if len(readings.names) else torch.zeros((), dtype=torch.float64)
+
+
+def reduced(pieces: Sequence[Piece], measure: Callable[[list[Tensor]], Tensor]) -> Tensor:
+    """What ``measure`` says of each local tensor, summed over the ranks that share it.
+
+    Args:
+        measure: of a list of tensors, a vector of float64 with a number, or a row of numbers, for each.
+
+    Returns:
+        Shape (number of pieces, …), float64, in the order of ``pieces``.
+    """
+    if not pieces:
+        return torch.zeros(0, dtype=torch.float64)
+    by_groups: dict[tuple[ProcessGroup, ...], list[int]] = defaultdict(list)
+    for number, piece in enumerate(pieces):
+        by_groups[piece.groups].append(number)
+    parts, order = [], []
+    for groups, members in by_groups.items():
+        measured = measure([pieces[number].local for number in members])
+        for group in groups:
+            dist.all_reduce(measured, group=group)
+        parts.append(measured)
+        order += members
+    together = torch.cat([part.to(parts[0].device) for part in parts])
+    if order == list(range(len(pieces))):
+        return together
+    return together[torch.tensor(order).argsort().to(together.device)]
+
+
+def _squared_norms(tensors: list[Tensor]) -> Tensor:
+    double = any(tensor.dtype == torch.float64 for tensor in tensors)
+    dtype = torch.float64 if double else torch.float32  # the norm itself cannot narrow
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)).double().square()
+
+
+def _local_gradient(parameter: nn.Parameter) -> Tensor:
+    """This rank's piece of the gradient."""
+    gradient = parameter.grad
+    if gradient is None:
+        return torch.zeros((), device=parameter.device)
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
+    return _dense(gradient)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if local.is_sparse:
+        local = local.coalesce().values()
+    return torch.view_as_real(local) if local.is_complex() else local
