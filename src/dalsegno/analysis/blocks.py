@@ -1,8 +1,8 @@
-"""Block: a part of a log, in columns. One made of records, and one made of a Polars frame, which is how the long logs
-are read."""
+"""Block: a part of a log, in columns. One is made of records, the other of a Polars frame, for long logs."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,11 +14,20 @@ from dalsegno.logs.values import Record
 if TYPE_CHECKING:
     import polars as pl
 
+KINDS = ("train", "eval", "final", "user", "header")
+"""What a record can be. Columns hold the place in this row; another program's other kind has the place behind it."""
+
+WHOLE = 1 << 63
+
 
 class Block(Protocol):
-    """n records, one below the other."""
+    """n records, one below the other, each with a step."""
 
     def __len__(self) -> int: ...
+
+    def kinds(self) -> NDArray[np.uint8]:
+        """Places in :data:`KINDS`: shape (n,)."""
+        ...
 
     def numeric(self) -> list[str]:
         """The names under which there are numbers, in the log's order."""
@@ -28,11 +37,9 @@ class Block(Protocol):
         """Values, and where there are any; both of shape (n,). Texts, lists and truth values are none."""
         ...
 
-    def texts(self, name: str) -> NDArray[np.object_]:
-        """What stands under a name that holds texts, such as ``kind``: shape (n,); None where nothing does."""
+    def frame(self) -> pl.DataFrame:
+        """A row a record. A column with any numbers has only these; lists and dicts are JSON text."""
         ...
-
-    def frame(self) -> pl.DataFrame: ...
 
 
 class RecordBlock:
@@ -44,44 +51,93 @@ class RecordBlock:
     def __len__(self) -> int:
         return len(self._records)
 
+    def kinds(self) -> NDArray[np.uint8]:
+        return np.array([kind_place(record["kind"]) for record in self._records], np.uint8)
+
     def numeric(self) -> list[str]:
         return list({name: None for record in self._records for name, value in record.items() if is_number(value)})
 
     def numbers(self, name: str) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-        found = [value if is_number(value := record.get(name)) else None for record in self._records]
+        found = [_as_float(record.get(name)) for record in self._records]
         present = np.array([value is not None for value in found], np.bool_)
-        return np.array([np.nan if value is None else float(value) for value in found]), present
-
-    def texts(self, name: str) -> NDArray[np.object_]:
-        return np.array([record.get(name) for record in self._records], np.object_)
+        return np.array([np.nan if value is None else value for value in found]), present
 
     def frame(self) -> pl.DataFrame:
         import polars as pl
 
-        names = list({name: None for record in self._records for name in record})
         numeric = set(self.numeric())
+        names = list({name: None for record in self._records for name in record})
         columns = {name: [record.get(name) for record in self._records] for name in names}
         return pl.DataFrame([_column(name, columns[name], name in numeric) for name in names])
+
+
+class FrameBlock:
+    """Made of a frame whose column ``kind`` has no nulls."""
+
+    def __init__(self, frame: pl.DataFrame) -> None:
+        self._frame = frame
+
+    def __len__(self) -> int:
+        return len(self._frame)
+
+    def kinds(self) -> NDArray[np.uint8]:
+        import polars as pl
+
+        places = {kind: place for place, kind in enumerate(KINDS)}
+        column = self._frame["kind"].replace_strict(places, default=len(KINDS), return_dtype=pl.UInt8)
+        return column.to_numpy()
+
+    def numeric(self) -> list[str]:
+        return [
+            name
+            for name, kind in self._frame.schema.items()
+            if kind.is_numeric() and self._frame[name].null_count() < len(self._frame)
+        ]
+
+    def numbers(self, name: str) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        import polars as pl
+
+        if name not in self._frame.columns or not self._frame.schema[name].is_numeric():
+            return np.full(len(self), np.nan), np.zeros(len(self), np.bool_)
+        column = self._frame[name]
+        present = column.is_not_null().to_numpy() if column.null_count() else np.ones(len(self), np.bool_)
+        return column.cast(pl.Float64).to_numpy(), present
+
+    def frame(self) -> pl.DataFrame:
+        return self._frame
+
+
+def kind_place(kind: object) -> int:
+    return KINDS.index(kind) if kind in KINDS else len(KINDS)
 
 
 def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def _as_float(value: Any) -> float | None:
+    """None for what is no number; whole numbers beyond all floats are infinite."""
+    if not is_number(value):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return np.inf if value > 0 else -np.inf
+
+
 def _column(name: str, values: list[Any], numeric: bool) -> pl.Series:
-    """A column of one type: numbers if there are any, whatever else stands between them left out."""
     import polars as pl
 
     if numeric:
         numbers = [value if is_number(value) else None for value in values]
-        whole = all(isinstance(value, int) and abs(value) < 1 << 63 for value in numbers if value is not None)
-        return pl.Series(name, numbers, pl.Int64 if whole else pl.Float64, strict=False)
+        whole = all(isinstance(value, int) and abs(value) < WHOLE for value in numbers if value is not None)
+        if whole:
+            return pl.Series(name, numbers, pl.Int64)
+        return pl.Series(name, [_as_float(value) for value in numbers], pl.Float64)
     if all(value is None or isinstance(value, bool) for value in values):
         return pl.Series(name, values, pl.Boolean)
     return pl.Series(name, [_text(value) for value in values], pl.String)
 
 
 def _text(value: Any) -> str | None:
-    import json
-
     return value if value is None or isinstance(value, str) else json.dumps(value)

@@ -11,7 +11,7 @@ from dalsegno.errors import ConfigurationError, NotFound, UnknownName
 from dalsegno.logs.legs import Leg
 from dalsegno.logs.values import Record
 
-from .formats.find import LOOKED_FOR, find_source
+from .formats.find import LOOKED_FOR, source_of_file, sources_of_folder
 from .formats.source import Skipped, Source
 from .log import TrainingLog
 from .series import ParameterSeries, Series
@@ -40,10 +40,13 @@ def open_log(path: str | os.PathLike[str], step_key: str | None = None) -> Train
     path = Path(path)
     if not path.exists():
         raise NotFound(f"{path}: no such file or folder")
-    source = find_source(path, step_key)
-    if source is not None:
-        return TrainingLog(_name_of(path), path, source)
-    runs = list(_runs_below(path, path, step_key, DEPTH))
+    if path.is_file():
+        return TrainingLog(_name_of(path), path, source_of_file(path, step_key))
+    sources = sources_of_folder(path, step_key)
+    if len(sources) == 1:
+        return TrainingLog(_name_of(path), path, sources[0])
+    runs = [TrainingLog(source.path.stem, source.path, source) for source in sources]
+    runs = runs or list(_runs_below(path, path, step_key, DEPTH))
     if not runs:
         raise NotFound(f"{path}: no log in it; looked for {LOOKED_FOR}, here and in the folders below")
     return RunFolder(path, runs)
@@ -120,10 +123,13 @@ def _runs_below(root: Path, folder: Path, step_key: str | None, depth: int) -> I
     for path in sorted(child for child in folder.iterdir() if child.is_dir() and child.name not in NOT_RUNS):
         if path.name.startswith("."):
             continue
-        source = find_source(path, step_key)
-        if source is not None:
-            yield TrainingLog(path.relative_to(root).as_posix(), path, source)
-        elif depth > 1:
+        sources = sources_of_folder(path, step_key)
+        name = path.relative_to(root)
+        if len(sources) == 1:
+            yield TrainingLog(name.as_posix(), path, sources[0])
+        for source in sources if len(sources) > 1 else ():
+            yield TrainingLog((name / source.path.stem).as_posix(), source.path, source)
+        if not sources and depth > 1:
             yield from _runs_below(root, path, step_key, depth - 1)
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dalsegno.errors import UnknownName
 from dalsegno.logs import RunFile
 from dalsegno.logs.legs import Leg
 from dalsegno.logs.values import Record
 
-from .blocks import Block
+from .blocks import KINDS
+from .columns import read_columns
 from .formats import BOOKKEEPING, Skipped, Source
 from .parameters import read_parameters
 from .series import ParameterSeries, Series
@@ -45,9 +45,7 @@ class TrainingLog:
         self.source = source
         self.skipped = Skipped()
         """What the last reading has left out."""
-        self._cache: dict[str, _Column] = {}
-        self._kinds: NDArray[np.object_] = np.array([], np.object_)
-        self._names: list[str] = []
+        self._columns = read_columns((), ())
         self._stamp: tuple[int, ...] = ()
 
     def __iter__(self) -> Iterator[TrainingLog]:
@@ -86,7 +84,7 @@ class TrainingLog:
     def metrics(self) -> list[str]:
         """The names of all numbers that are logged, in the order of their first appearance."""
         self._read([])
-        return list(self._names)
+        return [name for name in self._columns.names if name not in BOOKKEEPING]
 
     def metric(self, name: str, kind: str | None = None) -> Series:
         """One metric, in the records of one kind or in all.
@@ -99,10 +97,12 @@ class TrainingLog:
     def series(self, names: Iterable[str], kind: str | None = None) -> dict[str, Series]:
         """As :meth:`metric`, for several of them in one reading."""
         names = list(names)
+        if kind is not None and kind not in KINDS:
+            raise UnknownName("kind of record", kind, KINDS)
         self._read(names)
         for name in names:
-            if name not in self._names:
-                raise UnknownName(f"metric of {self.name}", name, self._names)
+            if name not in self._columns.names:
+                raise UnknownName(f"metric of {self.name}", name, self.metrics())
         return {name: self._series(name, kind) for name in names}
 
     @property
@@ -117,8 +117,12 @@ class TrainingLog:
 
         self.skipped = Skipped()
         frames = [block.frame() for block in self.source.blocks(self.skipped)]
-        frame = pl.concat(frames, how="diagonal_relaxed") if frames else pl.DataFrame()
-        return frame.filter(pl.col("kind") != "header") if "kind" in frame.columns else frame
+        if not frames:
+            return pl.DataFrame()
+        frame = pl.concat(frames, how="diagonal_relaxed")
+        records = frame.filter(pl.col("kind") != "header")
+        empty = [name for name in records.columns if len(records) and records[name].null_count() == len(records)]
+        return records.drop([name for name in empty if name not in BOOKKEEPING])
 
     def legs(self) -> list[Leg]:
         """The process lives of the run, where it has a ``run.json``."""
@@ -135,52 +139,24 @@ class TrainingLog:
         return read_parameters(self.source.path.parent, self.name, metric, self.skipped)
 
     def _series(self, name: str, kind: str | None) -> Series:
-        column, steps = self._cache[name], self._cache["global_step"]
-        here = column.present & steps.present & (self._kinds != "header")
-        if kind is not None:
-            here &= self._kinds == kind
-        return Series(
-            name=name,
-            run=self.name,
-            steps=steps.values[here].astype(np.int64),
-            values=column.values[here],
-            epochs=self._optional("epoch", here),
-            times=self._optional("timestamp", here),
+        columns = self._columns
+        rows = columns.rows_of(name, kind)
+        steps = columns.columns["global_step"].at(rows)
+        epochs, times = (
+            columns.columns[other].at(rows) if len(columns.columns[other].values) else None
+            for other in ("epoch", "timestamp")
         )
+        values = columns.columns[name].at(rows)
+        return Series(name=name, run=self.name, steps=steps.astype(np.int64), values=values, epochs=epochs, times=times)
 
-    def _optional(self, name: str, here: NDArray[np.bool_]) -> NDArray[np.float64] | None:
-        column = self._cache[name]
-        return column.values[here] if column.present.any() else None
-
-    def _read(self, names: list[str]) -> None:
+    def _read(self, names: Iterable[str]) -> None:
         """Have the columns of these names, and the bookkeeping, as they are in the file now."""
-        if (stamp := self.source.stamp()) != self._stamp:
-            self._cache, self._stamp = {}, stamp
-        wanted = dict.fromkeys([*names, "global_step", "epoch", "timestamp"])
-        missing = [name for name in wanted if name not in self._cache]
-        if not missing:
-            return
+        stamp = self.source.stamp()
+        wanted = {*names, "global_step", "epoch", "timestamp"}
+        if stamp == self._stamp:
+            if wanted <= self._columns.columns.keys():
+                return
+            wanted |= self._columns.columns.keys()
         self.skipped = Skipped()
-        blocks = list(self.source.blocks(self.skipped))
-        for name in missing:
-            self._cache[name] = _Column.of([block.numbers(name) for block in blocks])
-        empty = np.array([], np.object_)
-        self._kinds = np.concatenate([empty, *(block.texts("kind") for block in blocks)])
-        self._names = [name for name in _in_order(blocks) if name not in BOOKKEEPING]
-
-
-def _in_order(blocks: Iterable[Block]) -> list[str]:
-    return list(dict.fromkeys(name for block in blocks for name in block.numeric()))
-
-
-class _Column:
-    def __init__(self, values: NDArray[np.float64], present: NDArray[np.bool_]) -> None:
-        self.values = values
-        self.present = present
-
-    @classmethod
-    def of(cls, pieces: list[tuple[NDArray[np.float64], NDArray[Any]]]) -> _Column:
-        return cls(
-            np.concatenate([np.array([]), *(values for values, _ in pieces)]),
-            np.concatenate([np.array([], np.bool_), *(present for _, present in pieces)]),
-        )
+        self._columns = read_columns(self.source.blocks(self.skipped), wanted)
+        self._stamp = stamp

@@ -3,51 +3,114 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 
 from dalsegno.errors import ConfigurationError
 
-from .json_lines import JsonLines
-from .source import Source
+from .json_array import JsonArray, decode_array
+from .json_lines import JsonLines, decode_lines
+from .metrics_csv import MetricsCsv
+from .naming import Naming
+from .source import Skipped, Source
+from .tensorboard import EventFiles, event_files
+from .trainer_state import TrainerState
 
-LOOKED_FOR = "logs/train.jsonl, any other *.jsonl or *.json with records of steps"
+LOOKED_FOR = (
+    "logs/train.jsonl, trainer_logs.json, trainer_state.json (in checkpoint-* too), metrics.csv, event files of "
+    "TensorBoard, and *.jsonl or *.json whose records have a step"
+)
 
-_SIDE_LOGS = re.compile(r"(gradient|parameter)_norms(-\d+)?\.jsonl?")
-_OTHERS = {"run.json"}
+BEGINNING = 1 << 16
+"""Bytes by which a file's format is told."""
 
+FEW = 5
+"""Records of which one must have a step, in a file whose name does not say that it is a log."""
 
-def find_source(path: Path, step_key: str | None = None) -> Source | None:
-    """The log that a file is, or that lies in a run's folder; None if there is none.
-
-    Raises:
-        ConfigurationError: for a file of no known format.
-    """
-    if path.is_file():
-        return source_of_file(path, step_key)
-    for place in (path / "logs", path):
-        logs = [file for pattern in ("*.jsonl", "*.json") for file in sorted(place.glob(pattern)) if _may_be_log(file)]
-        own = [file for file in logs if file.stem.startswith("train")]
-        if own:
-            return source_of_file(own[-1], step_key)
-        if len(logs) == 1:
-            return source_of_file(logs[0], step_key)
-    return None
+_SIDE_LOG = re.compile(r"(gradient|parameter)_norms(-\d+)?\.jsonl?")
+_OWN_LOG = re.compile(r"train(-(?P<number>\d+))?\.jsonl?")
 
 
-def source_of_file(path: Path, step_key: str | None) -> Source:
+def source_of_file(path: Path, step_key: str | None = None) -> Source:
     """
     Raises:
         ConfigurationError: if it is of no known format.
     """
-    make = _BY_SUFFIX.get(path.suffix)
-    if make is None:
-        raise ConfigurationError(f"{path}: not a log that dalsegno can read; it reads {', '.join(_BY_SUFFIX)}")
-    return make(path, step_key)
+    with path.open("rb") as file:
+        beginning = file.read(BEGINNING).lstrip(b"\xef\xbb\xbf \t\r\n")
+    if "tfevents" in path.name:
+        return EventFiles(path)
+    if path.suffix == ".csv":
+        return MetricsCsv(path, step_key)
+    if path.name == "trainer_state.json" or (beginning.startswith(b"{") and b'"log_history"' in beginning):
+        return TrainerState(path)
+    if beginning.startswith(b"["):
+        return JsonLines(path, step_key) if _a_record_a_line(beginning[1:]) else JsonArray(path, step_key)
+    if beginning.startswith(b"{") or not beginning:
+        return JsonLines(path, step_key)
+    raise ConfigurationError(
+        f"{path}: not a log that dalsegno can read; it reads JSON lines and arrays, trainer_state.json, metrics.csv "
+        "and event files of TensorBoard"
+    )
 
 
-_BY_SUFFIX: dict[str, Callable[[Path, str | None], Source]] = {".jsonl": JsonLines, ".json": JsonLines}
+def sources_of_folder(folder: Path, step_key: str | None = None) -> list[Source]:
+    """The log of a run's folder; several, if there are files that may each be one; none, if it is no such folder."""
+    if run := _run_log(folder, step_key):
+        return [run]
+    for place in (folder / "logs", folder):
+        loose = [path for path in _json_files(place) if _has_steps(path, step_key)]
+        if loose:
+            return [source_of_file(path, step_key) for path in loose]
+    return []
 
 
-def _may_be_log(path: Path) -> bool:
-    return path.name not in _OTHERS and not _SIDE_LOGS.fullmatch(path.name)
+def _run_log(folder: Path, step_key: str | None) -> Source | None:
+    own = [path for place in (folder / "logs", folder) for path in _json_files(place) if _OWN_LOG.fullmatch(path.name)]
+    if own:
+        return source_of_file(max(own, key=_own_number), step_key)
+    for name in ("trainer_logs.json", "logs/trainer_logs.json"):
+        if (folder / name).is_file():
+            return source_of_file(folder / name, step_key)
+    states = [*folder.glob("trainer_state.json"), *folder.glob("checkpoint-*/trainer_state.json")]
+    if states:
+        return TrainerState(max(states, key=_progress))
+    if (folder / "metrics.csv").is_file():
+        return MetricsCsv(folder / "metrics.csv", step_key)
+    for place in (folder, folder / "logs" / "tensorboard"):
+        if event_files(place):
+            return EventFiles(place)
+    return None
+
+
+def _json_files(folder: Path) -> list[Path]:
+    files = [path for path in sorted(folder.glob("*.json*")) if path.suffix in (".json", ".jsonl") and path.is_file()]
+    return [path for path in files if not _SIDE_LOG.fullmatch(path.name)]
+
+
+def _own_number(path: Path) -> int:
+    """A log goes on in ``train-2`` when somebody else has written in ``train``: the highest is the one that lives."""
+    match = _OWN_LOG.fullmatch(path.name)
+    return int(match["number"] or 1) if match else 0
+
+
+def _progress(state: Path) -> int:
+    found = re.search(rb'"global_step"\s*:\s*(\d+)', state.read_bytes())
+    return int(found[1]) if found else -1
+
+
+def _a_record_a_line(beginning: bytes) -> bool:
+    """Whether the first line behind an array's bracket holds a whole record; also if there is no line yet."""
+    first = beginning.lstrip().partition(b"\n")[0]
+    return not first.strip() or any(True for _ in decode_lines([first], 1, Skipped()))
+
+
+def _has_steps(path: Path, step_key: str | None) -> bool:
+    """Whether a file of any name is a log: data sets are JSON lines, too."""
+    with path.open("rb") as file:
+        beginning = file.read(BEGINNING)
+    records = [record for _, record in decode_lines(beginning.splitlines()[:FEW], 1, Skipped())]
+    if beginning.lstrip().startswith(b"["):
+        text = beginning.decode(errors="replace")
+        records += islice(decode_array(text, text.find("[") + 1, Skipped()), FEW)
+    return any(Naming.of(record, step_key) for record in records)

@@ -1,19 +1,30 @@
 """JSON, a record a line: dalsegno's own logs, Forgather's ``trainer_logs.json``, and those of many other programs.
 
-Lines may be those of an array; its brackets may be missing, its last record broken off.
+The lines may be those of an array; its brackets may be missing, its last record broken off. The file may be written
+while it is read: what comes after the reading has reached the end is left for the next one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
-from dalsegno.errors import ConfigurationError
-from dalsegno.logs import ReadReport, read_records
-from dalsegno.logs.values import Record
+from dalsegno.analysis.blocks import Block, FrameBlock, RecordBlock
+from dalsegno.errors import ConfigurationError, NotFound
+from dalsegno.logs.formats import strip_line
+from dalsegno.logs.values import Record, decode
 
-from .naming import Naming, kind_of
+from .json_frames import FrameReader, count_byte
+from .naming import FIRST, Naming, no_step
 from .source import Skipped, Source
+
+CHUNK = 8 << 20
+"""Bytes that are read at a time."""
+
+LONG = 4 << 20
+"""Bytes from which on it is worth it to import Polars, which takes as long as Python's json takes for this much."""
 
 
 class JsonLines(Source):
@@ -22,7 +33,7 @@ class JsonLines(Source):
         step_key: the name of the step in each record, where it is an unusual one.
 
     Raises:
-        ConfigurationError: while it is read, if no record has a step.
+        ConfigurationError: while it is read, if the records have no step.
     """
 
     program = "JSON lines"
@@ -32,29 +43,89 @@ class JsonLines(Source):
         self._step_key = step_key
 
     def records(self, skipped: Skipped) -> Iterator[Record]:
-        report = ReadReport()
-        naming: Naming | None = None
-        told = 0
-        for record in read_records(self.path, report):
-            for sentence in report.skipped[told:]:
-                skipped.note(sentence)
-            told = len(report.skipped)
-            naming = naming or Naming.of(record, self._step_key)
-            if naming is None:
-                if record.get("kind") != "header":
-                    raise ConfigurationError(_no_step(self.path, record, self._step_key))
-                yield record
+        naming = self._naming()
+        number = 1
+        for chunk in read_chunks(self.path):
+            lines = chunk.splitlines(keepends=True)
+            yield from named(decode_lines(lines, number, skipped), naming, skipped)
+            number += len(lines)
+
+    def blocks(self, skipped: Skipped) -> Iterator[Block]:
+        if self.path.stat().st_size < LONG or find_spec("polars") is None:
+            yield from super().blocks(skipped)
+            return
+        naming = self._naming()
+        reader = FrameReader(naming)
+        number = 1
+        for chunk in read_chunks(self.path):
+            frame = reader.read(chunk)
+            if frame is not None:
+                yield FrameBlock(frame)
+                number += count_byte(chunk, b"\n")
                 continue
-            renames = naming.renames()
-            renamed = {renames.get(name, name): value for name, value in record.items()} if renames else record
-            if "kind" not in renamed:
-                renamed = {**renamed, "kind": kind_of(renamed)}
+            lines = chunk.splitlines(keepends=True)
+            records = [record for _, record in decode_lines(lines, number, skipped)]
+            reader.learn(records)
+            yield RecordBlock(list(named(enumerate(records), naming, skipped)))
+            number += len(lines)
+
+    def _naming(self) -> Naming:
+        first: Record = {}
+        for _, record in zip(range(FIRST), self._raw(), strict=False):
+            if naming := Naming.of(record, self._step_key):
+                return naming
+            first = first or record
+        if not first:
+            return Naming("global_step", "timestamp", "epoch")
+        raise ConfigurationError(no_step(self.path, first, self._step_key))
+
+    def _raw(self) -> Iterator[Record]:
+        for chunk in read_chunks(self.path):
+            yield from (record for _, record in decode_lines(chunk.splitlines(keepends=True), 1, Skipped()))
+
+
+def read_chunks(path: Path, size: int = CHUNK) -> Iterator[bytes]:
+    """Whole lines, about ``size`` bytes at a time; at last a line that has no end, if there is one.
+
+    Raises:
+        NotFound: if there is no such file.
+    """
+    try:
+        file = path.open("rb", buffering=0)
+    except FileNotFoundError as error:
+        raise NotFound(f"{path}: no such log") from error
+    with file:
+        begin, wanted = 0, size
+        while data := os.pread(file.fileno(), wanted, begin):
+            end = data.rfind(b"\n") + 1
+            if not end and len(data) == wanted:  # a line that is longer than that
+                wanted *= 2
+                continue
+            yield data[:end] if end else data
+            begin, wanted = begin + (end or len(data)), size
+
+
+def decode_lines(lines: Iterable[bytes], number: int, skipped: Skipped) -> Iterator[tuple[int, Record]]:
+    """The records in lines, each with the number of its line. What holds no record is noted."""
+    for place, line in enumerate(lines, start=number):
+        if not (text := strip_line(line)):
+            continue
+        try:
+            record = decode(text)
+            if not isinstance(record, dict):
+                raise ValueError(f"a {type(record).__name__}, not an object")
+        except ValueError as error:
+            torn = "" if line.endswith(b"\n") else "broken off, "
+            skipped.note(f"line {place}: {torn}{error}")
+            continue
+        yield place, record
+
+
+def named(records: Iterable[tuple[int, Record]], naming: Naming, skipped: Skipped) -> Iterator[Record]:
+    """The records under our names; those without a step are noted."""
+    for place, record in records:
+        renamed = naming.apply(record)
+        if renamed is None:
+            skipped.note(f"line {place}: no number under {naming.step!r}")
+        else:
             yield renamed
-        for sentence in report.skipped[told:]:
-            skipped.note(sentence)
-
-
-def _no_step(path: Path, record: Record, step_key: str | None) -> str:
-    names = ", ".join(record) or "nothing"
-    wanted = f"no number under {step_key!r}" if step_key else "nothing that looks like a step"
-    return f"{path}: {wanted} in its first record, which has {names}; name the step with step_key= (--step-key)"

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from dalsegno.analysis.blocks import KINDS, is_number
 from dalsegno.logs.values import Record
 
-STEPS = ("global_step", "step", "_step", "iteration", "iter", "train_step", "global_steps", "num_updates", "update")
+STEPS = (
+    *("global_step", "step", "_step", "iteration", "iter", "train_step", "trainer/global_step"),
+    *("global_steps", "num_updates", "num_steps", "update", "steps", "batch"),
+)
 TIMES = ("timestamp", "_timestamp", "wall_time", "time")
-EPOCHS = ("epoch", "epochs")
+EPOCHS = ("epoch",)
+EVALUATIONS = ("eval", "val", "valid", "validation", "test", "dev")
 
 BOOKKEEPING = ("timestamp", "kind", "global_step", "epoch")
 """What every record has beside its metrics."""
 
-EVALUATIONS = ("eval", "val", "valid", "validation", "test", "dev")
+FIRST = 100
+"""Records among which the first one must be that has a step."""
+
+EARLY = 1e8
+"""UTC seconds of 1973: a smaller ``time`` is no time of day, but how long something took."""
 
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """How one log says what is said in every record; None: not at all."""
+    """How one log says what every record says; None: not at all."""
 
     step: str
     time: str | None
@@ -29,34 +39,33 @@ class Naming:
     @classmethod
     def of(cls, record: Mapping[str, Any], step_key: str | None = None) -> Naming | None:
         """The names in a record of the log; None if it has no step."""
-        step = step_key or _first(STEPS, record)
-        if step is None or not _is_number(record.get(step)):
-            return None
-        return cls(step, _first(TIMES, record), _first(EPOCHS, record))
-
-    @property
-    def is_own(self) -> bool:
-        """Whether there is nothing to rename."""
-        return (self.step, self.time, self.epoch) in {("global_step", time, "epoch") for time in ("timestamp", None)}
+        step = _first((step_key,) if step_key else STEPS, record)
+        times = [name for name in TIMES if is_number(record.get(name)) and record[name] > EARLY]
+        return cls(step, next(iter(times), None), _first(EPOCHS, record)) if step else None
 
     def renames(self) -> dict[str, str]:
+        """From this log's names to ours, where they differ."""
         pairs = {self.step: "global_step", self.time: "timestamp", self.epoch: "epoch"}
         return {name: ours for name, ours in pairs.items() if name is not None and name != ours}
 
-
-def _first(names: tuple[str, ...], record: Mapping[str, Any]) -> str | None:
-    return next((name for name in names if _is_number(record.get(name))), None)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    def apply(self, record: Record) -> Record | None:
+        """The record under our names, with its kind; None if it has no step."""
+        renames = self.renames()
+        if renames:  # what already has the name is kept beside it: some count both "step" and "global_step"
+            taken = {ours: f"{ours}_" for ours in renames.values()}
+            record = {renames.get(name) or taken.get(name, name): value for name, value in record.items()}
+        if not is_number(record.get("global_step")):
+            return None
+        return record if record.get("kind") in KINDS else {**record, "kind": kind_of(record)}
 
 
 def kind_of(record: Record) -> str:
     """``train``, ``eval`` or ``final``, for a record that does not say: by the names of its metrics."""
+    if isinstance(kind := record.get("kind"), str):
+        return kind
     if "train_runtime" in record:
         return "final"
-    metrics = [name for name in record if name not in BOOKKEEPING]
+    metrics = [name for name, value in record.items() if name not in BOOKKEEPING and value is not None]
     return "eval" if metrics and all(map(is_of_evaluation, metrics)) else "train"
 
 
@@ -64,3 +73,14 @@ def is_of_evaluation(name: str) -> bool:
     """``eval_loss``, ``val/accuracy``, ``test-loss`` …"""
     word = name.replace("/", "_").replace("-", "_").replace(".", "_").partition("_")[0]
     return word.lower() in EVALUATIONS
+
+
+def _first(names: tuple[str, ...], record: Mapping[str, Any]) -> str | None:
+    return next((name for name in names if is_number(record.get(name))), None)
+
+
+def no_step(path: Path, names: Iterable[str], step_key: str | None) -> str:
+    """What to say of a log whose records have these names."""
+    wanted = f"no number under {step_key!r}" if step_key else "nothing that looks like a step"
+    have = ", ".join(names) or "nothing"
+    return f"{path}: {wanted} in its records, which have {have}; name the step with step_key= (--step-key)"

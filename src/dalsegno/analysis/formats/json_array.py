@@ -1,0 +1,64 @@
+"""JSON arrays of any layout: also those whose records spread over several lines. Held in memory as text, while read.
+
+The array may lack its end, or break off inside of a record.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from dalsegno.errors import ConfigurationError
+from dalsegno.logs.values import Record, from_json
+
+from .naming import FIRST, Naming, no_step
+from .source import Skipped, Source
+
+_BETWEEN = re.compile(r"[\s,]*")
+_DECODER = json.JSONDecoder()
+
+
+class JsonArray(Source):
+    """Arguments and errors as those of :class:`JsonLines`."""
+
+    program = "JSON array"
+
+    def __init__(self, path: Path, step_key: str | None = None) -> None:
+        super().__init__(path)
+        self._step_key = step_key
+
+    def records(self, skipped: Skipped) -> Iterator[Record]:
+        text = self.path.read_text(encoding="utf-8", errors="replace")
+        naming: Naming | None = None
+        for number, record in enumerate(decode_array(text, text.find("[") + 1, skipped), start=1):
+            naming = naming or Naming.of(record, self._step_key)
+            if naming is None:
+                if number == FIRST:
+                    raise ConfigurationError(no_step(self.path, record, self._step_key))
+            elif renamed := naming.apply(record):
+                yield renamed
+                continue
+            skipped.note(f"record {number}: no step")
+
+
+def decode_array(text: str, begin: int, skipped: Skipped) -> Iterator[Record]:
+    """The records of the array whose bracket stands before ``begin``, up to its end, or to where it breaks off."""
+    number = 0
+    while (begin := _skip(text, begin)) < len(text) and text[begin] != "]":
+        number += 1
+        try:
+            value, begin = _DECODER.raw_decode(text, begin)
+        except (ValueError, RecursionError) as error:
+            skipped.note(f"record {number}, which begins at character {begin + 1}: {error}; the rest is not read")
+            return
+        if isinstance(value, dict):
+            yield from_json(value)
+        else:
+            skipped.note(f"record {number}: a {type(value).__name__}, not an object")
+
+
+def _skip(text: str, begin: int) -> int:
+    between = _BETWEEN.match(text, begin)
+    return between.end() if between else begin

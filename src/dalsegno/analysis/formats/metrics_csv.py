@@ -1,0 +1,64 @@
+"""``metrics.csv`` of Lightning's CSVLogger: a row a record, empty where a record has no such metric."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from dalsegno.errors import ConfigurationError
+from dalsegno.logs.values import Record
+
+from .naming import Naming, no_step
+from .source import Skipped, Source
+
+
+class MetricsCsv(Source):
+    """
+    Raises:
+        ConfigurationError: while it is read, if it has no column that looks like a step.
+    """
+
+    program = "Lightning"
+
+    def __init__(self, path: Path, step_key: str | None = None) -> None:
+        super().__init__(path)
+        self._step_key = step_key
+
+    def records(self, skipped: Skipped) -> Iterator[Record]:
+        with self.path.open(encoding="utf-8", errors="replace", newline="") as file:
+            lines = _whole_lines(file, skipped)
+            names = next(csv.reader(lines), [])
+            if not names:
+                return
+            naming = Naming.of(dict.fromkeys(names, 0), self._step_key)
+            if naming is None:
+                raise ConfigurationError(no_step(self.path, names, self._step_key))
+            for number, row in enumerate(csv.reader(lines), start=2):
+                if len(row) != len(names):
+                    skipped.note(f"line {number}: {len(row)} fields under {len(names)} names")
+                    continue
+                cells = {name: _value(text) for name, text in zip(names, row, strict=True) if text}
+                record = naming.apply(cells)
+                if record is None:
+                    skipped.note(f"line {number}: no number under {naming.step!r}")
+                else:
+                    yield record
+
+
+def _whole_lines(file: Iterable[str], skipped: Skipped) -> Iterator[str]:
+    """A last line without an end may be half a number: it is left out."""
+    for number, line in enumerate(file, start=1):
+        if line.endswith("\n"):
+            yield line
+        else:
+            skipped.note(f"line {number}: broken off")
+
+
+def _value(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

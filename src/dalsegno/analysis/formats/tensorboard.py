@@ -1,0 +1,122 @@
+"""TensorBoard's event files: scalars only. The framing is read here, the events by tensorboard's own classes."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dalsegno.logs.values import Record
+
+from .naming import kind_of
+from .source import Skipped, Source
+
+_LENGTH = struct.Struct("<QI")  # of the event in bytes, and a checksum of that
+_CHECKSUM = 4
+_LONGEST = 1 << 30  # bytes; a longer event is no event
+
+_PREFIXES = {"train": "", "eval": "eval_"}
+"""Of Hugging Face's tags, and ours: ``train/loss`` is ``loss``, ``eval/loss`` is ``eval_loss``."""
+
+
+class EventFiles(Source):
+    """All event files of one folder, in the order of their names, which begin with the time.
+
+    Scalars that follow each other with the same step are one record. A file that a restarted program has begun with
+    the step from which on older files do not count has its way.
+    """
+
+    program = "TensorBoard"
+
+    def records(self, skipped: Skipped) -> Iterator[Record]:
+        files = event_files(self.path)
+        restarts = [_restart_step(path) for path in files]
+        for number, path in enumerate(files):
+            end = min((step for step in restarts[number + 1 :] if step is not None), default=None)
+            replaced = 0
+            for record in _records(path, skipped):
+                if end is not None and record["global_step"] >= end:
+                    replaced += 1
+                else:
+                    yield record
+            if replaced:
+                skipped.note(
+                    f"{path.name}: {replaced} records from step {end} on, which a restart has replaced", replaced
+                )
+
+    def stamp(self) -> tuple[int, ...]:
+        status = [path.stat() for path in event_files(self.path)]
+        return tuple(number for each in status for number in (each.st_ino, each.st_size, each.st_mtime_ns))
+
+
+def event_files(path: Path) -> list[Path]:
+    """The event files in a folder, or the one that ``path`` is."""
+    return [path] if path.is_file() else sorted(path.glob("*tfevents*"))
+
+
+def _records(path: Path, skipped: Skipped) -> Iterator[Record]:
+    record: Record = {}
+    for event in _events(path, skipped):
+        for value in event.summary.value:
+            number = _scalar(value)
+            if number is None:
+                continue
+            name, kind = _name_of(value.tag)
+            if record and (name in record or (event.step, kind) != (record["global_step"], record["kind"])):
+                yield _finished(record)
+                record = {}
+            record = record or {"timestamp": event.wall_time, "global_step": event.step, "kind": kind}
+            record[name] = number
+    if record:
+        yield _finished(record)
+
+
+def _finished(record: Record) -> Record:
+    return {**record, "kind": kind_of({name: value for name, value in record.items() if name != "kind"})}
+
+
+def _name_of(tag: str) -> tuple[str, str]:
+    """The metric's name, and the part of the tag that keeps records of different kinds apart."""
+    group, slash, name = tag.partition("/")
+    return (_PREFIXES[group] + name, group) if slash and group in _PREFIXES else (tag, "")
+
+
+def _scalar(value: Any) -> float | None:
+    if value.HasField("simple_value"):
+        return float(value.simple_value)
+    if value.HasField("tensor") and value.metadata.plugin_data.plugin_name in ("scalars", ""):
+        tensor = value.tensor
+        if len(tensor.float_val) == 1:
+            return float(tensor.float_val[0])
+        if tensor.dtype == 1 and len(tensor.tensor_content) == 4:  # DT_FLOAT
+            return float(struct.unpack("<f", tensor.tensor_content)[0])
+    return None
+
+
+def _restart_step(path: Path) -> int | None:
+    """The step from which on a restart has replaced what came before; None if there was none."""
+    from tensorboard.compat.proto.event_pb2 import SessionLog
+
+    for _, event in zip(range(2), _events(path, Skipped()), strict=False):
+        if event.session_log.status == SessionLog.START:
+            return int(event.step)
+    return None
+
+
+def _events(path: Path, skipped: Skipped) -> Iterator[Any]:
+    from google.protobuf.message import DecodeError
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    with path.open("rb") as file:
+        while head := file.read(_LENGTH.size):
+            place = file.tell() - len(head)
+            length = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else _LONGEST
+            body = file.read(length + _CHECKSUM) if length < _LONGEST else b""
+            if len(body) < length + _CHECKSUM:
+                skipped.note(f"{path.name}: broken off at byte {place}")
+                return
+            try:
+                yield Event.FromString(body[:length])
+            except DecodeError as error:
+                skipped.note(f"{path.name}: the event at byte {place}: {error}")

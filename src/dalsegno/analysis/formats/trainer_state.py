@@ -1,0 +1,49 @@
+"""``trainer_state.json`` of Hugging Face's Trainer: its ``log_history``, also where the file is broken off."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+from dalsegno.logs.values import Record
+
+from .json_array import decode_array
+from .naming import Naming
+from .source import Skipped, Source
+
+_HISTORY = re.compile(r'"log_history"\s*:\s*\[')
+_NAMING = Naming("step", None, "epoch")
+
+
+class TrainerState(Source):
+    """The header is what the state says beside its history: ``max_steps``, ``train_batch_size`` …"""
+
+    program = "Hugging Face"
+
+    def records(self, skipped: Skipped) -> Iterator[Record]:
+        text = self.path.read_text(encoding="utf-8", errors="replace")
+        if header := _header(text):
+            yield {"global_step": 0, "kind": "header", **header}
+        history = _HISTORY.search(text)
+        if history is None:
+            skipped.note("no log_history")
+            return
+        for number, record in enumerate(decode_array(text, history.end(), skipped), start=1):
+            renamed = _NAMING.apply(record)
+            if renamed is None:
+                skipped.note(f"record {number}: no step")
+            else:
+                yield renamed
+
+
+def _header(text: str) -> Record:
+    """What is told once; empty if the file is broken off."""
+    try:
+        state = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    told = (bool, int, float, str)
+    return {
+        name: value for name, value in state.items() if isinstance(value, told) and name not in ("global_step", "epoch")
+    }
