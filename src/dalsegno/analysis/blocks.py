@@ -14,14 +14,14 @@ from dalsegno.logs.values import Record
 if TYPE_CHECKING:
     import polars as pl
 
-KINDS = ("train", "eval", "final", "user", "header")
-"""What a record can be. Columns hold the place in this row; another program's other kind has the place behind it."""
+KINDS = ("train", "eval", "final", "user")
+"""What a record can be, beside the header. Columns hold the place in this row; any other kind has the one behind it."""
 
 WHOLE = 1 << 63
 
 
 class Block(Protocol):
-    """n records, one below the other, each with a step."""
+    """n records, one below the other, each with a step; the header is none of them."""
 
     def __len__(self) -> int: ...
 
@@ -105,6 +105,39 @@ class FrameBlock:
 
     def frame(self) -> pl.DataFrame:
         return self._frame
+
+
+def concatenate(frames: Sequence[pl.DataFrame]) -> pl.DataFrame:
+    """One below the other. A name under which some have numbers is one of numbers: what others have there is none."""
+    import polars as pl
+
+    kinds: dict[str, pl.DataType] = {}
+    for frame in frames:
+        for name, kind in frame.schema.items():
+            kinds[name] = _both(kinds.get(name, kind), kind)
+    fitting = [
+        frame.select(
+            pl.col(name).cast(kinds[name]) if _keeps(kind, kinds[name]) else pl.lit(None, kinds[name]).alias(name)
+            for name, kind in frame.schema.items()
+        )
+        for frame in frames
+    ]
+    return pl.concat(fitting, how="diagonal") if fitting else pl.DataFrame()
+
+
+def _both(one: pl.DataType, other: pl.DataType) -> pl.DataType:
+    import polars as pl
+
+    if one == other or (one.is_numeric() and not other.is_numeric()):
+        return one
+    if other.is_numeric() and not one.is_numeric():
+        return other
+    return pl.Float64() if one.is_numeric() else pl.String()
+
+
+def _keeps(kind: pl.DataType, target: pl.DataType) -> bool:
+    """Whether values of one type mean the same in the other."""
+    return kind.is_numeric() or not target.is_numeric()
 
 
 def kind_place(kind: object) -> int:

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from .blocks import KINDS, Block
 
-HEADER = KINDS.index("header")
-
 
 @dataclass(frozen=True, slots=True)
 class Column:
@@ -45,12 +43,10 @@ class Columns:
     """All names of numbers in the log, in the order of their first appearance: also of those that are not here."""
 
     def rows_of(self, name: str, kind: str | None) -> NDArray[np.int64]:
-        """The records of a kind (None: of all but the header) that have a number under this name."""
+        """The records of a kind (None: of all) that have a number under this name."""
         rows = self.columns[name].rows
         rows = np.arange(len(self.kinds)) if rows is None else rows
-        kinds = self.kinds[rows]
-        found: NDArray[np.int64] = rows[kinds != HEADER if kind is None else kinds == KINDS.index(kind)]
-        return found
+        return rows if kind is None else rows[self.kinds[rows] == KINDS.index(kind)]
 
 
 def read_columns(blocks: Iterable[Block], wanted: Collection[str] | None) -> Columns:

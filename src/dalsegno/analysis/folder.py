@@ -11,6 +11,7 @@ from dalsegno.errors import ConfigurationError, NotFound, UnknownName
 from dalsegno.logs.legs import Leg
 from dalsegno.logs.values import Record
 
+from .blocks import concatenate
 from .formats.find import LOOKED_FOR, source_of_file, sources_of_folder
 from .formats.source import Skipped, Source
 from .log import TrainingLog
@@ -96,7 +97,7 @@ class RunFolder(TrainingLog):
         import polars as pl
 
         frames = [run.frame().select(pl.lit(run.name).alias("run"), pl.exclude("run")) for run in self.runs]
-        return pl.concat(frames, how="diagonal_relaxed")
+        return concatenate(frames)
 
     def series(self, names: Iterable[str], kind: str | None = None) -> dict[str, Series]:
         self._refuse()

@@ -13,9 +13,9 @@ from dalsegno.logs import RunFile
 from dalsegno.logs.legs import Leg
 from dalsegno.logs.values import Record
 
-from .blocks import KINDS
+from .blocks import KINDS, concatenate
 from .columns import read_columns
-from .formats import BOOKKEEPING, Skipped, Source
+from .formats import BOOKKEEPING, HEADER, Skipped, Source
 from .parameters import read_parameters
 from .series import ParameterSeries, Series
 
@@ -65,7 +65,7 @@ class TrainingLog:
     def header(self) -> Record:
         """What the first record says of the run; empty if the log has no header."""
         for record in self.source.records(Skipped()):
-            if record.get("kind") == "header":
+            if record["kind"] == HEADER:
                 return {name: value for name, value in record.items() if name not in BOOKKEEPING}
             break
         return {}
@@ -78,7 +78,7 @@ class TrainingLog:
         """
         self.skipped = Skipped()
         for record in self.source.records(self.skipped):
-            if record["kind"] != "header" and kind in (None, record["kind"]):
+            if record["kind"] != HEADER and kind in (None, record["kind"]):
                 yield record
 
     def metrics(self) -> list[str]:
@@ -113,16 +113,10 @@ class TrainingLog:
 
     def frame(self) -> pl.DataFrame:
         """Everything, a row a record, a column a name. Needs ``dalsegno[analysis]``."""
-        import polars as pl
-
         self.skipped = Skipped()
-        frames = [block.frame() for block in self.source.blocks(self.skipped)]
-        if not frames:
-            return pl.DataFrame()
-        frame = pl.concat(frames, how="diagonal_relaxed")
-        records = frame.filter(pl.col("kind") != "header")
-        empty = [name for name in records.columns if len(records) and records[name].null_count() == len(records)]
-        return records.drop([name for name in empty if name not in BOOKKEEPING])
+        frame = concatenate([block.frame() for block in self.source.blocks(self.skipped)])
+        empty = [name for name in frame.columns if len(frame) and frame[name].null_count() == len(frame)]
+        return frame.drop(name for name in empty if name not in BOOKKEEPING)
 
     def legs(self) -> list[Leg]:
         """The process lives of the run, where it has a ``run.json``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .naming import BOOKKEEPING
+from .naming import BOOKKEEPING, HEADER
 from .source import Skipped, Source
 
-__all__ = ["BOOKKEEPING", "Skipped", "Source"]
+__all__ = ["BOOKKEEPING", "HEADER", "Skipped", "Source"]

@@ -100,9 +100,9 @@ def _progress(state: Path) -> int:
 
 
 def _a_record_a_line(beginning: bytes) -> bool:
-    """Whether the first line behind an array's bracket holds a whole record; also if there is no line yet."""
-    first = beginning.lstrip().partition(b"\n")[0]
-    return not first.strip() or any(True for _ in decode_lines([first], 1, Skipped()))
+    """Whether an array's bracket stands alone in its line, and the next line holds a whole record."""
+    bracket, _, rest = beginning.partition(b"\n")
+    return not bracket.strip() and any(True for _ in decode_lines(rest.lstrip().splitlines()[:1], 1, Skipped()))
 
 
 def _has_steps(path: Path, step_key: str | None) -> bool:

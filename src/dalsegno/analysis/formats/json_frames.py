@@ -16,7 +16,7 @@ import numpy as np
 from dalsegno.logs.formats import strip_line
 from dalsegno.logs.values import Record, decode
 
-from .naming import BOOKKEEPING, Naming, is_of_evaluation
+from .naming import BOOKKEEPING, HEADER, Naming, is_of_evaluation
 
 if TYPE_CHECKING:
     import polars as pl
@@ -87,7 +87,8 @@ class FrameReader:
         frame = frame.rename(renames, strict=False)
         if "global_step" not in frame.columns or frame["global_step"].null_count():
             return None
-        return frame.with_columns(_kind(frame).alias("kind"))
+        frame = frame.with_columns(_kind(frame).alias("kind"))
+        return frame.filter(frame["kind"] != HEADER) if (frame["kind"] == HEADER).any() else frame
 
 
 def _kind(frame: pl.DataFrame) -> pl.Expr:

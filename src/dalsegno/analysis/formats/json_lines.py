@@ -17,7 +17,7 @@ from dalsegno.logs.formats import strip_line
 from dalsegno.logs.values import Record, decode
 
 from .json_frames import FrameReader, count_byte
-from .naming import FIRST, Naming, no_step
+from .naming import FIRST, HEADER, Naming, no_step
 from .source import Skipped, Source
 
 CHUNK = 8 << 20
@@ -64,9 +64,10 @@ class JsonLines(Source):
                 number += count_byte(chunk, b"\n")
                 continue
             lines = chunk.splitlines(keepends=True)
-            records = [record for _, record in decode_lines(lines, number, skipped)]
-            reader.learn(records)
-            yield RecordBlock(list(named(enumerate(records), naming, skipped)))
+            records = list(decode_lines(lines, number, skipped))
+            reader.learn(record for _, record in records)
+            found = named(records, naming, skipped)
+            yield RecordBlock([record for record in found if record["kind"] != HEADER])
             number += len(lines)
 
     def _naming(self) -> Naming:

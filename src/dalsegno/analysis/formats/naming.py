@@ -16,6 +16,9 @@ STEPS = (
 )
 TIMES = ("timestamp", "_timestamp", "wall_time", "time")
 EPOCHS = ("epoch",)
+HEADER = "header"
+"""The kind of a record that says what is true of the whole run."""
+
 EVALUATIONS = ("eval", "val", "valid", "validation", "test", "dev")
 
 BOOKKEEPING = ("timestamp", "kind", "global_step", "epoch")
@@ -56,7 +59,7 @@ class Naming:
             record = {renames.get(name) or taken.get(name, name): value for name, value in record.items()}
         if not is_number(record.get("global_step")):
             return None
-        return record if record.get("kind") in KINDS else {**record, "kind": kind_of(record)}
+        return record if record.get("kind") in (*KINDS, HEADER) else {**record, "kind": kind_of(record)}
 
 
 def kind_of(record: Record) -> str:

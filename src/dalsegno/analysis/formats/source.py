@@ -12,6 +12,8 @@ from typing import ClassVar
 from dalsegno.analysis.blocks import Block, RecordBlock
 from dalsegno.logs.values import Record
 
+from .naming import HEADER
+
 SENTENCES = 10
 """How many of the things left out are told one by one."""
 
@@ -55,8 +57,8 @@ class Source(ABC):
         """One record after the other, in the file's order; what cannot be one is noted in ``skipped``."""
 
     def blocks(self, skipped: Skipped) -> Iterator[Block]:
-        """The same in columns, a part of the log at a time."""
-        records = self.records(skipped)
+        """The same in columns, a part of the log at a time, and without the header."""
+        records = (record for record in self.records(skipped) if record["kind"] != HEADER)
         while batch := list(islice(records, BATCH)):
             yield RecordBlock(batch)
 

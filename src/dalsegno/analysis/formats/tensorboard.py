@@ -14,6 +14,9 @@ from .source import Skipped, Source
 
 _LENGTH = struct.Struct("<QI")  # of the event in bytes, and a checksum of that
 _CHECKSUM = 4
+FIRST = 5
+"""Events of a file among which the one is that says from which step on it replaces older files."""
+
 _LONGEST = 1 << 30  # bytes; a longer event is no event
 
 _PREFIXES = {"train": "", "eval": "eval_"}
@@ -57,29 +60,30 @@ def event_files(path: Path) -> list[Path]:
 
 def _records(path: Path, skipped: Skipped) -> Iterator[Record]:
     record: Record = {}
+    group: str | None = None
     for event in _events(path, skipped):
         for value in event.summary.value:
             number = _scalar(value)
             if number is None:
                 continue
-            name, kind = _name_of(value.tag)
-            if record and (name in record or (event.step, kind) != (record["global_step"], record["kind"])):
-                yield _finished(record)
-                record = {}
-            record = record or {"timestamp": event.wall_time, "global_step": event.step, "kind": kind}
+            name, of_group = _name_of(value.tag)
+            apart = group is not None and of_group is not None and of_group != group
+            if record and (apart or name in record or event.step != record["global_step"]):
+                yield {**record, "kind": kind_of(record)}
+                record, group = {}, None
+            record = record or {"timestamp": event.wall_time, "global_step": event.step}
             record[name] = number
+            group = of_group if group is None else group
     if record:
-        yield _finished(record)
+        yield {**record, "kind": kind_of(record)}
 
 
-def _finished(record: Record) -> Record:
-    return {**record, "kind": kind_of({name: value for name, value in record.items() if name != "kind"})}
-
-
-def _name_of(tag: str) -> tuple[str, str]:
-    """The metric's name, and the part of the tag that keeps records of different kinds apart."""
+def _name_of(tag: str) -> tuple[str, str | None]:
+    """The metric's name, and what keeps records of different kinds apart; None for the epoch, which every kind has."""
     group, slash, name = tag.partition("/")
-    return (_PREFIXES[group] + name, group) if slash and group in _PREFIXES else (tag, "")
+    if not slash or group not in _PREFIXES:
+        group, name = "", tag
+    return (name, None) if name == "epoch" else (_PREFIXES.get(group, "") + name, group)
 
 
 def _scalar(value: Any) -> float | None:
@@ -98,7 +102,7 @@ def _restart_step(path: Path) -> int | None:
     """The step from which on a restart has replaced what came before; None if there was none."""
     from tensorboard.compat.proto.event_pb2 import SessionLog
 
-    for _, event in zip(range(2), _events(path, Skipped()), strict=False):
+    for _, event in zip(range(FIRST), _events(path, Skipped()), strict=False):
         if event.session_log.status == SessionLog.START:
             return int(event.step)
     return None

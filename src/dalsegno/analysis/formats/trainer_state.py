@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dalsegno.logs.values import Record
 
 from .json_array import decode_array
-from .naming import Naming
+from .naming import HEADER, Naming
 from .source import Skipped, Source
 
 _HISTORY = re.compile(r'"log_history"\s*:\s*\[')
@@ -24,7 +24,7 @@ class TrainerState(Source):
     def records(self, skipped: Skipped) -> Iterator[Record]:
         text = self.path.read_text(encoding="utf-8", errors="replace")
         if header := _header(text):
-            yield {"global_step": 0, "kind": "header", **header}
+            yield {"global_step": 0, "kind": HEADER, **header}
         history = _HISTORY.search(text)
         if history is None:
             skipped.note("no log_history")

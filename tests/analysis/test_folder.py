@@ -1,0 +1,96 @@
+"""From a path to the runs that lie there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import dalsegno as ds
+
+
+def log_in(folder: Path, name: str = "logs/train.jsonl", loss: float = 1.0) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"global_step": step, "loss": loss}) + "\n" for step in (1, 2)))
+    return folder
+
+
+def test_a_run_by_its_folder_its_logs_folder_and_its_file(tmp_path: Path) -> None:
+    run = log_in(tmp_path / "a")
+    (run / "logs" / "gradient_norms.jsonl").write_text('{"global_step": 1, "norms": {"w": 1.0}}\n')
+    for path in (run, run / "logs", run / "logs" / "train.jsonl", str(run)):
+        log = ds.open_log(path)
+        assert (log.name, log.source.path) == ("a", run / "logs" / "train.jsonl")
+
+
+def test_a_folder_of_runs(tmp_path: Path) -> None:
+    log_in(tmp_path / "a", loss=1.0)
+    log_in(tmp_path / "group" / "b", loss=2.0)
+    (tmp_path / "empty").mkdir()
+    log_in(tmp_path / "a" / "rewound" / "timeline.0001")
+    runs = ds.open_log(tmp_path)
+    assert isinstance(runs, ds.RunFolder)
+    assert [run.name for run in runs] == ["a", "group/b"]
+    assert len(runs) == 2
+    assert runs["group/b"].metric("loss").values.tolist() == [2.0, 2.0]
+    assert [(record["run"], record["loss"]) for record in runs.records()] == [("a", 1.0)] * 2 + [("group/b", 2.0)] * 2
+    assert runs.frame()["run"].to_list() == ["a", "a", "group/b", "group/b"]
+    assert runs.metrics() == ["loss"]
+    assert [run.name for run in ds.open_logs([tmp_path, tmp_path / "a"])] == ["a", "group/b", "a"]
+    with pytest.raises(ds.ConfigurationError, match=r"holds 2 runs \(a, group/b\); ask one of them"):
+        runs.metric("loss")
+    with pytest.raises(ds.UnknownName, match=r"unknown run in .* 'group/c'; did you mean 'group/b'"):
+        runs["group/c"]
+
+
+def test_one_run_is_gone_through_as_a_folder_of_runs_is(tmp_path: Path) -> None:
+    log = ds.open_log(log_in(tmp_path))
+    assert (list(log), len(log)) == ([log], 1)
+
+
+def test_loose_files_are_a_run_each(tmp_path: Path) -> None:
+    log_in(tmp_path, "x.jsonl", 1.0)
+    log_in(tmp_path, "y.jsonl", 2.0)
+    (tmp_path / "data.jsonl").write_text('{"text": "not a log"}\n')
+    (tmp_path / "config.json").write_text('{\n  "step": 3\n}\n')
+    assert [run.name for run in ds.open_log(tmp_path)] == ["x", "y"]
+
+
+def test_a_log_that_had_to_move_goes_on_in_its_successor(tmp_path: Path) -> None:
+    log_in(tmp_path, "logs/train.jsonl", 1.0)
+    log_in(tmp_path, "logs/train-2.jsonl", 2.0)
+    assert ds.open_log(tmp_path).metric("loss").values.tolist() == [2.0, 2.0]
+
+
+def test_a_folder_without_logs_says_what_was_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(ds.NotFound, match=r"no log in it; looked for logs/train.jsonl, .* event files"):
+        ds.open_log(tmp_path)
+    with pytest.raises(ds.NotFound, match="no such file or folder"):
+        ds.open_log(tmp_path / "nowhere")
+
+
+def test_a_file_that_is_no_log(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("hello")
+    with pytest.raises(ds.ConfigurationError, match="not a log that dalsegno can read; it reads JSON lines"):
+        ds.open_log(path)
+
+
+def test_norms_of_parameters(tmp_path: Path) -> None:
+    run = log_in(tmp_path / "a")
+    (run / "logs" / "gradient_norms.jsonl").write_text(
+        '{"global_step": 1, "norms": {"w": 1.0, "b": 2.0}}\n{"global_step": 2, "norms": {"w": "NaN", "c": 4.0}}\n{"glo'
+    )
+    log = ds.open_log(run)
+    norms = log.parameters("grad_norm")
+    assert norms.parameters == ("w", "b", "c")
+    assert norms.steps.tolist() == [1, 2]
+    assert str(norms.values.tolist()) == "[[1.0, 2.0, nan], [nan, nan, 4.0]]"
+    assert log.skipped.count == 1
+    with pytest.raises(ds.NotFound, match="parameter_norms"):
+        log.parameters("spectral_norm")
+    with pytest.raises(ds.UnknownName, match="unknown metric of parameters 'grad'; did you mean 'grad_norm'"):
+        log.parameters("grad")
