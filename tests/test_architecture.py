@@ -26,7 +26,7 @@ FLOORS = [
     # the words of a run: settings, state, events, callbacks; and what can be said without torch
     ["args", "state", "contexts", "events", "callback", "logs", "divergence", "result", "timeline"],
     # from callbacks to what a loop fires; what ranks agree on
-    ["dispatcher", "agreement", "meter", "randomness", "pieces", "spectral"],
+    ["dispatcher", "agreement", "interrupts", "timelimit", "meter", "randomness", "pieces", "spectral"],
     # the story of a run: data, updates, boundaries, checkpoints
     [
         "data",
@@ -37,6 +37,7 @@ FLOORS = [
         "forward",
         "evaluation",
         "step",
+        "takeback",
         "boundary",
         "run",
         "loop",

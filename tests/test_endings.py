@@ -48,6 +48,11 @@ def interrupt(ctx: Any) -> None:
     signal.raise_signal(signal.SIGINT)
 
 
+def interrupt_twice(ctx: Any) -> None:
+    interrupt(ctx)
+    interrupt(ctx)
+
+
 def fail_at_last(ctx: Any) -> None:
     if ctx.kind == "final":
         fail(ctx)
@@ -82,7 +87,8 @@ ENDINGS = {
     "exception in a save": Ending("exception", {"on_before_save": fail}, Oops),
     "exception after a save": Ending("exception", {"on_save": fail}, Oops, saved=4),
     "exception in the final record": Ending("exception", {"on_log": fail_at_last}, Oops, saved=4),
-    "interrupted": Ending("interrupted", {"on_after_backward": interrupt}, KeyboardInterrupt),
+    "interrupted": Ending("stopped", {"on_after_backward": interrupt}, saved=1),
+    "interrupted twice": Ending("interrupted", {"on_after_backward": interrupt_twice}, KeyboardInterrupt),
     "exit": Ending("exception", {"on_step_begin": lambda ctx: exit(3)}, SystemExit),
     "empty": Ending("exception", {}, EmptyDataset, data=lambda: {"train_dataset": Stream(0)}),
     "exhausted": Ending("exhausted", {}, saved=3, data=lambda: {"train_dataset": None, "train_dataloader": once()}),

@@ -13,9 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from . import ranks
-from .state import TrainerControl, Wishes
+from .state import NO_WISHES, TrainerControl, Wishes
 
-NO_WISHES = Wishes()
 _SECONDS_APART = 0.25
 
 Source = Callable[[], Wishes]
@@ -32,7 +31,7 @@ class Agreement:
         self._outside = outside
         self._alone = ranks.world_size() == 1
         self._each_step = each_step
-        self._steps = _Pace()
+        self._steps, self._batches = _Pace(), _Pace()
 
     def at_step(self) -> Wishes:
         """To be called at each step's end. What all ranks are going to do; nothing, where they do not agree yet."""
@@ -50,6 +49,20 @@ class Agreement:
             wishes = Wishes(*map(bool, flags))
         self._control.grant(wishes)
         return wishes
+
+    def stops_at_batch(self) -> bool:
+        """To be called between two batches of an evaluation: as :meth:`stops`, in time."""
+        return (self._alone or self._batches.is_due()) and self.stops()
+
+    def stops(self) -> bool:
+        """Agree at once whether somebody outside wishes to stop. What callbacks wish has time until the step's end:
+        where they act again after a resume, the run would never get past it."""
+        stop: int = self._from_outside().stop
+        if not self._alone:
+            stop, self._batches.every = ranks.agree_max([stop, self._batches.fitting()])
+        if stop:
+            self._control.grant(Wishes(stop=True))
+        return bool(stop)
 
     def share_reason(self) -> None:
         """Once all stop: tell all ranks why, and who asked."""

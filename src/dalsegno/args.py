@@ -64,6 +64,8 @@ class TrainingArguments:
     """Optimizer steps in all, over every leg. It wins over ``num_train_epochs``; -1: that one counts."""
     num_train_epochs: float = 3.0
     """Passes over the data, where ``max_steps`` is -1."""
+    max_seconds: float | None = None
+    """A leg saves and ends at the end of the step in which it has lasted so long. None: as long as it takes."""
     per_device_train_batch_size: int = 8
     """Samples in a micro-batch, on each rank."""
     per_device_eval_batch_size: int = 8
@@ -171,6 +173,9 @@ class TrainingArguments:
             raise ConfigurationError("max_steps=0 or num_train_epochs=0 trains nothing; max_steps=-1 means: by epochs")
         if self.save_total_limit is not None and (type(self.save_total_limit) is not int or self.save_total_limit < 1):
             raise ConfigurationError(f"save_total_limit={self.save_total_limit!r}; needs at least 1, or None for all")
+        seconds = self.max_seconds
+        if seconds is not None and (type(seconds) not in (int, float) or not 0 < seconds < math.inf):
+            raise ConfigurationError(f"max_seconds={seconds!r}; needs a number over 0, or None for no limit")
         if self.load_best_model_at_end and not (self.evaluation and self.saving):
             raise ConfigurationError(
                 "load_best_model_at_end=True needs evaluations and checkpoints; see eval_steps, save_steps"

@@ -6,6 +6,7 @@ What is here lives as long as the object that the user holds; a :class:`dalsegno
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,12 +29,14 @@ from .draw import LossWeight
 from .errors import ConfigurationError, Locked
 from .events import Event
 from .files import DirectoryLock, make_directory
+from .interrupts import Interrupts
 from .logs import Leg, RunFile
 from .meter import Meter
 from .randomness import RandomState
 from .result import TrainResult
 from .run import Run
 from .state import TrainerControl, TrainerState
+from .timelimit import TimeLimit
 
 
 class Assembly:
@@ -87,7 +90,17 @@ class Assembly:
         }
         keep = None if args.save_total_limit is None else Latest(args.save_total_limit)
         self._manager = CheckpointManager(args.directory, keep=keep)
-        self.boundary = Boundary(args, self.on, self.state, self.control, meter=self.meter, saver=self)
+        self._interrupts = Interrupts(self.control)
+        self._time_limit = TimeLimit(self.control, args.max_seconds)
+        self.boundary = Boundary(
+            args,
+            self.on,
+            self.state,
+            self.control,
+            meter=self.meter,
+            saver=self,
+            outside=[self._interrupts.look, self._time_limit.look],
+        )
         self._core = core
         self._result: TrainResult | None = None  # of the former leg in this process
         self._has_trained = False
@@ -105,10 +118,15 @@ class Assembly:
         return self._manager.path_of(step)
 
     def save(self, step: int, *, metrics: Mapping[str, float], is_best: bool) -> None:
+        began = time.monotonic()
         self.random_state.step = step
         ranks.share_from_zero(self._model.buffers())  # a rank's own batch statistics are not what is saved
         self._manager.save(step, self._sharded, self._components(), metrics=metrics, is_best=is_best)
         self._manager.prune()
+        self._time_limit.allow_for(time.monotonic() - began)
+
+    def amend(self, step: int, *, metrics: Mapping[str, float], is_best: bool) -> None:
+        self._manager.amend(step, metrics=metrics, is_best=is_best)
 
     def load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
@@ -126,7 +144,14 @@ class Assembly:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Hold the run's folder, for this process alone."""
+        """Hold the run's folder, for this process alone, and take care to leave it in time."""
+        self._time_limit.start()
+        with self._interrupts.listening(), self._held_directory():
+            self._manager.clean()
+            yield
+
+    @contextmanager
+    def _held_directory(self) -> Iterator[None]:
         directory = self.args.directory
         lock = DirectoryLock(directory)
 
@@ -141,7 +166,6 @@ class Assembly:
         except OSError as error:
             raise ConfigurationError(f"output_dir={str(directory)!r}: cannot be written to: {error}") from error
         try:
-            self._manager.clean()
             yield
         finally:
             lock.release()

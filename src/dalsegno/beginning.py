@@ -103,6 +103,7 @@ class Beginning:
         step, state = checkpoint.step, self._state
         is_own = checkpoint.path.resolve() == self._manager.path_of(step).resolve()
         self._boundary.saved_step = step if is_own else None
+        self._boundary.metrics = dict(checkpoint.manifest.metrics) if is_own else {}
         if not is_own:
             state.best_metric, state.best_global_step, state.best_model_checkpoint = None, 0, None
         if chosen:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -29,7 +30,9 @@ class LossEvaluation:
         forward: Forward,
         device: torch.device,
         loss_weight: LossWeight | None,
+        between_batches: Callable[[], None],
     ) -> None:
+        """``between_batches`` is called before each batch, equally often on all ranks; what it raises goes up."""
         self.name = name
         self._prefix = prefix
         self._feed = feed
@@ -37,6 +40,7 @@ class LossEvaluation:
         self._forward = forward
         self._device = device
         self._loss_weight = loss_weight
+        self._between_batches = between_batches
 
     def __call__(self) -> dict[str, float]:
         """Run the model over the whole set, in evaluation mode. Collective."""
@@ -63,6 +67,7 @@ class LossEvaluation:
         on, weight, samples = self._on, 0.0, 0
         losses: list[torch.Tensor] = []
         for index, draw in enumerate(draws(self._feed, 1, self._loss_weight)):
+            self._between_batches()
             batch = to_device(draw.microbatches[0].batch, self._device)
             loss, outputs = self._forward(batch)
             if draw.weights[0]:  # of padding nothing counts, not even a NaN

@@ -181,6 +181,11 @@ class Run(run.Run):
         """Ask for a checkpoint at this step's end; on any rank."""
         self.control.should_save = True
 
+    def between_batches(self) -> None:
+        """To be called in ``evaluate``, between two batches and equally often on all ranks: where a signal or the
+        clock ends the run, this leads out of the evaluation, which the next leg then does from its beginning."""
+        self._boundary.between_batches()
+
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         lr = optimizer.param_groups[0]["lr"]
         self._lr = lr.clone() if isinstance(lr, torch.Tensor) else lr

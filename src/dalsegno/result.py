@@ -23,7 +23,7 @@ class TrainResult:
     why: str | None = None
     """In words, where somebody asked for the end."""
     stopped_by: str | None = None
-    """The key of the callback that asked, or ``the program``."""
+    """The key of the callback that asked, ``signal``, ``clock``, or ``the program``."""
     metrics: dict[str, Any] = field(default_factory=dict)
     """Of the final record."""
     checkpoint: Path | None = None

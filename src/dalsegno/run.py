@@ -168,6 +168,10 @@ class Run:
             EmptyDataset: if there is not a single batch.
         """
         on, feed = self._on, self._feed
+        if self._boundary.leaves_at_once():
+            return
+        if self.state.evaluations_owed:
+            self._act(Due(evaluate=True))
         while not self._is_over():
             if not feed.started:
                 self.state.epoch_is_cut = False  # a wish at the last epoch's end is no wish for this one

@@ -71,6 +71,8 @@ class TrainerState:
     """Relative to ``output_dir``, so that a moved run still finds it."""
     epoch_is_cut: bool = False
     """All ranks have agreed to end the epoch before its time: no more of its steps follow, in this leg or the next."""
+    evaluations_owed: list[str] = field(default_factory=list)
+    """The sets that this step's evaluation has not come to, since the leg was to end: the next one begins with them."""
 
     max_steps: int = -1
     """-1 where neither ``max_steps`` nor the length of the data says it."""
@@ -112,6 +114,9 @@ class Wishes(NamedTuple):
         return Wishes(*(mine or other for mine, other in zip(self, others, strict=True)))
 
 
+NO_WISHES = Wishes()
+
+
 class TrainerControl:
     """The callbacks' wishes. A handler sets a flag; the run acts on it at the step's end, on all ranks together.
 
@@ -136,7 +141,7 @@ class TrainerControl:
     stop_reason: str | None
     """Why training stops, in words, once somebody has asked for it."""
     stopped_by: str | None
-    """The key of the callback that asked."""
+    """The key of the callback that asked, ``signal``, ``clock``, or ``the program``."""
 
     def __init__(self) -> None:
         self.clear()

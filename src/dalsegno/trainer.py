@@ -151,7 +151,14 @@ class Trainer:
             max_grad_norm=args.max_grad_norm,
             device=device,
         )
-        self._evaluation = partial(LossEvaluation, on=on, forward=forward, device=device, loss_weight=loss_weight)
+        self._evaluation = partial(
+            LossEvaluation,
+            on=on,
+            forward=forward,
+            device=device,
+            loss_weight=loss_weight,
+            between_batches=self._assembly.boundary.between_batches,
+        )
         self._collator = data_collator
         self._assembly.boundary.evaluations = [self._evaluation(name, prefix, feed) for name, prefix, feed in feeds]
         _check_best(args, [evaluation.name for evaluation in self._assembly.boundary.evaluations])

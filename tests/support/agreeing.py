@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dalsegno import ranks
-from dalsegno.agreement import NO_WISHES, Agreement
-from dalsegno.state import TrainerControl, Wishes
+from dalsegno.agreement import Agreement
+from dalsegno.state import NO_WISHES, TrainerControl, Wishes
 
 
 def agree_on_what_rank_one_sees(each_step: bool) -> tuple[int, Wishes, str | None, bool]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
 from dalsegno.contexts import EvaluateContext, PreOptimizerStepContext
 from dalsegno.pieces import Readings, gradient_pieces, norms
 
@@ -13,8 +17,11 @@ class GradNormLogger(RecordCallback):
 
     One record at each step that ends with an evaluation, under the parameters' own names; a tied parameter is there
     once, one without gradient not at all. The norms are of whole gradients, whichever way the model is spread. The
-    values stay on the device until the evaluation is done; other steps cost nothing.
+    values stay on the device until the evaluation is done; other steps cost nothing. Where the run is stopped in that
+    evaluation, the leg that does it again writes the record.
     """
+
+    state_version = 2
 
     def __init__(self) -> None:
         super().__init__("logs/gradient_norms.jsonl")
@@ -30,3 +37,15 @@ class GradNormLogger(RecordCallback):
         measured, self._norms = self._norms, None
         if self.writing and measured is not None and self._of_step == ctx.state.global_step:
             self.write(ctx, {"norms": measured.read()})
+
+    def state_dict(self) -> Any:
+        norms = None if self._norms is None else self._norms.read()
+        return {"log": super().state_dict(), "of_step": self._of_step, "norms": norms}
+
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict(state["log"])
+        norms, self._of_step = state["norms"], state["of_step"]
+        self._norms = None if norms is None else Readings(list(norms), torch.tensor(list(norms.values())))
+
+    def migrate(self, state: Any, from_version: int) -> Any:
+        return {"log": state, "of_step": 0, "norms": None}

@@ -7,8 +7,10 @@ verification). Everything here is for one process, and needs no torch; the ranks
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from dalsegno import files
@@ -66,6 +68,14 @@ def opened(path: Path) -> Checkpoint:
     if step_of(path) not in (None, checkpoint.step):
         raise DamagedCheckpoint(f"{path}: its manifest is that of step {checkpoint.step}")
     return checkpoint
+
+
+def amend(path: Path, metrics: Mapping[str, float], best: bool) -> None:
+    """Replace what a published checkpoint's manifest says of its worth. At every moment the manifest is whole."""
+    amended = dataclasses.replace(Manifest.read(path), metrics=metrics, best=best)
+    beside = path.with_name(path.name + PARTIAL)
+    files.write_durably(beside, amended.to_bytes())
+    files.rename(beside, path / manifest.FILE_NAME)
 
 
 def set_aside(path: Path, error: DamagedCheckpoint) -> None:

@@ -91,6 +91,11 @@ class CheckpointManager:
         self._trusted = final.resolve()
         return final
 
+    def amend(self, step: int, *, metrics: Mapping[str, float], is_best: bool) -> None:
+        """Note in the manifest of that step's checkpoint what an evaluation has said of it since it was published."""
+        path = self.path_of(step)
+        ranks.from_rank_zero(lambda: folder.amend(path, metrics, is_best))
+
     def rehearse(self, components: Sequence[Component]) -> None:
         """Encode these states and write nothing: what cannot be saved is better known before hours of training.
 

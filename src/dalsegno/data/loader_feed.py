@@ -14,6 +14,7 @@ from dalsegno.errors import EmptyDataset, StateMismatch
 from dalsegno.randomness import LOADER, mix
 
 from .feed import Microbatch, expect_kind, sample_count
+from .workers import let_workers_live_on
 
 END = object()
 
@@ -57,6 +58,8 @@ class LoaderFeed:
         self._samples_per_epoch = samples
         self.lockstep = lockstep or one_stream or world_size == 1
         self._one_stream = one_stream
+        if isinstance(loader, DataLoader):
+            let_workers_live_on(loader)
         # Always for torchdata's: of a generator that its sampler shares, it restores the sampler's draws alone.
         if isinstance(loader, DataLoader) and (loader.generator is None or isinstance(loader, StatefulDataLoader)):
             loader.generator = EpochGenerator()

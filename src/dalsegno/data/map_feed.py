@@ -14,6 +14,7 @@ from dalsegno.randomness import LOADER, mix
 from .feed import Microbatch, expect_kind
 from .sampler import ResumableSampler
 from .samples import Samples
+from .workers import let_workers_live_on
 
 
 class MapFeed:
@@ -30,6 +31,7 @@ class MapFeed:
     # torch's DataLoader, since torchdata's StatefulDataLoader would keep, per micro-batch and worker, a second copy
     # of a state that we do not need, and takes it back only with the same number of workers.
     def __init__(self, loader: DataLoader[Any], sampler: ResumableSampler) -> None:
+        let_workers_live_on(loader)
         self._loader = loader
         self._sampler = sampler
         self.epoch = 0

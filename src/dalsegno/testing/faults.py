@@ -1,11 +1,13 @@
-"""FaultPlan: the moment at which a process kills itself with SIGKILL, as an out-of-memory killer would."""
+"""FaultPlan: the moment at which a process sends itself a signal: SIGKILL, as an out-of-memory killer would."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ class FaultPlan:
         operation: kill before the ``count``-th file operation of this kind (``write``, ``fsync``, ``rename``,
             ``mkdir``, ``unlink``, ``truncate``, or ``any``) on a path that contains ``path``.
         seconds: kill this long after the plan is armed: wherever that happens to be.
+        sends: another signal than SIGKILL, SIGTERM for one, as a cluster sends it that wants its machine back.
     """
 
     event: Event | None = None
@@ -31,6 +34,7 @@ class FaultPlan:
     seconds: float | None = None
     count: int = 1
     path: str = ""
+    sends: signal.Signals = signal.SIGKILL
 
     def __post_init__(self) -> None:
         if sum(each is not None for each in (self.event, self.operation, self.seconds)) != 1:
@@ -38,16 +42,20 @@ class FaultPlan:
         if self.count < 1:
             raise ConfigurationError(f"FaultPlan(count={self.count}): counts from 1")
 
-    def arm(self) -> None:
-        """From now on, this process is going to die."""
+    def arm(self) -> Callable[[], None]:
+        """From now on, this process is going to be struck. What is returned disarms the plan again."""
         if self.event is not None:
-            register_global_callback(_KillAtEvent(self.event, self.count))
-        elif self.operation is not None:
-            files.watcher = _KillAtOperation(self.operation, self.count, self.path)
-        elif self.seconds is not None:
-            timer = threading.Timer(self.seconds, die)
-            timer.daemon = True
-            timer.start()
+            return register_global_callback(_KillAtEvent(self.event, self.count, self._strike)).remove
+        if self.operation is not None:
+            former, files.watcher = files.watcher, _KillAtOperation(self.operation, self.count, self.path, self._strike)
+            return partial(setattr, files, "watcher", former)
+        timer = threading.Timer(self.seconds or 0.0, self._strike)
+        timer.daemon = True
+        timer.start()
+        return timer.cancel
+
+    def _strike(self) -> None:
+        os.kill(os.getpid(), self.sends)
 
     def __str__(self) -> str:
         if self.event is not None:
@@ -58,34 +66,32 @@ class FaultPlan:
         return f"after {self.seconds:.2f} s"
 
 
-def die() -> None:
-    """End this process at once: no handler, no clean-up, no flush."""
-    os.kill(os.getpid(), signal.SIGKILL)
+Strike = Callable[[], None]
 
 
 class _Countdown:
-    def __init__(self, count: int) -> None:
-        self._left = count
+    def __init__(self, count: int, strike: Strike) -> None:
+        self._left, self._strike = count, strike
 
     def __call__(self, ctx: Any) -> None:
         self._left -= 1
         if self._left == 0:
-            die()
+            self._strike()
 
 
 class _KillAtEvent(Callback):
     makes_wishes = False
 
-    def __init__(self, event: Event, count: int) -> None:
-        setattr(self, event.handler, _Countdown(count))
+    def __init__(self, event: Event, count: int, strike: Strike) -> None:
+        setattr(self, event.handler, _Countdown(count, strike))
 
 
 class _KillAtOperation:
-    def __init__(self, operation: str, count: int, path: str) -> None:
-        self._operation, self._left, self._path = operation, count, path
+    def __init__(self, operation: str, count: int, path: str, strike: Strike) -> None:
+        self._operation, self._left, self._path, self._strike = operation, count, path, strike
 
     def __call__(self, operation: str, path: Path) -> None:
         if self._operation in ("any", operation) and self._path in str(path):
             self._left -= 1
             if self._left == 0:
-                die()
+                self._strike()

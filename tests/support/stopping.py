@@ -1,0 +1,159 @@
+"""Runs that are asked to stop: by signals, by clocks, at any moment, on one rank. For processes of their own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import random
+import signal
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+import dalsegno as ds
+from dalsegno import ranks
+from dalsegno.callbacks import DivergenceDetector, GradNormLogger, JsonLogger
+from dalsegno.events import Event
+from dalsegno.testing import DataOrder, FaultPlan, TinyRegression, tiny_regression_data
+from support.listeners import Listener
+from support.runs import Counts, RunningLoss
+from support.small import small_trainer
+
+
+class CountsWithoutSaves(Counts):
+    """A stop saves once more, so how often that happens is not what an unbroken run would say.
+
+    It draws a random number at each evaluation batch, so that one that happened twice, or not at all, would show.
+    """
+
+    name = "Counts"
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.on_before_save
+
+    def on_prediction_step(self, ctx: Any) -> None:
+        self.counts["drawn"] = int(torch.randint(1 << 30, ()))
+
+
+def stoppable_trainer(output_dir: Path, *callbacks: ds.Callback, quick: bool = True, **settings: Any) -> ds.Trainer:
+    """Two evaluation sets of several batches every four steps, a record every three, a checkpoint every eight.
+
+    ``quick``: callbacks may wish to stop at any step, so the ranks agree at each.
+    """
+    torch.manual_seed(0)
+    rank_count = ranks.world_size()
+    chosen = {
+        "max_steps": 60,
+        "per_device_train_batch_size": 4 // rank_count,
+        "per_device_eval_batch_size": 2,
+        "learning_rate": 0.01,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 3,
+        "eval_steps": 4,
+        "save_steps": 8,
+        "save_total_limit": 2,
+        "metric_for_best_model": "eval_near_loss",
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    counts = CountsWithoutSaves()
+    counts.makes_wishes = quick
+    own = [JsonLogger(run="stopped"), GradNormLogger(), DivergenceDetector(), DataOrder(), counts, RunningLoss()]
+    trainer = ds.Trainer(
+        TinyRegression(),
+        ds.TrainingArguments(output_dir, **{**chosen, **settings}),
+        train_dataset=tiny_regression_data(44),
+        eval_dataset={"near": tiny_regression_data(14, seed=1), "far": tiny_regression_data(10, seed=2)},
+        callbacks=[*own, *callbacks],
+    )
+    for name in ("ProgressCallback", "InfoCallback"):
+        trainer.remove_callback(name)
+    return trainer
+
+
+def moments(seed: int, count: int) -> list[FaultPlan]:
+    """Instants at which SIGTERM comes: most in what happens every step or two, some in a save or an evaluation."""
+    dice = random.Random(seed)
+    events = [Event.STEP_BEGIN, Event.AFTER_BACKWARD, Event.OPTIMIZER_STEP, Event.STEP_END, Event.STEP_DONE]
+    events += [Event.PREDICTION_STEP] * 5 + [Event.EVALUATE_BEGIN, Event.EVALUATE, Event.LOG, Event.EPOCH_END]
+    events += [Event.BEFORE_SAVE, Event.SAVE]
+    operations = [("write", ".partial"), ("fsync", ".partial"), ("rename", "checkpoints/step-"), ("any", "run.json")]
+    plans = [FaultPlan(event=Event.TRAIN_BEGIN, sends=signal.SIGTERM)]
+    while len(plans) < count:
+        number, kind = dice.randint(1, 3), dice.random()
+        if kind < 0.7:
+            plans.append(FaultPlan(event=dice.choice(events), count=number, sends=signal.SIGTERM))
+        elif kind < 0.85:
+            operation, path = dice.choice(operations)
+            plans.append(FaultPlan(operation=operation, path=path, count=number, sends=signal.SIGTERM))
+        else:
+            plans.append(FaultPlan(seconds=dice.uniform(0, 0.1), sends=signal.SIGTERM))
+    return plans
+
+
+def stop_again_and_again(output_dir: Path, plans: Sequence[FaultPlan], quick: bool) -> list[Any]:
+    """A leg for each plan, which another rank gets each time; then one to the end. How each leg ended, on this rank."""
+    ends = []
+    for number, plan in enumerate(plans):
+        armed = number % ranks.world_size() == ranks.rank() and not _only_on_zero(plan)
+        armed = armed or (_only_on_zero(plan) and ranks.rank() == 0)
+        trainer = stoppable_trainer(output_dir, quick=quick, max_steps=2000)
+        disarm = plan.arm() if armed else lambda: None
+        result = trainer.train()
+        disarm()
+        ends.append((result.global_step, result.reason, result.why, result.stopped_by, result.checkpoint))
+    return ends
+
+
+def _only_on_zero(plan: FaultPlan) -> bool:
+    """Files, for the most part, are rank 0's affair."""
+    return plan.operation is not None
+
+
+def train_to(output_dir: Path, steps: int, quick: bool) -> None:
+    stoppable_trainer(output_dir, quick=quick, max_steps=steps).train()
+
+
+class Slow(Dataset[dict[str, Tensor]]):
+    """Samples that tell who has read them."""
+
+    def __init__(self) -> None:
+        self._data = tiny_regression_data(400)
+
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        assert torch.utils.data.get_worker_info() is not None
+        return self._data[index]
+
+
+def signal_the_group(output_dir: Path, number: signal.Signals) -> Any:
+    """As torchrun and Slurm do it: this process and its data loader's workers are all sent the signal, at step 3."""
+    os.setsid()
+
+    def send(ctx: Any) -> None:
+        if ctx.step == 3:
+            subprocess.run(
+                ["kill", f"-{number.name[3:]}", "--", f"-{os.getpgid(0)}"], check=True, start_new_session=True
+            )
+            workers = multiprocessing.active_children()
+            assert len(workers) == 2
+            assert multiprocessing.connection.wait([worker.sentinel for worker in workers], timeout=1) == []
+
+    trainer = small_trainer(
+        output_dir,
+        Listener({"on_step_end": send}),
+        parts={"train_dataset": Slow()},
+        dataloader_num_workers=2,
+        max_steps=90,
+    )
+    result = trainer.train()
+    return result.global_step, result.reason, result.why, result.stopped_by
