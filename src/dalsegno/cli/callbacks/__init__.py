@@ -1,0 +1,10 @@
+"""What callbacks there are, and what one of them can be given.
+
+These are the names that a configuration may use: see 'dalsegno train --help'.
+"""
+
+from __future__ import annotations
+
+from . import list, show
+
+COMMANDS = {"list": list, "show": show}

@@ -1,0 +1,80 @@
+"""Show what a callback is for, and its arguments.
+
+NAME is one that 'dalsegno callbacks list' shows, or module:Class; the module is looked for in the current folder first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("name", metavar="NAME", help="such as DivergenceDetector, or my_package.hooks:Beat")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """
+    Raises:
+        UnknownName: if there is no such callback; the message names the nearest.
+        ConfigurationError: if it cannot be imported.
+    """
+    sys.path.insert(0, str(Path.cwd()))
+
+    from dalsegno.cli.tables import print_json
+
+    shown = _describe(arguments.name)
+    if arguments.json:
+        print_json(shown)
+    else:
+        _print_page(shown)
+    return 0
+
+
+def _describe(name: str) -> dict[str, Any]:
+    from dalsegno.config import describe, find_callback, prose, signature_of
+
+    made = find_callback(name)
+    return {
+        "name": name,
+        "doc": prose(made),
+        "arguments": [
+            {
+                "name": each.name,
+                "type": describe(each.annotation),
+                "required": each.required,
+                "default": None if each.required else repr(each.default),
+                "doc": each.doc,
+            }
+            for each in signature_of(made).values()
+        ],
+        "handlers": _handlers(made),
+        "has_state": hasattr(made, "state_dict"),
+    }
+
+
+def _print_page(shown: dict[str, Any]) -> None:
+    from dalsegno.cli.tables import Column, print_table
+
+    print(shown["doc"] or shown["name"], end="\n\n")
+    if shown["arguments"]:
+        rows = [{**each, "default": "required" if each["required"] else each["default"]} for each in shown["arguments"]]
+        columns = [Column("name", "argument"), Column("type", "type"), Column("default", "default"), Column("doc", "")]
+        print_table(columns, rows)
+        print()
+    print(f"Listens to {', '.join(shown['handlers']) or 'nothing'}.")
+    print("Has state, which is saved with each checkpoint." if shown["has_state"] else "Has no state.")
+
+
+def _handlers(made: Any) -> list[str]:
+    """Of a class: what it defines itself, in the order of events where it is one of ours."""
+    from dalsegno.callback import HANDLERS, Callback
+
+    own = [name for name in dir(made) if name.startswith("on_") and callable(getattr(made, name))]
+    if not (isinstance(made, type) and issubclass(made, Callback)):
+        return own
+    return [name for name in HANDLERS if name in own and getattr(made, name) is not getattr(Callback, name)]
