@@ -71,7 +71,8 @@ WITHOUT_TORCH = [
     "state",
     "events",
     "callback",
-    "checkpoint.folder",
+    "checkpoint.survey",
+    "checkpoint.readable",
     "checkpoint.policy",
 ]
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .callback import GlobalHandle as GlobalHandle
     from .callback import global_callbacks as global_callbacks
     from .callback import register_global_callback as register_global_callback
+    from .checkpoint import export_model as export_model
     from .component import Stateful as Stateful
     from .config import RunConfig as RunConfig
     from .config import load_callbacks as load_callbacks
@@ -77,6 +78,7 @@ _HOMES = {
         "global_callbacks",
         "register_global_callback",
     ),
+    "checkpoint": ("export_model",),
     "component": ("Stateful",),
     "config": (
         "RunConfig",

@@ -14,7 +14,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -101,9 +101,14 @@ def remove(path: Path) -> None:
 
 def write_durably(path: Path, data: Buffer) -> None:
     """Create ``path`` with ``data`` and force both to the disk. For files in a directory that is not yet published."""
+    _write_pieces(path, [data])
+
+
+def _write_pieces(path: Path, pieces: Iterable[Buffer]) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
-        write_all(descriptor, data, path)
+        for piece in pieces:
+            write_all(descriptor, piece, path)
         fsync(descriptor, path)
     finally:
         os.close(descriptor)
@@ -161,9 +166,14 @@ def replace_durably(path: Path, data: Buffer) -> None:
 
     Only one process may do so at a time; what a killed one has left beside it is overwritten by the next.
     """
+    replace_durably_in_pieces(path, [data])
+
+
+def replace_durably_in_pieces(path: Path, pieces: Iterable[Buffer]) -> None:
+    """As :func:`replace_durably`, with data that is made while it is written, and never all in memory."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        write_durably(temporary, data)
+        _write_pieces(temporary, pieces)
         rename(temporary, path)
     finally:
         with contextlib.suppress(FileNotFoundError):

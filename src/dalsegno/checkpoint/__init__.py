@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .export import Exported, export_model
     from .inspect import read_tensors, saved_states
     from .loading import LoadReport
     from .manager import CheckpointManager
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from .sharded import ModelState, OptimizerState, Sharded, unwrapped
 
 _HOMES = {
+    "export": ("Exported", "export_model"),
     "inspect": ("read_tensors", "saved_states"),
     "loading": ("LoadReport",),
     "manager": ("CheckpointManager",),
@@ -32,6 +34,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointManager",
     "Entry",
+    "Exported",
     "Keep",
     "Latest",
     "LoadReport",
@@ -39,6 +42,7 @@ __all__ = [
     "ModelState",
     "OptimizerState",
     "Sharded",
+    "export_model",
     "read_tensors",
     "saved_states",
     "unwrapped",

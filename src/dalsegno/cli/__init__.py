@@ -17,7 +17,7 @@ from typing import Any
 
 from dalsegno.errors import DalsegnoError, UnknownName
 
-from . import callbacks, check_resume, demo, logs, train
+from . import callbacks, check_resume, checkpoints, demo, logs, train
 
 COMMANDS: dict[str, ModuleType] = {
     "demo": demo,
@@ -25,6 +25,7 @@ COMMANDS: dict[str, ModuleType] = {
     "callbacks": callbacks,
     "check-resume": check_resume,
     "logs": logs,
+    "checkpoints": checkpoints,
 }
 
 FAILED = 2

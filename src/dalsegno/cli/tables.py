@@ -52,6 +52,18 @@ def span(seconds: float | None) -> str:
     return f"{whole // 86400} d {whole % 86400 // 3600:02} h"
 
 
+def size(count: int | None) -> str:
+    """Bytes: ``512 B``, ``4.1 kB``, ``2.5 GB``."""
+    if count is None:
+        return NOTHING
+    value, unit = float(count), "B"
+    for larger in ("kB", "MB", "GB", "TB", "PB"):
+        if value < 999.5:
+            break
+        value, unit = value / 1000, larger
+    return f"{count} B" if unit == "B" else f"{value:.3g} {unit}"
+
+
 class Column(NamedTuple):
     """How the values under one key are shown."""
 

@@ -1,0 +1,84 @@
+"""List checkpoints: step, when, size, ranks, metrics, condition, and why each is kept.
+
+"whole" means that the manifest is sound and every file has the size that it says; 'dalsegno checkpoints verify' reads
+every byte. Exit status 1: one of them is damaged.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from .arguments import add_json, add_place
+
+if TYPE_CHECKING:
+    from dalsegno.checkpoint.survey import Found
+
+TIMES = ("_runtime", "_per_second")
+"""Endings of metrics that say nothing of the model."""
+
+STYLES = {"partial": "yellow", "newer": "yellow", "damaged": "red", "set aside": "red", "unreadable": "red"}
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    add_place(parser)
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """
+    Raises:
+        NotFound: if there is no checkpoint.
+    """
+    from dalsegno.checkpoint.survey import Condition, survey
+    from dalsegno.cli.tables import Column, number, print_json, print_table, size, text
+
+    found = survey(arguments.place)
+    rows = [_row(each) for each in found]
+    if arguments.json:
+        print_json(rows)
+    else:
+        print_table(
+            [
+                Column("step", "step", number, right=True),
+                Column("saved", "saved", _local),
+                Column("size", "size", size, right=True),
+                Column("ranks", "ranks", number, right=True),
+                Column("metrics", "metrics", _metrics),
+                Column("best", "best", lambda best: "best" if best else ""),
+                Column("condition", "condition", style=lambda condition: STYLES.get(condition, "")),
+                Column("problem", "problem", lambda problem: text(problem) if problem else ""),
+            ],
+            rows,
+        )
+    return 1 if any(each.condition is Condition.DAMAGED for each in found) else 0
+
+
+def _row(found: Found) -> dict[str, Any]:
+    its = found.checkpoint.manifest if found.checkpoint else None
+    return {
+        "path": str(found.path),
+        "step": found.step,
+        "saved": its.created if its else None,
+        "size": found.size,
+        "ranks": its.world_size if its else None,
+        "metrics": dict(its.metrics) if its else {},
+        "best": its.best if its else False,
+        "condition": found.condition.value,
+        "problem": found.problem,
+    }
+
+
+def _local(moment: str | None) -> str:
+    """The time in a manifest, where the reader is."""
+    try:
+        return f"{datetime.fromisoformat(moment or '').astimezone():%Y-%m-%d %H:%M:%S}"
+    except ValueError:
+        return moment or "–"
+
+
+def _metrics(metrics: Mapping[str, float]) -> str:
+    return "  ".join(f"{name} {value:.5g}" for name, value in metrics.items() if not name.endswith(TIMES))

@@ -1,0 +1,140 @@
+"""Show what lies in a checkpoint: components, their states as JSON, and every tensor.
+
+Long lists and texts of a state are cut; --json and --full cut nothing. Nothing is verified; see 'dalsegno checkpoints
+verify'.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from dalsegno.errors import UnknownName
+
+from .arguments import add_json, add_place
+
+if TYPE_CHECKING:
+    from dalsegno.checkpoint import Checkpoint
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    add_place(parser)
+    parser.add_argument(
+        "--component", metavar="KEY", action="append", help="only this one, say callbacks.JsonLogger; may be repeated"
+    )
+    parser.add_argument("--full", action="store_true", help="cut nothing")
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """
+    Raises:
+        NotFound: if there is no checkpoint.
+        DamagedCheckpoint: if it cannot be read.
+        UnknownName: if it has no such component; names the nearest.
+    """
+    from dalsegno.checkpoint.readable import readable_states
+    from dalsegno.checkpoint.survey import newest
+    from dalsegno.cli.tables import print_json
+
+    checkpoint = newest(arguments.place)
+    components = checkpoint.manifest.components
+    for key in arguments.component or ():
+        if key not in components:
+            raise UnknownName("component", key, components)
+    keys = arguments.component or list(components)
+    states = {key: each for key, each in readable_states(checkpoint).items() if key in keys}
+    tensors = _tensors(checkpoint, keys)
+    if arguments.json:
+        print_json(_as_json(checkpoint, states, tensors))
+    else:
+        _print(checkpoint, states if arguments.full else _shortened(states), tensors)
+    return 0
+
+
+def _shortened(states: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    from dalsegno.checkpoint.readable import shortened
+
+    return {key: [shortened(state) for state in each] for key, each in states.items()}
+
+
+def _tensors(checkpoint: Checkpoint, keys: Sequence[str]) -> list[dict[str, Any]]:
+    from dalsegno.checkpoint import index
+    from dalsegno.checkpoint.layout import name_of
+
+    stored = index.Index.read(checkpoint.file(index.FILE_NAME))
+    return [
+        {
+            "name": name,
+            "dtype": name_of(each.dtype),
+            "shape": list(each.shape),
+            "bytes": sum(piece.span[1] - piece.span[0] for piece in each.pieces),
+            "pieces": [
+                {"file": piece.file, "bytes": piece.span, "offsets": piece.offsets, "shape": piece.shape}
+                for piece in each.pieces
+            ],
+        }
+        for name, each in stored.tensors.items()
+        if name.partition(".")[0] in keys
+    ]
+
+
+def _as_json(checkpoint: Checkpoint, states: dict[str, list[Any]], tensors: list[dict[str, Any]]) -> dict[str, Any]:
+    its = checkpoint.manifest
+    return {
+        "path": str(checkpoint.path),
+        "step": its.step,
+        "saved": its.created,
+        "ranks": its.world_size,
+        "torch": its.torch,
+        "dalsegno": its.dalsegno,
+        "metrics": dict(its.metrics),
+        "best": its.best,
+        "files": {name: {"size": file.size, "xxh3": file.xxh3} for name, file in its.files.items()},
+        "components": {
+            key: {
+                "class": its.components[key].class_name,
+                "version": its.components[key].version,
+                "scope": its.components[key].scope,
+                "states": each,
+            }
+            for key, each in states.items()
+        },
+        "tensors": tensors,
+    }
+
+
+def _print(checkpoint: Checkpoint, states: dict[str, list[Any]], tensors: list[dict[str, Any]]) -> None:
+    import json
+
+    from dalsegno.cli.tables import Column, print_table, size
+
+    its = checkpoint.manifest
+    print(f"{checkpoint.path}\nstep {its.step}, saved {its.created} by {its.world_size} rank(s)", end="")
+    print(f" with dalsegno {its.dalsegno}, torch {its.torch}")
+    if its.metrics:
+        print(", ".join(f"{name} {value:.5g}" for name, value in its.metrics.items()) + (" (best)" if its.best else ""))
+    for key, each in states.items():
+        record = its.components[key]
+        print(f"\n{key}  {record.class_name}, {record.scope}, version {record.version}")
+        for rank, state in enumerate(each):
+            title = f"  rank {rank}: " if len(each) > 1 else "  "
+            print(title + json.dumps(state, indent=2, ensure_ascii=False).replace("\n", "\n  "))
+    if tensors:
+        print()
+        print_table(
+            [
+                Column("name", "tensor"),
+                Column("dtype", "dtype"),
+                Column("shape", "shape"),
+                Column("bytes", "size", size, right=True),
+                Column("pieces", "where", _where),
+            ],
+            tensors,
+        )
+
+
+def _where(pieces: list[dict[str, Any]]) -> str:
+    return ", ".join(f"{each['file']}:{each['bytes'][0]}-{each['bytes'][1]}" for each in pieces)

@@ -1,0 +1,109 @@
+"""Read every byte of checkpoints, and compare it with what was written.
+
+Changes nothing. Exit status 1: one of them is damaged. What a save in progress has written so far is left out, and so
+is what a run has found damaged before, unless DIR names it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dalsegno.errors import ConfigurationError
+
+from .arguments import add_json, add_place
+
+if TYPE_CHECKING:
+    from dalsegno.checkpoint import Checkpoint
+    from dalsegno.checkpoint.survey import Found
+
+THREADS = 8
+"""Files that are read at once: hashing a file takes one core, and many disks want several readers."""
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    add_place(parser)
+    parser.add_argument(
+        "--threads", type=int, default=THREADS, metavar="N", help="files read at once; default: %(default)s"
+    )
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """
+    Raises:
+        NotFound: if there is no checkpoint.
+        ConfigurationError: if there are less than one thread.
+    """
+    from dalsegno.checkpoint.survey import Condition, is_checkpoint, survey
+    from dalsegno.cli.tables import Column, number, print_json, print_table, size
+
+    if arguments.threads < 1:
+        raise ConfigurationError(f"--threads {arguments.threads}: needs at least 1")
+    left_out = () if is_checkpoint(arguments.place) else (Condition.PARTIAL, Condition.SET_ASIDE)
+    found = [each for each in survey(arguments.place) if each.condition not in left_out]
+    rows = _verified(found, arguments.threads)
+    if arguments.json:
+        print_json(rows)
+    else:
+        columns = [
+            Column("step", "step", number, right=True),
+            Column("files", "files", number, right=True),
+            Column("size", "size", size, right=True),
+            Column("verified", "", lambda good: "verified" if good else "DAMAGED", style=lambda good: _style(good)),
+        ]
+        print_table(columns, rows)
+        for row in rows:
+            for problem in row["problems"]:
+                print(problem)
+    return 0 if all(row["verified"] for row in rows) else 1
+
+
+def _style(good: bool) -> str:
+    return "green" if good else "red"
+
+
+def _verified(found: list[Found], threads: int) -> list[dict[str, Any]]:
+    """A row for each checkpoint. The largest files are begun first, so that none is left to the end alone."""
+    import sys
+    from concurrent.futures import ThreadPoolExecutor
+
+    from tqdm import tqdm
+
+    problems: dict[Path, list[str]] = {each.path: [] for each in found}
+    readable = [each.checkpoint for each in found if each.checkpoint is not None]
+    work = [
+        (checkpoint, name, file.size) for checkpoint in readable for name, file in checkpoint.manifest.files.items()
+    ]
+    work.sort(key=lambda item: -item[2])
+    bar = tqdm(total=sum(item[2] for item in work), unit="B", unit_scale=True, disable=not sys.stderr.isatty())
+    with bar, ThreadPoolExecutor(threads) as pool:
+        running = [(item, pool.submit(_problem_with, *item[:2])) for item in work]
+        for (checkpoint, _, bytes_read), problem in running:
+            if said := problem.result():
+                problems[checkpoint.path].append(said)
+            bar.update(bytes_read)
+    for each in found:
+        if each.problem and not problems[each.path]:
+            problems[each.path].append(each.problem)
+    return [
+        {
+            "path": str(each.path),
+            "step": each.step,
+            "files": len(each.checkpoint.manifest.files) if each.checkpoint else 0,
+            "size": each.size,
+            "verified": not problems[each.path],
+            "problems": sorted(problems[each.path]),
+        }
+        for each in found
+    ]
+
+
+def _problem_with(checkpoint: Checkpoint, name: str) -> str | None:
+    try:
+        checkpoint.verify([name])
+    except OSError as error:  # damaged; or it cannot be read, which is as little verified
+        return str(error)
+    return None

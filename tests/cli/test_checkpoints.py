@@ -1,0 +1,318 @@
+"""``dalsegno checkpoints``: on the checkpoints of a real run, whole, damaged and half written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dalsegno.checkpoint import CheckpointManager, ModelState
+from dalsegno.cli import main
+from dalsegno.component import Component
+from support.runs import busy_trainer
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight steps; checkpoints of steps 4, 6 and 8."""
+    folder = tmp_path_factory.mktemp("run")
+    busy_trainer(folder, max_steps=8).train()
+    return folder
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """The same, to be damaged."""
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+class Command:
+    """Runs ``dalsegno checkpoints`` in this process."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+        self.errors = ""
+
+    def __call__(self, *words: object, status: int = 0) -> str:
+        self._capsys.readouterr()
+        assert main(["checkpoints", *map(str, words)]) == status
+        out, self.errors = self._capsys.readouterr()
+        return out
+
+    def json(self, *words: object, status: int = 0) -> Any:
+        return json.loads(self(*words, "--json", status=status))
+
+
+@pytest.fixture
+def checkpoints(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(capsys)
+
+
+def checkpoint_of(run: Path, step: int) -> Path:
+    return run / f"checkpoints/step-{step:08d}"
+
+
+def flip_a_byte(path: Path, position: int = -1) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+def picture(folder: Path) -> dict[str, Any]:
+    """What would show that something was touched."""
+    return {str(path): (path.lstat().st_mtime_ns, path.lstat().st_size) for path in folder.rglob("*")}
+
+
+# --- list -------------------------------------------------------------------------------------------------------------
+
+
+def test_list_tells_of_each(trained: Path, checkpoints: Command) -> None:
+    rows = checkpoints.json("list", trained)
+    assert [(row["step"], row["ranks"], row["condition"]) for row in rows] == [
+        (4, 1, "whole"),
+        (6, 1, "whole"),
+        (8, 1, "whole"),
+    ]
+    for row in rows:
+        assert row["size"] == sum(
+            path.stat().st_size for path in Path(row["path"]).rglob("*.*") if path.name != "manifest.json"
+        )
+        assert row["metrics"]["eval_loss"] > 0
+    header, *lines = checkpoints("list", trained).splitlines()
+    assert header.split()[:5] == ["step", "saved", "size", "ranks", "metrics"]
+    assert len(lines) == 3 and "eval_loss" in lines[0] and "_per_second" not in lines[0]
+
+
+@pytest.mark.parametrize("place", [".", "checkpoints", "checkpoints/step-00000006"])
+def test_any_place_will_do(trained: Path, checkpoints: Command, place: str) -> None:
+    steps = [row["step"] for row in checkpoints.json("list", trained / place)]
+    assert steps == ([6] if "step" in place else [4, 6, 8])
+
+
+def test_list_marks_what_is_not_whole(run: Path, checkpoints: Command) -> None:
+    (checkpoint_of(run, 4) / "shared.json").unlink()
+    shutil.copytree(checkpoint_of(run, 6), checkpoint_of(run, 5).with_suffix(".damaged"))
+    checkpoint_of(run, 9).with_suffix(".partial").mkdir()
+    shutil.copytree(checkpoint_of(run, 6), checkpoint_of(run, 7))
+    (run / "checkpoints/notes").mkdir()
+    before = picture(run)
+    rows = {Path(row["path"]).name: row for row in checkpoints.json("list", run, status=1)}
+    assert {name: row["condition"] for name, row in rows.items()} == {
+        "step-00000004": "damaged",
+        "step-00000005.damaged": "set aside",
+        "step-00000006": "whole",
+        "step-00000007": "damaged",
+        "step-00000008": "whole",
+        "step-00000009.partial": "partial",
+    }
+    assert rows["step-00000004"]["problem"] == "shared.json: No such file or directory"
+    assert rows["step-00000007"]["problem"].endswith("its manifest is that of step 6")
+    assert "shared.json: No such file" in checkpoints("list", run, status=1)
+    assert picture(run) == before
+
+
+def test_nothing_to_list(tmp_path: Path, checkpoints: Command) -> None:
+    checkpoints("list", tmp_path, status=2)
+    assert checkpoints.errors == f"dalsegno: {tmp_path}: there is no checkpoint\n"
+    checkpoints("list", tmp_path / "gone", status=2)
+    assert checkpoints.errors == f"dalsegno: {tmp_path / 'gone'}: there is no such folder\n"
+
+
+def test_looking_needs_no_torch(trained: Path) -> None:
+    code = (
+        "import sys\nfrom dalsegno.cli import main\n"
+        "assert main(['checkpoints', *sys.argv[1:]]) == 0\nassert 'torch' not in sys.modules"
+    )
+    for command in ("list", "verify"):
+        done = subprocess.run([sys.executable, "-c", code, command, str(trained)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+# --- verify -----------------------------------------------------------------------------------------------------------
+
+
+def test_verify_finds_nothing_wrong(trained: Path, checkpoints: Command) -> None:
+    rows = checkpoints.json("verify", trained)
+    assert [(row["step"], row["verified"], row["problems"]) for row in rows] == [(s, True, []) for s in (4, 6, 8)]
+    assert checkpoints("verify", trained).count("verified") == 3
+
+
+def test_verify_names_file_and_reason(run: Path, checkpoints: Command) -> None:
+    """Each file in turn, with the others whole; nothing is moved."""
+    names = sorted(
+        str(path.relative_to(checkpoint_of(run, 6))) for path in checkpoint_of(run, 6).rglob("*") if path.is_file()
+    )
+    assert len(names) > 5
+    for name in names:
+        path = checkpoint_of(run, 6) / name
+        good = path.read_bytes()
+        flip_a_byte(path, len(good) // 2)
+        before = picture(run)
+        rows = checkpoints.json("verify", run, status=1)
+        assert [row["verified"] for row in rows] == [True, False, True], name
+        (problem,) = rows[1]["problems"]
+        assert name in problem and ("checksum" in problem or "not JSON" in problem)
+        assert picture(run) == before
+        path.write_bytes(good)
+    assert checkpoints("verify", run, "--threads", 1).count("verified") == 3
+
+
+def test_verify_says_all_that_is_wrong(run: Path, checkpoints: Command) -> None:
+    flip_a_byte(checkpoint_of(run, 8) / "model/shard-00000.safetensors")
+    (checkpoint_of(run, 8) / "index.json").unlink()
+    out = checkpoints("verify", run, status=1)
+    assert "DAMAGED" in out
+    assert "model/shard-00000.safetensors: has checksum" in out
+    assert "index.json: cannot be opened (No such file or directory)" in out
+
+
+# --- show -------------------------------------------------------------------------------------------------------------
+
+
+def test_show_has_states_and_tensors(trained: Path, checkpoints: Command) -> None:
+    shown = checkpoints.json("show", trained)
+    assert (shown["step"], shown["ranks"]) == (8, 1)
+    running = shown["components"]["callbacks.RunningLoss"]
+    assert running["scope"] == "replicated"
+    (state,) = running["states"]
+    assert state["average"] == "tensor float32 []" and state["epochs_seen"] == [0]
+    assert state["logged"]["train"] == [3, 6]
+    tensors = {each["name"]: each for each in shown["tensors"]}
+    weight = tensors["model.layers.0.weight"]
+    assert (weight["dtype"], weight["shape"], weight["bytes"]) == ("float32", [16, 8], 512)
+    (piece,) = weight["pieces"]
+    raw = (checkpoint_of(trained, 8) / piece["file"]).read_bytes()[slice(*piece["bytes"])]
+    expected = load_file(checkpoint_of(trained, 8) / "model/shard-00000.safetensors")["layers.0.weight"]
+    assert raw == expected.numpy().tobytes()
+
+
+def test_show_one_component_on_a_page(trained: Path, checkpoints: Command) -> None:
+    page = checkpoints("show", trained / "checkpoints/step-00000006", "--component", "callbacks.JsonLogger")
+    assert '"path": "logs/train.jsonl"' in page
+    assert "RunningLoss" not in page and "model." not in page
+    long = checkpoints("show", trained, "--component", "rng")
+    full = checkpoints("show", trained, "--component", "rng", "--full")
+    assert " more" in long and " more" not in full and len(full) > len(long)
+    checkpoints("show", trained, "--component", "callbacks.JsonLoger", status=2)
+    assert "did you mean 'callbacks.JsonLogger'?" in checkpoints.errors
+
+
+class Anything:
+    """A state of all kinds."""
+
+    def state_dict(self) -> Any:
+        return {
+            "tuple": (1, 2),
+            3: {"large": 1 << 70, "lost": float("nan"), "below": -float("inf")},
+            "type": torch.bfloat16,
+            "size": torch.Size([2]),
+            "raw": b"abc",
+        }
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+def test_show_makes_any_state_readable(tmp_path: Path, checkpoints: Command) -> None:
+    CheckpointManager(tmp_path).save(1, [], [Component("callbacks.Anything", Anything())])
+    assert checkpoints.json("show", tmp_path)["components"]["callbacks.Anything"]["states"] == [
+        {
+            "tuple": [1, 2],
+            "3": {"large": 1 << 70, "lost": "NaN", "below": "-Infinity"},
+            "type": "bfloat16",
+            "size": [2],
+            "raw": "bytes YWJj",
+        }
+    ]
+
+
+# --- diff -------------------------------------------------------------------------------------------------------------
+
+
+def test_diff_of_the_same(trained: Path, checkpoints: Command) -> None:
+    assert "Nothing differs." in checkpoints("diff", trained, checkpoint_of(trained, 8))
+
+
+def test_diff_says_by_how_much(trained: Path, checkpoints: Command) -> None:
+    found = checkpoints.json("diff", checkpoint_of(trained, 6), trained, status=1)
+    name = "layers.0.weight"
+    one, other = (
+        load_file(checkpoint_of(trained, step) / "model/shard-00000.safetensors")[name].double() for step in (6, 8)
+    )
+    (row,) = [each for each in found["tensors"] if each["tensor"] == f"model.{name}"]
+    assert row["elements"] == 128 and row["differing"] == int((one != other).sum())
+    assert row["max_abs"] == float((one - other).abs().max())
+    assert row["max_rel"] == float(((one - other).abs() / torch.maximum(one.abs(), other.abs())).max())
+    states = {(each["component"], each["path"]): (each["first"], each["second"]) for each in found["states"]}
+    assert states["trainer", "global_step"] == (6, 8)
+    assert states["callbacks.JsonLogger", "records"] == (4, 5)
+    assert not any(component == "callbacks.DivergenceDetector" for component, _ in states)
+    only = checkpoints.json("diff", checkpoint_of(trained, 6), trained, "--tensors", status=1)
+    assert only["states"] == [] and all(
+        each["tensor"].split(".")[0] in ("model", "optimizer") for each in only["tensors"]
+    )
+
+
+class Two(torch.nn.Module):
+    def __init__(self, values: list[float], dtype: torch.dtype = torch.float32, more: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("values", torch.tensor(values, dtype=dtype))
+        if more:
+            self.register_buffer("more", torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        (Two([1.0, 2.0]), Two([1.0, 4.0]), {"differing": 1, "max_abs": 2.0, "max_rel": 0.5}),
+        (Two([1.0, float("nan")]), Two([1.0, float("nan")]), None),
+        (Two([1.0]), Two([float("nan")]), {"differing": 1, "max_abs": "Infinity", "max_rel": "Infinity"}),
+        (Two([0.0]), Two([-0.0]), {"differing": 1, "max_abs": 0.0, "max_rel": 0.0}),
+        (Two([1.0]), Two([1.0], torch.float16), {"differing": None, "first": "float32 [1]", "second": "float16 [1]"}),
+        (Two([1.0]), Two([1.0, 2.0]), {"differing": None, "second": "float32 [2]"}),
+        (Two([1.0]), Two([1.0], more=True), {"tensor": "model.more", "first": None, "second": "float32 [1]"}),
+        (Two([1, 2], torch.int64), Two([1, 5], torch.int64), {"differing": 1, "max_abs": 3.0, "max_rel": 0.6}),
+    ],
+)
+def test_diff_of_odd_tensors(tmp_path: Path, checkpoints: Command, one: Two, other: Two, expected: Any) -> None:
+    for name, model in (("a", one), ("b", other)):
+        CheckpointManager(tmp_path / name).save(1, [ModelState(model)], [])
+    found = checkpoints.json("diff", tmp_path / "a", tmp_path / "b", status=0 if expected is None else 1)
+    rows = [{key: row[key] for key in expected} for row in found["tensors"]]
+    assert rows == ([expected] if expected else [])
+
+
+def test_diff_of_what_is_damaged(run: Path, checkpoints: Command) -> None:
+    flip_a_byte(checkpoint_of(run, 6) / "shared.json", 100)
+    checkpoints("diff", checkpoint_of(run, 6), run, status=2)
+    assert "shared.json: has checksum" in checkpoints.errors
+
+
+# --- export -----------------------------------------------------------------------------------------------------------
+
+
+def test_export(trained: Path, tmp_path: Path, checkpoints: Command) -> None:
+    done = checkpoints.json("export", checkpoint_of(trained, 6), "--to", tmp_path / "out", "--max-shard-size", "520B")
+    assert [Path(path).name for path in done["files"]] == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
+    page = checkpoints("export", trained, "--to", tmp_path / "whole")
+    assert "4 tensors, 644 B" in page
+    expected = load_file(checkpoint_of(trained, 8) / "model/shard-00000.safetensors")
+    loaded = load_file(tmp_path / "whole/model.safetensors")
+    assert loaded.keys() == expected.keys() and all(torch.equal(loaded[name], expected[name]) for name in loaded)
+    checkpoints("export", trained, "--to", tmp_path / "whole", status=2)
+    assert "holds model.safetensors already" in checkpoints.errors
+
+
+def test_the_nearest_command_is_named(checkpoints: Command) -> None:
+    checkpoints("lst", status=2)
+    assert checkpoints.errors == "dalsegno: unknown checkpoints command 'lst'; did you mean 'list'?\n"
