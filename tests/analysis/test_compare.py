@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from analysis.series import NAN, falling, series, with_values
 from dalsegno.analysis import Series
-from dalsegno.analysis.compare import align, compare
+from dalsegno.analysis.compare import align, compare_series
 from dalsegno.errors import ConfigurationError
 
 LOGGED = st.lists(st.tuples(st.integers(0, 40), st.floats(-10, 10)), max_size=30)
@@ -47,14 +47,14 @@ def test_runs_that_log_at_other_steps_are_read_between_them() -> None:
 
 
 def test_a_run_and_itself() -> None:
-    result = compare(falling(), falling())
+    result = compare_series(falling(), falling())
     assert result.same
     assert (result.records, result.parts_at, result.difference) == (1000, None, 0.0)
 
 
 def test_noise_alone_parts_nobody() -> None:
     for seed in range(40):
-        result = compare(falling(seed=seed), falling(seed=1000 + seed))
+        result = compare_series(falling(seed=seed), falling(seed=1000 + seed))
         assert result.differs_at == 10
         assert result.parts_at is None, seed
         assert abs(result.difference) < 4 * result.noise
@@ -64,7 +64,7 @@ def test_they_part_behind_the_step_where_one_begins_to_leave() -> None:
     for seed in range(20):
         away = np.where(np.arange(1000) >= 500, (np.arange(1000) - 500) * 0.01, 0.0)
         ours, theirs = falling(seed=seed), falling(seed=1000 + seed)
-        result = compare(ours, with_values(theirs, theirs.values + away))
+        result = compare_series(ours, with_values(theirs, theirs.values + away))
         assert result.parts_at is not None
         assert 4900 <= result.parts_at <= 5600, "a window of 50 records, logged every 10 steps"
         assert result.difference == pytest.approx(4.75, abs=0.1)
@@ -74,7 +74,7 @@ def test_rounding_that_grows_differs_long_before_it_parts() -> None:
     ours = falling()
     chaos = 1e-9 * np.exp(np.arange(1000) / 45)
     chaos[:200] = 0
-    result = compare(ours, with_values(ours, ours.values + chaos))
+    result = compare_series(ours, with_values(ours, ours.values + chaos))
     assert result.differs_at == ours.steps[200]
     assert result.parts_at is not None and result.parts_at > 7500
 
@@ -82,20 +82,20 @@ def test_rounding_that_grows_differs_long_before_it_parts() -> None:
 def test_nan_in_one_parts_at_once_and_nan_in_both_does_not() -> None:
     ours = falling()
     broken = with_values(ours, [*ours.values[:400], NAN, *ours.values[401:]])
-    assert compare(ours, broken).parts_at == ours.steps[400]
-    assert compare(broken, ours).parts_at == ours.steps[400]
-    assert compare(broken, broken).same
+    assert compare_series(ours, broken).parts_at == ours.steps[400]
+    assert compare_series(broken, ours).parts_at == ours.steps[400]
+    assert compare_series(broken, broken).same
 
 
 def test_few_records_and_nothing_in_common() -> None:
-    assert compare(series([1.0, 2.0]), series([1.0, 5.0])).differs_at == 20
-    nothing = compare(series([1.0], [5]), series([1.0], [10]))
+    assert compare_series(series([1.0, 2.0]), series([1.0, 5.0])).differs_at == 20
+    nothing = compare_series(series([1.0], [5]), series([1.0], [10]))
     assert (nothing.records, nothing.same, nothing.last_step) == (0, False, None)
-    assert compare(series([]), series([1.0])).records == 0
+    assert compare_series(series([]), series([1.0])).records == 0
 
 
 def test_wrong_arguments() -> None:
     with pytest.raises(ConfigurationError, match="window is 0"):
-        compare(series([1.0]), series([1.0]), window=0)
+        compare_series(series([1.0]), series([1.0]), window=0)
     with pytest.raises(ConfigurationError, match="sigmas is -1"):
-        compare(series([1.0]), series([1.0]), sigmas=-1)
+        compare_series(series([1.0]), series([1.0]), sigmas=-1)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from analysis.series import NAN, falling, series, with_values
 from dalsegno.analysis import Series
-from dalsegno.analysis.detect import DetectorSettings, detect
-from dalsegno.analysis.sweep import SMOOTHING, _Track, sweep
+from dalsegno.analysis.detect import DetectorSettings, detect_divergence
+from dalsegno.analysis.sweep import SMOOTHING, _Track, sweep_settings
 from dalsegno.divergence import Divergence
 from dalsegno.errors import ConfigurationError
 
@@ -26,7 +26,7 @@ def test_it_fires_where_the_live_detector_would_have() -> None:
     log = diverging()
     live = Divergence()
     fired = [step for step, value in zip(log.steps, log.values, strict=True) if live.observe(value).diverged]
-    found = detect(log)
+    found = detect_divergence(log)
     assert [firing.step for firing in found.firings] == fired
     assert found.fired is not None and found.fired.step == fired[0] and 6500 < fired[0] < 7000
     assert found.fired.step == 10 * found.fired.observation
@@ -34,8 +34,8 @@ def test_it_fires_where_the_live_detector_would_have() -> None:
 
 
 def test_a_good_run_and_an_empty_one() -> None:
-    assert detect(falling()).fired is None
-    assert detect(series([])).observations == 0
+    assert detect_divergence(falling()).fired is None
+    assert detect_divergence(series([])).observations == 0
 
 
 def test_settings_are_checked_as_the_detector_checks_them() -> None:
@@ -61,35 +61,35 @@ def test_what_a_run_shows_is_the_largest_threshold_that_fires(
             settings = DetectorSettings(
                 smoothing=smoothing, threshold=threshold, patience=patience, warmup=warmup, mode=mode
             )  # type: ignore[arg-type]
-            assert (detect(series(values), settings).fired is not None) == fires
+            assert (detect_divergence(series(values), settings).fired is not None) == fires
 
 
 def test_a_sweep_separates_what_can_be_separated() -> None:
     good = [falling(seed=seed) for seed in range(4)]
     broken = falling(seed=9)
     bad = [diverging(seed=7), with_values(broken, [*broken.values[:-1], NAN])]
-    candidates = sweep(good, bad)
+    candidates = sweep_settings(good, bad)
     best = candidates[0]
     assert best.errors == 0
     assert best.margin > 5
     assert best.fires_at is not None and 0.6 < best.fires_at < 1
-    assert all(detect(run, best.settings).fired is None for run in good)
-    assert all(detect(run, best.settings).fired is not None for run in bad)
+    assert all(detect_divergence(run, best.settings).fired is None for run in good)
+    assert all(detect_divergence(run, best.settings).fired is not None for run in bad)
     assert [each.errors for each in candidates] == sorted(each.errors for each in candidates)
 
 
 def test_what_cannot_be_separated_has_errors_and_says_so() -> None:
-    candidates = sweep([diverging(seed=1), falling()], [falling(seed=2)])
+    candidates = sweep_settings([diverging(seed=1), falling()], [falling(seed=2)])
     assert candidates[0].errors == 1
     assert candidates[0].margin < 1
 
 
 def test_bad_runs_of_nan_only_have_no_limit() -> None:
     broken = with_values(falling(), [*falling().values[:500], *[NAN] * 500])
-    best = sweep([falling(seed=1)], [broken])[0]
+    best = sweep_settings([falling(seed=1)], [broken])[0]
     assert (best.errors, best.margin) == (0, math.inf)
 
 
 def test_a_sweep_needs_both_kinds() -> None:
     with pytest.raises(ConfigurationError, match="both kinds"):
-        sweep([falling()], [])
+        sweep_settings([falling()], [])

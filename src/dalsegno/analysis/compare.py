@@ -84,7 +84,7 @@ def align(first: Series, second: Series) -> Alignment:
     return Alignment(sparser, np.interp(sparser, steps_a, a), np.interp(sparser, steps_b, b), interpolated=True)
 
 
-def compare(first: Series, second: Series, *, window: int | None = None, sigmas: float = 4.0) -> Comparison:
+def compare_series(first: Series, second: Series, *, window: int | None = None, sigmas: float = 4.0) -> Comparison:
     """Compare one metric of two runs.
 
     They part where the mean difference over a window leaves ``sigmas`` standard errors and stays outside for more than

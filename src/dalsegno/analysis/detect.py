@@ -57,7 +57,7 @@ class Detection:
         return self.firings[0] if self.firings else None
 
 
-def detect(series: Series, settings: DetectorSettings | None = None) -> Detection:
+def detect_divergence(series: Series, settings: DetectorSettings | None = None) -> Detection:
     """Show a detector one value after the other, as ``DivergenceDetector`` would have seen them."""
     divergence = (settings or DetectorSettings()).build()
     firings = []

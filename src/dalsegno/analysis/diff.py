@@ -45,7 +45,7 @@ class RecordDifference:
     """``"first"`` or ``"second"`` where the other log has no such record."""
 
 
-def diff(first: Iterable[Record], second: Iterable[Record]) -> Iterator[RecordDifference]:
+def diff_records(first: Iterable[Record], second: Iterable[Record]) -> Iterator[RecordDifference]:
     """The differences between two logs, in their order. Memory is that of one step's records.
 
     Records belong together if they have the same ``global_step`` and ``kind``. What tells the time does not count, see

@@ -12,6 +12,7 @@ from dalsegno.logs.legs import Leg
 from dalsegno.logs.values import Record
 
 from .blocks import concatenate
+from .card import cards
 from .formats.find import LOOKED_FOR, source_of_file, sources_of_folder
 from .formats.source import Skipped, Source
 from .log import TrainingLog
@@ -107,6 +108,9 @@ class RunFolder(TrainingLog):
 
     def parameters(self, metric: str) -> ParameterSeries:
         self._refuse()
+
+    def _repr_html_(self) -> str:
+        return cards(self.runs)
 
     def _refuse(self) -> NoReturn:
         names = ", ".join(run.name for run in self.runs)

@@ -14,13 +14,19 @@ from dalsegno.logs.legs import Leg
 from dalsegno.logs.values import Record
 
 from .blocks import KINDS, concatenate
+from .card import card
 from .columns import read_columns
 from .formats import BOOKKEEPING, HEADER, Skipped, Source
 from .parameters import read_parameters
+from .plot import plot_logs
+from .rewound import Restart, Tail, find_restarts, read_tails
 from .series import ParameterSeries, Series
+from .view import Limits, View, XAxis
 
 if TYPE_CHECKING:
     import polars as pl
+
+    from .figure import Picture
 
 LOSSES = ("loss", "train_loss", "train/loss", "train_loss_step", "loss/train", "train_loss_epoch", "eval_loss")
 """Under which names a loss is looked for, in this order."""
@@ -131,6 +137,48 @@ class TrainingLog:
             NotFound: if there is no such log.
         """
         return read_parameters(self.source.path.parent, self.name, metric, self.skipped)
+
+    def tails(self) -> list[Tail]:
+        """What the run logged in vain: cut off when it went back to a checkpoint, and kept in ``rewound/``."""
+        return read_tails(self.source.path)
+
+    def restarts(self) -> list[Restart]:
+        """Where the run went on in a new leg, or rolled back within one, in the order of time."""
+        return find_restarts(self.legs(), self.tails())
+
+    def plot(
+        self,
+        *metrics: str,
+        x: XAxis = "step",
+        smooth: int | None = None,
+        log: bool = False,
+        perplexity: bool = False,
+        xlim: Limits | None = None,
+        ylim: Limits | None = None,
+        ignore_outliers: bool = False,
+    ) -> Picture:
+        """Draw metrics, below each other; without any, the loss. Needs ``dalsegno[analysis]``.
+
+        The arguments are those of :class:`View`; the result shows itself in a notebook, and has ``save(path)``.
+        A folder of runs draws all of them over each other.
+
+        Raises:
+            UnknownName: for a metric that is not logged.
+            ConfigurationError: if matplotlib is not installed, or for a value that cannot work.
+        """
+        view = View(
+            x=x,
+            smooth=smooth,
+            log=log,
+            perplexity=perplexity,
+            xlim=xlim,
+            ylim=ylim,
+            ignore_outliers=ignore_outliers,
+        )
+        return plot_logs(list(self), metrics, view, compare=True)
+
+    def _repr_html_(self) -> str:
+        return card(self)
 
     def _series(self, name: str, kind: str | None) -> Series:
         columns = self._columns

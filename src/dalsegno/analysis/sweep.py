@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from dalsegno.divergence import Divergence, Mode
 from dalsegno.errors import ConfigurationError
 
-from .detect import DetectorSettings, detect
+from .detect import DetectorSettings, detect_divergence
 from .series import Series
 
 Floats = NDArray[np.float64]
@@ -56,7 +56,7 @@ class Candidate:
         return self.missed + self.false_alarms
 
 
-def sweep(good: Sequence[Series], bad: Sequence[Series], *, mode: Mode = "min") -> list[Candidate]:
+def sweep_settings(good: Sequence[Series], bad: Sequence[Series], *, mode: Mode = "min") -> list[Candidate]:
     """The settings that tell them apart best: fewest errors first, then the widest margin, then the earliest firing.
 
     A series is the watched metric of one run. For each smoothing, patience and warm-up, a run *shows* the largest
@@ -153,12 +153,12 @@ def _rounded(distance: float) -> float:
 
 
 def _tried(settings: DetectorSettings, good: Sequence[Series], bad: Sequence[Series], margin: float) -> Candidate:
-    fired = [(found.fired, found.observations) for found in (detect(series, settings) for series in bad)]
+    fired = [(found.fired, found.observations) for found in (detect_divergence(series, settings) for series in bad)]
     seen = [firing.observation / observations for firing, observations in fired if firing is not None]
     return Candidate(
         settings=settings,
         missed=len(bad) - len(seen),
-        false_alarms=sum(detect(series, settings).fired is not None for series in good),
+        false_alarms=sum(detect_divergence(series, settings).fired is not None for series in good),
         margin=margin,
         fires_at=sum(seen) / len(seen) if seen else None,
     )

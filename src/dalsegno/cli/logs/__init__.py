@@ -6,6 +6,14 @@ Lightning, TensorBoard, and JSON lines of any kind.
 
 from __future__ import annotations
 
-from . import list
+from . import compare, detect, diff, heatmap, list, plot, spikes
 
-COMMANDS = {"list": list}
+COMMANDS = {
+    "list": list,
+    "plot": plot,
+    "heatmap": heatmap,
+    "compare": compare,
+    "diff": diff,
+    "spikes": spikes,
+    "detect": detect,
+}

@@ -1,0 +1,303 @@
+"""What there is to draw: panels of curves, ready for any kind of paper."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dalsegno.errors import ConfigurationError, NotFound, UnknownName
+
+from .formats.naming import is_of_evaluation
+from .palette import colour
+from .rewound import Restart, Tail
+from .series import Series
+from .smooth import automatic_window, smooth
+from .view import View
+
+Floats = NDArray[np.float64]
+
+TOKENS = ("tokens", "tokens_seen", "num_input_tokens_seen", "num_tokens", "total_tokens", "consumed_tokens")
+"""How programs call the number of tokens so far."""
+MOST_DOTS = 200
+"""Evaluations that are drawn as single points; more of them make a line."""
+HOURS_FROM = 2 * 3600.0
+"""Seconds from which on time is told in hours, not in minutes."""
+LABELS = {
+    "tok_per_sec": "tokens per second",
+    "peak_mem": "peak memory (bytes)",
+    "learning_rate": "learning rate",
+    "grad_norm": "gradient norm",
+    "max_grad_norm": "largest gradient norm",
+    "mfu": "part of the hardware's peak used",
+}
+
+
+class Log(Protocol):
+    """What of a TrainingLog is needed to draw it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def loss(self) -> str | None: ...
+
+    def metrics(self) -> list[str]: ...
+
+    def metric(self, name: str) -> Series: ...
+
+    def tails(self) -> Sequence[Tail]: ...
+
+    def restarts(self) -> Sequence[Restart]: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Curve:
+    """A metric of a run. Arrays have shape (n,)."""
+
+    run: str
+    metric: str
+    colour: str
+    x: Floats
+    values: Floats
+    """As they were logged."""
+    smoothed: Floats | None
+    """None where they are few, or shall not be smoothed."""
+    dotted: bool
+    """Evaluations: few, each a point of its own."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LostCurve:
+    """What was logged and then cut off. Arrays have shape (n,)."""
+
+    x: Floats
+    values: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A restart or rollback, on the x axis."""
+
+    x: float
+    """Where the run went on."""
+    reached: float
+    """How far it had come before."""
+    rollback: bool
+    colour: str
+
+
+@dataclass(slots=True)
+class Panel:
+    """Curves in one pair of axes."""
+
+    metric: str
+    title: str
+    x_label: str
+    y_label: str
+    curves: list[Curve] = field(default_factory=list)
+    lost: list[LostCurve] = field(default_factory=list)
+    """Only where the panel has one run."""
+    marks: list[Mark] = field(default_factory=list)
+
+    @property
+    def runs(self) -> list[str]:
+        return list(dict.fromkeys(curve.run for curve in self.curves))
+
+
+def panels(logs: Sequence[Log], metrics: Sequence[str] | None, view: View, *, compare: bool) -> list[list[Panel]]:
+    """Rows of panels: a row a metric; in it all runs in one panel, or, without ``compare``, one panel a run.
+
+    With a metric of training go those of evaluation that measure the same: with ``loss`` ``eval_loss``.
+
+    Args:
+        metrics: None: the loss, under whatever name, or else the first metric there is.
+
+    Raises:
+        UnknownName: for a metric that none of the logs has.
+        NotFound: if there is nothing to draw at all.
+        ConfigurationError: if the logs do not know what runs to the right.
+    """
+    chosen = list(metrics) if metrics else [_first_metric(logs)]
+    known = {name for log in logs for name in log.metrics()}
+    for metric in chosen:
+        if metric not in known:
+            raise UnknownName("metric", metric, known)
+    seconds = _longest(logs) if view.x == "time" else 0.0
+    axes = [_Axis(log, view, seconds) for log in logs]
+    coloured = list(zip(axes, map(colour, range(len(logs))), strict=True))
+    rows = []
+    for metric in chosen:
+        if compare or len(logs) == 1:
+            rows.append([_panel(metric, _title(logs), coloured, view)])
+        else:
+            rows.append([_panel(metric, axis.log.name, [(axis, colour(0))], view) for axis in axes])
+    return rows
+
+
+def value_label(metric: str, view: View) -> str:
+    """A metric in words, with its unit where it is known."""
+    if view.perplexity and _is_loss(metric):
+        return "perplexity" if metric == "loss" else f"perplexity ({metric})"
+    return LABELS.get(metric, metric)
+
+
+def value_range(curves: Sequence[Curve], view: View) -> tuple[float, float] | None:
+    """From where to where the values go that shall be seen, without air around them; None if there are none."""
+    drawn = [curve.values[np.isfinite(curve.values) & ((curve.values > 0) | (not view.log))] for curve in curves]
+    values = np.concatenate([np.empty(0), *drawn])
+    if not len(values):
+        return None
+    low, high = np.quantile(values, (0.01, 0.99)) if view.ignore_outliers else (values.min(), values.max())
+    return float(low), float(high)
+
+
+class _Axis:
+    """How one run's steps become places on the x axis."""
+
+    def __init__(self, log: Log, view: View, longest: float) -> None:
+        self.log = log
+        self._view = view
+        self._in_hours = longest >= HOURS_FROM
+        self._tokens = _tokens(log) if view.x == "tokens" else None
+        self._began = _began(log) if view.x == "time" else 0.0
+
+    @property
+    def label(self) -> str:
+        if self._view.x == "time":
+            return f"{'hours' if self._in_hours else 'minutes'} since the first record"
+        return {"step": "step", "epoch": "epoch", "tokens": "tokens"}[self._view.x]
+
+    def of(self, series: Series) -> Floats:
+        """Shape (n,)."""
+        if self._view.x == "step":
+            return series.steps.astype(np.float64)
+        if self._tokens is not None:
+            return np.interp(series.steps, self._tokens.steps, self._tokens.values)
+        known = series.epochs if self._view.x == "epoch" else series.times
+        if known is None or not len(known):
+            raise _no_axis(self.log, self._view.x)
+        return known if self._view.x == "epoch" else (known - self._began) / (3600 if self._in_hours else 60)
+
+    def of_steps(self, steps: Floats, beside: Series) -> Floats:
+        """Of any steps, from those of a series."""
+        x = self.of(beside)
+        known = np.isfinite(x)
+        return np.interp(steps, beside.steps[known], x[known])
+
+
+def _panel(metric: str, title: str, runs: Sequence[tuple[_Axis, str]], view: View) -> Panel:
+    panel = Panel(metric, title, runs[0][0].label, value_label(metric, view))
+    for axis, run_colour in runs:
+        here = axis.log.metrics()
+        for name in [metric, *_evaluations_of(metric, here)]:
+            if name in here:
+                panel.curves.append(_curve(axis.log.metric(name), axis, view, run_colour))
+        if metric in here:
+            panel.marks += _marks(axis, axis.log.metric(metric), run_colour)
+        if metric in here and len(runs) == 1:
+            panel.lost += _lost(axis, metric, view)
+    return panel
+
+
+def _curve(series: Series, axis: _Axis, view: View, run_colour: str) -> Curve:
+    values = _seen(series, view)
+    window = automatic_window(len(values)) if view.smooth is None else view.smooth
+    dotted = is_of_evaluation(series.name) and len(values) <= MOST_DOTS
+    smoothed = smooth(values, window) if window > 1 and not dotted else None
+    x = axis.of(series)
+    placed = np.isfinite(x)
+    return Curve(
+        run=axis.log.name,
+        metric=series.name,
+        colour=run_colour,
+        x=x[placed],
+        values=values[placed],
+        smoothed=None if smoothed is None else smoothed[placed],
+        dotted=dotted,
+    )
+
+
+def _marks(axis: _Axis, series: Series, run_colour: str) -> list[Mark]:
+    restarts = axis.log.restarts()
+    if not restarts or not len(series):
+        return []
+    steps = np.array([(restart.step, restart.reached) for restart in restarts], np.float64)
+    places = axis.of_steps(steps.ravel(), series).reshape(-1, 2).tolist()
+    return [
+        Mark(x, reached, restart.leg is None, run_colour)
+        for restart, (x, reached) in zip(restarts, places, strict=True)
+    ]
+
+
+def _lost(axis: _Axis, metric: str, view: View) -> list[LostCurve]:
+    series = [tail.series(metric) for tail in axis.log.tails()]
+    return [LostCurve(axis.of(each), _seen(each, view)) for each in series if len(each)]
+
+
+def _seen(series: Series, view: View) -> Floats:
+    """The values that are drawn."""
+    if not (view.perplexity and _is_loss(series.name)):
+        return series.values
+    with np.errstate(over="ignore"):
+        return np.exp(series.values)
+
+
+def _title(logs: Sequence[Log]) -> str:
+    names = [log.name for log in logs]
+    return " and ".join(names) if len(names) <= 2 else f"{len(names)} runs"
+
+
+def _first_metric(logs: Sequence[Log]) -> str:
+    names = [name for log in logs for name in ([log.loss] if log.loss else log.metrics())]
+    if not names:
+        raise NotFound(f"nothing to draw: no metric in {', '.join(log.name for log in logs) or 'no log'}")
+    return names[0]
+
+
+def _evaluations_of(metric: str, names: Sequence[str]) -> list[str]:
+    if is_of_evaluation(metric):
+        return []
+    measure = metric.removeprefix("train").lstrip("_/")
+    return [name for name in names if is_of_evaluation(name) and name.endswith((f"_{measure}", f"/{measure}"))]
+
+
+def _is_loss(name: str) -> bool:
+    return name.endswith("loss")
+
+
+def _tokens(log: Log) -> Series:
+    names = log.metrics()
+    for name in TOKENS:
+        if name in names:
+            series = log.metric(name)
+            if len(series) and np.all(np.diff(series.values) >= 0):
+                return series
+    raise _no_axis(log, "tokens", f" (looked for {', '.join(TOKENS)})")
+
+
+def _began(log: Log) -> float:
+    firsts = [series.times for name in log.metrics()[:8] if (series := log.metric(name)).times is not None]
+    known = [float(np.nanmin(times)) for times in firsts if times is not None and np.isfinite(times).any()]
+    if not known:
+        raise _no_axis(log, "time")
+    return min(known)
+
+
+def _longest(logs: Sequence[Log]) -> float:
+    """Seconds from the first to the last record of the run that took the longest."""
+    ends = []
+    for log in logs:
+        began = _began(log)
+        for name in log.metrics()[:8]:
+            times = log.metric(name).times
+            if times is not None and np.isfinite(times).any():
+                ends.append(float(np.nanmax(times)) - began)
+    return max(ends, default=0.0)
+
+
+def _no_axis(log: Log, x: str, hint: str = "") -> ConfigurationError:
+    return ConfigurationError(f"x is {x!r}, and {log.name} does not log it{hint}; take another one")

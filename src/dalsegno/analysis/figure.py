@@ -1,0 +1,203 @@
+"""Panels on paper, with matplotlib."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import EngFormatter, FuncFormatter, LogFormatter
+
+from dalsegno.errors import ConfigurationError
+
+from .curves import Curve, Panel, value_range
+from .downsample import downsample
+from .palette import LOST
+from .view import View
+
+FORMATS = ("png", "svg", "pdf")
+DPI = 144
+BUCKETS = 1200
+"""Stretches into which a curve is divided: about the pixels that it is wide."""
+INK = "#333333"
+MOST_INSIDE = 9
+"""Entries of a legend inside of the axes; a longer one stands beside them."""
+
+_STYLES: dict[bool, tuple[int, tuple[int, int]]] = {False: (0, (5, 3)), True: (0, (1, 2))}
+_SHAPES = {False: "^", True: "<"}
+"""Of restarts and of rollbacks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A figure that can be saved, and shows itself in a notebook."""
+
+    figure: Figure
+
+    def save(self, path: str | Path) -> Path:
+        """Write a file of the kind that its suffix says: ``.png``, ``.svg`` or ``.pdf``; gives its path back.
+
+        Raises:
+            ConfigurationError: for another suffix.
+        """
+        path = Path(path)
+        if path.suffix[1:].lower() not in FORMATS:
+            raise ConfigurationError(f"{path}: pictures end in {', '.join(f'.{each}' for each in FORMATS)}")
+        undated = {"CreationDate": None} if path.suffix.lower() == ".pdf" else {"Date": None}
+        self.figure.savefig(path, dpi=DPI, metadata=None if path.suffix.lower() == ".png" else undated)
+        return path
+
+    def _repr_png_(self) -> bytes:
+        data = io.BytesIO()
+        self.figure.savefig(data, format="png", dpi=DPI)
+        return data.getvalue()
+
+
+def draw(rows: Sequence[Sequence[Panel]], view: View) -> Picture:
+    """Rows of panels, below each other; those of a row share their scales, those of a column their x axis."""
+    columns = max(map(len, rows))
+    height = 4.8 if len(rows) == 1 else 3.2 * len(rows)
+    figure = Figure(figsize=(9 if columns == 1 else 4.6 * columns, height), layout="constrained")
+    grid = figure.subplots(len(rows), columns, sharex="col", sharey="row", squeeze=False)
+    for number, (panels, line) in enumerate(zip(rows, grid, strict=True)):
+        for panel, axes in zip(panels, line, strict=True):
+            _draw_panel(axes, panel, view, titled=number == 0)
+            axes.label_outer()
+        _scale_values(list(line), panels, view)
+    return Picture(figure)
+
+
+def _draw_panel(axes: Axes, panel: Panel, view: View, *, titled: bool) -> None:
+    for lost in panel.lost:
+        kept = downsample(lost.values, BUCKETS)
+        axes.plot(lost.x[kept], lost.values[kept], color=LOST, linewidth=5, alpha=0.45, solid_capstyle="butt", zorder=1)
+    runs = panel.runs
+    for curve in panel.curves:
+        _draw_curve(axes, curve, wider=len(runs) - 1 - runs.index(curve.run) if len(runs) <= 3 else 0)
+    _draw_marks(axes, panel)
+    _draw_broken(axes, panel.curves)
+    if titled:
+        axes.set_title(panel.title, loc="left", fontsize=11, fontweight="bold", color=INK)
+    axes.set_xlabel(panel.x_label, color=INK)
+    axes.set_ylabel(panel.y_label, color=INK)
+    axes.xaxis.set_major_formatter(EngFormatter(sep="") if view.x == "tokens" else FuncFormatter(plain))
+    axes.grid(alpha=0.2, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#999999")
+    axes.tick_params(which="both", color="#999999", labelcolor=INK, labelsize=9)
+    axes.margins(x=0.01)
+    if view.xlim is not None:
+        axes.set_xlim(*view.xlim)
+    if len(handles := _legend(panel)) > 1:
+        if len(handles) > MOST_INSIDE:
+            axes.legend(handles=handles, fontsize=8.5, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        else:
+            axes.legend(handles=handles, fontsize=8.5, framealpha=0.85, edgecolor="none", loc="best")
+
+
+def plain(value: float, _: int | None) -> str:
+    """A place on an axis: ``25,000``, ``0.5``."""
+    return f"{value:,.0f}" if value == round(value) else f"{value:g}"
+
+
+def _draw_curve(axes: Axes, curve: Curve, wider: float) -> None:
+    """``wider``, in points, lets a run be seen below one that is the same."""
+    kept = downsample(curve.values, BUCKETS)
+    x, values = curve.x[kept], curve.values[kept]
+    if curve.dotted:
+        axes.plot(x, values, "-", color=curve.colour, linewidth=0.7, alpha=0.5, zorder=3)
+        (dots,) = axes.plot(x, values, "o", color=curve.colour, markersize=6 + wider, zorder=4)
+        dots.set_markeredgecolor("white")
+        dots.set_markeredgewidth(0.7)
+    elif curve.smoothed is None:
+        axes.plot(x, values, color=curve.colour, linewidth=1.5 + wider, zorder=2)
+    else:
+        axes.plot(x, values, color=curve.colour, linewidth=0.7, alpha=0.28, zorder=2)
+        kept = downsample(curve.smoothed, BUCKETS)
+        axes.plot(curve.x[kept], curve.smoothed[kept], color=curve.colour, linewidth=1.9 + wider, zorder=3)
+
+
+def _draw_marks(axes: Axes, panel: Panel) -> None:
+    """Lines through a panel of one run; where there are several, ticks of their colours above the x axis."""
+    for mark in panel.marks:
+        if len(panel.runs) == 1:
+            axes.axvline(mark.x, color=INK, linewidth=0.9, alpha=0.6, linestyle=_STYLES[mark.rollback], zorder=0)
+        else:
+            above = axes.get_xaxis_transform()
+            axes.plot([mark.x], [0.02], _SHAPES[mark.rollback], color=mark.colour, transform=above, zorder=5)
+
+
+def _draw_broken(axes: Axes, curves: Sequence[Curve]) -> None:
+    """Crosses along the upper edge where a value is not finite; those that would touch are one."""
+    for curve in curves:
+        x = curve.x[~np.isfinite(curve.values)]
+        if len(x):
+            space = float(np.ptp(curve.x)) / 80 or 1.0
+            _, apart = np.unique(np.floor(x / space), return_index=True)
+            top = axes.get_xaxis_transform()
+            axes.plot(x[apart], np.full(len(apart), 0.98), "x", color=curve.colour, transform=top, zorder=5)
+
+
+def _legend(panel: Panel) -> list[Line2D]:
+    """The runs by their colours; then, once each, what all have in common."""
+    curves, marks = panel.curves, panel.marks
+    runs = panel.runs
+    handles = []
+    for run in runs:
+        curve = next(curve for curve in curves if curve.run == run)
+        label = run if len(runs) > 1 else panel.metric
+        handles.append(Line2D([], [], color=curve.colour, linewidth=1.9, label=label))
+    dots = [curve for curve in curves if curve.dotted]
+    if dots:
+        colour = dots[0].colour if len(runs) == 1 else INK
+        names = ", ".join(dict.fromkeys(curve.metric for curve in dots))
+        handles.append(Line2D([], [], color=colour, marker="o", linestyle="", label=names))
+    if any(curve.smoothed is not None for curve in curves):
+        handles.append(Line2D([], [], color=INK, linewidth=0.8, alpha=0.45, label="as logged"))
+    if panel.lost:
+        handles.append(Line2D([], [], color=LOST, linewidth=5, alpha=0.45, label="logged in vain, done again"))
+    for rollback, name in ((False, "restart"), (True, "rollback")):
+        if any(mark.rollback == rollback for mark in marks):
+            if len(runs) == 1:
+                line = Line2D([], [], color=INK, alpha=0.6, linewidth=0.9, linestyle=_STYLES[rollback], label=name)
+            else:
+                line = Line2D([], [], color=INK, alpha=0.6, linestyle="", marker=_SHAPES[rollback], label=name)
+            handles.append(line)
+    if any(not np.isfinite(curve.values).all() for curve in curves):
+        handles.append(Line2D([], [], color=INK, marker="x", linestyle="", label="not finite"))
+    return handles
+
+
+def _scale_values(line: list[Axes], panels: Sequence[Panel], view: View) -> None:
+    """The scale that the panels of a row share; and how many values lie outside of it, said in each."""
+    curves = [curve for panel in panels for curve in panel.curves]
+    span = value_range(curves, view)
+    if span is not None:
+        line[0].set_ylim(*_with_air(*span, log=view.log))
+    if view.log:
+        line[0].set_yscale("log")
+        line[0].yaxis.set_major_formatter(LogFormatter())
+        line[0].yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.6)))
+    if view.ylim is not None:
+        line[0].set_ylim(*view.ylim)
+    low, high = line[0].get_ylim()
+    for axes, panel in zip(line, panels, strict=True):
+        values = np.concatenate([curve.values[np.isfinite(curve.values)] for curve in panel.curves] or [np.empty(0)])
+        outside = [(int((values > high).sum()), "above"), (int((values < low).sum()), "below")]
+        told = ", ".join(f"{count:,} {where}" for count, where in outside if count)
+        if told:
+            axes.annotate(f"not shown: {told}", (1, 1), xycoords="axes fraction", ha="right", va="bottom", fontsize=8)
+
+
+def _with_air(low: float, high: float, *, log: bool) -> tuple[float, float]:
+    if log:
+        ends = _with_air(math.log10(low), math.log10(high), log=False)
+        return 10 ** ends[0], 10 ** ends[1]
+    air = 0.04 * (high - low) or 0.04 * abs(high) or 0.04
+    return low - air, high + air

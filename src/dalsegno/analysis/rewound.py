@@ -1,0 +1,101 @@
+"""Where a run went back: restarts and rollbacks, and what had been logged in vain by then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from dalsegno.logs import Leg, ReadReport, read_records
+from dalsegno.logs.values import Record
+
+from .series import Series
+
+BY_ITSELF = ("finished", "stopped", "exhausted")
+"""How a leg ends that has saved its last step: what the next one cuts off is none of its records."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """What was cut off a log when the run went back: at least one record, in the order in which they were logged."""
+
+    path: Path
+    records: tuple[Record, ...]
+    """Each has a ``global_step``."""
+
+    @property
+    def first_step(self) -> int:
+        return int(self.records[0]["global_step"])
+
+    @property
+    def last_step(self) -> int:
+        return int(self.records[-1]["global_step"])
+
+    @property
+    def timestamp(self) -> float:
+        """Of the last record, in UTC seconds; NaN if it has none."""
+        return _number(self.records[-1].get("timestamp"))
+
+    def series(self, metric: str) -> Series:
+        """A metric as it was logged in vain; empty if it was not."""
+        records = [record for record in self.records if isinstance(record.get(metric), (int, float))]
+        return Series(
+            name=metric,
+            run=self.path.name,
+            steps=np.array([record["global_step"] for record in records], np.int64),
+            values=np.array([record[metric] for record in records], np.float64),
+            epochs=np.array([_number(record.get("epoch")) for record in records], np.float64),
+            times=np.array([_number(record.get("timestamp")) for record in records], np.float64),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """One time that the run went back, or on in a new process. Steps are counts of finished optimizer steps."""
+
+    step: int
+    """From where it went on: the checkpoint's step; after a rollback, the step before the first one done again."""
+    reached: int
+    """How far the log had come; the steps in between were done again. Equal to ``step`` if there were none."""
+    leg: int | None
+    """The leg that began, from 2; None for a rollback within a leg."""
+
+    @property
+    def redone(self) -> int:
+        return self.reached - self.step
+
+
+def read_tails(log: Path) -> list[Tail]:
+    """The archived tails of a log file, oldest first. One without any record with a step is left out."""
+    tails = []
+    for path in sorted((log.parent / "rewound").glob(f"{log.name}.*")):
+        records = [record for record in read_records(path, ReadReport()) if isinstance(record.get("global_step"), int)]
+        if records:
+            tails.append(Tail(path, tuple(records)))
+    return tails
+
+
+def find_restarts(legs: Sequence[Leg], tails: Sequence[Tail]) -> list[Restart]:
+    """Every start of a leg but the first, and every rollback, in the order of time.
+
+    A tail belongs to the leg in whose time its last record was logged. The last one of a leg that could not save any
+    more is what the next leg cut off; every other one was cut off by a rollback.
+    """
+    restarts = []
+    for index, leg in enumerate(legs):
+        following = legs[index + 1] if index + 1 < len(legs) else None
+        until = following.started if following is not None else float("inf")
+        own = [tail for tail in tails if leg.started <= tail.timestamp < until]
+        cut_by_restart = own.pop() if own and following is not None and leg.reason not in BY_ITSELF else None
+        restarts += [Restart(max(0, tail.first_step - 1), tail.last_step, None) for tail in own]
+        if following is not None:
+            step = following.first_step
+            reached = max(step, cut_by_restart.last_step) if cut_by_restart is not None else step
+            restarts.append(Restart(step, reached, following.leg))
+    return restarts
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, (int, float)) else float("nan")

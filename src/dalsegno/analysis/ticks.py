@@ -1,0 +1,34 @@
+"""Round numbers along an axis."""
+
+from __future__ import annotations
+
+import math
+
+
+def nice_ticks(low: float, high: float, most: int) -> list[float]:
+    """At most ``most`` multiples of 1, 2 or 5 times a power of ten, from ``low`` to ``high``, both finite."""
+    if not high > low:
+        return [low]
+    rough = (high - low) / most
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(step for factor in (1, 2, 5, 10) if (step := factor * power) >= rough * (1 - 1e-9))
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [index * step for index in range(first, last + 1)][: most + 1]
+
+
+def log_ticks(low: float, high: float, most: int) -> list[float]:
+    """Powers of ten from ``low`` to ``high``, both over 0; with 2 and 5 times these, where there are few."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for factors in ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 5), (1,)):
+        found = [factor * 10.0**power for power in powers for factor in factors if low <= factor * 10.0**power <= high]
+        if len(found) <= most:
+            return found
+    return found[:: -(-len(found) // most)]
+
+
+def tick_label(value: float, step: float) -> str:
+    """With the digits that tell it from its neighbour: ``0.25``, ``1,500``, ``2e+09``."""
+    if value and not 1e-4 <= abs(value) < 1e7:
+        return f"{value:.3g}"
+    digits = max(0, -math.floor(math.log10(step) + 1e-9)) if step > 0 else 0
+    return f"{value:,.{digits}f}"

@@ -1,0 +1,97 @@
+"""Hold runs against the first one, step by step: where do they part, how far apart are they at the end?
+
+A run differs from the first step on at which its number is another one; it parts where the mean difference leaves the
+noise of the two curves and stays outside. The last columns are means over the last records. Exit status 1 if a run
+parts.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from dalsegno.errors import ConfigurationError
+
+from .arguments import add_json, add_runs
+from .pictures import add_output, output_path, write
+from .plot import add_metrics
+
+if TYPE_CHECKING:
+    from dalsegno.analysis import TrainingLog
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    add_runs(parser)
+    add_metrics(parser, "default: the loss, and evaluation's")
+    parser.add_argument("--window", type=int, metavar="N", help="records to average; default: a twentieth, at most 50")
+    parser.add_argument(
+        "--sigmas",
+        type=float,
+        default=4.0,
+        metavar="S",
+        help="standard errors that are noise; default: %(default)g",
+    )
+    add_output(parser, None)
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """
+    Raises:
+        NotFound: if there is no run.
+        UnknownName: for a metric that one of them does not have.
+        ConfigurationError: for fewer than two runs, or a value that cannot work.
+    """
+    from dalsegno.analysis import open_logs, plot_logs
+    from dalsegno.cli.tables import Column, number, print_json, print_table
+
+    path = output_path(arguments, "compare") if arguments.output or arguments.format else None
+    logs = open_logs(arguments.runs, arguments.step_key)
+    if len(logs) < 2:
+        raise ConfigurationError(f"there is one run, {logs[0].name}; a comparison needs two")
+    metrics = arguments.metrics or _in_common(logs)
+    rows = [_row(logs[0], other, metric, arguments) for metric in metrics for other in logs[1:]]
+    if path is not None:
+        write(plot_logs(logs, metrics, compare=True), path, quiet=arguments.json)
+    if arguments.json:
+        print_json({"first": logs[0].name, "comparisons": rows})
+    else:
+        print(f"beside {logs[0].name}:")
+        print_table(
+            [
+                Column("metric", "metric"),
+                Column("run", "run"),
+                Column("records", "compared", number, True),
+                Column("differs_at", "differs at", number, True),
+                Column("parts_at", "parts at", number, True, lambda step: "" if step is None else "red"),
+                Column("last_step", "last step", number, True),
+                Column("first", logs[0].name, number, True),
+                Column("second", "this one", number, True),
+                Column("difference", "difference", number, True),
+                Column("noise", "noise", number, True),
+            ],
+            rows,
+        )
+    return 1 if any(row["parts_at"] is not None for row in rows) else 0
+
+
+def _in_common(logs: list[TrainingLog]) -> list[str]:
+    """The loss and evaluation's losses, of those that all of the runs have."""
+    shared = [name for name in logs[0].metrics() if all(name in log.metrics() for log in logs)]
+    chosen = [name for name in shared if name == logs[0].loss or (name.startswith("eval") and name.endswith("loss"))]
+    if not chosen:
+        names = ", ".join(shared) or "none"
+        raise ConfigurationError(f"the runs have no loss in common; choose with --metrics from these: {names}")
+    return chosen
+
+
+def _row(first: TrainingLog, other: TrainingLog, metric: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from dalsegno.analysis import compare_series
+
+    result = compare_series(
+        first.metric(metric), other.metric(metric), window=arguments.window, sigmas=arguments.sigmas
+    )
+    return {"metric": metric, "run": other.name, **asdict(result)}

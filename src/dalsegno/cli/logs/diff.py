@@ -1,0 +1,81 @@
+"""Compare two logs record by record. What tells the time does not count.
+
+Exit status 1 if they differ. Two runs of which one was killed and resumed have the same records.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .arguments import add_json
+
+if TYPE_CHECKING:
+    from dalsegno.analysis import RecordDifference, TrainingLog
+    from dalsegno.logs.values import Record
+
+SHOWN = 10
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    for name, metavar in (("first", "A"), ("second", "B")):
+        parser.add_argument(name, metavar=metavar, type=Path, help="a run's folder or a log file")
+    parser.add_argument("--step-key", metavar="NAME", help="what the records call the step, if it has an unusual name")
+    parser.add_argument("-q", "--quiet", action="store_true", help="stop at the first difference, and say nothing")
+    parser.add_argument(
+        "-n", "--most", type=int, default=SHOWN, metavar="N", help="differing records to show; default: %(default)s"
+    )
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """
+    Raises:
+        NotFound: if there is no such log.
+    """
+    from itertools import islice
+
+    from dalsegno.analysis import diff_records, open_log
+    from dalsegno.cli.tables import Column, print_json, print_table
+
+    first, second = (open_log(path, arguments.step_key) for path in (arguments.first, arguments.second))
+    found = diff_records(_with_header(first), _with_header(second))
+    if arguments.quiet:
+        return 1 if any(True for _ in found) else 0
+    shown = list(islice(found, max(1, arguments.most)))
+    more = sum(1 for _ in found)
+    rows = [row for difference in shown for row in _rows(difference)]
+    if arguments.json:
+        print_json({"identical": not shown, "differing_records": len(shown) + more, "differences": rows})
+    elif shown:
+        columns = [Column("step", "step", right=True), Column("kind", "kind"), Column("field", "field")]
+        print_table([*columns, Column("first", first.name), Column("second", second.name)], rows)
+        print(f"{len(shown) + more:,} records differ" + (f"; the first {len(shown)} are shown" if more else ""))
+    else:
+        print("No record differs.")
+    return 1 if shown else 0
+
+
+def _with_header(log: TrainingLog) -> Iterator[Record]:
+    if log.header:
+        yield {"kind": "header", **log.header}
+    yield from log.records()
+
+
+def _rows(difference: RecordDifference) -> list[dict[str, Any]]:
+    where = {"step": difference.step, "kind": difference.kind}
+    if difference.only_in is not None:
+        here = {"first": "the record", "second": "the record"}
+        return [{**where, "field": None, **here, ("second" if difference.only_in == "first" else "first"): "missing"}]
+    return [
+        {**where, "field": field.field, "first": _told(field.first), "second": _told(field.second)}
+        for field in difference.fields
+    ]
+
+
+def _told(value: Any) -> Any:
+    """As it can be printed, down to the last digit."""
+    return value if isinstance(value, (str, int, float)) or value is None else repr(value)

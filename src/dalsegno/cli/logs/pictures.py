@@ -1,0 +1,47 @@
+"""Arguments of the commands that draw, and where their pictures go."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dalsegno.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from dalsegno.analysis.figure import Picture
+
+FORMATS = ("png", "svg", "pdf")
+
+
+def add_output(parser: argparse.ArgumentParser, default: str | None) -> None:
+    """``-o`` and ``--format``; ``default`` is the file's name without suffix, None: nothing is written unless asked."""
+    told = f"default: {default}.png" if default else "default: none is written"
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=f"the picture; {told}")
+    parser.add_argument("--format", choices=FORMATS, help="of the picture, where the file's name does not say it")
+
+
+def output_path(arguments: argparse.Namespace, default: str) -> Path:
+    """Where the picture goes.
+
+    Raises:
+        ConfigurationError: if the file's name says another format than ``--format``, or one that cannot be written.
+    """
+    wished: str | None = arguments.format
+    path: Path = arguments.output or Path(f"{default}.{wished or 'png'}")
+    suffix = path.suffix[1:].lower()
+    if suffix not in FORMATS and wished is not None:
+        return path.with_name(f"{path.name}.{wished}")
+    if suffix not in FORMATS:
+        raise ConfigurationError(f"-o {path}: pictures end in {', '.join(f'.{each}' for each in FORMATS)}")
+    if wished not in (None, suffix):
+        raise ConfigurationError(f"-o {path} and --format {wished} do not fit; leave one of them out")
+    if not path.absolute().parent.is_dir():
+        raise ConfigurationError(f"-o {path}: there is no folder {path.parent}")
+    return path
+
+
+def write(picture: Picture, path: Path, *, quiet: bool) -> None:
+    picture.save(path)
+    if not quiet:
+        print(f"wrote {path}")
