@@ -28,6 +28,16 @@ RECIPES: dict[str, Callable[[], ds.Callback]] = {
     "ProgressCallback": lambda: callbacks.ProgressCallback(use_tqdm=False),
     "ProgressCallback with bars": lambda: callbacks.ProgressCallback(use_tqdm=True),
     "InfoCallback": lambda: callbacks.InfoCallback(verbose=True),
+    "ComputeNorm": lambda: callbacks.ComputeNorm(per_layer=True),
+    "EarlyStopping": lambda: callbacks.EarlyStopping(patience=100),
+    "ExpertLoadBalance": lambda: callbacks.ExpertLoadBalance(every=2, router=r"layers\.3$"),
+    "GarbageCollection": lambda: callbacks.GarbageCollection(every=2),
+    "GradHistogram": lambda: callbacks.GradHistogram(every=2),
+    "LearningDynamics": lambda: callbacks.LearningDynamics(every=2),
+    "LogOptimizerParamGroup": lambda: callbacks.LogOptimizerParamGroup(["lr", "weight_decay"]),
+    "PeakMemory": lambda: callbacks.PeakMemory(do_log=True),
+    "ScaleLoss": lambda: callbacks.ScaleLoss(1.0),
+    "ScopedFlags": lambda: callbacks.ScopedFlags({"cudnn.benchmark": True}),
 }
 
 every_builtin = pytest.mark.parametrize("name", sorted({*callbacks.__all__, *RECIPES}))

@@ -4,14 +4,32 @@ from __future__ import annotations
 
 from dalsegno.callback import Callback
 
+from .check_loss import CheckLoss
 from .compute_norm import ComputeNorm
+from .count_params import CountParams
 from .default_metrics import DefaultMetrics
 from .divergence_detector import DivergenceDetector
+from .duration_profiler import DurationProfiler
+from .early_stopping import EarlyStopping
+from .expert_load_balance import ExpertLoadBalance
+from .garbage_collection import GarbageCollection
+from .grad_histogram import GradHistogram
 from .grad_norm_logger import GradNormLogger
+from .hang_watchdog import HangWatchdog
 from .info_callback import InfoCallback
 from .json_logger import JsonLogger
+from .learning_dynamics import LearningDynamics
+from .log_input_summaries import LogInputSummaries
+from .log_optimizer_param_group import LogOptimizerParamGroup
+from .nan_checker import NaNChecker
 from .parameter_norm_logger import ParameterNormLogger
+from .peak_memory import PeakMemory
 from .progress_callback import ProgressCallback
+from .rate_profiler import RateProfiler
+from .samples_streamed_info import SamplesStreamedInfo
+from .scale_loss import ScaleLoss
+from .scoped_flags import ScopedFlags
+from .slow_rank_detector import SlowRankDetector
 from .weight_norm_logger import WeightNormLogger
 
 
@@ -21,13 +39,31 @@ def default_callbacks() -> list[Callback]:
 
 
 __all__ = [
+    "CheckLoss",
     "ComputeNorm",
+    "CountParams",
     "DefaultMetrics",
     "DivergenceDetector",
+    "DurationProfiler",
+    "EarlyStopping",
+    "ExpertLoadBalance",
+    "GarbageCollection",
+    "GradHistogram",
     "GradNormLogger",
+    "HangWatchdog",
     "InfoCallback",
     "JsonLogger",
+    "LearningDynamics",
+    "LogInputSummaries",
+    "LogOptimizerParamGroup",
+    "NaNChecker",
     "ParameterNormLogger",
+    "PeakMemory",
     "ProgressCallback",
+    "RateProfiler",
+    "SamplesStreamedInfo",
+    "ScaleLoss",
+    "ScopedFlags",
+    "SlowRankDetector",
     "WeightNormLogger",
 ]

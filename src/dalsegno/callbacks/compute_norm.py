@@ -8,8 +8,9 @@ from collections.abc import Mapping
 
 from dalsegno.callback import Callback
 from dalsegno.contexts import Context, LogContext
-from dalsegno.errors import ConfigurationError
 from dalsegno.pieces import Readings, gradient_pieces, norms, parameter_pieces
+
+from .arguments import flag
 
 
 class ComputeNorm(Callback):
@@ -33,9 +34,7 @@ class ComputeNorm(Callback):
     makes_wishes = False
 
     def __init__(self, per_layer: bool = False) -> None:
-        if not isinstance(per_layer, bool):
-            raise ConfigurationError(f"ComputeNorm: per_layer={per_layer!r}; allowed are True and False")
-        self._per_layer = per_layer
+        self._per_layer = flag("ComputeNorm", "per_layer", per_layer)
         self._gradients: Readings | None = None
         self._of_step = 0
 

@@ -12,6 +12,7 @@ from dalsegno.errors import ConfigurationError
 from dalsegno.pieces import norms, parameter_pieces
 from dalsegno.spectral import SpectralNorms
 
+from .arguments import flag, whole
 from .record_callback import RecordCallback
 
 
@@ -37,17 +38,12 @@ class ParameterNormLogger(RecordCallback):
 
     def __init__(self, log_norms: bool = True, log_spectral_norms: bool = True, power_iter_steps: int = 10) -> None:
         super().__init__("logs/parameter_norms.jsonl")
-        for name, value in (("log_norms", log_norms), ("log_spectral_norms", log_spectral_norms)):
-            if not isinstance(value, bool):
-                raise ConfigurationError(f"ParameterNormLogger: {name}={value!r}; allowed are True and False")
-        if type(power_iter_steps) is not int or power_iter_steps < 1:
-            raise ConfigurationError(
-                f"ParameterNormLogger: power_iter_steps={power_iter_steps!r}; needs a whole number of at least 1"
-            )
-        if not (log_norms or log_spectral_norms):
+        steps = whole("ParameterNormLogger", "power_iter_steps", power_iter_steps)
+        self._log_norms = flag("ParameterNormLogger", "log_norms", log_norms)
+        is_spectral = flag("ParameterNormLogger", "log_spectral_norms", log_spectral_norms)
+        if not (log_norms or is_spectral):
             raise ConfigurationError("ParameterNormLogger: log_norms=False and log_spectral_norms=False writes nothing")
-        self._log_norms = log_norms
-        self._spectral = SpectralNorms(power_iter_steps) if log_spectral_norms else None
+        self._spectral = SpectralNorms(steps) if is_spectral else None
         self._last_step = -1
 
     def on_evaluate(self, ctx: EvaluateContext) -> None:

@@ -1,0 +1,66 @@
+"""CheckLoss: ends a run whose loss is no number any more, and says where that began."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from dalsegno import ranks
+from dalsegno.callback import Callback
+from dalsegno.contexts import Context, LogContext, MicrobatchEndContext, StepEndContext, TrainBeginContext
+
+
+class CheckLoss(Callback):
+    """Ends the training, without a checkpoint, once a micro-batch's loss is NaN or infinite.
+
+    The reason names the first such micro-batch, its step and the rank that met it. Each loss is looked at where it
+    lies; the answer is read at the steps that log or save, so that the device is never waited for in between and no
+    checkpoint is written of weights that a broken loss has touched. Padding is not looked at.
+    """
+
+    makes_wishes = False  # but at steps that log or save, where the ranks agree anyway
+
+    def __init__(self) -> None:
+        self._first: tuple[Tensor, Tensor, Tensor] | None = None
+        """Step (0: there is none), micro-batch and value of the first broken loss; 0-dim, on the device."""
+
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        self._first = None
+
+    def on_microbatch_end(self, ctx: MicrobatchEndContext) -> None:
+        if not ctx.samples:
+            return
+        loss: Tensor = ctx.outputs["loss"].detach().float()
+        if self._first is None:
+            nothing = torch.zeros((), dtype=torch.long, device=loss.device)
+            self._first = nothing, nothing, loss
+        step, index, value = self._first
+        is_first = (step == 0) & ~loss.isfinite()
+        self._first = (
+            torch.where(is_first, ctx.state.global_step + 1, step),
+            torch.where(is_first, ctx.index, index),
+            torch.where(is_first, loss, value),
+        )
+
+    def on_step_end(self, ctx: StepEndContext) -> None:
+        if ctx.state.will_save and not ctx.state.will_log:  # else the record comes first, and asks all ranks
+            self._judge(ctx, {ranks.rank(): self._read()})
+
+    def on_log_step(self, ctx: LogContext) -> None:
+        if ctx.kind == "train":
+            self._judge(ctx, dict(enumerate(ranks.gather_floats(self._read()))))
+
+    def _read(self) -> list[float]:
+        """Step, micro-batch and value of this rank's first broken loss; a step of 0 if there is none."""
+        if self._first is None:
+            return [0.0, 0.0, 0.0]
+        return [float(number) for number in torch.stack([each.double() for each in self._first]).tolist()]
+
+    def _judge(self, ctx: Context, found: Mapping[int, Sequence[float]]) -> None:
+        broken = sorted((step, rank, index, value) for rank, (step, index, value) in found.items() if step)
+        if broken:
+            step, rank, index, value = broken[0]
+            where = f"micro-batch {index:.0f} (from 0) of step {step:.0f} on rank {rank}"
+            ctx.control.stop(f"the loss is {value} in {where}", save=False)

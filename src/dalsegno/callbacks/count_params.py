@@ -1,0 +1,81 @@
+"""CountParams: how many parameters each part of the model has."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from torch import nn
+
+from dalsegno.callback import Callback
+from dalsegno.contexts import TrainBeginContext
+from dalsegno.pieces import cleaned
+
+from .arguments import whole
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterCount:
+    """Of one module and all below it. A tied parameter counts where it is met first."""
+
+    module: str
+    """Its name in the model; empty for the model itself."""
+    kind: str
+    """Its class."""
+    parameters: int
+    trained: int
+    size: int
+    """In bytes, of the whole parameters, on however many ranks they lie."""
+
+
+class CountParams(Callback):
+    """Prints, once, when training begins, a table of the model's modules and their parameters, on rank 0.
+
+    Args:
+        depth: how far down: 1 lists the model's own children; None everything that has parameters.
+
+    Raises:
+        ConfigurationError: if that is not a whole number.
+    """
+
+    ranks = "zero"
+    makes_wishes = False
+
+    def __init__(self, depth: int | None = 2) -> None:
+        self._depth = None if depth is None else whole("CountParams", "depth", depth)
+
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        print(table(count_parameters(ctx.model, self._depth)), flush=True)
+
+
+def count_parameters(model: nn.Module, depth: int | None = None) -> list[ParameterCount]:
+    """The model and its modules that have parameters, down to ``depth``, in the model's order."""
+    parameters: Counter[str] = Counter()
+    trained: Counter[str] = Counter()
+    size: Counter[str] = Counter()
+    for name, parameter in model.named_parameters():
+        parts = cleaned(name).split(".")[:-1]
+        for end in range(len(parts) + 1):
+            module = ".".join(parts[:end])
+            parameters[module] += parameter.numel()
+            trained[module] += parameter.numel() if parameter.requires_grad else 0
+            size[module] += parameter.numel() * parameter.element_size()
+    kinds = {cleaned(f"{name}.").removesuffix("."): type(module) for name, module in model.named_modules()}
+    return [
+        ParameterCount(name, kind.__name__.removeprefix("FSDP"), parameters[name], trained[name], size[name])
+        for name, kind in kinds.items()
+        if parameters[name] and (depth is None or not name or name.count(".") < depth)
+    ]
+
+
+def table(counts: list[ParameterCount]) -> str:
+    """As text, the model in the last line."""
+    rows = [("module", "class", "parameters", "trained", "MB")]
+    for each in [*counts[1:], *counts[:1]]:
+        title = each.module or "the model"
+        rows.append((title, each.kind, f"{each.parameters:,}", f"{each.trained:,}", f"{each.size / 1e6:,.2f}"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}  {e:>{widths[4]}}"
+        for a, b, c, d, e in rows
+    )

@@ -1,0 +1,82 @@
+"""DurationProfiler: where the time goes, and when the run is going to end."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+
+from dalsegno import ranks
+from dalsegno.callback import Callback
+from dalsegno.contexts import Context, LogContext, TrainBeginContext
+
+SECTIONS = ("data", "forward", "backward", "optimizer", "evaluate", "save", "other")
+
+
+class DurationProfiler(Callback):
+    """Adds to each record of training where the wall clock has gone since the last one, and how long is left:
+
+    - ``data_runtime``, ``forward_runtime``, ``backward_runtime``, ``optimizer_runtime``, ``evaluate_runtime``,
+      ``save_runtime``, ``other_runtime``: seconds, of the rank on which each took longest.
+    - ``remaining_runtime``: seconds to the last step, at the pace of the time since the last record. Only where the
+      number of steps is known.
+
+    It is the program's own time: on a GPU, whose work runs behind, a section's time may show in a later one, where the
+    program first waits. The device is not waited for; one small reduction a record.
+    """
+
+    makes_wishes = False
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._since = 0.0
+        self._last_log = 0.0
+        self._last_step = 0
+
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        self._seconds.clear()
+        self._since = self._last_log = time.perf_counter()
+        self._last_step = ctx.state.global_step
+
+    def on_microbatch_begin(self, ctx: Context) -> None:
+        self._account("data")
+
+    def on_before_backward(self, ctx: Context) -> None:
+        self._account("forward")
+
+    def on_microbatch_end(self, ctx: Context) -> None:
+        self._account("backward")
+
+    def on_step_end(self, ctx: Context) -> None:
+        self._account("optimizer")
+
+    def on_evaluate_begin(self, ctx: Context) -> None:
+        self._account("other")
+
+    def on_evaluate(self, ctx: Context) -> None:
+        self._account("evaluate")
+
+    def on_before_save(self, ctx: Context) -> None:
+        self._account("other")
+
+    def on_step_done(self, ctx: Context) -> None:
+        self._account("save" if ctx.state.will_save else "other")
+
+    def on_log_step(self, ctx: LogContext) -> None:
+        if ctx.kind != "train":
+            return
+        self._account("other")
+        microseconds = ranks.agree_max([int(self._seconds[section] * 1e6) for section in SECTIONS])
+        for section, value in zip(SECTIONS, microseconds, strict=True):
+            ctx.logs[f"{section}_runtime"] = value / 1e6
+        now, steps = time.perf_counter(), ctx.state.global_step - self._last_step
+        if ctx.state.max_steps > 0 and steps:
+            (pace,) = ranks.agree_max([int((now - self._last_log) / steps * 1e9)])
+            ctx.logs["remaining_runtime"] = pace / 1e9 * (ctx.state.max_steps - ctx.state.global_step)
+        self._seconds.clear()
+        self._last_log, self._last_step = now, ctx.state.global_step
+
+    def _account(self, section: str) -> None:
+        """Whatever has passed since the last look was spent on this."""
+        now = time.perf_counter()
+        self._seconds[section] += now - self._since
+        self._since = now

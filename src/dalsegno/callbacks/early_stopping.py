@@ -1,0 +1,77 @@
+"""EarlyStopping: ends a run that has stopped getting better."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+from dalsegno.callback import Callback
+from dalsegno.contexts import EvaluateContext
+from dalsegno.errors import UnknownName
+
+from .arguments import number, one_of, whole
+
+
+class EarlyStopping(Callback):
+    """Ends the training, with a checkpoint, when a metric has not improved in ``patience`` evaluations in a row.
+
+    Best value and count are part of each checkpoint: a resumed run stops where the unbroken one would. The count starts
+    over with a stop, so a run that is resumed after it (with more steps) has its patience again. NaN is no improvement.
+
+    Args:
+        metric: a name among the evaluation's metrics; with or without ``eval_``.
+        patience: how many evaluations in a row may bring no improvement.
+        min_delta: an improvement is one by more than this, in the metric's unit.
+        mode: ``"min"`` for a metric that should fall, ``"max"`` for one that should rise.
+        name: the key of its state in checkpoints; the class's name if None.
+
+    Raises:
+        ConfigurationError: for a value that cannot work.
+        UnknownName: at the first evaluation, if none of its sets has the metric; the message names the nearest.
+    """
+
+    def __init__(
+        self,
+        metric: str = "eval_loss",
+        patience: int = 3,
+        min_delta: float = 0.0,
+        mode: Literal["min", "max"] = "min",
+        *,
+        name: str | None = None,
+    ) -> None:
+        self.name = name
+        self._metric = metric if metric.startswith("eval_") else f"eval_{metric}"
+        self._patience = whole("EarlyStopping", "patience", patience)
+        self._min_delta = number("EarlyStopping", "min_delta", min_delta, least=0)
+        self._sign = -1.0 if one_of("EarlyStopping", "mode", mode, ["min", "max"]) == "max" else 1.0
+        self._best: float | None = None
+        self._best_step = 0
+        self._bad = 0
+        self._seen: dict[str, Any] = {}  # metrics of other sets, until the one that has it comes
+
+    def on_evaluate(self, ctx: EvaluateContext) -> None:
+        if self._metric not in ctx.metrics:
+            self._note_missing(ctx)
+            return
+        self._seen = {}
+        value, step = float(ctx.metrics[self._metric]), ctx.state.global_step
+        if not math.isnan(value) and (self._best is None or self._sign * (self._best - value) > self._min_delta):
+            self._best, self._best_step, self._bad = value, step, 0
+            return
+        self._bad += 1
+        if self._bad >= self._patience:
+            bad, self._bad = self._bad, 0
+            best = "never was a number" if self._best is None else f"was best at step {self._best_step}: {self._best:g}"
+            ctx.control.stop(f"{self._metric} {best}; no better in {bad} evaluations, now {value:g}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self._best, "best_step": self._best_step, "bad": self._bad}
+
+    def load_state_dict(self, state: Any) -> None:
+        self._best, self._best_step, self._bad = state["best"], state["best_step"], state["bad"]
+
+    def _note_missing(self, ctx: EvaluateContext) -> None:
+        if ctx.name in self._seen:  # every set has come round, and none has it
+            known = {metric for metrics in self._seen.values() for metric in metrics}
+            raise UnknownName("EarlyStopping: metric", self._metric, sorted(known))
+        self._seen[ctx.name] = list(ctx.metrics)

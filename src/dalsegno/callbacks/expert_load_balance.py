@@ -1,0 +1,114 @@
+"""ExpertLoadBalance: whether the experts of a mixture get equally much to do."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from dalsegno import ranks
+from dalsegno.callback import Callback
+from dalsegno.contexts import Context, LogContext, StepEndContext, TrainBeginContext, TrainEndContext
+from dalsegno.errors import ConfigurationError
+from dalsegno.pieces import cleaned
+
+from .arguments import whole
+
+
+class ExpertLoadBalance(Callback):
+    """Adds to the first record of training after every so many steps how the routers of a mixture of experts spread the
+    tokens of that step, over all ranks and micro-batches. For each router, under its name in the model:
+
+    - ``expert_load/<router>/max``: the busiest expert's share of the tokens, times the number of experts. 1 is balance.
+    - ``expert_load/<router>/entropy``: of the shares, over that of balance: 1 is balance, 0 is one expert for all.
+    - ``expert_load/<router>/idle``: how many experts got no token.
+
+    A router is a module whose name matches, and whose output (or the first tensor of it) holds a score for each expert
+    in its last dimension; a token goes to the ``top_k`` highest. Steps that are not due cost a look at a flag in each
+    router.
+
+    Args:
+        every: steps from one look to the next.
+        router: regular expression, found anywhere in a module's name.
+        top_k: experts that each token goes to.
+
+    Raises:
+        ConfigurationError: for a value that cannot work; and when training begins, if no module's name matches.
+    """
+
+    makes_wishes = False
+
+    def __init__(self, every: int = 100, router: str = r"(^|\.)(router|gate)$", top_k: int = 1) -> None:
+        self._every = whole("ExpertLoadBalance", "every", every)
+        self._top_k = whole("ExpertLoadBalance", "top_k", top_k)
+        try:
+            self._router = re.compile(router)
+        except re.error as error:
+            raise ConfigurationError(
+                f"ExpertLoadBalance: router={router!r} is no regular expression: {error}"
+            ) from error
+        self._handles: list[RemovableHandle] = []
+        self._counts: dict[str, Tensor] = {}
+        self._counting = False
+
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        self._counts, self._counting = {}, False
+        for name, module in ctx.model.named_modules():
+            if self._router.search(cleaned(name)):
+                self._handles.append(module.register_forward_hook(self._counter(cleaned(name))))
+        if not self._handles:
+            raise ConfigurationError(
+                f"ExpertLoadBalance: no module's name matches router={self._router.pattern!r}; the model has "
+                + ", ".join([name for name, _ in ctx.model.named_modules() if name][:20])
+            )
+
+    def on_step_begin(self, ctx: Context) -> None:
+        if (ctx.state.global_step + 1) % self._every == 0:
+            self._counts, self._counting = {}, True
+
+    def on_step_end(self, ctx: StepEndContext) -> None:
+        self._counting = False
+
+    def on_log_step(self, ctx: LogContext) -> None:
+        if ctx.kind != "train" or not self._counts:
+            return
+        counts, self._counts = self._counts, {}
+        names = sorted(counts)
+        gathered = ranks.sum_floats([count for name in names for count in counts[name].tolist()])
+        for name in names:
+            loads, gathered = gathered[: len(counts[name])], gathered[len(counts[name]) :]
+            ctx.logs |= _balance(f"expert_load/{name}", loads)
+
+    def on_train_end(self, ctx: TrainEndContext) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _counter(self, name: str) -> Any:
+        def count(module: nn.Module, args: Any, outputs: Any) -> None:
+            if not self._counting or not torch.is_grad_enabled():
+                return
+            scores = (
+                outputs if isinstance(outputs, Tensor) else next(each for each in outputs if isinstance(each, Tensor))
+            )
+            experts = scores.shape[-1]
+            chosen = scores.detach().reshape(-1, experts).topk(min(self._top_k, experts)).indices
+            numbers = torch.arange(experts, device=chosen.device)
+            counts = (chosen.reshape(-1, 1) == numbers).sum(0)
+            self._counts[name] = self._counts[name] + counts if name in self._counts else counts
+
+        return count
+
+
+def _balance(title: str, loads: list[float]) -> dict[str, float]:
+    total = sum(loads) or 1.0
+    shares = [load / total for load in loads]
+    entropy = -sum(share * math.log(share) for share in shares if share > 0)
+    return {
+        f"{title}/max": max(shares) * len(shares),
+        f"{title}/entropy": entropy / math.log(len(shares)) if len(shares) > 1 else 1.0,
+        f"{title}/idle": float(sum(load == 0 for load in loads)),
+    }

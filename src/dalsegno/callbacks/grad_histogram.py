@@ -1,0 +1,74 @@
+"""GradHistogram: how the sizes of every parameter's gradient entries are distributed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dalsegno.contexts import Context, StepEndContext
+from dalsegno.pieces import gradient_pieces, reduced
+
+from .arguments import whole
+from .record_callback import RecordCallback
+
+LOWEST, HIGHEST = -40, 16
+"""Powers of two between which there is a bin for each; beyond, the outermost bins take all."""
+_BINS = HIGHEST - LOWEST
+_COLUMNS = _BINS + 2  # zeros, bins, not finite
+
+
+class GradHistogram(RecordCallback):
+    """Writes a record into ``logs/grad_histograms.jsonl`` after every so many steps.
+
+    ``counts`` holds, for each parameter that has a gradient, how many of its entries lie in each bin by magnitude: bin
+    ``i`` is 2^(``lowest`` + i) ≤ |g| < 2^(``lowest`` + i + 1), from ``lowest`` = -40 on; smaller and larger ones are
+    in the first and the last. ``zeros`` and ``nonfinite`` count what is in no bin. Gradients are those of the whole
+    model, reduced, unscaled and not clipped. Other steps cost nothing.
+
+    Args:
+        every: steps from one record to the next.
+
+    Raises:
+        ConfigurationError: if that is not a whole number.
+    """
+
+    def __init__(self, every: int = 100) -> None:
+        super().__init__("logs/grad_histograms.jsonl")
+        self._every = whole("GradHistogram", "every", every)
+        self._names: list[str] = []
+        self._counts: Tensor | None = None
+
+    def on_gradients_ready(self, ctx: Context) -> None:
+        if (ctx.state.global_step + 1) % self._every == 0:
+            pieces = gradient_pieces(ctx.model)
+            counts = reduced(pieces, _histograms)
+            existing = [number for number, piece in enumerate(pieces) if piece.exists]
+            self._names, self._counts = [pieces[number].name for number in existing], counts[existing]
+
+    def on_step_end(self, ctx: StepEndContext) -> None:
+        counts, self._counts = self._counts, None
+        if counts is None or not self.writing:
+            return
+        rows = dict(zip(self._names, counts.long().tolist(), strict=True))
+        self.write(
+            ctx,
+            {
+                "lowest": LOWEST,
+                "counts": {name: row[1:-1] for name, row in rows.items()},
+                "zeros": {name: row[0] for name, row in rows.items()},
+                "nonfinite": {name: row[-1] for name, row in rows.items()},
+            },
+        )
+
+
+def _histograms(tensors: list[Tensor]) -> Tensor:
+    return torch.stack([_histogram(tensor) for tensor in tensors])
+
+
+def _histogram(tensor: Tensor) -> Tensor:
+    """Zeros, each bin, not finite: shape (_COLUMNS,), float64."""
+    values = tensor.reshape(-1).float() if tensor.dtype != torch.float64 else tensor.reshape(-1)
+    exponents = torch.frexp(values).exponent - 1 - LOWEST  # 2^e ≤ |g| < 2^(e + 1)
+    columns = exponents.clamp(0, _BINS - 1) + 1
+    columns = columns.masked_fill(values == 0, 0).masked_fill(~values.isfinite(), _COLUMNS - 1)
+    return torch.bincount(columns, minlength=_COLUMNS).double()

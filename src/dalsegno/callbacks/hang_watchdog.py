@@ -1,0 +1,91 @@
+"""HangWatchdog: a run that hangs says where, and ends."""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+import time
+from pathlib import Path
+from typing import TextIO
+
+from dalsegno import ranks
+from dalsegno.callback import Callback
+from dalsegno.contexts import (
+    Context,
+    EvaluateContext,
+    LogContext,
+    PredictionStepContext,
+    SaveContext,
+    StepDoneContext,
+    TrainBeginContext,
+    TrainEndContext,
+)
+
+from .arguments import number
+
+REARM = 1.0
+"""Seconds in which progress is noted once: arming costs a thread."""
+
+
+class HangWatchdog(Callback):
+    """Ends a process that has made no progress for so long, after writing down where every thread of it stands.
+
+    Progress is a micro-batch, an evaluation batch, a record or a checkpoint. Each rank watches itself, so where one is
+    stuck and the others wait for it, all say where they are and end, with exit status 1; whoever started them, torchrun
+    or Slurm, can start them again from the last checkpoint. The stacks go to ``logs/hang-rank-00000.txt`` and so on in
+    the run's folder, and to stderr. The watch is kept by the interpreter's own C thread: it works while some call holds
+    Python's lock.
+
+    Args:
+        seconds: without progress. More than the longest step, save or import of a first batch takes.
+
+    Raises:
+        ConfigurationError: if that is not a number over 0.
+    """
+
+    makes_wishes = False
+
+    def __init__(self, seconds: float = 600.0) -> None:
+        self._seconds = number("HangWatchdog", "seconds", seconds, over=0)
+        self._file: TextIO | None = None
+        self._path: Path | None = None
+        self._armed = 0.0
+
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        self._path = ctx.args.directory / "logs" / f"hang-rank-{ranks.rank():05d}.txt"
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._path.open("w")
+        self._arm()
+
+    def on_microbatch_end(self, ctx: Context) -> None:
+        self._note()
+
+    def on_prediction_step(self, ctx: PredictionStepContext) -> None:
+        self._note()
+
+    def on_evaluate(self, ctx: EvaluateContext) -> None:
+        self._note()
+
+    def on_log(self, ctx: LogContext) -> None:
+        self._note()
+
+    def on_save(self, ctx: SaveContext) -> None:
+        self._note()
+
+    def on_step_done(self, ctx: StepDoneContext) -> None:
+        self._note()
+
+    def on_train_end(self, ctx: TrainEndContext) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        if self._file is not None and self._path is not None:
+            self._file.close()
+            self._path.unlink(missing_ok=True)
+        self._file = None
+
+    def _note(self) -> None:
+        if time.monotonic() - self._armed > min(REARM, self._seconds / 4):
+            self._arm()
+
+    def _arm(self) -> None:
+        self._armed = time.monotonic()
+        faulthandler.dump_traceback_later(self._seconds, exit=True, file=self._file or sys.stderr)

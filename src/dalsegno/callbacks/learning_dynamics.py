@@ -1,0 +1,97 @@
+"""LearningDynamics: how far each update moves the weights, and how sure the gradients are of their direction."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dalsegno.contexts import Context, PreOptimizerStepContext, StepEndContext
+from dalsegno.pieces import Piece, Readings, named_parameters, norms, parameter_pieces, reduced
+
+from .arguments import whole
+from .record_callback import RecordCallback
+
+
+class LearningDynamics(RecordCallback):
+    """Writes a record into ``logs/learning_dynamics.jsonl`` after every so many steps; of each trained parameter:
+
+    - ``weight_norms``: its L2 norm after the update.
+    - ``update_ratios``: the L2 norm of the update over that of the weights before it, ‖Δw‖ / ‖w‖. About 1e-3 is
+      common; of weights that were zero it is infinite.
+    - ``gradient_snr``: signal to noise of the gradient, ‖m‖² / (Σ v − ‖m‖²) with the running means m of the gradient
+      and v of its square that Adam and its kin keep (``exp_avg``, ``exp_avg_sq``), corrected for their start at zero.
+      Only where the optimizer has them. The ratio of squared mean to variance is that of Liu et al. 2020,
+      "Understanding Why Neural Networks Generalize Well Through GSNR of Parameters" (arXiv:2001.07384), over the steps
+      that the means remember.
+
+    All of whole tensors, however the model is spread. A step that is due keeps a copy of the weights for its duration;
+    the others cost nothing.
+
+    Args:
+        every: steps from one record to the next.
+
+    Raises:
+        ConfigurationError: if that is not a whole number.
+    """
+
+    def __init__(self, every: int = 100) -> None:
+        super().__init__("logs/learning_dynamics.jsonl")
+        self._every = whole("LearningDynamics", "every", every)
+        self._before: list[Piece] = []
+        self._measured: list[Readings] = []
+
+    def on_pre_optimizer_step(self, ctx: PreOptimizerStepContext) -> None:
+        if (ctx.state.global_step + 1) % self._every == 0:
+            self._before = [Piece(piece.name, piece.local.clone(), piece.groups) for piece in _trained_pieces(ctx)]
+
+    def on_optimizer_step(self, ctx: Context) -> None:
+        before, self._before = self._before, []
+        if not before:
+            return
+        after = _trained_pieces(ctx)
+        moved = [Piece(new.name, new.local - old.local, new.groups) for old, new in zip(before, after, strict=True)]
+        weights, updates = norms(before), norms(moved)
+        ratios = Readings(weights.names, updates.values / weights.values)
+        self._measured = [norms(after), ratios, _signal_to_noise(ctx)]
+
+    def on_step_end(self, ctx: StepEndContext) -> None:
+        measured, self._measured = self._measured, []
+        if not measured or not self.writing:
+            return
+        weights, ratios, snr = (each.read() for each in measured)
+        self.write(ctx, {"weight_norms": weights, "update_ratios": ratios} | ({"gradient_snr": snr} if snr else {}))
+
+
+def _trained_pieces(ctx: Context) -> list[Piece]:
+    trained = {name for name, parameter in named_parameters(ctx.model) if parameter.requires_grad}
+    return [piece for piece in parameter_pieces(ctx.model) if piece.name in trained]
+
+
+def _signal_to_noise(ctx: Context) -> Readings:
+    """From the optimizer's running means, where it has them."""
+    betas = {id(each): group.get("betas") for group in ctx.optimizer.param_groups for each in group["params"]}
+    means: list[Piece] = []
+    squares: list[Piece] = []
+    trained = {piece.name: piece for piece in _trained_pieces(ctx)}
+    for name, parameter in named_parameters(ctx.model):
+        state = ctx.optimizer.state.get(parameter, {})
+        if name not in trained or not {"exp_avg", "exp_avg_sq", "step"} <= state.keys() or not betas.get(id(parameter)):
+            continue
+        beta1, beta2 = betas[id(parameter)]  # type: ignore[misc]
+        step = torch.as_tensor(state["step"]).double()  # 1 - 0.999^step has few digits in fp32
+        groups = trained[name].groups
+        means.append(Piece(name, _local(state["exp_avg"]) / (1 - beta1**step), groups))
+        squares.append(Piece(name, _local(state["exp_avg_sq"]) / (1 - beta2**step), groups))
+    if not means:
+        return Readings([], torch.zeros(0))
+    signal, power = norms(means).values.double().square(), reduced(squares, _sums)
+    return Readings([piece.name for piece in means], signal / (power - signal).clamp(min=0))
+
+
+def _sums(tensors: list[Tensor]) -> Tensor:
+    return torch.stack([tensor.sum(dtype=torch.float64) for tensor in tensors])
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,67 @@
+"""LogInputSummaries: what the inputs are like."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from dalsegno import ranks
+from dalsegno.callback import Callback
+from dalsegno.contexts import LogContext, MicrobatchBeginContext
+
+_MEASURED = 5  # numbers of each tensor: count, sum, sum of squares, minimum, maximum
+
+
+class LogInputSummaries(Callback):
+    """Adds to each record of training ``input/<name>/mean``, ``std``, ``min`` and ``max`` of every tensor in the step's
+    first micro-batch, over all ranks.
+
+    Of batches that are mappings; tensors of numbers only, by their keys. NaN and infinity show in the values. The
+    statistics are taken on the device and read with the record.
+    """
+
+    makes_wishes = False
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._measured: Tensor | None = None
+        self._of_step = 0
+
+    def on_microbatch_begin(self, ctx: MicrobatchBeginContext) -> None:
+        if ctx.index or not ctx.state.will_log or not isinstance(ctx.batch, Mapping):
+            return
+        tensors = {
+            str(name): each for name, each in ctx.batch.items() if isinstance(each, Tensor) and not each.is_complex()
+        }
+        self._names = list(tensors)
+        self._measured = (
+            torch.stack([_measure(each, bool(ctx.samples)) for each in tensors.values()]) if tensors else None
+        )
+        self._of_step = ctx.state.global_step + 1
+
+    def on_log_step(self, ctx: LogContext) -> None:
+        measured, self._measured = self._measured, None
+        if ctx.kind != "train" or measured is None or self._of_step != ctx.state.global_step:
+            return
+        each_rank = torch.tensor(ranks.gather_floats(measured.flatten().tolist()), dtype=torch.float64)
+        by_rank = each_rank.reshape(-1, len(self._names), _MEASURED)
+        for number, name in enumerate(self._names):
+            count, total, squares = by_rank[:, number, :3].sum(0).tolist()
+            mean = total / count if count else math.nan
+            variance = squares / count - mean * mean if count else math.nan
+            ctx.logs[f"input/{name}/mean"] = mean
+            ctx.logs[f"input/{name}/std"] = math.sqrt(max(0.0, variance)) if variance == variance else math.nan
+            ctx.logs[f"input/{name}/min"] = float(by_rank[:, number, 3].min())
+            ctx.logs[f"input/{name}/max"] = float(by_rank[:, number, 4].max())
+
+
+def _measure(tensor: Tensor, counts: bool) -> Tensor:
+    """Count, sum, sum of squares, minimum, maximum: shape (5,), float64. Of padding: nothing."""
+    if not counts or not tensor.numel():
+        return torch.tensor([0.0, 0.0, 0.0, math.inf, -math.inf], dtype=torch.float64, device=tensor.device)
+    flat = tensor.detach().double()
+    count = torch.full((), flat.numel(), dtype=torch.float64, device=flat.device)
+    return torch.stack([count, flat.sum(), flat.square().sum(), flat.min(), flat.max()])

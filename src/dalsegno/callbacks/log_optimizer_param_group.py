@@ -1,0 +1,47 @@
+"""LogOptimizerParamGroup: the optimizer's settings, as they are at each record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dalsegno.callback import Callback
+from dalsegno.contexts import LogContext, TrainBeginContext
+from dalsegno.errors import ConfigurationError, UnknownName
+
+
+class LogOptimizerParamGroup(Callback):
+    """Adds settings of every parameter group to each record of training, as ``<key>/<group>``.
+
+    A group is named by its ``name``, if it has one, else by its number. Values are those of the moment of the record:
+    the learning rate is the one that the next update is going to use.
+
+    Args:
+        keys: which settings, such as ``["lr", "weight_decay"]``; a single one may be given as it is.
+
+    Raises:
+        ConfigurationError: if there is no key, or one is not a text.
+        UnknownName: when training begins, if no group has such a setting; the message names the nearest.
+    """
+
+    makes_wishes = False
+
+    def __init__(self, keys: str | Iterable[str]) -> None:
+        self._keys = [keys] if isinstance(keys, str) else list(keys)
+        if not self._keys or not all(isinstance(key, str) for key in self._keys):
+            raise ConfigurationError(f"LogOptimizerParamGroup: keys={keys!r}; give names of settings, such as ['lr']")
+
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        known = {key for group in ctx.optimizer.param_groups for key in group} - {"params"}
+        for key in self._keys:
+            if key not in known:
+                raise UnknownName("LogOptimizerParamGroup: key", key, sorted(known))
+
+    def on_log_step(self, ctx: LogContext) -> None:
+        if ctx.kind != "train":
+            return
+        for number, group in enumerate(ctx.optimizer.param_groups):
+            for key in self._keys:
+                if key in group:
+                    value = group[key]
+                    is_number = hasattr(value, "__float__") and not isinstance(value, bool)
+                    ctx.logs[f"{key}/{group.get('name', number)}"] = float(value) if is_number else value

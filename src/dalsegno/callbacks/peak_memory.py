@@ -1,0 +1,94 @@
+"""PeakMemory: how much memory each rank has needed."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from dalsegno import ranks
+from dalsegno.callback import Callback
+from dalsegno.contexts import LogContext, TrainBeginContext, TrainEndContext
+from dalsegno.errors import ConfigurationError
+
+from .arguments import flag
+from .default_metrics import peak_memory
+
+logger = logging.getLogger("dalsegno")
+
+
+class PeakMemory(Callback):
+    """Prints, when training ends, the most memory that each rank has had in use at once, since its process began.
+
+    On CUDA what PyTorch has allocated on the model's device; elsewhere the process's resident memory. No counter is
+    reset: others read them too.
+
+    Args:
+        summary_writer: gets ``peak-mem/rank-0`` and so on, in bytes, with each record of training; rank 0 writes.
+        show_details: print torch's own summary of each device's memory too (CUDA).
+        do_log: add ``rank_peak_mem`` to each record of training: a list, bytes of each rank.
+        enable_memory_snapshot: record allocations with their stacks (CUDA), and write them at the end, for
+            https://pytorch.org/memory_viz, into ``output_dir``. It slows the training.
+        file_prefix: of the snapshots: ``<prefix>-rank-00000.pickle``. dalsegno never reads one.
+
+    Raises:
+        ConfigurationError: for a value that cannot work.
+    """
+
+    makes_wishes = False
+
+    def __init__(
+        self,
+        summary_writer: Any = None,
+        show_details: bool = False,
+        do_log: bool = False,
+        enable_memory_snapshot: bool = False,
+        file_prefix: str = "memory_snapshot",
+    ) -> None:
+        if summary_writer is not None and not hasattr(summary_writer, "add_scalar"):
+            raise ConfigurationError(f"PeakMemory: summary_writer={summary_writer!r}; it has no add_scalar")
+        if not isinstance(file_prefix, str) or not file_prefix or "/" in file_prefix:
+            raise ConfigurationError(f"PeakMemory: file_prefix={file_prefix!r}; needs a file's name, without folders")
+        self._writer = summary_writer
+        self._show_details = flag("PeakMemory", "show_details", show_details)
+        self._do_log = flag("PeakMemory", "do_log", do_log)
+        self._snapshot = flag("PeakMemory", "enable_memory_snapshot", enable_memory_snapshot)
+        self._file_prefix = file_prefix
+        self._device = torch.device("cpu")
+        self._peaks: list[int] = []  # of all ranks, as of the last record
+
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        self._device = next((each.device for each in ctx.model.parameters()), torch.device("cpu"))
+        self._peaks = []
+        if self._snapshot and self._device.type == "cuda":
+            torch.cuda.memory._record_memory_history(max_entries=100_000)
+        elif self._snapshot:
+            logger.warning("PeakMemory: enable_memory_snapshot needs a model on CUDA; this one is on %s", self._device)
+
+    def on_log_step(self, ctx: LogContext) -> None:
+        if ctx.kind not in ("train", "final"):
+            return
+        self._peaks = [int(peak) for (peak,) in ranks.gather_floats([float(peak_memory(self._device))])]
+        if self._do_log and ctx.kind == "train":
+            ctx.logs["rank_peak_mem"] = self._peaks
+
+    def on_log(self, ctx: LogContext) -> None:
+        if self._writer is not None and ctx.kind == "train" and ranks.rank() == 0:
+            for rank, peak in enumerate(self._peaks):
+                self._writer.add_scalar(f"peak-mem/rank-{rank}", peak, ctx.state.global_step)
+
+    def on_train_end(self, ctx: TrainEndContext) -> None:
+        here = ranks.rank()
+        peaks = self._peaks if ctx.reason != "exception" else []  # the other ranks may be gone
+        if here == 0 or not peaks:
+            for rank, peak in enumerate(peaks) if peaks else [(here, peak_memory(self._device))]:
+                print(f"peak memory of rank {rank}: {peak / 2**30:.3f} GiB", flush=True)
+        if self._device.type != "cuda":
+            return
+        if self._show_details:
+            print(torch.cuda.memory_summary(self._device), flush=True)
+        if self._snapshot:
+            path = ctx.args.directory / f"{self._file_prefix}-rank-{here:05d}.pickle"
+            torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+            torch.cuda.memory._record_memory_history(enabled=None)

@@ -1,0 +1,58 @@
+"""RateProfiler: samples and tokens per second, of all ranks together and of each."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from dalsegno import ranks
+from dalsegno.callback import Callback
+from dalsegno.contexts import LogContext, MicrobatchEndContext, RollbackContext, TrainBeginContext
+
+
+class RateProfiler(Callback):
+    """Adds to each record of training, over the time since the last one, evaluations and saves included:
+
+    - ``samples_per_second``, ``tokens_per_second``: of all ranks together.
+    - ``rank_samples_per_second``, ``rank_tokens_per_second``: a list, each rank's own.
+
+    Tokens are the elements of a batch's ``input_ids``; without them there are no such values. Padding does not count.
+    One small collective a record; the device is not waited for.
+    """
+
+    makes_wishes = False
+
+    def __init__(self) -> None:
+        self._began = 0.0
+        self._samples = self._tokens = 0
+
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        self._begin()
+
+    def on_rollback(self, ctx: RollbackContext) -> None:
+        self._begin()
+
+    def on_microbatch_end(self, ctx: MicrobatchEndContext) -> None:
+        if ctx.samples:
+            self._samples += ctx.samples
+            self._tokens += _tokens(ctx)
+
+    def on_log_step(self, ctx: LogContext) -> None:
+        if ctx.kind != "train":
+            return
+        seconds = time.perf_counter() - self._began
+        each = ranks.gather_floats([self._samples / seconds, self._tokens / seconds])
+        for position, name in enumerate(("samples", "tokens")):
+            rates = [rates[position] for rates in each]
+            if any(rates):
+                ctx.logs[f"{name}_per_second"] = sum(rates)
+                ctx.logs[f"rank_{name}_per_second"] = rates
+        self._begin()
+
+    def _begin(self) -> None:
+        self._began, self._samples, self._tokens = time.perf_counter(), 0, 0
+
+
+def _tokens(ctx: MicrobatchEndContext) -> int:
+    ids: Any = ctx.batch.get("input_ids") if hasattr(ctx.batch, "get") else None
+    return ids.numel() if hasattr(ids, "numel") else 0

@@ -1,0 +1,26 @@
+"""ScaleLoss: the loss times a number, before the backward pass."""
+
+from __future__ import annotations
+
+from dalsegno.callback import Callback
+from dalsegno.contexts import BackwardContext
+
+from .arguments import number
+
+
+class ScaleLoss(Callback):
+    """Multiplies every micro-batch's loss by ``value``; gradients and everything logged of the loss scale with it.
+
+    Evaluation is left as it is. Gradient clipping and Adam undo much of what one may expect of it.
+
+    Raises:
+        ConfigurationError: if ``value`` is not a finite number.
+    """
+
+    makes_wishes = False
+
+    def __init__(self, value: float) -> None:
+        self._value = number("ScaleLoss", "value", value)
+
+    def on_before_backward(self, ctx: BackwardContext) -> None:
+        ctx.outputs["loss"] = ctx.outputs["loss"] * self._value

@@ -1,0 +1,71 @@
+"""ScopedFlags: torch's global switches, set while training runs, and set back after it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from dalsegno.callback import Callback
+from dalsegno.contexts import TrainBeginContext, TrainEndContext
+from dalsegno.errors import ConfigurationError, UnknownName
+
+
+class ScopedFlags(Callback):
+    """Sets attributes of ``torch.backends`` from on_train_begin to on_train_end, whatever ends the training.
+
+    ::
+
+        ScopedFlags({"cuda.matmul.allow_tf32": True, "cudnn.benchmark": True})
+
+    Args:
+        flags: name below ``torch.backends`` to value, which must be of the type that the flag has.
+
+    Raises:
+        UnknownName: for a flag that does not exist; the message names the nearest.
+        ConfigurationError: for a value of another type.
+    """
+
+    makes_wishes = False
+
+    def __init__(self, flags: Mapping[str, Any]) -> None:
+        for name, value in flags.items():
+            owner, attribute = _place(name)
+            present = getattr(owner, attribute)
+            if type(value) is not type(present):
+                raise ConfigurationError(
+                    f"ScopedFlags: {name}={value!r}; torch.backends.{name} is a {type(present).__name__} ({present!r})"
+                )
+        self._flags = dict(flags)
+        self._before: dict[str, Any] = {}
+
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        for name, value in self._flags.items():
+            owner, attribute = _place(name)
+            self._before[name] = getattr(owner, attribute)
+            setattr(owner, attribute, value)
+
+    def on_train_end(self, ctx: TrainEndContext) -> None:
+        while self._before:
+            name, value = self._before.popitem()
+            owner, attribute = _place(name)
+            setattr(owner, attribute, value)
+
+
+def _place(name: str) -> tuple[Any, str]:
+    """The module or object that has the flag, and the flag's own name in it."""
+    owner: Any = torch.backends
+    *path, attribute = name.split(".")
+    for step in path:
+        _require(owner, step, name)
+        owner = getattr(owner, step)
+    _require(owner, attribute, name)
+    return owner, attribute
+
+
+def _require(owner: Any, attribute: str, name: str) -> None:
+    if attribute.startswith("_") or not hasattr(owner, attribute):
+        before = name.rpartition(attribute)[0]
+        known = {each for each in (*dir(owner), *dir(type(owner))) if not each.startswith("_")}
+        raise UnknownName("ScopedFlags: flag", name, sorted(f"{before}{each}" for each in known))

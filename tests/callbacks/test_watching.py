@@ -1,0 +1,226 @@
+"""Callbacks that end a run: at the right step, on all ranks, with a reason that says where to look."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dalsegno as ds
+from callbacks.layouts import layout_trainer
+from dalsegno import ranks
+from dalsegno.callbacks import CheckLoss, EarlyStopping, HangWatchdog, NaNChecker
+from dalsegno.testing import run_ranks, start_ranks, tiny_regression_data
+from support.listeners import Listener
+from support.resumed import assert_resumes
+from support.small import small_trainer
+
+# --- CheckLoss and NaNChecker: a number that is none -----------------------------------------------------------------
+
+
+def broken_at(step: int, index: int, rank: int = 0) -> ds.Callback:
+    """Makes the loss of that micro-batch NaN, on that rank."""
+
+    def on_before_backward(ctx: Any) -> None:
+        seen["index"] = seen["index"] + 1 if seen["step"] == ctx.state.global_step else 0
+        seen["step"] = ctx.state.global_step
+        if (ctx.state.global_step + 1, seen["index"], ranks.rank()) == (step, index, rank):
+            ctx.outputs["loss"] = ctx.outputs["loss"] * float("nan")
+
+    seen = {"step": -1, "index": 0}
+    return Listener({"on_before_backward": on_before_backward}, name="breaker")
+
+
+def train_broken(output_dir: Path, layout: str, rank: int) -> tuple[int, str, str | None, str | None]:
+    result = layout_trainer(output_dir, layout, [broken_at(3, 1, rank), CheckLoss()], save_steps=6).train()
+    return result.global_step, result.reason, result.why, result.stopped_by
+
+
+@pytest.mark.parametrize(("layout", "world_size", "rank"), [("none", 1, 0), ("ddp", 2, 1), ("fsdp", 2, 0)])
+def test_a_broken_loss_ends_the_run_on_all_ranks(tmp_path: Path, layout: str, world_size: int, rank: int) -> None:
+    """At the next step that logs; the reason names the first broken one. No checkpoint is written of it."""
+    said = run_ranks(train_broken, world_size, tmp_path, layout, rank)
+    why = f"the loss is nan in micro-batch 1 (from 0) of step 3 on rank {rank}"
+    assert said == [(4, "aborted", why, "CheckLoss")] * world_size
+    assert not (tmp_path / "checkpoints").exists() or not list((tmp_path / "checkpoints").iterdir())
+
+
+def test_no_checkpoint_is_written_of_a_broken_loss(tmp_path: Path) -> None:
+    result = small_trainer(tmp_path, broken_at(4, 0), CheckLoss(), max_steps=9, save_steps=3).train()
+    assert (result.global_step, result.reason) == (6, "aborted")
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]
+    assert small_trainer(tmp_path, CheckLoss(), max_steps=9, save_steps=3).train().reason == "finished"
+
+
+class Fragile(nn.Module):
+    """Its middle breaks down where it is told to: on the way there, or on the way back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(8, 4), Breaking(), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.last(self.middle(self.first(x))), y)
+
+
+class Breaking(nn.Module):
+    how = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "output":
+            return x / 0.0
+        return Backwards.apply(x) if self.how == "gradient" else x  # type: ignore[no-any-return]
+
+
+class Backwards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * math.inf
+
+
+@pytest.mark.parametrize(
+    ("how", "where"),
+    [("output", "the output of middle"), ("gradient", "the gradient of the output of first")],
+)
+def test_the_first_module_that_breaks_is_named(tmp_path: Path, how: str, where: str) -> None:
+    model = Fragile()
+
+    def on_step_begin(ctx: Any) -> None:
+        model.middle.how = how if ctx.state.global_step >= 4 else ""
+
+    breaker = Listener({"on_step_begin": on_step_begin}, name="breaker")
+    trainer = small_trainer(tmp_path, breaker, NaNChecker(), model=model, max_steps=20, logging_steps=3)
+    result = trainer.train()
+    assert (result.global_step, result.reason) == (6, "aborted")
+    assert result.why == f"{where} is not finite, first in step 5, on rank 0"
+    assert not model.middle._forward_hooks
+
+
+def test_a_compiled_model_cannot_be_looked_into(tmp_path: Path) -> None:
+    trainer = small_trainer(tmp_path, NaNChecker(), max_steps=2, torch_compile=True, torch_compile_backend="eager")
+    with pytest.raises(ds.ConfigurationError, match="torch_compile=False"):
+        trainer.train()
+
+
+# --- EarlyStopping ----------------------------------------------------------------------------------------------------
+
+
+def scored(output_dir: Path, scores: list[float], *own: ds.Callback, **settings: Any) -> ds.Trainer:
+    """A run whose evaluations, one at each step, measure these."""
+
+    def on_log_step(ctx: Any) -> None:
+        if ctx.kind == "eval":
+            ctx.logs["eval_score"] = scores[ctx.state.global_step - 1]
+
+    script = Listener({"on_log_step": on_log_step}, name="script")
+    parts = {"eval_dataset": tiny_regression_data(4)}
+    given = {"max_steps": len(scores), "eval_steps": 1, "save_steps": 100, **settings}
+    return small_trainer(output_dir, script, *own, parts=parts, **given)
+
+
+@pytest.mark.parametrize(
+    ("scores", "settings", "stops"),
+    [
+        ([5, 4, 3, 3, 3, 3, 3], {"patience": 3}, 6),
+        ([5, 4, 3, 3.5, 2.9, 3, 3, 3, 3], {"patience": 3}, 8),
+        ([5, 4.9, 4.8, 4.7, 4.0, 3.9], {"patience": 2, "min_delta": 0.5}, 3),
+        ([1, 2, 3, 2, 2, 2], {"patience": 2, "mode": "max"}, 5),
+        ([math.nan, math.nan, 1, 1], {"patience": 2}, 2),
+        ([1, math.nan, math.nan, 1], {"patience": 2}, 3),
+        ([3, 2, 1, 0, -1], {"patience": 1}, None),
+    ],
+)
+def test_it_stops_when_nothing_gets_better(
+    tmp_path: Path, scores: list[float], settings: dict[str, Any], stops: int | None
+) -> None:
+    result = scored(tmp_path, scores, EarlyStopping("score", **settings)).train()
+    assert (result.global_step, result.reason) == ((len(scores), "finished") if stops is None else (stops, "stopped"))
+    if stops is not None:
+        assert result.stopped_by == "EarlyStopping" and "eval_score" in (result.why or "")
+        assert result.checkpoint is not None
+
+
+def test_its_counter_survives_a_resume(tmp_path: Path) -> None:
+    """Stopped by somebody else when two of three bad ones had been seen: the third stops it."""
+    scores = [5.0, 4, 4, 4, 4, 4, 4, 4]
+    stopper = Listener(
+        {"on_step_end": lambda ctx: (ctx.step == 4 and ctx.control.stop("mid-way")) or None}, name="stopper"
+    )
+    assert scored(tmp_path, scores, EarlyStopping("score"), stopper).train().global_step == 4
+    result = scored(tmp_path, scores, EarlyStopping("score")).train()
+    assert (result.global_step, result.stopped_by) == (5, "EarlyStopping")
+
+
+def test_a_run_that_it_has_stopped_has_its_patience_again(tmp_path: Path) -> None:
+    scores = [1.0] * 12
+    assert scored(tmp_path, scores, EarlyStopping("score")).train().global_step == 4
+    assert scored(tmp_path, scores, EarlyStopping("score")).train().global_step == 7
+
+
+def test_a_metric_that_nobody_measures(tmp_path: Path) -> None:
+    with pytest.raises(ds.UnknownName, match="'eval_scor'; did you mean 'eval_score'"):
+        scored(tmp_path, [1.0] * 4, EarlyStopping("scor")).train()
+
+
+def build_scored(output_dir: Path, *own: ds.Callback) -> ds.Trainer:
+    return scored(output_dir, [5, 4, 4, 3, 3.5, 3, 2, 2], EarlyStopping("score", patience=3), *own)
+
+
+def test_resumed_anywhere_it_is_the_same(tmp_path: Path) -> None:
+    assert_resumes(build_scored, tmp_path, 3, 5)
+
+
+# --- HangWatchdog -----------------------------------------------------------------------------------------------------
+
+
+def hang(output_dir: Path) -> None:
+    """Rank 1 stops for ever in the middle of a step; rank 0 waits for it in a collective."""
+
+    def on_before_backward(ctx: Any) -> None:
+        if ctx.state.global_step == 2 and ranks.rank() == 1:
+            wait_for_nothing()
+
+    layout_trainer(output_dir, "ddp", [Listener({"on_before_backward": on_before_backward}), HangWatchdog(3.0)]).train()
+
+
+def wait_for_nothing() -> None:
+    import threading
+
+    threading.Event().wait()
+
+
+def test_a_run_that_hangs_says_where_and_ends(tmp_path: Path) -> None:
+    outcomes = start_ranks(hang, 2, tmp_path).wait(60)
+    assert [outcome.exit_code for outcome in outcomes] == [1, 1]
+    stuck = (tmp_path / "logs" / "hang-rank-00001.txt").read_text()
+    assert "wait_for_nothing" in stuck
+    waiting = tmp_path / "logs" / "hang-rank-00000.txt"  # unless its peer's end has reached it as an error before
+    assert "backward" in (waiting.read_text() if waiting.exists() else outcomes[0].error or "")
+
+
+def test_a_run_that_does_not_hang_leaves_nothing(tmp_path: Path) -> None:
+    assert small_trainer(tmp_path, HangWatchdog(60.0), max_steps=5).train().reason == "finished"
+    assert not list(tmp_path.rglob("hang-*"))
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (lambda: EarlyStopping(patience=0), "EarlyStopping: patience=0; needs a whole number of at least 1"),
+        (lambda: EarlyStopping(min_delta=-1), "min_delta=-1; needs a finite number of at least 0"),
+        (lambda: EarlyStopping(mode="mxa"), "unknown EarlyStopping: mode 'mxa'; did you mean 'max'"),  # type: ignore[arg-type]
+        (lambda: HangWatchdog(0), "HangWatchdog: seconds=0; needs a finite number over 0"),
+        (lambda: NaNChecker(gradients=None), "gradients=None; allowed are True and False"),  # type: ignore[arg-type]
+    ],
+)
+def test_wrong_arguments(build: Any, said: str) -> None:
+    with pytest.raises(ds.DalsegnoError, match=said):
+        build()
