@@ -143,14 +143,19 @@ class _Damaged(StateMismatch):
     """The file is not what any version has written, as opposed to one that a newer version wrote."""
 
 
+def _known(kind: type[Leg | RunRecord], content: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what a newer version of the same format may have added."""
+    return {field.name: content[field.name] for field in dataclasses.fields(kind) if field.name in content}
+
+
 def _parse(data: bytes, path: Path) -> RunRecord:
     try:
         content = from_json(json.loads(data))
         number = content.pop("format")
         if isinstance(number, int) and number > FORMAT:
             raise StateMismatch(f"{path}: format {number} is newer than {FORMAT}; use the dalsegno that wrote it")
-        legs = [Leg(**leg) for leg in content.pop("legs")]
-        return RunRecord(**content, legs=legs)
+        legs = [Leg(**_known(Leg, leg)) for leg in content.pop("legs")]
+        return RunRecord(**_known(RunRecord, content), legs=legs)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         if isinstance(error, StateMismatch):
             raise
