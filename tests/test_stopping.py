@@ -14,8 +14,9 @@ import pytest
 
 import dalsegno as ds
 from dalsegno.checkpoint import CheckpointManager, saved_states
+from dalsegno.events import Event
 from dalsegno.logs import RunFile, read_records
-from dalsegno.testing import compare_runs, run_ranks
+from dalsegno.testing import FaultPlan, check_resume, compare_runs, run_ranks
 from support.listeners import Journal, Listener
 from support.own_loops import OwnLoop
 from support.small import small_trainer
@@ -267,6 +268,17 @@ def test_in_a_loop_of_ones_own(tmp_path: Path) -> None:
     assert (stopped.global_step, stopped.reason, stopped.stopped_by) == (10, "stopped", "signal")
     Loop(tmp_path / "parts").train()
     assert_same(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_a_stop_can_be_tried_as_a_kill_can(tmp_path: Path) -> None:
+    """By whoever has a callback of their own, as docs/testing.md says."""
+    said: list[str] = []
+    plans = [
+        FaultPlan(event=Event.AFTER_FORWARD, count=24, sends=signal.SIGTERM),
+        FaultPlan(event=Event.STEP_END, count=7),
+    ]
+    assert check_resume(stoppable_trainer, plans, folder=tmp_path, say=said.append).identical
+    assert said[1:3] == ["killed by SIGTERM at on_after_forward no. 24", "killed at on_step_end no. 7"]
 
 
 # --- several ranks ----------------------------------------------------------------------------------------------------

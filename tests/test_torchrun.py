@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from dalsegno.callbacks import JsonLogger
+from dalsegno.checkpoint import CheckpointManager
 from dalsegno.logs import RunFile, read_records
 from support.small import Line, small_trainer
 
 HERE = Path(__file__).parent
 
 
+COMMAND = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
 def test_two_ranks_by_themselves(tmp_path: Path) -> None:
     """``parallel="auto"`` finds the ranks; the same losses as alone; the second leg goes on from the first."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     job = [str(HERE / "support/torchrun_job.py"), str(tmp_path / "two")]
-    environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, *job], env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([*COMMAND, *job], env=environment(), capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
 
     settings = {"lr_scheduler_type": "constant", "logging_steps": 1, "max_steps": 6}
@@ -34,3 +38,38 @@ def test_two_ranks_by_themselves(tmp_path: Path) -> None:
         (0, 3, 2),
         (3, 6, 2),
     ]
+
+
+def test_max_restarts_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    """One rank of two is killed; torchrun ends the other, starts both again, and they go on."""
+    job = [str(HERE / "support/restarted_job.py"), str(tmp_path / "run")]
+    command = [*COMMAND, "--max-restarts=1", "--monitor-interval=0.1", *job]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    legs = RunFile(tmp_path / "run").load().legs
+    assert [leg.first_step for leg in legs] == [0, 4]
+    assert legs[-1].reason == "finished"
+    steps = [record["global_step"] for record in read_records(tmp_path / "run/logs/train.jsonl") if "loss" in record]
+    assert steps == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_sigterm_to_torchrun_stops_the_run_in_time(tmp_path: Path) -> None:
+    job = [str(HERE / "support/restarted_job.py"), str(tmp_path / "run"), "wait"]
+    started = subprocess.Popen([*COMMAND, *job], env=environment(), stderr=subprocess.DEVNULL)
+    try:
+        while not (tmp_path / "run/checkpoints/step-00000002").exists():
+            assert started.poll() is None
+            time.sleep(0.05)
+        started.send_signal(signal.SIGTERM)
+        started.wait(60)
+    finally:
+        started.kill()
+    leg = RunFile(tmp_path / "run").load().legs[-1]
+    assert (leg.reason, leg.by) == ("stopped", "signal")
+    newest = CheckpointManager(tmp_path / "run").find()
+    assert newest is not None
+    assert newest.step == leg.last_step
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}

@@ -90,17 +90,17 @@ def assert_resume_equivalent(
 
 
 def _leg(factory: Factory, output_dir: Path, plan: FaultPlan | None, world_size: int, timeout: float) -> Course | None:
-    """One leg, and what rank 0 went through; None if it was killed: there the plan is armed, the others lose a peer."""
+    """One leg, and what rank 0 went through; None if it was killed (there the plan is armed) or stopped in time."""
     outcomes = start_ranks(_train, world_size, factory, output_dir, plan).wait(timeout)
     if outcomes[0].was_killed and plan is not None:
         return None
     failed = [outcome for outcome in outcomes if outcome.exit_code != 0]
     if failed:
         raise RankFailed(f"rank {failed[0].rank} ended with {failed[0].exit_code}\n{failed[0].error or ''}")
-    return cast(Course, outcomes[0].value)
+    return cast("Course | None", outcomes[0].value)
 
 
-def _train(factory: Factory, output_dir: Path, plan: FaultPlan | None) -> Course:
+def _train(factory: Factory, output_dir: Path, plan: FaultPlan | None) -> Course | None:
     from dalsegno import ranks
 
     recorder = CourseRecorder()
@@ -109,8 +109,9 @@ def _train(factory: Factory, output_dir: Path, plan: FaultPlan | None) -> Course
             recorder.start()
         else:
             plan.arm()
-    factory(output_dir).train()
-    return recorder.course()
+    result = factory(output_dir).train()
+    was_stopped = plan is not None and result is not None and result.stopped_by == "signal"
+    return None if was_stopped else recorder.course()
 
 
 @contextmanager

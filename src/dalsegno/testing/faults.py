@@ -58,12 +58,13 @@ class FaultPlan:
         os.kill(os.getpid(), self.sends)
 
     def __str__(self) -> str:
+        by = "" if self.sends is signal.SIGKILL else f"by {self.sends.name} "
         if self.event is not None:
-            return f"at {self.event.handler} no. {self.count}"
+            return f"{by}at {self.event.handler} no. {self.count}"
         if self.operation is not None:
             where = f" of {self.path}" if self.path else ""
-            return f"before {self.operation}{where} no. {self.count}"
-        return f"after {self.seconds:.2f} s"
+            return f"{by}before {self.operation}{where} no. {self.count}"
+        return f"{by}after {self.seconds:.2f} s"
 
 
 Strike = Callable[[], None]

@@ -1,0 +1,30 @@
+"""A script for torchrun: rank 1 dies in the first of the lives that ``--max-restarts`` gives."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from dalsegno import ranks
+from dalsegno.callbacks import JsonLogger
+from dalsegno.events import Event
+from dalsegno.testing import DataOrder, FaultPlan
+from support.small import small_trainer
+
+
+def main(output_dir: Path, wait_for_a_signal: bool) -> None:
+    torch.set_num_threads(1)
+    settings = {"per_device_train_batch_size": 2, "logging_steps": 1, "save_steps": 2, "parallel": "auto"}
+    steps = 1_000_000 if wait_for_a_signal else 7
+    trainer = small_trainer(output_dir, JsonLogger(), DataOrder(), max_steps=steps, **settings)
+    if ranks.rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and not wait_for_a_signal:
+        FaultPlan(event=Event.AFTER_BACKWARD, count=6).arm()
+    trainer.train()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), "wait" in sys.argv[2:])
