@@ -22,7 +22,7 @@ LONGEST = 400  # lines
 
 FLOORS = [
     # what everything stands on
-    ["errors", "files", "ranks", "schedule", "component"],
+    ["errors", "files", "ranks", "schedule", "component", "worker"],
     # the words of a run: settings, state, events, callbacks; and what can be said without torch
     ["args", "state", "contexts", "events", "callback", "logs", "divergence", "result", "timeline"],
     # from callbacks to what a loop fires; what ranks agree on
@@ -71,6 +71,7 @@ WITHOUT_TORCH = [
     "state",
     "events",
     "callback",
+    "worker",
     "checkpoint.survey",
     "checkpoint.readable",
     "checkpoint.policy",

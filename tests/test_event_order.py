@@ -248,3 +248,15 @@ def test_log_step_may_add_to_a_record_and_every_kind_comes_through(tmp_path: Pat
     }
     two_epochs(tmp_path, Listener(handlers), max_steps=3).train()
     assert records == [("user", True), ("train", True), ("eval", True), ("final", True)]
+
+
+def test_a_loss_changed_after_forward_is_the_one_that_counts(tmp_path: Path) -> None:
+    def no_loss(ctx: Any) -> None:
+        ctx.outputs["loss"] = ctx.outputs["loss"] * 0
+
+    parts = {"eval_dataset": tiny_regression_data(4, seed=1)}
+    trainer = small_trainer(tmp_path, Listener({"on_after_forward": no_loss}), model=Line(), parts=parts, max_steps=1)
+    before = weights(trainer)
+    trainer.train()
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights(trainer).items())
+    assert trainer.evaluate()["eval_loss"] == 0

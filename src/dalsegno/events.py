@@ -61,7 +61,7 @@ class Event(Enum):
         BeforeForwardContext,
         "call arguments may be changed; in evaluation too",
     )
-    AFTER_FORWARD = "on_after_forward", AfterForwardContext, "in evaluation too"
+    AFTER_FORWARD = "on_after_forward", AfterForwardContext, 'outputs["loss"] may be changed; in evaluation too'
     BEFORE_BACKWARD = "on_before_backward", BackwardContext, 'outputs["loss"] may be changed'
     AFTER_BACKWARD = "on_after_backward", BackwardContext, "this micro-batch's backward is done"
     MICROBATCH_END = "on_microbatch_end", MicrobatchEndContext, "gradients of this micro-batch added"

@@ -63,6 +63,7 @@ class Forward:
         if on.after_forward:
             on.after_forward.fill(outputs, batch)
             on.after_forward.fire()
+            loss = outputs["loss"]
         return loss, outputs
 
     def _find_loss(self, returned: Any, batch: Any) -> tuple[torch.Tensor, Outputs]:
