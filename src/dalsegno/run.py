@@ -145,9 +145,8 @@ class Run:
             on.train_end.fill(result.reason, metrics)
             failures += on.train_end.fire_all()
         if self._legs is not None:
-            failures += _failures(
-                partial(self._legs.end, result.reason, result.stopped_by, result.global_step, metrics)
-            )
+            end = partial(self._legs.end, result.reason, result.stopped_by, result.global_step, metrics, result.why)
+            failures += _failures(end)
         for failure in failures:
             if error is None:
                 raise failure

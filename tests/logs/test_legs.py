@@ -19,7 +19,7 @@ def test_legs_of_a_run_that_died_once(tmp_path: Path) -> None:
     first = run.begin(None, world_size=2, first_step=0)
     run.progress(500)
     RunFile(tmp_path).begin("checkpoints/step-00000500", world_size=1, first_step=500)
-    run.end("stopped", "DivergenceDetector", 731, {"loss": math.nan})
+    run.end("stopped", "DivergenceDetector", 731, {"loss": math.nan}, "loss diverged")
 
     loaded = RunFile(tmp_path).load()
     assert loaded is not None
@@ -28,6 +28,7 @@ def test_legs_of_a_run_that_died_once(tmp_path: Path) -> None:
     assert (died.leg, died.reason, died.ended, died.first_step, died.last_step) == (1, "died", None, 0, 500)
     assert (ended.leg, ended.reason, ended.by, ended.last_step) == (2, "stopped", "DivergenceDetector", 731)
     assert (ended.from_checkpoint, ended.world_size, ended.pid) == ("checkpoints/step-00000500", 1, os.getpid())
+    assert (died.why, ended.why) == (None, "loss diverged")
     assert math.isnan(ended.metrics["loss"])
     assert ended.ended is not None
     assert ended.ended >= ended.started >= loaded.created

@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from dalsegno.errors import ConfigurationError, NotFound, UnknownName
-from dalsegno.logs.legs import Leg
+from dalsegno.logs import Leg
 from dalsegno.logs.values import Record
 
 from .blocks import concatenate
 from .card import cards
 from .formats.find import LOOKED_FOR, source_of_file, sources_of_folder
 from .formats.source import Skipped, Source
+from .lineage import Life
 from .log import TrainingLog
 from .series import ParameterSeries, Series
+from .summary import Summary
 
 if TYPE_CHECKING:
     import polars as pl
@@ -104,6 +106,12 @@ class RunFolder(TrainingLog):
         self._refuse()
 
     def legs(self) -> list[Leg]:
+        self._refuse()
+
+    def lineage(self) -> list[Life]:
+        self._refuse()
+
+    def summary(self) -> Summary:
         self._refuse()
 
     def parameters(self, metric: str) -> ParameterSeries:

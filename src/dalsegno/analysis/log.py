@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dalsegno.errors import UnknownName
-from dalsegno.logs import RunFile
-from dalsegno.logs.legs import Leg
+from dalsegno.logs import Leg, RunFile
 from dalsegno.logs.values import Record
 
 from .blocks import KINDS, concatenate
 from .card import card
 from .columns import read_columns
 from .formats import BOOKKEEPING, HEADER, Skipped, Source
+from .formats.naming import loss_of
+from .lineage import Life, read_lives
 from .parameters import read_parameters
 from .plot import plot_logs
 from .rewound import Restart, Tail, find_restarts, read_tails
 from .series import ParameterSeries, Series
+from .summary import Summary, is_told, summarize
 from .view import Limits, View, XAxis
 
 if TYPE_CHECKING:
     import polars as pl
 
     from .figure import Picture
-
-LOSSES = ("loss", "train_loss", "train/loss", "train_loss_step", "loss/train", "train_loss_epoch", "eval_loss")
-"""Under which names a loss is looked for, in this order."""
 
 
 class TrainingLog:
@@ -51,7 +50,7 @@ class TrainingLog:
         self.source = source
         self.skipped = Skipped()
         """What the last reading has left out."""
-        self._columns = read_columns((), ())
+        self._columns = read_columns((), (), lambda name: False)
         self._stamp: tuple[int, ...] = ()
 
     def __iter__(self) -> Iterator[TrainingLog]:
@@ -107,15 +106,14 @@ class TrainingLog:
             raise UnknownName("kind of record", kind, KINDS)
         self._read(names)
         for name in names:
-            if name not in self._columns.names:
+            if name not in (*self._columns.names, *BOOKKEEPING):
                 raise UnknownName(f"metric of {self.name}", name, self.metrics())
         return {name: self._series(name, kind) for name in names}
 
     @property
     def loss(self) -> str | None:
         """The name of the loss; None if there is none that looks like it."""
-        names = self.metrics()
-        return next((name for name in LOSSES if name in names), None)
+        return loss_of(self.metrics())
 
     def frame(self) -> pl.DataFrame:
         """Everything, a row a record, a column a name. Needs ``dalsegno[analysis]``."""
@@ -128,6 +126,31 @@ class TrainingLog:
         """The process lives of the run, where it has a ``run.json``."""
         run = RunFile(self.output_dir).load() if self.output_dir else None
         return run.legs if run else []
+
+    def lineage(self) -> list[Life]:
+        """The legs, with what became of what each has done; none where the run has no ``run.json``.
+
+        Raises:
+            StateMismatch: if that file is damaged, or of a newer format.
+        """
+        if self.output_dir is None:
+            return []
+        clock = self.metric("global_step")
+        times = np.full(len(clock), np.nan) if clock.times is None else clock.times
+        return read_lives(self.output_dir, self.tails(), times, clock.steps)
+
+    def summary(self) -> Summary:
+        """The run in some twenty numbers. Takes one reading, and the memory of the columns that it is about."""
+        self._read((), also=is_told)
+        told = [name for name in self._columns.columns if is_told(name)]
+        return summarize(
+            run=self.name,
+            program=self.source.program,
+            kinds=self._columns.count_kinds(),
+            series={name: self._series(name, None) for name in ("global_step", *told)},
+            lives=self.lineage(),
+            skipped=self.skipped.count,
+        )
 
     def parameters(self, metric: str) -> ParameterSeries:
         """``grad_norm``, ``norm`` or ``spectral_norm`` of each parameter, from the logs that lie beside this one.
@@ -181,24 +204,23 @@ class TrainingLog:
         return card(self)
 
     def _series(self, name: str, kind: str | None) -> Series:
-        columns = self._columns
-        rows = columns.rows_of(name, kind)
-        steps = columns.columns["global_step"].at(rows)
+        columns, here = self._columns.columns, self._columns.of_kind(name, kind)
         epochs, times = (
-            columns.columns[other].at(rows) if len(columns.columns[other].values) else None
-            for other in ("epoch", "timestamp")
+            columns[other].at(here.rows) if len(columns[other].values) else None for other in ("epoch", "timestamp")
         )
-        values = columns.columns[name].at(rows)
-        return Series(name=name, run=self.name, steps=steps.astype(np.int64), values=values, epochs=epochs, times=times)
+        steps = columns["global_step"].at(here.rows).astype(np.int64)
+        return Series(name=name, run=self.name, steps=steps, values=here.values, epochs=epochs, times=times)
 
-    def _read(self, names: Iterable[str]) -> None:
-        """Have the columns of these names, and the bookkeeping, as they are in the file now."""
+    def _read(self, names: Iterable[str], also: Callable[[str], bool] = lambda name: False) -> None:
+        """Have these columns, all others that ``also`` is true of, and the bookkeeping, as they are in the file now."""
         stamp = self.source.stamp()
         wanted = {*names, "global_step", "epoch", "timestamp"}
         if stamp == self._stamp:
-            if wanted <= self._columns.columns.keys():
+            known = self._columns
+            wanted.update(name for name in known.names if also(name))
+            if wanted <= known.columns.keys():
                 return
-            wanted |= self._columns.columns.keys()
+            wanted |= known.columns.keys()
         self.skipped = Skipped()
-        self._columns = read_columns(self.source.blocks(self.skipped), wanted)
+        self._columns = read_columns(self.source.blocks(self.skipped), wanted, also)
         self._stamp = stamp

@@ -13,9 +13,6 @@ from dalsegno.logs.values import Record
 
 from .series import Series
 
-BY_ITSELF = ("finished", "stopped", "exhausted")
-"""How a leg ends that has saved its last step: what the next one cuts off is none of its records."""
-
 
 @dataclass(frozen=True, slots=True)
 class Tail:
@@ -80,15 +77,16 @@ def read_tails(log: Path) -> list[Tail]:
 def find_restarts(legs: Sequence[Leg], tails: Sequence[Tail]) -> list[Restart]:
     """Every start of a leg but the first, and every rollback, in the order of time.
 
-    A tail belongs to the leg in whose time its last record was logged. The last one of a leg that could not save any
-    more is what the next leg cut off; every other one was cut off by a rollback.
+    A tail belongs to the leg in whose time its last record was logged. If the next leg began before the last one's end,
+    it is what that leg cut off; every other one was cut off by a rollback.
     """
     restarts = []
     for index, leg in enumerate(legs):
         following = legs[index + 1] if index + 1 < len(legs) else None
         until = following.started if following is not None else float("inf")
         own = [tail for tail in tails if leg.started <= tail.timestamp < until]
-        cut_by_restart = own.pop() if own and following is not None and leg.reason not in BY_ITSELF else None
+        went_back = own and following is not None and following.first_step < own[-1].last_step
+        cut_by_restart = own.pop() if went_back else None
         restarts += [Restart(max(0, tail.first_step - 1), tail.last_step, None) for tail in own]
         if following is not None:
             step = following.first_step

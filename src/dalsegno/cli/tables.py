@@ -6,6 +6,7 @@ A table is as wide as the terminal; into a file or a pipe it goes unshortened. C
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -98,3 +99,30 @@ def print_table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], fi
 def print_json(value: Any, file: TextIO | None = None) -> None:
     """``value`` as JSON; numbers that JSON does not know as ``"NaN"``, ``"Infinity"``, ``"-Infinity"``."""
     print(json.dumps(to_json(value), indent=2, allow_nan=False), file=file or sys.stdout)
+
+
+def print_facts(title: str, facts: Sequence[tuple[str, str]], file: TextIO | None = None) -> None:
+    """A title, and below it what is true of it, a line each."""
+    file = file or sys.stdout
+    width = max((len(name) for name, _ in facts), default=0)
+    print(f"\x1b[1m{title}\x1b[0m" if file.isatty() and "NO_COLOR" not in os.environ else title, file=file)
+    for name, fact in facts:
+        print(f"  {name:<{width}}  {fact}".rstrip(), file=file)
+
+
+def print_json_line(value: Any, file: TextIO | None = None) -> None:
+    """As :func:`print_json`, in one line: for records, of which there may be many."""
+    print(json.dumps(to_json(value), allow_nan=False), file=file or sys.stdout)
+
+
+def in_words(record: Mapping[str, Any]) -> str:
+    """``loss 3.21  grad_norm 0.53``; texts as they are, lists and dicts as how many they are."""
+    return "  ".join(f"{name} {_in_a_word(value)}" for name, value in record.items())
+
+
+def _in_a_word(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return json.dumps(value)
+    if isinstance(value, (int, float)):
+        return number(value)
+    return f"({len(value)})" if isinstance(value, (list, dict)) else str(value)

@@ -45,6 +45,8 @@ class Leg:
     """Why it ended; ``died`` if it could not say; None while it lives."""
     by: str | None = None
     """Who asked it to end: a callback's key, a signal."""
+    why: str | None = None
+    """In words: what was asked for, or the error it ended with."""
     metrics: dict[str, Any] = field(default_factory=dict)
 
 
@@ -104,17 +106,14 @@ class RunFile:
         run.legs[-1].last_step = last_step
         self._write(run)
 
-    def end(self, reason: str, by: str | None, last_step: int, metrics: Mapping[str, Any]) -> None:
+    def end(
+        self, reason: str, by: str | None, last_step: int, metrics: Mapping[str, Any], why: str | None = None
+    ) -> None:
         """Close the present leg."""
         run = self._current()
         leg = run.legs[-1]
-        leg.ended, leg.reason, leg.by, leg.last_step, leg.metrics = (
-            time.time(),
-            reason,
-            by,
-            last_step,
-            dict(metrics),
-        )
+        leg.ended, leg.reason, leg.by, leg.why = time.time(), reason, by, why
+        leg.last_step, leg.metrics = last_step, dict(metrics)
         self._write(run)
 
     def _current(self) -> RunRecord:

@@ -85,10 +85,10 @@ class FrameReader:
         if any(ours in frame.columns for ours in renames.values()):
             return None
         frame = frame.rename(renames, strict=False)
-        if "global_step" not in frame.columns or frame["global_step"].null_count():
-            return None
         frame = frame.with_columns(_kind(frame).alias("kind"))
-        return frame.filter(frame["kind"] != HEADER) if (frame["kind"] == HEADER).any() else frame
+        if (frame["kind"] == HEADER).any():
+            frame = frame.filter(frame["kind"] != HEADER)
+        return frame if "global_step" in frame.columns and not frame["global_step"].null_count() else None
 
 
 def _kind(frame: pl.DataFrame) -> pl.Expr:

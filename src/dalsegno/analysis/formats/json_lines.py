@@ -23,6 +23,9 @@ from .source import Skipped, Source
 CHUNK = 8 << 20
 """Bytes that are read at a time."""
 
+BEGINNING = 1 << 16
+"""Bytes that are read to see what names the records have."""
+
 LONG = 4 << 20
 """Bytes from which on it is worth it to import Polars, which takes as long as Python's json takes for this much."""
 
@@ -43,7 +46,7 @@ class JsonLines(Source):
         self._step_key = step_key
 
     def records(self, skipped: Skipped) -> Iterator[Record]:
-        naming = self._naming()
+        naming = self.naming()
         number = 1
         for chunk in read_chunks(self.path):
             lines = chunk.splitlines(keepends=True)
@@ -54,7 +57,7 @@ class JsonLines(Source):
         if self.path.stat().st_size < LONG or find_spec("polars") is None:
             yield from super().blocks(skipped)
             return
-        naming = self._naming()
+        naming = self.naming()
         reader = FrameReader(naming)
         number = 1
         for chunk in read_chunks(self.path):
@@ -70,18 +73,20 @@ class JsonLines(Source):
             yield RecordBlock([record for record in found if record["kind"] != HEADER])
             number += len(lines)
 
-    def _naming(self) -> Naming:
+    def naming(self) -> Naming:
+        """How this log's records are to be read: from the first one that has a step."""
         first: Record = {}
         for _, record in zip(range(FIRST), self._raw(), strict=False):
-            if naming := Naming.of(record, self._step_key):
-                return naming
-            first = first or record
+            if record.get("kind") != HEADER:
+                if naming := Naming.of(record, self._step_key):
+                    return naming
+                first = first or record
         if not first:
             return Naming("global_step", "timestamp", "epoch")
         raise ConfigurationError(no_step(self.path, first, self._step_key))
 
     def _raw(self) -> Iterator[Record]:
-        for chunk in read_chunks(self.path):
+        for chunk in read_chunks(self.path, BEGINNING):
             yield from (record for _, record in decode_lines(chunk.splitlines(keepends=True), 1, Skipped()))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,12 @@ STEPS = (
 )
 TIMES = ("timestamp", "_timestamp", "wall_time", "time")
 EPOCHS = ("epoch",)
+LOSSES = (
+    *("loss", "train_loss", "train/loss", "training_loss", "loss/train", "train/loss_step", "train_loss_step"),
+    *("train_loss_epoch", "eval_loss", "val_loss", "val/loss"),
+)
+"""Under which names a loss is looked for, in this order."""
+
 HEADER = "header"
 """The kind of a record that says what is true of the whole run."""
 
@@ -52,14 +58,16 @@ class Naming:
         return {name: ours for name, ours in pairs.items() if name is not None and name != ours}
 
     def apply(self, record: Record) -> Record | None:
-        """The record under our names, with its kind; None if it has no step."""
+        """The record under our names, with its kind; None if it has no step, unless it is the header."""
+        if record.get("kind") == HEADER:
+            return record
         renames = self.renames()
         if renames:  # what already has the name is kept beside it: some count both "step" and "global_step"
             taken = {ours: f"{ours}_" for ours in renames.values()}
             record = {renames.get(name) or taken.get(name, name): value for name, value in record.items()}
         if not is_number(record.get("global_step")):
             return None
-        return record if record.get("kind") in (*KINDS, HEADER) else {**record, "kind": kind_of(record)}
+        return record if record.get("kind") in KINDS else {**record, "kind": kind_of(record)}
 
 
 def kind_of(record: Record) -> str:
@@ -76,6 +84,11 @@ def is_of_evaluation(name: str) -> bool:
     """``eval_loss``, ``val/accuracy``, ``test-loss`` …"""
     word = name.replace("/", "_").replace("-", "_").replace(".", "_").partition("_")[0]
     return word.lower() in EVALUATIONS
+
+
+def loss_of(names: Container[str]) -> str | None:
+    """The name of the loss among these; None if there is none that looks like it."""
+    return next((name for name in LOSSES if name in names), None)
 
 
 def _first(names: tuple[str, ...], record: Mapping[str, Any]) -> str | None:

@@ -62,6 +62,10 @@ class Source(ABC):
         while batch := list(islice(records, BATCH)):
             yield RecordBlock(batch)
 
+    def changed(self) -> float:
+        """UTC seconds of the last change to the log's files."""
+        return self.path.stat().st_mtime
+
     def stamp(self) -> tuple[int, ...]:
         """Changes when the log does."""
         status = self.path.stat()

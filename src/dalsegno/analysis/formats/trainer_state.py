@@ -24,7 +24,7 @@ class TrainerState(Source):
     def records(self, skipped: Skipped) -> Iterator[Record]:
         text = self.path.read_text(encoding="utf-8", errors="replace")
         if header := _header(text):
-            yield {"global_step": 0, "kind": HEADER, **header}
+            yield {"kind": HEADER, **header}
         history = _HISTORY.search(text)
         if history is None:
             skipped.note("no log_history")

@@ -6,14 +6,19 @@ Lightning, TensorBoard, and JSON lines of any kind.
 
 from __future__ import annotations
 
-from . import compare, detect, diff, heatmap, list, plot, spikes
+from . import compare, detect, diff, export, heatmap, lineage, list, plot, show, spikes, summary, tail
 
 COMMANDS = {
     "list": list,
+    "summary": summary,
+    "show": show,
+    "tail": tail,
     "plot": plot,
     "heatmap": heatmap,
     "compare": compare,
     "diff": diff,
     "spikes": spikes,
     "detect": detect,
+    "lineage": lineage,
+    "export": export,
 }

@@ -16,5 +16,14 @@ def add_runs(parser: argparse.ArgumentParser, *, several: bool = True) -> None:
     parser.add_argument("--step-key", metavar="NAME", help="what the records call the step, if it has an unusual name")
 
 
+def add_metrics(parser: argparse.ArgumentParser) -> None:
+    """``--metrics`` as ``arguments.metrics``: a list, or None."""
+    parser.add_argument("--metrics", metavar="A,B", type=_names, help="only these, separated by commas")
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print it as JSON")
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]

@@ -1,11 +1,23 @@
-"""List the runs in a folder: steps, losses, state, last change."""
+"""List the runs in a folder: steps, losses, state, restarts, last change.
+
+Exit status 1 if there is a log that cannot be read.
+"""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dalsegno.errors import DalsegnoError
 
 from .arguments import add_json
+
+if TYPE_CHECKING:
+    from dalsegno.analysis import TrainingLog
+
+STYLES = {"running": "green", "diverged": "red", "failed": "red", "died": "yellow", "unreadable": "red"}
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -20,23 +32,45 @@ def run(arguments: argparse.Namespace) -> int:
         NotFound: if there is no run.
     """
     from dalsegno.analysis import open_log
-    from dalsegno.cli.tables import Column, number, print_json, print_table
+    from dalsegno.cli.tables import Column, moment, number, print_json, print_table
 
-    rows = []
-    for log in open_log(arguments.folder):
-        loss = log.metric(log.loss) if log.loss else None
-        rows.append(
-            {
-                "run": log.name,
-                "step": int(loss.steps[-1]) if loss else None,
-                "loss": float(loss.values[-1]) if loss else None,
-            }
-        )
+    rows = [_row(log) for log in open_log(arguments.folder)]
     if arguments.json:
         print_json(rows)
     else:
-        print_table(
-            [Column("run", "run"), Column("step", "step", number, right=True), Column("loss", "loss", number, True)],
-            rows,
-        )
-    return 0
+        columns = [
+            Column("run", "run"),
+            Column("state", "state", style=lambda state: STYLES.get(state, "")),
+            Column("step", "step", number, right=True),
+            Column("epoch", "epoch", number, right=True),
+            Column("loss", "loss", number, right=True),
+            Column("best_loss", "best", number, right=True),
+            Column("eval_loss", "eval", number, right=True),
+            Column("restarts", "restarts", number, right=True),
+            Column("changed", "last change", moment),
+        ]
+        print_table(columns, rows)
+    unreadable = [row for row in rows if "error" in row]
+    for row in unreadable:
+        print(f"dalsegno: {row['run']}: {row['error']}", file=sys.stderr)
+    return 1 if unreadable else 0
+
+
+def _row(log: TrainingLog) -> dict[str, Any]:
+    try:
+        summary = log.summary()
+    except (DalsegnoError, OSError) as error:
+        return {"run": log.name, "path": str(log.path), "state": "unreadable", "error": str(error)}
+    evaluation = next((metric for metric in summary.evaluation if "loss" in metric.name), None)
+    return {
+        "run": log.name,
+        "path": str(log.path),
+        "state": summary.state,
+        "step": summary.step,
+        "epoch": summary.epoch,
+        "loss": summary.loss.final if summary.loss else None,
+        "best_loss": summary.loss.best if summary.loss else None,
+        "eval_loss": evaluation.final if evaluation else None,
+        "restarts": summary.restarts,
+        "changed": summary.changed or log.source.changed(),
+    }

@@ -1,0 +1,84 @@
+"""A log in another format, for other programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+from dalsegno.errors import ConfigurationError
+from dalsegno.logs.values import Record, to_json
+
+from .blocks import is_number
+from .formats import BOOKKEEPING
+from .log import TrainingLog
+
+Target = Literal["csv", "parquet", "json", "tensorboard"]
+
+TARGETS = ("csv", "parquet", "json", "tensorboard")
+
+
+def export_log(log: TrainingLog, to: Target, path: Path | BinaryIO) -> None:
+    """Write the records of a log.
+
+    Args:
+        to: ``csv`` and ``parquet``: a row a record; ``json``: an array of records; ``tensorboard``: an event file, in
+            which evaluation's metrics are under ``eval/``, and those of training under ``train/``.
+        path: a file, by its name or open; for ``tensorboard`` a folder, which may not have event files yet.
+
+    Raises:
+        ConfigurationError: for another format, a folder that has event files, or if Polars, which writes ``csv`` and
+            ``parquet``, is not installed.
+    """
+    if to == "csv":
+        log.frame().write_csv(path)
+    elif to == "parquet":
+        log.frame().write_parquet(path)
+    elif to == "json":
+        _write_json(log.records(), path)
+    elif to == "tensorboard":
+        if not isinstance(path, Path):
+            raise ConfigurationError("TensorBoard reads folders: give one")
+        _write_events(log.records(), path)
+    else:
+        raise ConfigurationError(f"to is {to!r}; allowed: {', '.join(TARGETS)}")
+
+
+def _write_json(records: Iterator[Record], path: Path | BinaryIO) -> None:
+    if isinstance(path, Path):
+        with path.open("wb") as file:
+            _write_json(records, file)
+        return
+    path.write(b"[")
+    for number, record in enumerate(records):
+        path.write((b"," if number else b"") + b"\n" + json.dumps(to_json(record), allow_nan=False).encode())
+    path.write(b"\n]\n")
+
+
+def _write_events(records: Iterator[Record], folder: Path) -> None:
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    if any(folder.glob("*tfevents*")):
+        raise ConfigurationError(
+            f"{folder}: has event files already; TensorBoard would mix them up; name another folder"
+        )
+    writer = EventFileWriter(str(folder))
+    for record in records:
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in _tagged(record).items()]
+        if values:
+            event = Event(step=int(record["global_step"]), summary=Summary(value=values))
+            if is_number(record.get("timestamp")):
+                event.wall_time = record["timestamp"]
+            writer.add_event(event)
+    writer.close()
+
+
+def _tagged(record: Mapping[str, object]) -> dict[str, float]:
+    """``loss`` is ``train/loss``, ``eval_loss`` is ``eval/loss``."""
+    metrics = {name: value for name, value in record.items() if name not in BOOKKEEPING[:3] and is_number(value)}
+    if record["kind"] == "eval":
+        return {f"eval/{name.removeprefix('eval_')}": float(value) for name, value in metrics.items()}  # type: ignore[arg-type]
+    return {name if "/" in name else f"train/{name}": float(value) for name, value in metrics.items()}  # type: ignore[arg-type]

@@ -1,0 +1,154 @@
+"""Follower: the last records of a log, and then the new ones as they come; also where the log is cut back under it."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import xxhash
+
+from dalsegno.logs.formats import strip_line
+from dalsegno.logs.values import Record
+
+from .formats.json_lines import JsonLines, decode_lines, named
+from .formats.naming import HEADER
+from .formats.source import Skipped, Source
+
+BACKWARDS = 1 << 16
+"""Bytes that are read at a time, from the end of a file towards its beginning."""
+
+REMEMBERED = 4096
+"""Records whose place in the file is known: as far as a cut can be followed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The log has been cut back, or replaced: what comes next follows this step."""
+
+    step: int | None
+    """None if nothing that was seen is left."""
+
+
+class Follower:
+    """Looks at one log again and again.
+
+    A log with a record a line is read from its end, in a time that does not depend on its length; others are read
+    as a whole whenever they have changed.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._reader = _Lines(source) if isinstance(source, JsonLines) else _Whole(source)
+
+    def last(self, count: int) -> list[Record]:
+        """The last ``count`` records that are there now."""
+        return self._reader.last(count)
+
+    def new(self) -> list[Record | Cut]:
+        """What has come since the last call, or since :meth:`last`. Waits for nothing; a file that is gone has
+        nothing new."""
+        return self._reader.new()
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A record that has been read: where it lies, and what it was."""
+
+    begin: int
+    end: int
+    digest: int
+    step: int | None
+
+
+class _Lines:
+    def __init__(self, source: JsonLines) -> None:
+        self._source = source
+        self._seen: deque[_Seen] = deque(maxlen=REMEMBERED)
+        self._end = 0
+
+    def last(self, count: int) -> list[Record]:
+        self._seen.clear()
+        with self._source.path.open("rb") as file:
+            self._end = _begin_of_last_lines(file.fileno(), count)
+            found = list(self._read(file.fileno()))
+        return [record for record in found if record["kind"] != HEADER][-count:]
+
+    def new(self) -> list[Record | Cut]:
+        try:
+            file = self._source.path.open("rb")
+        except FileNotFoundError:
+            return []
+        with file:
+            cut = self._step_back(file.fileno())
+            return [*cut, *(record for record in self._read(file.fileno()) if record["kind"] != HEADER)]
+
+    def _read(self, descriptor: int) -> Iterator[Record]:
+        """The whole records behind the last one that was read."""
+        place = self._end
+        data = _from(descriptor, place)
+        naming = self._source.naming() if data.strip() else None
+        for line in data.splitlines(keepends=True):
+            begin, place = place, place + len(line)
+            text = strip_line(line)
+            if naming is None or not text or not line.endswith(b"\n"):
+                continue
+            begin += line.index(text)
+            for record in named(decode_lines([text], 1, Skipped()), naming, Skipped()):
+                self._end = begin + len(text)
+                self._seen.append(_Seen(begin, self._end, xxhash.xxh3_64_intdigest(text), record.get("global_step")))
+                yield record
+
+    def _step_back(self, descriptor: int) -> list[Cut]:
+        """Go back to the last record that is still there."""
+        before = self._end
+        while self._seen:
+            last = self._seen[-1]
+            text = os.pread(descriptor, last.end - last.begin, last.begin)
+            if xxhash.xxh3_64_intdigest(text) == last.digest:
+                self._end = last.end
+                return [Cut(last.step)] if self._end < before else []
+            self._seen.pop()
+        self._end = 0 if before else self._end
+        return [Cut(None)] if before else []
+
+
+class _Whole:
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._stamp: tuple[int, ...] = ()
+        self._records: list[Record] = []
+
+    def last(self, count: int) -> list[Record]:
+        self.new()
+        return self._records[-count:] if count else []
+
+    def new(self) -> list[Record | Cut]:
+        try:
+            if (stamp := self._source.stamp()) == self._stamp:
+                return []
+            records = [record for record in self._source.records(Skipped()) if record["kind"] != HEADER]
+        except FileNotFoundError:
+            return []
+        known = self._records
+        pairs = enumerate(zip(known, records, strict=False))
+        same = next((number for number, (old, now) in pairs if old != now), min(len(known), len(records)))
+        self._stamp, self._records = stamp, records
+        cut = [Cut(records[same - 1]["global_step"] if same else None)] if same < len(known) else []
+        return [*cut, *records[same:]]
+
+
+def _from(descriptor: int, begin: int) -> bytes:
+    return os.pread(descriptor, max(0, os.fstat(descriptor).st_size - begin), begin)
+
+
+def _begin_of_last_lines(descriptor: int, count: int) -> int:
+    """Where the last ``count`` lines begin; three more, for brackets and what a kill has left."""
+    begin, lines = os.fstat(descriptor).st_size, 0
+    while begin > 0 and lines <= count + 3:
+        piece = min(BACKWARDS, begin)
+        begin -= piece
+        lines += os.pread(descriptor, piece, begin).count(b"\n")
+    if begin == 0:
+        return 0
+    return begin + os.pread(descriptor, BACKWARDS, begin).index(b"\n") + 1

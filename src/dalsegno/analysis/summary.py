@@ -1,0 +1,163 @@
+"""Summary: a run in some twenty numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dalsegno.logs.clock import is_wall_clock
+
+from .formats.naming import LOSSES, is_of_evaluation, loss_of
+from .lineage import Life, State, state_of, training_seconds
+from .series import Series
+from .spikes import Spike, find_spikes
+
+THROUGHPUT = ("tok_per_sec", "train_tokens_per_second", "train_samples_per_second", "train_steps_per_second", "mfu")
+GRADIENT = ("max_grad_norm", "grad_norm")
+RATE = ("learning_rate", "lr", "train/learning_rate", "train/lr")
+MEMORY = ("peak_mem",)
+TOKENS = ("tokens", "num_input_tokens_seen", "total_tokens")
+
+RISING = ("accuracy", "acc", "f1", "auc", "bleu", "reward", "precision", "recall")
+"""Parts of names of metrics whose best value is the highest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricSummary:
+    """One metric, from the first record to the last. Best, worst and average are of finite values only."""
+
+    name: str
+    records: int
+    first: float
+    final: float
+    final_step: int
+    best: float | None
+    """The lowest; the highest for metrics whose name says that they should rise. None if no value is finite."""
+    best_step: int | None
+    worst: float | None
+    worst_step: int | None
+    average: float | None
+    not_finite: int
+    """How many of the values are NaN or infinite."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What a run has come to. None, or empty, is what its log does not tell."""
+
+    run: str
+    program: str
+    """Whose format the log has."""
+    state: State
+    records: dict[str, int]
+    """How many of each kind."""
+    step: int | None
+    """The last one."""
+    epoch: float | None
+    loss: MetricSummary | None
+    evaluation: tuple[MetricSummary, ...]
+    grad_norm: MetricSummary | None
+    learning_rate: MetricSummary | None
+    tokens: float | None
+    throughput: dict[str, float]
+    """Averages."""
+    peak_mem: float | None
+    """Bytes."""
+    began: float | None
+    """UTC seconds, as the next one."""
+    changed: float | None
+    training_seconds: float | None
+    lost_seconds: float | None
+    """Between the legs."""
+    restarts: int
+    redone_steps: int
+    spikes: tuple[Spike, ...]
+    """Of the loss."""
+    skipped: int
+    """Lines, or records, that could not be read."""
+
+
+def is_told(name: str) -> bool:
+    """Whether a summary has a place for this metric."""
+    others = (*THROUGHPUT, *GRADIENT, *RATE, *MEMORY, *TOKENS)
+    return name in LOSSES or name in others or (is_of_evaluation(name) and not is_wall_clock(name))
+
+
+def summarize(
+    run: str, program: str, kinds: dict[str, int], series: Mapping[str, Series], lives: Sequence[Life], skipped: int
+) -> Summary:
+    """
+    Args:
+        kinds: how many records of each.
+        series: the metrics that are told; ``global_step`` is the one of all records.
+    """
+    clock = series["global_step"]
+    times = clock.times[~np.isnan(clock.times)] if clock.times is not None else np.array([])
+    ends = [float(times.min()), float(times.max())] if len(times) else []
+    loss = loss_of(series)
+    of_loss = _summary(series, [loss] if loss else [])
+    evaluation = [name for name in series if is_of_evaluation(name) and name != loss]
+    memory = _summary(series, MEMORY)
+    return Summary(
+        run=run,
+        program=program,
+        state=state_of(lives, kinds.get("final", 0) > 0, of_loss is None or bool(np.isfinite(of_loss.final))),
+        records=kinds,
+        step=int(clock.steps.max()) if len(clock) else None,
+        epoch=float(np.nanmax(clock.epochs)) if clock.epochs is not None else None,
+        loss=of_loss,
+        evaluation=tuple(each for name in evaluation if (each := _summary(series, [name])) is not None),
+        grad_norm=_summary(series, GRADIENT),
+        learning_rate=_summary(series, RATE),
+        tokens=tokens.final if (tokens := _summary(series, TOKENS)) else None,
+        throughput={
+            name: each.average
+            for name in THROUGHPUT
+            if (each := _summary(series, [name])) is not None and each.average is not None
+        },
+        peak_mem=memory.worst if memory else None,
+        began=lives[0].started if lives else ends[0] if ends else None,
+        changed=max([*ends, *(life.ended for life in lives)], default=None),
+        training_seconds=training_seconds(lives) if lives else ends[1] - ends[0] if ends else None,
+        lost_seconds=sum(life.idle or 0.0 for life in lives) if lives else None,
+        restarts=max(0, len(lives) - 1),
+        redone_steps=sum(life.redone for life in lives),
+        spikes=tuple(find_spikes(series[loss])) if loss else (),
+        skipped=skipped,
+    )
+
+
+def summarize_metric(series: Series) -> MetricSummary | None:
+    """None if it has no values."""
+    values = series.values
+    if not len(values):
+        return None
+    finite = np.isfinite(values)
+    known = values if (everything := bool(finite.all())) else np.where(finite, values, np.nan)
+    any_known = bool(finite.any())
+    low, high = (int(np.nanargmin(known)), int(np.nanargmax(known))) if any_known else (0, 0)
+    best, worst = (high, low) if _should_rise(series.name) else (low, high)
+    return MetricSummary(
+        name=series.name,
+        records=len(values),
+        first=float(values[0]),
+        final=float(values[-1]),
+        final_step=int(series.steps[-1]),
+        best=float(values[best]) if any_known else None,
+        best_step=int(series.steps[best]) if any_known else None,
+        worst=float(values[worst]) if any_known else None,
+        worst_step=int(series.steps[worst]) if any_known else None,
+        average=float(values.mean() if everything else np.nanmean(known)) if any_known else None,
+        not_finite=0 if everything else int((~finite).sum()),
+    )
+
+
+def _should_rise(name: str) -> bool:
+    return any(part in RISING for part in name.lower().replace("/", "_").split("_"))
+
+
+def _summary(series: Mapping[str, Series], names: Sequence[str]) -> MetricSummary | None:
+    found = next((series[name] for name in names if name in series), None)
+    return None if found is None else summarize_metric(found)

@@ -1,0 +1,65 @@
+"""Records as lines: in columns for a log that is shown as a whole, in words for one that is followed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dalsegno.analysis.blocks import is_number
+from dalsegno.cli.tables import in_words, number
+
+KNOWN = ("run", "kind", "global_step", "epoch", "timestamp")
+"""What a line says of a record beside its metrics."""
+
+NARROW = 10
+"""Characters of a column, at least."""
+
+
+class RecordTable:
+    """A line a record, under a header that comes before the first one."""
+
+    def __init__(self, metrics: Sequence[str] | None, *, several: bool) -> None:
+        """
+        Args:
+            metrics: None: those of the first record have columns, and what else there is stands at the end of a line.
+            several: whether the records are those of several runs.
+        """
+        self._metrics = metrics
+        self._rest = metrics is None
+        self._several = several
+        self._begun = False
+
+    def print(self, record: Mapping[str, Any]) -> None:
+        if not self._begun:
+            self._begin(record)
+        run = [str(record["run"]).ljust(NARROW)] if self._several else []
+        cells = [*run, record["kind"].ljust(5), f"{record['global_step']:,}".rjust(9), _cell(record, "epoch", 8)]
+        cells += [_cell(record, name, max(len(name), NARROW)) for name in self._metrics or ()]
+        if self._rest:
+            cells.append(in_words(_others(record, self._metrics or ())))
+        print("  ".join(cells).rstrip())
+
+    def _begin(self, record: Mapping[str, Any]) -> None:
+        self._begun = True
+        if self._metrics is None:
+            self._metrics = [name for name, value in _others(record, ()).items() if is_number(value)]
+        run = ["run".ljust(NARROW)] if self._several else []
+        head = [*run, "kind".ljust(5), "step".rjust(9), "epoch".rjust(8)]
+        print("  ".join([*head, *(name.rjust(NARROW) for name in self._metrics)]).rstrip())
+
+
+def told(record: Mapping[str, Any], metrics: Sequence[str] | None) -> str:
+    """A record in a line of words: ``step 120  epoch 0.5  loss 3.21``."""
+    chosen = _others(record, ()) if metrics is None else {name: record[name] for name in metrics if name in record}
+    kind = "" if record.get("kind", "train") == "train" else f"{record['kind']}  "
+    epoch = f"  epoch {number(record['epoch'])}" if is_number(record.get("epoch")) else ""
+    return f"{kind}step {record['global_step']:,}{epoch}  {in_words(chosen)}"
+
+
+def _others(record: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name not in (*KNOWN, *names)}
+
+
+def _cell(record: Mapping[str, Any], name: str, width: int) -> str:
+    value = record.get(name)
+    return "".rjust(width) if value is None else (number(value) if is_number(value) else str(value)).rjust(width)

@@ -1,0 +1,147 @@
+"""Sum runs up: steps, losses, evaluation, gradients, speed, time, restarts, spikes."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from .arguments import add_json, add_runs
+
+if TYPE_CHECKING:
+    from dalsegno.analysis import MetricSummary, Summary, TrainingLog
+
+SHOWN_SPIKES = 5
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    add_runs(parser)
+    parser.add_argument(
+        "--format", choices=("text", "json", "md", "one-line"), default="text", help="default: %(default)s"
+    )
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """
+    Raises:
+        NotFound: if there is no log.
+    """
+    from dataclasses import asdict
+
+    from dalsegno.analysis import open_logs
+    from dalsegno.cli.tables import print_facts, print_json
+
+    summaries = [(log, log.summary()) for log in open_logs(arguments.runs, arguments.step_key)]
+    if arguments.json or arguments.format == "json":
+        print_json([{**asdict(summary), "path": str(log.path)} for log, summary in summaries])
+    elif arguments.format == "one-line":
+        for _, summary in summaries:
+            print(_one_line(summary))
+    elif arguments.format == "md":
+        print(_markdown([(summary, dict(_facts(summary, log))) for log, summary in summaries]))
+    else:
+        for number, (log, summary) in enumerate(summaries):
+            if number:
+                print()
+            print_facts(summary.run, _facts(summary, log))
+    return 0
+
+
+def _facts(summary: Summary, log: TrainingLog) -> list[tuple[str, str]]:
+    """What is known of the run, in the order in which one asks for it."""
+    from dalsegno.cli.tables import NOTHING, moment, number
+
+    records = ", ".join(f"{count:,} {kind}" for kind, count in summary.records.items())
+    known: list[tuple[str, str | None]] = [
+        ("state", _state(summary)),
+        ("steps", number(summary.step)),
+        ("epochs", None if summary.epoch is None else number(summary.epoch)),
+        ("tokens", None if summary.tokens is None else f"{summary.tokens:,.0f}"),
+        (summary.loss.name if summary.loss else "loss", _metric(summary.loss)),
+        *((metric.name, _metric(metric)) for metric in summary.evaluation),
+        ("gradient norm", _most(summary.grad_norm)),
+        ("learning rate", _change(summary.learning_rate)),
+        *((name, number(average)) for name, average in summary.throughput.items()),
+        ("memory", None if summary.peak_mem is None else f"{summary.peak_mem / 2**30:.2f} GiB at most"),
+        ("time", _time(summary)),
+        ("last change", None if summary.changed is None else moment(summary.changed)),
+        ("spikes", _spikes(summary)),
+        ("records", f"{records or NOTHING} ({summary.program})"),
+        ("skipped", f"{summary.skipped:,}: {log.skipped}" if summary.skipped else None),
+    ]
+    return [(name, fact) for name, fact in known if fact is not None]
+
+
+def _state(summary: Summary) -> str:
+    if not summary.restarts:
+        return summary.state
+    restarts = f"{summary.restarts} restart{'s' if summary.restarts > 1 else ''}"
+    return f"{summary.state}, {restarts}, {summary.redone_steps:,} steps done twice"
+
+
+def _metric(metric: MetricSummary | None) -> str | None:
+    from dalsegno.cli.tables import number
+
+    if metric is None:
+        return None
+    best = f", best {number(metric.best)} at step {metric.best_step:,}" if metric.best_step is not None else ""
+    average = f", average {number(metric.average)}" if metric.average is not None else ""
+    wrong = f", {metric.not_finite:,} not finite" if metric.not_finite else ""
+    return f"{number(metric.final)} at step {metric.final_step:,}{best}{average}{wrong}"
+
+
+def _most(metric: MetricSummary | None) -> str | None:
+    from dalsegno.cli.tables import number
+
+    if metric is None or metric.worst is None:
+        return None
+    return f"{number(metric.worst)} at most, at step {metric.worst_step:,}; average {number(metric.average)}"
+
+
+def _change(metric: MetricSummary | None) -> str | None:
+    from dalsegno.cli.tables import number
+
+    return None if metric is None else f"{number(metric.first)} at first, {number(metric.final)} at last"
+
+
+def _time(summary: Summary) -> str | None:
+    from dalsegno.cli.tables import span
+
+    if summary.training_seconds is None:
+        return None
+    lost = f", {span(summary.lost_seconds)} lost between legs" if summary.restarts and summary.lost_seconds else ""
+    return f"{span(summary.training_seconds)} training{lost}"
+
+
+def _spikes(summary: Summary) -> str | None:
+    from dalsegno.cli.tables import number
+
+    if not summary.spikes:
+        return None
+    highest = sorted(summary.spikes, key=lambda spike: -spike.sigmas)[:SHOWN_SPIKES]
+    told = ", ".join(f"{number(spike.value)} at step {spike.step:,}" for spike in sorted(highest, key=lambda s: s.step))
+    return f"{len(summary.spikes)}: {told}{', …' if len(summary.spikes) > SHOWN_SPIKES else ''}"
+
+
+def _one_line(summary: Summary) -> str:
+    from dalsegno.cli.tables import number
+
+    parts = [summary.run, summary.state, f"step {number(summary.step)}"]
+    for metric in [summary.loss, *summary.evaluation[:1]]:
+        if metric is not None:
+            best = f" (best {number(metric.best)} at {metric.best_step:,})" if metric.best_step is not None else ""
+            parts.append(f"{metric.name} {number(metric.final)}{best}")
+    if summary.restarts:
+        parts.append(f"{summary.restarts} restart{'s' if summary.restarts > 1 else ''}")
+    if summary.spikes:
+        parts.append(f"{len(summary.spikes)} spike{'s' if len(summary.spikes) > 1 else ''}")
+    return "  ".join(parts)
+
+
+def _markdown(runs: list[tuple[Summary, dict[str, str]]]) -> str:
+    """A table with a column for each run."""
+    names = list(dict.fromkeys(name for _, facts in runs for name in facts))
+    lines = [["", *(summary.run for summary, _ in runs)], ["---"] * (len(runs) + 1)]
+    lines += [[name, *(facts.get(name, "") for _, facts in runs)] for name in names]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
