@@ -9,10 +9,14 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .analysis import Life as Life
+    from .analysis import MetricSummary as MetricSummary
     from .analysis import ParameterSeries as ParameterSeries
     from .analysis import RunFolder as RunFolder
     from .analysis import Series as Series
+    from .analysis import Summary as Summary
     from .analysis import TrainingLog as TrainingLog
+    from .analysis import export_log as export_log
     from .analysis import open_log as open_log
     from .analysis import open_logs as open_logs
     from .args import TrainingArguments as TrainingArguments
@@ -70,7 +74,18 @@ if TYPE_CHECKING:
     from .trainer import Trainer as Trainer
 
 _HOMES = {
-    "analysis": ("ParameterSeries", "RunFolder", "Series", "TrainingLog", "open_log", "open_logs"),
+    "analysis": (
+        "Life",
+        "MetricSummary",
+        "ParameterSeries",
+        "RunFolder",
+        "Series",
+        "Summary",
+        "TrainingLog",
+        "export_log",
+        "open_log",
+        "open_logs",
+    ),
     "args": ("TrainingArguments",),
     "callback": (
         "Callback",

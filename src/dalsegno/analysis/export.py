@@ -7,10 +7,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from dalsegno import files
 from dalsegno.errors import ConfigurationError
 from dalsegno.logs.values import Record, to_json
 
 from .blocks import is_number
+from .extras import need
 from .formats import BOOKKEEPING
 from .log import TrainingLog
 
@@ -31,29 +33,42 @@ def export_log(log: TrainingLog, to: Target, path: Path | BinaryIO) -> None:
         ConfigurationError: for another format, a folder that has event files, or if Polars, which writes ``csv`` and
             ``parquet``, is not installed.
     """
-    if to == "csv":
-        log.frame().write_csv(path)
-    elif to == "parquet":
-        log.frame().write_parquet(path)
-    elif to == "json":
-        _write_json(log.records(), path)
-    elif to == "tensorboard":
+    if to not in TARGETS:
+        raise ConfigurationError(f"to is {to!r}; allowed: {', '.join(TARGETS)}")
+    if to in ("csv", "parquet"):
+        need("polars", f"{to} is written")
+    if to == "tensorboard":
         if not isinstance(path, Path):
             raise ConfigurationError("TensorBoard reads folders: give one")
         _write_events(log.records(), path)
+    elif not isinstance(path, Path):
+        _WRITERS[to](log, path)
     else:
-        raise ConfigurationError(f"to is {to!r}; allowed: {', '.join(TARGETS)}")
+        temporary = path.with_name(f".{path.name}.tmp")
+        try:
+            with temporary.open("wb") as file:
+                _WRITERS[to](log, file)
+            files.rename(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
-def _write_json(records: Iterator[Record], path: Path | BinaryIO) -> None:
-    if isinstance(path, Path):
-        with path.open("wb") as file:
-            _write_json(records, file)
-        return
-    path.write(b"[")
-    for number, record in enumerate(records):
-        path.write((b"," if number else b"") + b"\n" + json.dumps(to_json(record), allow_nan=False).encode())
-    path.write(b"\n]\n")
+def _write_csv(log: TrainingLog, file: BinaryIO) -> None:
+    log.frame().write_csv(file)
+
+
+def _write_parquet(log: TrainingLog, file: BinaryIO) -> None:
+    log.frame().write_parquet(file)
+
+
+def _write_json(log: TrainingLog, file: BinaryIO) -> None:
+    file.write(b"[")
+    for number, record in enumerate(log.records()):
+        file.write((b",\n" if number else b"\n") + json.dumps(to_json(record), allow_nan=False).encode())
+    file.write(b"\n]\n")
+
+
+_WRITERS = {"csv": _write_csv, "parquet": _write_parquet, "json": _write_json}
 
 
 def _write_events(records: Iterator[Record], folder: Path) -> None:

@@ -15,6 +15,7 @@ from dalsegno.logs.values import Record
 from .blocks import KINDS, concatenate
 from .card import card
 from .columns import read_columns
+from .extras import need
 from .formats import BOOKKEEPING, HEADER, Skipped, Source
 from .formats.naming import loss_of
 from .lineage import Life, read_lives
@@ -116,7 +117,12 @@ class TrainingLog:
         return loss_of(self.metrics())
 
     def frame(self) -> pl.DataFrame:
-        """Everything, a row a record, a column a name. Needs ``dalsegno[analysis]``."""
+        """Everything, a row a record, a column a name.
+
+        Raises:
+            ConfigurationError: if Polars is not installed, which comes with ``dalsegno[analysis]``.
+        """
+        need("polars", "frames are made")
         self.skipped = Skipped()
         frame = concatenate([block.frame() for block in self.source.blocks(self.skipped)])
         empty = [name for name in frame.columns if len(frame) and frame[name].null_count() == len(frame)]

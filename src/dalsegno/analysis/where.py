@@ -58,7 +58,7 @@ def _tokens(text: str) -> list[_Token]:
     while text[place:].strip():
         match = _TOKENS.match(text, place)
         if match is None:
-            raise _wrong(text, place, "not understood")
+            raise _wrong(text, len(text) - len(text[place:].lstrip()), "not understood")
         kind = match.lastgroup or ""
         tokens.append(_Token(kind, match[kind], match.start(kind)))
         place = match.end()

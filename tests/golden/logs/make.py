@@ -4,8 +4,8 @@
 - ``diverged``: its learning rate is far too high; the detector stops it.
 - ``pair-a``, ``pair-b``: the same run with two learning rates.
 
-They are kept as they are: times and machine in them are those of the day on which they were made. What the commands print
-of them lies in ``printed/``, and is written by ``python tests/golden/logs/printed.py``.
+They are kept as they are: times and machine in them are those of the day on which they were made. What the commands
+print of them lies in ``printed/``, and is written by ``python tests/golden/logs/printed.py``.
 """
 
 from __future__ import annotations

@@ -74,8 +74,7 @@ def _tree(log: TrainingLog, lives: Sequence[Life], tails: bool) -> Iterator[str]
     for place, life in enumerate(lives):
         last = place == len(lives) - 1
         aside = life.leg not in kept
-        branch = "│ ├─" if aside else "└─" if last else "├─"
-        stem = "│ │   " if aside else "    " if last else "│   "
+        branch, stem = _branch(aside, lives[place + 1].leg in kept if aside else last)
         first, *more = _told(life)
         yield f"{branch} {first}"
         for line in more:
@@ -86,6 +85,13 @@ def _tree(log: TrainingLog, lives: Sequence[Life], tails: bool) -> Iterator[str]
             yield f"{stem}cut off then: {_count(len(tail.records), 'record')}, {steps}: {path}"
             if tails:
                 yield from (f"{stem}  {told(record, None)}" for record in tail.records)
+
+
+def _branch(aside: bool, ends: bool) -> tuple[str, str]:
+    """What stands before a leg's first line, and before its others."""
+    if aside:
+        return ("│ └─", "│     ") if ends else ("│ ├─", "│ │   ")
+    return ("└─", "    ") if ends else ("├─", "│   ")
 
 
 def _told(life: Life) -> list[str]:

@@ -83,6 +83,8 @@ class _SideBySide:
     def record(self, place: int, record: Record) -> None:
         from .records import told
 
+        if self._metrics and not any(name in record for name in self._metrics):
+            return
         self._cell(place, told(record, self._metrics))
 
     def cut(self, place: int, cut: Cut) -> None:

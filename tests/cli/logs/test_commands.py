@@ -1,0 +1,181 @@
+"""The commands that read logs: what they refuse, how they end, and what they do while a log goes on."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dalsegno as ds
+from cli.command import DALSEGNO, dalsegno, environment
+from dalsegno.cli import main
+from dalsegno.logs import RecordLog
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "logs"
+
+
+def error(capsys: pytest.CaptureFixture[str], *words: str, status: int = 2) -> str:
+    assert main(["logs", *words]) == status
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["sumary", "summry"])
+def test_the_nearest_command_is_named(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"unknown logs command {word!r}; did you mean 'summary'?" in error(capsys, word)
+
+
+def test_a_folder_without_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["list", str(tmp_path)], ["summary", str(tmp_path)], ["tail", "-f", str(tmp_path)]):
+        assert "no log in it; looked for logs/train.jsonl" in error(capsys, *words)
+
+
+def test_one_log_that_cannot_be_read_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, line in {"good": '{"step": 1, "loss": 2.0}', "bad": '{"loss": 2.0}'}.items():
+        (tmp_path / name / "logs").mkdir(parents=True)
+        (tmp_path / name / "logs" / "train.jsonl").write_text(line + "\n")
+    assert main(["logs", "list", "--json", str(tmp_path)]) == 1
+    told = capsys.readouterr()
+    assert [(row["run"], row["state"]) for row in json.loads(told.out)] == [("bad", "unreadable"), ("good", "unknown")]
+    assert "dalsegno: bad: " in told.err
+    assert "nothing that looks like a step" in told.err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--step", "x:3"], "--step x:3: write steps as 100:200"),
+        (["--where", "loss >"], "condition 'loss >', at character 7: a number or a text expected"),
+        (["--metrics", "los"], "unknown metric of killed 'los'; did you mean 'loss'?"),
+    ],
+)
+def test_show_refuses(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert told in error(capsys, "show", str(GOLDEN / "killed"), *words)
+
+
+def test_show_finds_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["logs", "show", str(GOLDEN / "killed"), "--where", "loss > 1e9"]) == 1
+    assert capsys.readouterr().out == ""
+
+
+def test_what_was_skipped_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"global_step": 1, "loss": 2.0}\n{"glo')
+    assert main(["logs", "show", str(path)]) == 0
+    assert "dalsegno: skipped 1: line 2: broken off" in capsys.readouterr().err
+    main(["logs", "summary", str(path)])
+    assert "1: line 2: broken off" in capsys.readouterr().out
+
+
+def test_lineage_of_a_log_without_legs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.jsonl").write_text('{"global_step": 1, "loss": 2.0}\n')
+    assert "no run.json in it" in error(capsys, "lineage", str(tmp_path))
+
+
+def test_export_and_read_again(tmp_path: Path) -> None:
+    import polars as pl
+
+    log = ds.open_log(GOLDEN / "killed")
+    for to in ("csv", "parquet", "json"):
+        path = tmp_path / f"killed.{to}"
+        assert main(["logs", "export", str(GOLDEN / "killed"), "--to", to, "-o", str(path)]) == 0
+    assert pl.read_csv(tmp_path / "killed.csv", infer_schema_length=None).equals(log.frame(), null_equal=True)
+    assert pl.read_parquet(tmp_path / "killed.parquet").equals(log.frame(), null_equal=True)
+    assert list(ds.open_log(tmp_path / "killed.json").records()) == list(log.records())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["killed.csv", "killed.json", "killed.parquet"]
+
+
+def test_export_to_tensorboard_and_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, folder = str(GOLDEN / "killed"), str(tmp_path / "events")
+    assert main(["logs", "export", run, "--to", "tensorboard", "-o", folder]) == 0
+    mine, other = ds.open_log(run), ds.open_log(folder)
+    assert other.metrics()[:2] == ["loss", "grad_norm"]
+    for name in ("loss", "eval_loss"):
+        assert other.metric(name).steps.tolist() == mine.metric(name).steps.tolist()
+        assert other.metric(name).values.tolist() == pytest.approx(mine.metric(name).values.tolist(), rel=1e-6)
+        assert other.metric(name).times is not None
+    assert "has event files already" in error(capsys, "export", run, "--to", "tensorboard", "-o", folder)
+
+
+def test_export_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(GOLDEN / "killed")
+    assert "--to parquet needs -o" in error(capsys, "export", run, "--to", "parquet")
+    assert "there is no folder" in error(capsys, "export", run, "--to", "csv", "-o", str(tmp_path / "x" / "y.csv"))
+
+
+def train(step: int, **metrics: Any) -> dict[str, Any]:
+    return {"timestamp": 1.7e9 + step, "global_step": step, "epoch": 0.0, "loss": 1.0, **metrics}
+
+
+def test_tail_follows_runs_side_by_side_and_through_a_rewind(tmp_path: Path) -> None:
+    logs = [RecordLog("logs/train.jsonl", tmp_path / name) for name in ("a", "b")]
+    for log in logs:
+        log.open()
+    for step in (1, 2):
+        logs[0].append(train(step))
+    saved = logs[0].state()
+    logs[0].append(train(3))
+    follower = subprocess.Popen(
+        [DALSEGNO, "logs", "tail", "-f", "-n", "2", "--interval", "0.01", "a", "b"],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+    )
+    assert follower.stdout is not None
+    try:
+        lines = [follower.stdout.readline() for _ in range(3)]
+        assert lines[0].split() == ["a", "b"]
+        assert [line.split()[1] for line in lines[1:]] == ["2", "3"]
+        logs[1].append(train(7))
+        line = follower.stdout.readline()
+        assert line.index("step 7") > 40
+        logs[0].open(saved)
+        assert follower.stdout.readline() == "-- back to step 2 --\n"
+        logs[0].append(train(3, loss=5.0))
+        assert "step 3  epoch 0  loss 5" in follower.stdout.readline()
+    finally:
+        follower.send_signal(signal.SIGINT)
+        _, complaint = follower.communicate(timeout=60)
+    assert (follower.returncode, complaint) == (130, "\ndalsegno: interrupted\n")
+
+
+def test_a_running_run_is_said_to_run(tmp_path: Path) -> None:
+    """While its process holds the lock, and not a moment longer."""
+    holder = (
+        "import sys, pathlib\nfrom dalsegno.files import DirectoryLock\nfrom dalsegno.logs import RunFile\n"
+        "DirectoryLock(pathlib.Path('.')).acquire()\nRunFile('.').begin(None, 1, 0)\nprint('held', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    (tmp_path / "train.jsonl").write_text('{"global_step": 1, "loss": 2.0}\n')
+    process = subprocess.Popen(
+        [DALSEGNO.with_name("python"), "-c", holder], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"held\n"
+    assert ds.open_log(tmp_path).summary().state == "running"
+    process.kill()
+    process.communicate()
+    assert ds.open_log(tmp_path).summary().state == "died"
+
+
+def test_small_logs_are_summed_up_without_polars_and_torch() -> None:
+    code = (
+        "import sys\nfrom dalsegno.cli import main\nmain(['logs', 'summary', sys.argv[1]])\n"
+        "print(*sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [DALSEGNO.with_name("python"), "-c", code, str(GOLDEN / "killed")], capture_output=True, text=True, check=True
+    )
+    assert not {"polars", "torch", "matplotlib", "pandas", "rich", "tensorboard"} & set(done.stderr.split())
+
+
+def test_a_pipe_gets_no_colours(tmp_path: Path) -> None:
+    done = dalsegno("logs", "list", str(GOLDEN), folder=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout
