@@ -24,12 +24,15 @@ from .log_optimizer_param_group import LogOptimizerParamGroup
 from .nan_checker import NaNChecker
 from .parameter_norm_logger import ParameterNormLogger
 from .peak_memory import PeakMemory
+from .profiler_callback import ProfilerCallback
 from .progress_callback import ProgressCallback
 from .rate_profiler import RateProfiler
+from .resumable_summary_writer import ResumableSummaryWriter
 from .samples_streamed_info import SamplesStreamedInfo
 from .scale_loss import ScaleLoss
 from .scoped_flags import ScopedFlags
 from .slow_rank_detector import SlowRankDetector
+from .tb_logger import TBLogger
 from .weight_norm_logger import WeightNormLogger
 
 
@@ -59,11 +62,14 @@ __all__ = [
     "NaNChecker",
     "ParameterNormLogger",
     "PeakMemory",
+    "ProfilerCallback",
     "ProgressCallback",
     "RateProfiler",
+    "ResumableSummaryWriter",
     "SamplesStreamedInfo",
     "ScaleLoss",
     "ScopedFlags",
     "SlowRankDetector",
+    "TBLogger",
     "WeightNormLogger",
 ]

@@ -17,7 +17,7 @@ import torch
 
 from dalsegno.checkpoint import Checkpoint, CheckpointManager, read_tensors, saved_states
 from dalsegno.errors import NotFound
-from dalsegno.logs import Position, read_records, timeless
+from dalsegno.logs import EventPosition, Position, read_records, timeless
 
 _CLOCK = "clock"  # the component that holds the seconds trained
 _TITLES = {
@@ -32,8 +32,11 @@ _TITLES = {
     "meter": "sums between logs",
 }
 """What some components are to a reader; their rows come first, in this order."""
-_LOG_POSITION = set(Position.__dataclass_fields__)
-_BYTES_OF_A_LOG = {"offset", "tail"}
+_BYTES = {
+    frozenset(Position.__dataclass_fields__): {"offset", "tail"},
+    frozenset(EventPosition.__dataclass_fields__): {"files"},
+}
+"""What is not compared of the places that logs have come to: bytes, which depend on the clock and the legs."""
 
 
 Tensors = dict[str, dict[str, torch.Tensor]]
@@ -154,7 +157,7 @@ def _first_difference(mine: Any, yours: Any, where: str) -> str | None:
     if type(mine) is not type(yours):
         return f"{where}: {_short(mine)} and {_short(yours)}"
     if isinstance(mine, Mapping):
-        ignored = _BYTES_OF_A_LOG if set(mine) == _LOG_POSITION else set()
+        ignored = _BYTES.get(frozenset(mine), set())
         keys = [key for key in {**mine, **yours} if key not in ignored]
         pairs = [(mine.get(key), yours.get(key), f"{where}.{key}") for key in keys]
     elif isinstance(mine, (list, tuple)):

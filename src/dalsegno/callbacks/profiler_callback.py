@@ -1,0 +1,100 @@
+"""ProfilerCallback: a few steps under torch's profiler."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from dalsegno import ranks
+from dalsegno.callback import Callback
+from dalsegno.contexts import Context, StepDoneContext, TrainBeginContext, TrainEndContext
+
+from .arguments import flag, whole
+
+logger = logging.getLogger("dalsegno")
+
+_ROWS = 20  # of a summary table
+
+
+class ProfilerCallback(Callback):
+    """Profiles some steps of each leg, on every rank, and writes what they did with their time.
+
+    For each rank there is a Chrome trace, ``…-rank-00000.trace.json.gz`` (open it at https://ui.perfetto.dev), and a
+    table of the operations that took the longest, ``…-rank-00000.txt``, which rank 0 prints too. Where training ends
+    while the profiler runs, however it ends, they are of the steps until then. The steps themselves are slower; results
+    stay the same.
+
+    Args:
+        start_step: how many steps of the leg come before: the first ones are slow for reasons of their own.
+        num_steps: how many are profiled.
+        output_dir: where to; ``profile`` in the run's folder if None. Legs add to it: names begin with the first
+            profiled step.
+        with_stack: note where in the program each operation was called.
+        with_flops: estimate floating-point operations.
+        record_shapes: note the shapes of inputs.
+
+    Raises:
+        ConfigurationError: for a value that cannot work.
+    """
+
+    makes_wishes = False
+
+    def __init__(
+        self,
+        start_step: int = 3,
+        num_steps: int = 5,
+        output_dir: str | Path | None = None,
+        with_stack: bool = True,
+        with_flops: bool = True,
+        record_shapes: bool = True,
+    ) -> None:
+        self._start_step = whole("ProfilerCallback", "start_step", start_step, least=0)
+        self._num_steps = whole("ProfilerCallback", "num_steps", num_steps)
+        self._output_dir = None if output_dir is None else Path(output_dir)
+        self._with_stack = flag("ProfilerCallback", "with_stack", with_stack)
+        self._with_flops = flag("ProfilerCallback", "with_flops", with_flops)
+        self._record_shapes = flag("ProfilerCallback", "record_shapes", record_shapes)
+        self._profile: profile | None = None
+        self._steps = 0  # of this leg
+        self._first = 0
+
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        self._steps = 0
+
+    def on_step_begin(self, ctx: Context) -> None:
+        if self._steps == self._start_step and self._profile is None:
+            self._first = ctx.state.global_step + 1
+            self._profile = profile(
+                activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])],
+                with_stack=self._with_stack,
+                with_flops=self._with_flops,
+                record_shapes=self._record_shapes,
+            )
+            self._profile.start()
+
+    def on_step_done(self, ctx: StepDoneContext) -> None:
+        self._steps += 1
+        if self._steps == self._start_step + self._num_steps:
+            self._export(ctx)
+
+    def on_train_end(self, ctx: TrainEndContext) -> None:
+        self._export(ctx)
+
+    def _export(self, ctx: Context) -> None:
+        if self._profile is None:
+            return
+        running, self._profile = self._profile, None
+        running.stop()
+        folder = self._output_dir or ctx.args.directory / "profile"
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"step-{self._first:08d}-rank-{ranks.rank():05d}"
+        running.export_chrome_trace(str(folder / f"{name}.trace.json.gz"))
+        by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+        table = running.key_averages().table(sort_by=by, row_limit=_ROWS)
+        (folder / f"{name}.txt").write_text(table)
+        if ranks.rank() == 0:
+            print(table, flush=True)
+            logger.info("profiled from step %d on: %s", self._first, folder)

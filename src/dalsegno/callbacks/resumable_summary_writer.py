@@ -1,0 +1,117 @@
+"""ResumableSummaryWriter: TensorBoard's writer, with curves that go on after a resume as if nothing had happened."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dalsegno.callback import Callback
+from dalsegno.contexts import LoadContext, TrainBeginContext, TrainEndContext
+from dalsegno.errors import ConfigurationError
+from dalsegno.logs.event_files import EventPosition, lengths, make_durable, rewind_events
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+logger = logging.getLogger("dalsegno")
+
+
+class ResumableSummaryWriter(Callback):
+    """A callback and a ``SummaryWriter`` in one: give it to the trainer, and use it as the writer that it is::
+
+        writer = ResumableSummaryWriter()
+        trainer = ds.Trainer(..., callbacks=[writer, PeakMemory(summary_writer=writer)])
+        writer.add_scalar("my/number", 3.0, global_step=10)     # while training runs; on rank 0, elsewhere nothing
+
+    A file is opened when the first thing is written. What is written is on the disk before the checkpoint that knows
+    of it is one. A resumed run goes on in the same folder: what came after the checkpoint, and only that, is moved into
+    ``rewound/`` beside it, and a TensorBoard that is looking on is told to forget it.
+
+    Args:
+        log_dir: relative to ``output_dir``, or absolute.
+        name: the key of its state in checkpoints; the class's name if None.
+
+    Raises:
+        ConfigurationError: when something is written while no training runs, since it would not be known where.
+    """
+
+    makes_wishes = False
+    state_compared = False  # the files' lengths, which only rank 0 knows
+
+    def __init__(self, log_dir: str | Path = "logs/tensorboard", *, name: str | None = None) -> None:
+        self.name = name
+        self._log_dir = Path(log_dir)
+        self._folder: Path | None = None  # while training runs, on rank 0
+        self._is_elsewhere = False  # on another rank
+        self._writer: SummaryWriter | None = None
+        self._saved = EventPosition(0, {})
+        self._events = 0
+        self._first_step: int | None = None  # the first that a resumed leg writes
+
+    def on_load(self, ctx: LoadContext) -> None:
+        self._first_step = ctx.step + 1
+
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        self._is_elsewhere = not ctx.state.is_world_process_zero
+        if self._is_elsewhere:
+            return
+        self._folder = Path(ctx.args.output_dir) / self._log_dir
+        self._go_back()
+
+    def on_train_end(self, ctx: TrainEndContext) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        if self._folder is not None:
+            self._saved = EventPosition(self._events, lengths(self._folder))
+        self._folder, self._first_step = None, None
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._folder is None:
+            return self._saved.to_state()
+        if self._writer is not None:
+            self._writer.flush()
+        return EventPosition(self._events, lengths(self._folder)).to_state()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go back to there at once if training runs (a rollback), else when it begins."""
+        self._saved = EventPosition.from_state(state)
+        if self._folder is not None:
+            self._go_back()
+
+    def make_durable(self) -> None:
+        """Force what is written to the disk: before a checkpoint that knows of it becomes one."""
+        if self._folder is not None:
+            make_durable(self._folder)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """``add_scalar``, ``add_text`` and all else that torch's SummaryWriter can add."""
+        if not name.startswith("add_"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return partial(self._add, name)
+
+    def _add(self, name: str, /, *args: Any, **named: Any) -> None:
+        if not self._is_elsewhere:
+            getattr(self._opened(), name)(*args, **named)
+            self._events += 1
+
+    def _go_back(self) -> None:
+        assert self._folder is not None
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        rewind_events(self._folder, self._saved.files)
+        self._events = self._saved.events
+
+    def _opened(self) -> SummaryWriter:
+        if self._folder is None:
+            raise ConfigurationError(f"{self.key} writes while training runs; nothing is written before or after")
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # The purge step is for a TensorBoard that has read the tail already, which by now is in rewound/.
+            self._writer = SummaryWriter(str(self._folder), purge_step=self._first_step)
+        return self._writer

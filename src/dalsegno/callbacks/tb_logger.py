@@ -1,0 +1,138 @@
+"""TBLogger: what is logged, as curves in TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dalsegno.callback import Callback
+from dalsegno.contexts import LoadContext, LogContext, TrainBeginContext, TrainEndContext
+from dalsegno.errors import ConfigurationError
+
+from .resumable_summary_writer import ResumableSummaryWriter
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """Where a curve's values come from: a name in the records, and what is done to it."""
+
+    source: str
+    transform: Callable[[float], float] | None = None
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss); infinite where that is too large for a float."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+DEFAULT_SCALARS: Mapping[str, Scalar] = {
+    "train-loss": Scalar("loss"),
+    "learning-rate": Scalar("learning_rate"),
+    "grad-norm": Scalar("grad_norm"),
+    "eval-loss": Scalar("eval_loss"),
+    "eval-perplexity": Scalar("eval_loss", perplexity),
+}
+
+
+class TBLogger(Callback):
+    """Writes chosen values of each record as curves, and texts that describe the run, once.
+
+    Args:
+        summary_writer: a :class:`ResumableSummaryWriter` that is among the trainer's callbacks too, or any object with
+            torch's ``add_scalar`` and ``add_text``; None: one of its own, in ``logs/tensorboard``.
+        scalars: curves by tag, merged over the default ones (``train-loss``, ``learning-rate``, ``grad-norm``,
+            ``eval-loss``, ``eval-perplexity``): ``{"source": name in the records, "transform": function of a number}``,
+            a name alone, or None to remove a default one.
+        experiment_info: a text in Markdown, or a mapping of titles to such texts or to anything that JSON can hold;
+            written once per run.
+        name: the key of its state in checkpoints; the class's name if None.
+
+    Raises:
+        ConfigurationError: for a curve without a source, or a writer that writes no scalars.
+    """
+
+    ranks = "zero"
+    makes_wishes = False
+    state_compared = False
+
+    def __init__(
+        self,
+        summary_writer: Any = None,
+        scalars: Mapping[str, Mapping[str, Any] | str | None] | None = None,
+        experiment_info: str | Mapping[str, Any] | None = None,
+        *,
+        name: str | None = None,
+    ) -> None:
+        self.name = name
+        if summary_writer is not None and not isinstance(summary_writer, ResumableSummaryWriter):
+            for needed in ("add_scalar", "add_text"):
+                if not hasattr(summary_writer, needed):
+                    raise ConfigurationError(f"TBLogger: summary_writer={summary_writer!r}; it has no {needed}")
+        self._own = ResumableSummaryWriter() if summary_writer is None else None
+        self._writer: Any = self._own or summary_writer
+        self._scalars = dict(DEFAULT_SCALARS)
+        for tag, given in (scalars or {}).items():
+            self._scalars.pop(tag, None)
+            if given is not None:
+                self._scalars[tag] = _scalar(tag, given)
+        self._texts = {"experiment": experiment_info} if isinstance(experiment_info, str) else experiment_info or {}
+        self._has_described = False
+
+    def on_load(self, ctx: LoadContext) -> None:
+        if self._own is not None:
+            self._own.on_load(ctx)
+
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        if self._own is not None:
+            self._own.on_train_begin(ctx)
+
+    def on_log(self, ctx: LogContext) -> None:
+        if not self._has_described:  # here, since what a leg writes before its first record would be lost with it
+            self._has_described = True
+            for title, text in self._texts.items():
+                self._writer.add_text(title, _markdown(text), 0)
+        for tag, scalar in self._scalars.items():
+            value = ctx.logs.get(scalar.source)
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                shown = float(value) if scalar.transform is None else scalar.transform(float(value))
+                self._writer.add_scalar(tag, shown, ctx.state.global_step)
+
+    def on_train_end(self, ctx: TrainEndContext) -> None:
+        if self._own is not None:
+            self._own.on_train_end(ctx)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"described": self._has_described, "writer": None if self._own is None else self._own.state_dict()}
+
+    def load_state_dict(self, state: Any) -> None:
+        self._has_described = state["described"]
+        if self._own is not None:
+            self._own.load_state_dict(state["writer"])
+
+    def make_durable(self) -> None:
+        if self._own is not None:
+            self._own.make_durable()
+
+
+def _scalar(tag: str, given: Mapping[str, Any] | str) -> Scalar:
+    if isinstance(given, str):
+        return Scalar(given)
+    unknown = set(given) - {"source", "transform"}
+    transform = given.get("transform")
+    if unknown or not isinstance(given.get("source"), str) or not (transform is None or callable(transform)):
+        raise ConfigurationError(
+            f"TBLogger: scalars[{tag!r}]={dict(given)!r}; needs 'source', a name in the records, and may have "
+            "'transform', a function of a number"
+        )
+    return Scalar(given["source"], transform)
+
+
+def _markdown(value: Any) -> str:
+    """A text as it is; anything else as a block of JSON."""
+    return value if isinstance(value, str) else f"```json\n{json.dumps(value, indent=2, default=str)}\n```"

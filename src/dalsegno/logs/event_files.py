@@ -1,0 +1,116 @@
+"""TensorBoard's event files, cut back on resume to where the checkpoint was taken.
+
+A leg appends to a file of its own; a checkpoint knows every file of the folder and how long it was. What came later
+goes into ``rewound/`` beside the folder, under names that TensorBoard does not take for event files.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dalsegno import files
+from dalsegno.errors import StateMismatch
+
+logger = logging.getLogger("dalsegno")
+
+_MARK = "tfevents"  # TensorBoard reads whatever has this in its name
+COPY_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class EventPosition:
+    """How far a folder of event files has come. A checkpoint holds this."""
+
+    events: int
+    """Written so far, over all legs."""
+    files: Mapping[str, int]
+    """Name to length in bytes. Names and headers depend on how many legs there were, and when."""
+
+    def to_state(self) -> dict[str, Any]:
+        return {"events": self.events, "files": dict(self.files)}
+
+    @classmethod
+    def from_state(cls, state: Any) -> EventPosition:
+        """The position in a checkpoint's state.
+
+        Raises:
+            StateMismatch: if it is none.
+        """
+        try:
+            position = cls(**state)
+            sizes = list(position.files.values())
+        except (TypeError, AttributeError):
+            raise StateMismatch(f"a writer of event files has the state {{events, files}}; got {state!r}") from None
+        if not all(type(number) is int and number >= 0 for number in [position.events, *sizes]):
+            raise StateMismatch(f"the state of a writer of event files counts events and bytes; got {state!r}")
+        return position
+
+
+def lengths(folder: Path) -> dict[str, int]:
+    """Bytes of each event file in ``folder``, by name."""
+    return {path.name: path.stat().st_size for path in _event_files(folder)}
+
+
+def make_durable(folder: Path) -> None:
+    """Force the event files, as far as they are written, and their names to the disk."""
+    for path in _event_files(folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            files.fsync(descriptor, path)
+        finally:
+            os.close(descriptor)
+    if folder.is_dir():
+        files.fsync_directory(folder)
+
+
+def rewind_events(folder: Path, saved: Mapping[str, int]) -> list[Path]:
+    """Bring the folder back to ``saved``, a result of :func:`lengths`; gives where what came later is now."""
+    archived = []
+    for path in _event_files(folder):
+        kept = saved.get(path.name, 0)
+        size = path.stat().st_size
+        if size < kept:
+            logger.warning("%s is shorter than the checkpoint knew it: %d bytes are missing", path, kept - size)
+        elif size > kept:
+            archived.append(_archive(path, kept))
+    for name in saved.keys() - {path.name for path in _event_files(folder)}:
+        if saved[name]:
+            logger.warning("%s is gone, and with it what it held", folder / name)
+    if archived:
+        logger.info("%s: what came after the checkpoint is now in %s", folder, archived[0].parent)
+    return archived
+
+
+def _event_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if _MARK in path.name) if folder.is_dir() else []
+
+
+def _archive(path: Path, kept: int) -> Path:
+    """Move what follows the first ``kept`` bytes; the copy is on the disk before the file is cut."""
+    directory = path.parent.parent / "rewound"
+    files.make_directory(directory)
+    target = files.numbered(directory, path.name.replace(_MARK, "rewound"))
+    if kept == 0:
+        files.rename(path, target)
+        files.fsync_directory(path.parent)
+        return target
+    source = os.open(path, os.O_RDWR)
+    copy = os.open(temporary := target.with_name(f".{target.name}.tmp"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        start = kept
+        while piece := os.pread(source, COPY_BYTES, start):
+            files.write_all(copy, piece, temporary)
+            start += len(piece)
+        files.fsync(copy, temporary)
+        files.rename(temporary, target)
+        files.truncate(source, kept, path)
+        files.fsync(source, path)
+    finally:
+        os.close(copy)
+        os.close(source)
+    return target

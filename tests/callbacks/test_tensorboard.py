@@ -1,0 +1,207 @@
+"""TensorBoard's curves, read back with TensorBoard's own reader: each step once, whatever became of the run."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import dalsegno as ds
+from callbacks.layouts import layout_trainer
+from dalsegno import ranks
+from dalsegno.callbacks import JsonLogger, PeakMemory, ProfilerCallback, ResumableSummaryWriter, TBLogger
+from dalsegno.logs import read_records
+from dalsegno.testing import FaultPlan, run_ranks, start_ranks, tiny_regression_data
+from support.listeners import Listener
+from support.small import small_trainer
+
+STEPS = 12
+EVENTS = "logs/tensorboard"
+
+
+def trainer(output_dir: Path, *own: ds.Callback, **settings: Any) -> ds.Trainer:
+    given = {"max_steps": STEPS, "logging_steps": 1, "eval_steps": 4, "save_steps": 5, **settings}
+    return small_trainer(output_dir, *own, parts={"eval_dataset": tiny_regression_data(6, seed=1)}, **given)
+
+
+def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Tag to steps and values, as TensorBoard shows them."""
+    reader = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    reader.Reload()
+    return {tag: [(each.step, each.value) for each in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
+
+
+def records(output_dir: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    return [record for record in read_records(output_dir / "logs/train.jsonl") if record.get("kind") == kind]
+
+
+def test_the_default_curves(tmp_path: Path) -> None:
+    trainer(tmp_path, TBLogger(), JsonLogger()).train()
+    drawn = curves(tmp_path / EVENTS)
+    assert set(drawn) == {"train-loss", "learning-rate", "grad-norm", "eval-loss", "eval-perplexity"}
+    assert dict(drawn["train-loss"]) == pytest.approx({r["global_step"]: r["loss"] for r in records(tmp_path)})
+    assert [step for step, _ in drawn["eval-loss"]] == [4, 8, 12]
+    perplexities = {r["global_step"]: math.exp(r["eval_loss"]) for r in records(tmp_path, "eval")}
+    assert dict(drawn["eval-perplexity"]) == pytest.approx(perplexities)
+
+
+def test_curves_of_ones_own_and_zeros(tmp_path: Path) -> None:
+    def add(ctx: Any) -> None:
+        ctx.logs["flat"] = 0
+
+    scalars = {
+        "zero": "flat",
+        "halved": {"source": "loss", "transform": lambda loss: loss / 2},
+        "eval-perplexity": None,
+        "grad-norm": None,
+    }
+    trainer(tmp_path, Listener({"on_log_step": add}), TBLogger(scalars=scalars), JsonLogger()).train()
+    drawn = curves(tmp_path / EVENTS)
+    assert set(drawn) == {"train-loss", "learning-rate", "eval-loss", "zero", "halved"}
+    assert drawn["zero"][0] == (1, 0.0)
+    assert drawn["halved"][0][1] == pytest.approx(records(tmp_path)[0]["loss"] / 2)
+
+
+def test_texts_are_written_once_a_run(tmp_path: Path) -> None:
+    info = {"about": "# A run\n\nwith **bold** words", "settings": {"width": 16}}
+    for steps in (6, STEPS):
+        trainer(tmp_path, TBLogger(experiment_info=info), max_steps=steps).train()
+    reader = EventAccumulator(str(tmp_path / EVENTS))
+    reader.Reload()
+    (about,) = reader.Tensors("about/text_summary")
+    assert about.tensor_proto.string_val[0].decode() == info["about"]
+    (settings,) = reader.Tensors("settings/text_summary")
+    assert '"width": 16' in settings.tensor_proto.string_val[0].decode()
+
+
+def train_to_the_end(output_dir: Path, plan: FaultPlan | None) -> None:
+    if plan is not None:
+        plan.arm()
+    writer = ResumableSummaryWriter()
+    trainer(output_dir, writer, TBLogger(writer), JsonLogger()).train()
+
+
+def test_killed_and_resumed_each_step_is_there_once(tmp_path: Path) -> None:
+    """Killed behind a checkpoint, before the first one, and in a save: one curve, and the tails beside it."""
+    train_to_the_end(tmp_path / "whole", None)
+    for plan in (
+        FaultPlan(event=ds.Event.STEP_DONE, count=3),
+        FaultPlan(event=ds.Event.STEP_DONE, count=8),
+        FaultPlan(operation="write", path="step-00000010.partial"),
+        None,
+    ):
+        (outcome,) = start_ranks(train_to_the_end, 1, tmp_path / "killed", plan).wait(60)
+        assert outcome.was_killed == (plan is not None), outcome
+    assert curves(tmp_path / "killed" / EVENTS) == curves(tmp_path / "whole" / EVENTS)
+    rewound = [path.name for path in (tmp_path / "killed/logs/rewound").iterdir() if path.name.startswith("events")]
+    assert len(rewound) == 3 and not any("tfevents" in name for name in rewound)
+
+
+def test_a_tensorboard_that_looks_on_forgets_the_tail(tmp_path: Path) -> None:
+    def stop(ctx: Any) -> None:
+        if ctx.step == 8:
+            raise RuntimeError("killed")
+
+    reader = EventAccumulator(str(tmp_path / EVENTS), size_guidance={"scalars": 0})
+    with pytest.raises(RuntimeError, match="killed"):
+        trainer(tmp_path, TBLogger(), Listener({"on_step_done": stop})).train()
+    reader.Reload()
+    assert [each.step for each in reader.Scalars("train-loss")] == [*range(1, 9)]
+    trainer(tmp_path, TBLogger()).train()
+    reader.Reload()
+    assert [each.step for each in reader.Scalars("train-loss")] == [*range(1, STEPS + 1)]
+
+
+def test_other_callbacks_write_through_the_same_writer(tmp_path: Path) -> None:
+    writer = ResumableSummaryWriter("logs/board")
+
+    def on_step_end(ctx: Any) -> None:
+        writer.add_scalar("mine", ctx.step**2, ctx.step)
+
+    trainer(tmp_path, writer, PeakMemory(summary_writer=writer), Listener({"on_step_end": on_step_end})).train()
+    drawn = curves(tmp_path / "logs/board")
+    assert drawn["mine"][:3] == [(1, 1.0), (2, 4.0), (3, 9.0)]
+    assert len(drawn["peak-mem/rank-0"]) == STEPS
+
+
+def on_two_ranks(output_dir: Path) -> None:
+    writer = ResumableSummaryWriter()
+
+    def on_step_end(ctx: Any) -> None:
+        writer.add_scalar("rank", ranks.rank() + 1, ctx.step)
+
+    layout_trainer(output_dir, "ddp", [writer, Listener({"on_step_end": on_step_end}), TBLogger(writer)]).train()
+
+
+def test_rank_zero_writes(tmp_path: Path) -> None:
+    run_ranks(on_two_ranks, 2, tmp_path)
+    assert {value for _, value in curves(tmp_path / EVENTS)["rank"]} == {1.0}
+    assert len(list((tmp_path / EVENTS).iterdir())) == 1
+
+
+def test_nothing_is_opened_where_nothing_is_written(tmp_path: Path) -> None:
+    trainer(tmp_path, ResumableSummaryWriter()).train()
+    assert not (tmp_path / EVENTS).exists()
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (lambda: TBLogger(summary_writer=1), "it has no add_scalar"),
+        (lambda: TBLogger(scalars={"a": {"transform": abs}}), r"scalars\['a'\]=.*; needs 'source'"),
+        (lambda: ResumableSummaryWriter().add_scalar("a", 1), "writes while training runs"),
+        (lambda: ProfilerCallback(num_steps=0), "num_steps=0; needs a whole number of at least 1"),
+    ],
+)
+def test_wrong_use(build: Any, said: str) -> None:
+    with pytest.raises(ds.ConfigurationError, match=said):
+        build()
+
+
+# --- ProfilerCallback -------------------------------------------------------------------------------------------------
+
+
+def traces(folder: Path) -> dict[str, list[str]]:
+    """Trace files, with the names of the operations in them."""
+    found = {}
+    for path in sorted(folder.glob("*.trace.json.gz")):
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        found[path.name.removesuffix(".trace.json.gz")] = [str(event.get("name")) for event in events]
+    return found
+
+
+def counted(names: Sequence[str]) -> int:
+    return sum("Optimizer.step" in name for name in names)
+
+
+def test_some_steps_of_each_leg_are_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def profiled(**settings: Any) -> ds.Trainer:
+        return trainer(tmp_path, ProfilerCallback(start_step=2, num_steps=3, with_stack=False), **settings)
+
+    profiled(max_steps=6).train()
+    assert {name: counted(names) for name, names in traces(tmp_path / "profile").items()} == {
+        "step-00000003-rank-00000": 3
+    }
+    assert "aten::" in capsys.readouterr().out
+    assert "Self CPU" in (tmp_path / "profile" / "step-00000003-rank-00000.txt").read_text()
+    profiled(max_steps=STEPS).train()
+    assert list(traces(tmp_path / "profile")) == ["step-00000003-rank-00000", "step-00000009-rank-00000"]
+
+
+def test_a_training_that_ends_early_is_exported_too(tmp_path: Path) -> None:
+    def stop(ctx: Any) -> None:
+        if ctx.step == 4:
+            raise RuntimeError("in the middle")
+
+    stopper = Listener({"on_step_end": stop})
+    with pytest.raises(RuntimeError, match="in the middle"):
+        trainer(tmp_path, ProfilerCallback(start_step=1, num_steps=50, with_stack=False), stopper).train()
+    assert {name: counted(names) for name, names in traces(tmp_path / "profile").items()} == {
+        "step-00000002-rank-00000": 3
+    }
