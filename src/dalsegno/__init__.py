@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .analysis import DetectorSettings as DetectorSettings
     from .analysis import Life as Life
     from .analysis import MetricSummary as MetricSummary
     from .analysis import ParameterSeries as ParameterSeries
@@ -16,9 +17,18 @@ if TYPE_CHECKING:
     from .analysis import Series as Series
     from .analysis import Summary as Summary
     from .analysis import TrainingLog as TrainingLog
+    from .analysis import View as View
+    from .analysis import compare_series as compare_series
+    from .analysis import detect_divergence as detect_divergence
+    from .analysis import diff_records as diff_records
     from .analysis import export_log as export_log
+    from .analysis import find_spikes as find_spikes
     from .analysis import open_log as open_log
     from .analysis import open_logs as open_logs
+    from .analysis import plot_heatmap as plot_heatmap
+    from .analysis import plot_logs as plot_logs
+    from .analysis import sweep_settings as sweep_settings
+    from .analysis import write_report as write_report
     from .args import TrainingArguments as TrainingArguments
     from .callback import Callback as Callback
     from .callback import GlobalHandle as GlobalHandle
@@ -75,6 +85,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "analysis": (
+        "DetectorSettings",
         "Life",
         "MetricSummary",
         "ParameterSeries",
@@ -82,9 +93,18 @@ _HOMES = {
         "Series",
         "Summary",
         "TrainingLog",
+        "View",
+        "compare_series",
+        "detect_divergence",
+        "diff_records",
         "export_log",
+        "find_spikes",
         "open_log",
         "open_logs",
+        "plot_heatmap",
+        "plot_logs",
+        "sweep_settings",
+        "write_report",
     ),
     "args": ("TrainingArguments",),
     "callback": (

@@ -11,6 +11,7 @@ from .heatmap import matching, plot_heatmap
 from .lineage import Life
 from .log import TrainingLog
 from .plot import plot_logs, sketch_logs
+from .report import write_report
 from .rewound import Restart, Tail
 from .series import ParameterSeries, Series
 from .smooth import smooth
@@ -51,4 +52,5 @@ __all__ = [
     "sketch_logs",
     "smooth",
     "sweep_settings",
+    "write_report",
 ]

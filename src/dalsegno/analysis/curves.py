@@ -155,6 +155,14 @@ def value_range(curves: Sequence[Curve], view: View) -> tuple[float, float] | No
     return float(low), float(high)
 
 
+def evaluations_of(metric: str, names: Sequence[str]) -> list[str]:
+    """Of ``names`` those that measure the same as ``metric`` does, in evaluation: of ``loss``, ``eval_loss``."""
+    if is_of_evaluation(metric):
+        return []
+    measure = metric.removeprefix("train").lstrip("_/")
+    return [name for name in names if is_of_evaluation(name) and name.endswith((f"_{measure}", f"/{measure}"))]
+
+
 class _Axis:
     """How one run's steps become places on the x axis."""
 
@@ -193,7 +201,7 @@ def _panel(metric: str, title: str, runs: Sequence[tuple[_Axis, str]], view: Vie
     panel = Panel(metric, title, runs[0][0].label, value_label(metric, view))
     for axis, run_colour in runs:
         here = axis.log.metrics()
-        for name in [metric, *_evaluations_of(metric, here)]:
+        for name in [metric, *evaluations_of(metric, here)]:
             if name in here:
                 panel.curves.append(_curve(axis.log.metric(name), axis, view, run_colour))
         if metric in here:
@@ -256,13 +264,6 @@ def _first_metric(logs: Sequence[Log]) -> str:
     if not names:
         raise NotFound(f"nothing to draw: no metric in {', '.join(log.name for log in logs) or 'no log'}")
     return names[0]
-
-
-def _evaluations_of(metric: str, names: Sequence[str]) -> list[str]:
-    if is_of_evaluation(metric):
-        return []
-    measure = metric.removeprefix("train").lstrip("_/")
-    return [name for name in names if is_of_evaluation(name) and name.endswith((f"_{measure}", f"/{measure}"))]
 
 
 def _is_loss(name: str) -> bool:

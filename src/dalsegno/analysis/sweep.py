@@ -24,7 +24,7 @@ LIMITS: tuple[Limit, ...] = ("threshold", "relative_threshold")
 
 SMOOTHING = (0.05, 0.1, 0.3, 1.0)
 PATIENCE = (1, 3, 5, 10)
-WARMUP = (10, 50)
+WARMUP = (10, 50, 2)
 TRIED = 12
 """How many of the candidates are tried with the detector itself, and handed back."""
 
@@ -130,8 +130,8 @@ def _errors(gap: tuple[float, float], good: Sequence[float], bad: Sequence[float
 
 
 def _middle(low: float, high: float) -> float:
-    if low == 0:
-        return 1.0 if high == math.inf else high / 2
+    if low == 0:  # the good runs show nothing at all: the usual threshold will do, if the bad ones show more
+        return min(1.0, high / 2)
     return 2 * low if high == math.inf else math.sqrt(low * high)
 
 

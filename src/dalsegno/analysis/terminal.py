@@ -66,7 +66,10 @@ def _sketch_panel(panel: Panel, view: View, width: int, colours: bool) -> str:
         for curve in panel.curves:
             if curve.smoothed is not None:
                 _line(canvas, scale, curve.x, curve.values, FAINT, width)
+    letters = len(panel.runs) > 1 and not colours
     for curve in panel.curves:
+        if letters and curve.metric != panel.metric:
+            continue  # letters cannot tell evaluation from training
         _draw_curve(canvas, scale, curve, panel.runs, width, colours)
     lines = canvas.plot("\n").split("\n")
     rows = {ROWS - 1 - _row(scale, value): label for value, label in labels.items()}

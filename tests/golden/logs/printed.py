@@ -33,6 +33,20 @@ COMMANDS = {
     "lineage-json": "lineage killed --json",
     "export-csv": "export diverged --to csv",
     "export-json": "export diverged --to json",
+    "plot-terminal": "plot killed --terminal",
+    "plot-terminal-compare": "plot pair-a pair-b --terminal --compare --log --metrics loss,grad_norm",
+    "compare": "compare pair-a pair-b killed",
+    "compare-json": "compare pair-a pair-b --metrics eval_loss --json",
+    "diff": "diff pair-a pair-b -n 3",
+    "diff-same": "diff pair-a pair-a",
+    "diff-json": "diff pair-a killed --json",
+    "spikes": "spikes . --window 4 --sigmas 3",
+    "spikes-json": "spikes pair-b --window 4 --sigmas 3 --json",
+    "detect": "detect . --patience 2 --warmup 3",
+    "detect-marked": "detect --good pair-a pair-b killed --bad diverged",
+    "detect-json": "detect --bad diverged --good killed --threshold none --relative-threshold 1.5 --warmup 2 --json",
+    "detect-sweep": "detect --sweep --good pair-a pair-b killed --bad diverged",
+    "detect-sweep-json": "detect --sweep --good pair-a --bad diverged --json",
 }
 """From a file's name to the command, without ``dalsegno logs``."""
 

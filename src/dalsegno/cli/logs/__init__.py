@@ -6,7 +6,7 @@ Lightning, TensorBoard, and JSON lines of any kind.
 
 from __future__ import annotations
 
-from . import compare, detect, diff, export, heatmap, lineage, list, plot, show, spikes, summary, tail
+from . import compare, detect, diff, export, heatmap, lineage, list, plot, report, show, spikes, summary, tail
 
 COMMANDS = {
     "list": list,
@@ -21,4 +21,5 @@ COMMANDS = {
     "detect": detect,
     "lineage": lineage,
     "export": export,
+    "report": report,
 }

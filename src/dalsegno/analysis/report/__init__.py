@@ -1,0 +1,118 @@
+"""One file that tells all of some runs: tables, and curves that can be zoomed, hovered, toggled and smoothed.
+
+It needs no network, and nothing but a browser. A policy in its head lets no script run but its own, known by its hash:
+names from a log are texts, whatever they look like.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import time
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files as resources
+from pathlib import Path
+from string import Template
+
+from dalsegno import files
+from dalsegno.analysis.detect import DetectorSettings
+from dalsegno.analysis.heatmap import TITLES
+from dalsegno.analysis.log import TrainingLog
+from dalsegno.analysis.parameters import WHERE
+from dalsegno.analysis.series import ParameterSeries
+from dalsegno.errors import ConfigurationError, NotFound
+
+from . import tables
+from .payload import payload
+
+MOST_BYTES = 5_000_000
+POINTS = 200_000
+"""In all curves together; fewer if the file would get too big."""
+MOST_HEATMAPS = 8
+
+
+def write_report(
+    logs: Sequence[TrainingLog],
+    path: str | os.PathLike[str],
+    *,
+    title: str | None = None,
+    settings: DetectorSettings | None = None,
+) -> Path:
+    """Write a report of runs, at most 5 MB, into one HTML file; gives its path back.
+
+    Args:
+        path: replaced if it is there.
+        title: None: the names of the runs.
+        settings: of the detector whose verdict is told.
+
+    Raises:
+        ConfigurationError: without a run, or if so many are given that 5 MB cannot hold them.
+    """
+    if not logs:
+        raise ConfigurationError("a report needs a run")
+    names = [log.name for log in logs]
+    page = _page(logs, title or (" and ".join(names) if len(names) < 3 else f"{len(names)} runs"), settings)
+    files.replace_durably(Path(path), page.encode())
+    return Path(path)
+
+
+def _page(logs: Sequence[TrainingLog], title: str, settings: DetectorSettings | None) -> str:
+    heatmaps = _heatmaps(logs)
+    script, style, template = (_part(name) for name in ("report.js", "report.css", "report.html"))
+    parts = {
+        "title": escape(title),
+        "subtitle": escape(f"{len(logs)} run{'s' if len(logs) > 1 else ''}, as of {_now()}"),
+        "script_hash": f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}",
+        "style": style,
+        "script": script,
+        "summary": tables.summary_table([log.summary() for log in logs]),
+        "sections": "".join(
+            [
+                tables.lineage_tables(logs),
+                tables.comparison_table(logs),
+                tables.verdict_table(logs, settings or DetectorSettings()),
+                tables.spikes_table(logs),
+                tables.heatmap_places([f"{each.run}: {TITLES[each.name]} of each parameter" for each in heatmaps]),
+                tables.headers(logs),
+            ]
+        ),
+    }
+    points = POINTS
+    while points >= 100:
+        data = json.dumps(payload(logs, heatmaps, points), separators=(",", ":"), allow_nan=False)
+        page = Template(template).substitute(parts, data=_inert(data))
+        if len(page.encode()) <= MOST_BYTES:
+            return page
+        points //= 4
+    raise ConfigurationError(f"{len(logs)} runs do not fit into a report of 5 MB; give fewer of them")
+
+
+def _inert(data: str) -> str:
+    """JSON that no parser of HTML takes for anything but text."""
+    for character in "<>&\u2028\u2029":
+        data = data.replace(character, f"\\u{ord(character):04x}")
+    return data
+
+
+def _heatmaps(logs: Sequence[TrainingLog]) -> list[ParameterSeries]:
+    found = []
+    for log in logs:
+        for metric in WHERE:
+            try:
+                series = log.parameters(metric)
+            except NotFound:
+                continue
+            if series.values.size:
+                found.append(series)
+    return found[:MOST_HEATMAPS]
+
+
+def _part(name: str) -> str:
+    return resources(__name__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())

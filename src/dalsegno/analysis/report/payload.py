@@ -1,0 +1,168 @@
+"""What the script of a report draws, as JSON: small, and without losing a spike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dalsegno.analysis.curves import LABELS, MOST_DOTS, TOKENS, evaluations_of
+from dalsegno.analysis.downsample import downsample
+from dalsegno.analysis.formats.naming import is_of_evaluation
+from dalsegno.analysis.log import TrainingLog
+from dalsegno.analysis.palette import colour
+from dalsegno.analysis.rewound import Restart
+from dalsegno.analysis.series import ParameterSeries, Series
+from dalsegno.logs import is_wall_clock
+
+Floats = NDArray[np.float64]
+
+AXES = {"step": "step", "epoch": "epoch", "time": "hours since the first record", "tokens": "tokens"}
+SHOWN_FIRST = ("grad_norm", "learning_rate")
+"""Beside the loss: charts that are seen before anybody has chosen."""
+LEAST_RECORDS = 2
+"""Of a metric: what is told once, at the end of a run, makes no curve."""
+PLACES = 400
+"""Points from which other axes are interpolated."""
+LEVELS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+"""The colours of a heatmap, from its lowest value to its highest; a dot is no value."""
+MOST_ROWS, MOST_COLUMNS = 400, 200
+
+
+def payload(logs: Sequence[TrainingLog], heatmaps: Sequence[ParameterSeries], points: int) -> dict[str, Any]:
+    """
+    Args:
+        points: how many there may be, about, in all curves together.
+    """
+    charts = [chart for metric in _charted(logs) if (chart := _chart(metric, logs))[1]]
+    curves = sum(len(series) for _, series in charts)
+    buckets = max(8, min(1500, points // (6 * max(1, curves))))
+    runs = [_run(log, colour(index)) for index, log in enumerate(logs)]
+    axes = {"step", *(name for run in runs for name in run["axes"])}
+    return {
+        "axes": {name: label for name, label in AXES.items() if name in axes},
+        "runs": runs,
+        "charts": [{**chart, "curves": [_curve(*each, buckets) for each in series]} for chart, series in charts],
+        "heatmaps": [_heatmap(each) for each in heatmaps],
+    }
+
+
+def _run(log: TrainingLog, run_colour: str) -> dict[str, Any]:
+    marks = [_mark(each) for each in log.restarts()]
+    return {"name": log.name, "colour": run_colour, "marks": marks, "axes": _axes(log)}
+
+
+def _charted(logs: Sequence[TrainingLog]) -> list[str]:
+    """A chart for each metric, but for evaluations that go into another one; losses first."""
+    names = list(dict.fromkeys(name for log in logs for name in log.metrics()))
+    beside = {other for name in names for other in evaluations_of(name, names)}
+    chosen = [name for name in names if name not in beside and not (is_of_evaluation(name) and is_wall_clock(name))]
+    losses = [log.loss for log in logs if log.loss in chosen]
+    first = dict.fromkeys([*losses, *(name for name in SHOWN_FIRST if name in chosen)])
+    return [name for name in (*first, *(name for name in chosen if name not in first)) if name is not None]
+
+
+def _chart(metric: str, logs: Sequence[TrainingLog]) -> tuple[dict[str, Any], list[tuple[int, Series]]]:
+    series = []
+    for run, log in enumerate(logs):
+        names = log.metrics()
+        of_run = [name for name in (metric, *evaluations_of(metric, names)) if name in names]
+        series += [(run, each) for name in of_run if len(each := log.metric(name)) >= LEAST_RECORDS]
+    shown = metric in SHOWN_FIRST or any(metric == log.loss for log in logs)
+    return {"metric": metric, "label": LABELS.get(metric, metric), "shown": shown}, series
+
+
+def _curve(run: int, series: Series, buckets: int) -> dict[str, Any]:
+    kept = downsample(series.values, buckets)
+    curve = {
+        "run": run,
+        "metric": series.name,
+        "dots": is_of_evaluation(series.name) and len(series) <= MOST_DOTS,
+        "steps": _packed(series.steps[kept]),
+        "values": _rounded(series.values[kept]),
+    }
+    if len(kept) < len(series):
+        size = -(-len(series) // buckets)
+        begins = np.arange(0, len(series), size)
+        middles = np.minimum(begins + size // 2, len(series) - 1)
+        curve |= {"meanSteps": _packed(series.steps[middles]), "means": _rounded(_means(series.values, begins))}
+    return curve
+
+
+def _means(values: Floats, begins: NDArray[np.int64]) -> Floats:
+    """Of each stretch, of what is finite in it; NaN where nothing is."""
+    finite = np.isfinite(values)
+    counts = np.add.reduceat(finite.astype(np.int64), begins)
+    sums = np.add.reduceat(np.where(finite, values, 0.0), begins)
+    return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+
+
+def _axes(log: TrainingLog) -> dict[str, Any]:
+    """Where steps lie on the other axes, as far as the log knows."""
+    names = log.metrics()
+    clock = log.metric(log.loss or names[0]) if names else None
+    if clock is None or not len(clock):
+        return {}
+    axes = {}
+    if clock.epochs is not None:
+        axes["epoch"] = _places(clock.steps, clock.epochs)
+    if clock.times is not None:
+        axes["time"] = _places(clock.steps, (clock.times - np.nanmin(clock.times)) / 3600)
+    tokens = next((name for name in TOKENS if name in names), None)
+    if tokens is not None:
+        counted = log.metric(tokens)
+        axes["tokens"] = _places(counted.steps, counted.values)
+    return {name: places for name, places in axes.items() if places["steps"]}
+
+
+def _places(steps: NDArray[np.int64], places: Floats) -> dict[str, Any]:
+    known = np.flatnonzero(np.isfinite(places))
+    if not len(known):
+        return {"steps": [], "places": []}
+    chosen = known[np.unique(np.linspace(0, len(known) - 1, PLACES).astype(np.int64))]
+    return {"steps": _packed(steps[chosen]), "places": _rounded(places[chosen], digits=9)}
+
+
+def _mark(restart: Restart) -> dict[str, Any]:
+    again = f", {restart.redone:,} steps done again" if restart.redone else ""
+    what = "rollback" if restart.leg is None else f"leg {restart.leg}"
+    told = f"{what}: went on from step {restart.step:,}{again}"
+    return {"step": restart.step, "rollback": restart.leg is None, "told": told}
+
+
+def _heatmap(series: ParameterSeries) -> dict[str, Any]:
+    """Of more rows or columns than can be seen, the largest of neighbours."""
+    values = np.where(np.isfinite(series.values) & (series.values > 0), series.values, 0.0).T
+    across, down = -(-values.shape[1] // MOST_COLUMNS), -(-values.shape[0] // MOST_ROWS)
+    values = np.maximum.reduceat(values, np.arange(0, values.shape[1], across), axis=1)
+    values = np.maximum.reduceat(values, np.arange(0, values.shape[0], down), axis=0)
+    known = values[values > 0]
+    low, high = (float(known.min()), float(known.max())) if len(known) else (0.1, 1.0)
+    span = np.log(high / low) or 1.0
+    levels = np.round(np.log(np.where(values > 0, values, low) / low) / span * (len(LEVELS) - 1)).astype(int)
+    rows = [
+        "".join(LEVELS[level] if value > 0 else "." for level, value in zip(*row, strict=True))
+        for row in zip(levels.tolist(), values.tolist(), strict=True)
+    ]
+    names = [f"{name} and {down - 1} more" if down > 1 else name for name in series.parameters[::down]]
+    return {
+        "label": f"{series.run}: {series.name}",
+        "steps": series.steps[::across].tolist(),
+        "parameters": names,
+        "rows": rows,
+        "low": low,
+        "high": high,
+    }
+
+
+def _packed(steps: NDArray[np.int64]) -> list[int]:
+    """As differences: small numbers take few characters."""
+    packed: list[int] = np.diff(steps, prepend=0).tolist()
+    return packed
+
+
+def _rounded(values: Floats, digits: int = 6) -> list[float | None]:
+    """Six digits are more than a screen can show; None for what is not finite."""
+    return [float(f"{value:.{digits}g}") if np.isfinite(value) else None for value in values.tolist()]

@@ -1,0 +1,418 @@
+"use strict";
+// The curves and heatmaps of a report. All data lies in #data as JSON; every text from it is set as text, never as HTML.
+
+const data = JSON.parse(document.getElementById("data").textContent);
+const SMOOTHING = [0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2]; // parts of a curve's records
+const HEIGHT = 260, TOP = 10, RIGHT = 12, BOTTOM = 34;
+const view = { axis: "step", smooth: 2, log: false, range: null, hidden: new Set(), shown: new Set() };
+const charts = [];
+
+function element(name, attributes = {}, ...children) {
+  const made = ["svg", "g", "path", "line", "text", "rect", "circle"].includes(name)
+    ? document.createElementNS("http://www.w3.org/2000/svg", name)
+    : document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  made.append(...children);
+  return made;
+}
+
+// --- data ------------------------------------------------------------------------------------------------------
+
+// Steps travel as differences.
+function steps(packed) {
+  let sum = 0;
+  return packed.map((difference) => (sum += difference));
+}
+
+for (const chart of data.charts) {
+  for (const curve of chart.curves) {
+    curve.steps = steps(curve.steps);
+    curve.meanSteps = curve.meanSteps ? steps(curve.meanSteps) : curve.steps;
+    curve.means = curve.means || curve.values;
+    curve.smoothed = {};
+  }
+}
+for (const run of data.runs) {
+  for (const axis of Object.values(run.axes)) axis.steps = steps(axis.steps);
+}
+
+// Where a step lies on the chosen axis: between the places that the run's log tells.
+function place(run, step) {
+  const axis = data.runs[run].axes[view.axis];
+  if (view.axis === "step") return step;
+  if (!axis || !axis.steps.length) return NaN;
+  const right = Math.min(after(axis.steps, step), axis.steps.length - 1), left = Math.max(right - 1, 0);
+  const span = axis.steps[right] - axis.steps[left];
+  const part = span ? Math.min(1, Math.max(0, (step - axis.steps[left]) / span)) : 0;
+  return axis.places[left] + part * (axis.places[right] - axis.places[left]);
+}
+
+// The first index whose value is over the given one.
+function after(sorted, value) {
+  let low = 0, high = sorted.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (sorted[middle] <= value) low = middle + 1; else high = middle;
+  }
+  return low;
+}
+
+// Moving means, reaching no further ahead than back; of the means of stretches where the log is long.
+function smoothed(curve) {
+  const width = Math.round(SMOOTHING[view.smooth] * curve.means.length);
+  if (width < 2 || curve.dots) return null;
+  if (!curve.smoothed[width]) {
+    const half = width >> 1;
+    curve.smoothed[width] = curve.means.map((_, index) => {
+      let sum = 0, count = 0;
+      const end = Math.min(curve.means.length - 1, index + Math.min(half, index));
+      for (let at = Math.max(0, index - half); at <= end; at++) {
+        if (curve.means[at] !== null) { sum += curve.means[at]; count++; }
+      }
+      return count ? sum / count : null;
+    });
+  }
+  return curve.smoothed[width];
+}
+
+// --- numbers ---------------------------------------------------------------------------------------------------
+
+function told(value) {
+  if (value === null || value === undefined) return "not finite";
+  if (value && (Math.abs(value) >= 1e7 || Math.abs(value) < 1e-4)) return value.toExponential(3);
+  return Number.isInteger(value) ? value.toLocaleString("en") : String(Number(value.toPrecision(5)));
+}
+
+function ticks(low, high, most) {
+  const rough = (high - low) / most, power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough * 0.999999);
+  const found = [];
+  for (let index = Math.ceil(low / step - 1e-9); index * step <= high + 1e-9 * step; index++) found.push(index * step);
+  return found.map((value) => Number(value.toPrecision(12)));
+}
+
+function logTicks(low, high) {
+  const found = [];
+  for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++) {
+    for (const factor of [1, 2, 5]) found.push(factor * 10 ** power);
+  }
+  const inside = found.filter((value) => value >= low && value <= high);
+  return inside.length > 7 ? inside.filter((value) => Number.isInteger(Math.round(Math.log10(value) * 1e6) / 1e6)) : inside;
+}
+
+// --- charts ----------------------------------------------------------------------------------------------------
+
+class Chart {
+  constructor(spec, number) {
+    this.spec = spec;
+    this.svg = element("svg", { class: "chart", role: "img", "aria-label": spec.label });
+    this.tip = element("div", { class: "tip", hidden: "" });
+    const evaluations = [...new Set(spec.curves.filter((curve) => curve.dots).map((curve) => curve.metric))];
+    const note = evaluations.length && evaluations[0] !== spec.metric ? `, dots: ${evaluations.join(", ")}` : "";
+    this.figure = element("figure", { "data-metric": spec.metric },
+      element("figcaption", {}, spec.label, element("span", {}, note)), this.svg, this.tip);
+    this.number = number;
+    this.svg.addEventListener("pointermove", (event) => this.move(event));
+    this.svg.addEventListener("pointerleave", () => this.leave());
+    this.svg.addEventListener("pointerdown", (event) => this.press(event));
+    this.svg.addEventListener("pointerup", (event) => this.release(event));
+    this.svg.addEventListener("dblclick", () => zoom(null));
+  }
+
+  // What is to be seen: each curve's points [x, y] on the chosen axis.
+  lines() {
+    const lines = [];
+    for (const curve of this.spec.curves) {
+      if (view.hidden.has(curve.run)) continue;
+      const smooth = smoothed(curve);
+      lines.push({ curve, faint: smooth !== null, points: this.points(curve.run, curve.steps, curve.values) });
+      if (smooth) lines.push({ curve, faint: false, strong: true, points: this.points(curve.run, curve.meanSteps, smooth) });
+    }
+    return lines;
+  }
+
+  points(run, at, values) {
+    const points = [];
+    for (let index = 0; index < at.length; index++) {
+      const x = place(run, at[index]);
+      if (!Number.isNaN(x) && (!view.range || (x >= view.range[0] && x <= view.range[1]))) points.push([x, values[index], at[index]]);
+    }
+    return points;
+  }
+
+  draw() {
+    if (!view.shown.has(this.number)) return;
+    const width = this.width = Math.max(280, this.figure.clientWidth - 20 || 600);
+    this.svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
+    this.svg.replaceChildren();
+    this.drawn = this.lines();
+    const xs = [], ys = [];
+    for (const { points } of this.drawn) {
+      for (const [x, y] of points) { xs.push(x); if (y !== null && (!view.log || y > 0)) ys.push(y); }
+    }
+    if (!xs.length || !ys.length) {
+      this.scale = null;
+      this.svg.append(element("text", { x: width / 2, y: HEIGHT / 2, "text-anchor": "middle" }, "nothing to draw"));
+      return;
+    }
+    const bounds = (values) => values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);
+    let [left, right] = view.range || bounds(xs), [low, high] = bounds(ys);
+    if (left === right) { left -= 0.5; right += 0.5; }
+    const flat = (value) => (view.log ? Math.log10(value) : value);
+    let [bottom, top] = [flat(low), flat(high)];
+    const air = 0.04 * (top - bottom) || Math.abs(top) * 0.04 || 1;
+    bottom -= air; top += air;
+    const back = (value) => (view.log ? 10 ** value : value);
+    const rows = view.log ? logTicks(back(bottom), back(top)) : ticks(bottom, top, 5);
+    const LEFT = Math.max(30, 10 + 6.5 * Math.max(...rows.map((value) => told(value).length)));
+    const X = (x) => LEFT + (x - left) / (right - left) * (width - LEFT - RIGHT);
+    const Y = (y) => HEIGHT - BOTTOM - (flat(y) - bottom) / (top - bottom) * (HEIGHT - TOP - BOTTOM);
+    this.scale = { left, right, LEFT, X, Y };
+    this.axes(rows, ticks(left, right, Math.max(2, Math.floor(width / 110))));
+    this.marks();
+    for (const line of this.drawn) this.line(line);
+    this.hover = element("g", { visibility: "hidden" });
+    this.svg.append(this.hover);
+  }
+
+  axes(rows, columns) {
+    const { X, Y, LEFT } = this.scale;
+    for (const value of rows) {
+      this.svg.append(element("line", { class: "grid", x1: LEFT, x2: this.width - RIGHT, y1: Y(value), y2: Y(value) }),
+        element("text", { x: LEFT - 6, y: Y(value) + 4, "text-anchor": "end" }, told(value)));
+    }
+    for (const value of columns) {
+      const anchor = X(value) > this.width - 30 ? "end" : "middle";
+      this.svg.append(element("text", { x: X(value), y: HEIGHT - BOTTOM + 15, "text-anchor": anchor }, told(value)));
+    }
+    this.svg.append(element("text", { x: this.width - RIGHT, y: HEIGHT - 4, "text-anchor": "end" }, data.axes[view.axis]));
+  }
+
+  marks() {
+    const runs = new Set(this.spec.curves.map((curve) => curve.run));
+    for (const run of runs) {
+      if (view.hidden.has(run)) continue;
+      for (const mark of data.runs[run].marks) {
+        const x = this.scale.X(place(run, mark.step));
+        if (!(x >= this.scale.LEFT && x <= this.width - RIGHT)) continue;
+        const line = element("line", { class: mark.rollback ? "mark rollback" : "mark", x1: x, x2: x, y1: TOP, y2: HEIGHT - BOTTOM });
+        if (data.runs.length > 1) line.style.stroke = data.runs[run].colour;
+        line.append(element("title", {}, mark.told));
+        this.svg.append(line);
+      }
+    }
+  }
+
+  line({ curve, faint, strong, points }) {
+    const { X, Y } = this.scale, colour = data.runs[curve.run].colour;
+    const wider = data.runs.length > 3 || faint ? 0 : data.runs.length - 1 - curve.run; // seen below one that is the same
+    const seen = thinned(points, this.width);
+    let path = "", pen = false;
+    for (const [x, y] of seen) {
+      const known = y !== null && (!view.log || y > 0);
+      if (known) path += `${pen ? "L" : "M"}${X(x).toFixed(1)} ${Y(y).toFixed(1)}`;
+      pen = known;
+    }
+    this.svg.append(element("path", { d: path, fill: "none", stroke: colour, "data-run": curve.run, "stroke-linejoin": "round",
+      "stroke-width": (curve.dots || faint ? 0.8 : strong ? 2 : 1.5) + wider, opacity: curve.dots ? 0.5 : faint ? 0.3 : 1 }));
+    if (curve.dots) {
+      for (const [x, y] of points) {
+        if (y !== null && (!view.log || y > 0)) {
+          this.svg.append(element("circle", { cx: X(x), cy: Y(y), r: 3.2 + wider / 2, fill: colour, stroke: "var(--page)" }));
+        }
+      }
+    }
+    if (strong) return;
+    const apart = new Map(points.filter(([, y]) => y === null).map(([x]) => [Math.round(X(x) / 9), X(x)]));
+    for (const x of apart.values()) {
+      this.svg.append(element("path", { d: `M${x - 3} ${TOP}l6 6m0 -6l-6 6`, stroke: colour, "stroke-width": 1.5, class: "broken" }));
+    }
+  }
+
+  // --- pointer ---
+
+  at(event) {
+    const box = this.svg.getBoundingClientRect();
+    return (event.clientX - box.left) / box.width * this.width;
+  }
+
+  value(pixel) {
+    const { left, right, LEFT } = this.scale;
+    return left + Math.min(1, Math.max(0, (pixel - LEFT) / (this.width - LEFT - RIGHT))) * (right - left);
+  }
+
+  move(event) {
+    if (!this.scale) return;
+    const pixel = this.at(event), x = this.value(pixel);
+    this.hover.replaceChildren();
+    if (this.from !== undefined) {
+      const begin = Math.min(this.from, pixel);
+      this.hover.append(element("rect", { class: "zoom", x: begin, y: TOP, width: Math.abs(pixel - this.from), height: HEIGHT - TOP - BOTTOM }));
+    }
+    const rows = [];
+    let nearest = null;
+    for (const line of this.drawn.filter((each) => !each.faint && each.points.length)) {
+      const point = line.points[closest(line.points, x)];
+      nearest = nearest === null || Math.abs(point[0] - x) < Math.abs(nearest[0] - x) ? point : nearest;
+      rows.push([line, point]);
+      if (point[1] !== null && (!view.log || point[1] > 0)) {
+        this.hover.append(element("circle", { cx: this.scale.X(point[0]), cy: this.scale.Y(point[1]), r: 4, fill: data.runs[line.curve.run].colour }));
+      }
+    }
+    if (!nearest) return;
+    const across = this.scale.X(nearest[0]);
+    this.hover.append(element("line", { class: "cross", x1: across, x2: across, y1: TOP, y2: HEIGHT - BOTTOM }));
+    this.hover.setAttribute("visibility", "visible");
+    this.tell(nearest, rows, across);
+  }
+
+  tell(nearest, rows, across) {
+    const where = view.axis === "step" ? "" : `${data.axes[view.axis]} ${told(nearest[0])}, `;
+    this.tip.replaceChildren(element("div", { class: "quiet" }, `${where}step ${nearest[2].toLocaleString("en")}`));
+    for (const [{ curve }, point] of rows) {
+      const swatch = element("span", { class: "swatch" });
+      swatch.style.background = data.runs[curve.run].colour;
+      const name = data.runs.length > 1 ? `${data.runs[curve.run].name}${curve.dots ? `, ${curve.metric}` : ""}` : curve.metric;
+      this.tip.append(element("div", {}, swatch, `${name}: ${told(point[1])}`));
+    }
+    this.tip.hidden = false;
+    const left = across / this.width * this.figure.clientWidth;
+    this.tip.style.top = "2.2rem";
+    this.tip.style.left = left > this.figure.clientWidth / 2 ? "auto" : `${left + 24}px`;
+    this.tip.style.right = left > this.figure.clientWidth / 2 ? `${this.figure.clientWidth - left + 12}px` : "auto";
+  }
+
+  leave() {
+    this.from = undefined;
+    this.tip.hidden = true;
+    if (this.hover) this.hover.setAttribute("visibility", "hidden");
+  }
+
+  press(event) {
+    if (event.pointerType === "mouse" && event.button !== 0) return;
+    this.from = this.at(event);
+  }
+
+  release(event) {
+    const from = this.from, to = this.at(event);
+    this.from = undefined;
+    if (this.scale && from !== undefined && Math.abs(to - from) > 8) zoom([from, to].sort((a, b) => a - b).map((pixel) => this.value(pixel)));
+  }
+}
+
+// Of points that fall on one pixel the first, the last, the lowest and the highest, and a gap if there is one.
+function thinned(points, width) {
+  if (points.length <= 4 * width) return points;
+  const size = points.length / width, kept = [];
+  for (let column = 0; column < width; column++) {
+    const part = points.slice(Math.floor(column * size), Math.floor((column + 1) * size));
+    let low = 0, high = 0, gap = 0;
+    part.forEach(([, y], index) => {
+      if (y === null) { gap = index; return; }
+      if (part[low][1] === null || y < part[low][1]) low = index;
+      if (part[high][1] === null || y > part[high][1]) high = index;
+    });
+    kept.push(...[...new Set([0, low, high, gap, part.length - 1])].sort((a, b) => a - b).map((index) => part[index]));
+  }
+  return kept;
+}
+
+function closest(points, x) {
+  const right = Math.min(after(points.map((point) => point[0]), x), points.length - 1), left = Math.max(right - 1, 0);
+  return Math.abs(points[left][0] - x) <= Math.abs(points[right][0] - x) ? left : right;
+}
+
+// --- controls --------------------------------------------------------------------------------------------------
+
+function zoom(range) {
+  view.range = range;
+  document.getElementById("reset").disabled = range === null;
+  redraw();
+}
+
+function redraw() {
+  for (const chart of charts) {
+    chart.figure.hidden = !view.shown.has(chart.number);
+    chart.draw();
+  }
+}
+
+function toggle(set, member, button) {
+  if (!set.delete(member)) set.add(member);
+  button.setAttribute("aria-pressed", String(button.getAttribute("aria-pressed") !== "true"));
+  redraw();
+}
+
+function buildControls() {
+  const axis = document.getElementById("axis");
+  for (const [name, label] of Object.entries(data.axes)) axis.append(element("option", { value: name }, label));
+  axis.addEventListener("change", () => { view.axis = axis.value; zoom(null); });
+  const smooth = document.getElementById("smooth"), tell = document.getElementById("smooth-told");
+  const say = () => { tell.textContent = view.smooth ? `${SMOOTHING[view.smooth] * 100} %` : "none"; };
+  smooth.addEventListener("input", () => { view.smooth = Number(smooth.value); say(); redraw(); });
+  say();
+  document.getElementById("log").addEventListener("change", (event) => { view.log = event.target.checked; redraw(); });
+  document.getElementById("reset").addEventListener("click", () => zoom(null));
+  data.runs.forEach((run, index) => {
+    const swatch = element("span", { class: "swatch" });
+    swatch.style.background = run.colour;
+    const button = element("button", { type: "button", "aria-pressed": "true" }, swatch, run.name);
+    button.addEventListener("click", () => toggle(view.hidden, index, button));
+    document.getElementById("runs").append(button);
+  });
+  data.charts.forEach((spec, index) => {
+    const chart = new Chart(spec, index);
+    charts.push(chart);
+    document.getElementById("charts").append(chart.figure);
+    if (spec.shown) view.shown.add(index);
+    const button = element("button", { type: "button", "aria-pressed": String(spec.shown) }, spec.metric);
+    button.addEventListener("click", () => toggle(view.shown, index, button));
+    document.getElementById("metrics").append(button);
+  });
+}
+
+// --- heatmaps --------------------------------------------------------------------------------------------------
+
+const LEVELS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz";
+const VIRIDIS = ["#440154", "#482878", "#3e4989", "#31688e", "#26828e", "#1f9e89", "#35b779", "#6ece58", "#b5de2b", "#fde725"];
+
+function shade(part) {
+  const at = part * (VIRIDIS.length - 1), left = Math.min(Math.floor(at), VIRIDIS.length - 2);
+  const channel = (colour, index) => parseInt(colour.slice(1 + 2 * index, 3 + 2 * index), 16);
+  return [0, 1, 2].map((index) => Math.round(channel(VIRIDIS[left], index) * (1 - at + left) + channel(VIRIDIS[left + 1], index) * (at - left)));
+}
+
+function buildHeatmap(place) {
+  const spec = data.heatmaps[Number(place.dataset.heatmap)], rows = spec.parameters.length, columns = spec.steps.length;
+  const height = rows > 60 ? Math.max(2, Math.floor(700 / rows)) : 14;
+  const canvas = element("canvas", { width: columns, height: rows, role: "img", "aria-label": spec.label });
+  canvas.style.height = `${rows * height}px`;
+  const pixels = new ImageData(columns, rows), context = canvas.getContext("2d");
+  spec.rows.forEach((row, y) => [...row].forEach((level, x) => {
+    const known = LEVELS.indexOf(level), at = 4 * (y * columns + x);
+    if (known >= 0) pixels.data.set([...shade(known / (LEVELS.length - 1)), 255], at);
+  }));
+  context.putImageData(pixels, 0, 0);
+  const names = element("div", { class: "names" });
+  spec.parameters.forEach((name) => {
+    const row = element("div", { title: name }, rows > 60 ? "" : name);
+    row.style.height = row.style.lineHeight = `${height}px`;
+    names.append(row);
+  });
+  const below = element("div", { class: "below" }, element("span", {}, `step ${told(spec.steps[0])}`),
+    element("output", {}, `${told(spec.low)} to ${told(spec.high)}, log scale`), element("span", {}, told(spec.steps[columns - 1])));
+  canvas.addEventListener("pointermove", (event) => {
+    const box = canvas.getBoundingClientRect();
+    const x = Math.min(columns - 1, Math.max(0, Math.floor((event.clientX - box.left) / box.width * columns)));
+    const y = Math.min(rows - 1, Math.max(0, Math.floor((event.clientY - box.top) / box.height * rows)));
+    const level = LEVELS.indexOf(spec.rows[y][x]);
+    const value = level < 0 ? "no value" : `≈ ${told(Number((spec.low * (spec.high / spec.low) ** (level / (LEVELS.length - 1))).toPrecision(2)))}`;
+    below.children[1].textContent = `${spec.parameters[y]}, step ${told(spec.steps[x])}: ${value}`;
+  });
+  place.append(names, canvas, below);
+}
+
+buildControls();
+redraw();
+document.querySelectorAll("[data-heatmap]").forEach(buildHeatmap);
+new ResizeObserver(redraw).observe(document.getElementById("charts"));

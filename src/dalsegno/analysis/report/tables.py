@@ -1,0 +1,220 @@
+"""The parts of a report that are tables: plain HTML, complete without any script."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+from dalsegno.analysis.compare import compare_series
+from dalsegno.analysis.detect import DetectorSettings, detect_divergence
+from dalsegno.analysis.lineage import Life
+from dalsegno.analysis.log import TrainingLog
+from dalsegno.analysis.palette import colour
+from dalsegno.analysis.spikes import Spike, find_spikes
+from dalsegno.analysis.summary import MetricSummary, Summary
+from dalsegno.logs.values import to_json
+
+LEAST_RECORDS = 2
+"""To be compared: one number at the end is no curve."""
+MOST_SPIKES = 20
+"""Of each run and metric: the tallest."""
+
+Cell = str | tuple[str, str]
+"""A text; or one with the class of its cell: ``number``, ``bad``, ``good``, ``long``."""
+
+
+def summary_table(summaries: Sequence[Summary]) -> str:
+    head = ["run", "state", "steps", "loss", "best", "evaluation", "gradient norm", "learning rate"]
+    rows: list[list[Cell]] = []
+    for summary in summaries:
+        state = "bad" if summary.state in ("diverged", "died", "failed") else "good"
+        rows.append(
+            [
+                summary.run,
+                (summary.state, state),
+                (_number(summary.step), "number"),
+                (_number(summary.loss.final if summary.loss else None), "number"),
+                (_best(summary.loss), "number"),
+                (", ".join(f"{each.name} {_number(each.final)}" for each in summary.evaluation[:2]), "number"),
+                (_most(summary.grad_norm), "number"),
+                (_change(summary.learning_rate), "number"),
+            ]
+        )
+    times: list[list[Cell]] = []
+    for summary in summaries:
+        speed = next((f"{_number(average)} {name}" for name, average in summary.throughput.items()), "")
+        times.append(
+            [
+                summary.run,
+                _moment(summary.began),
+                (_span(summary.training_seconds), "number"),
+                (_span(summary.lost_seconds), "number"),
+                (_number(summary.restarts), "number"),
+                (_number(summary.redone_steps), "number"),
+                (speed, "number"),
+                (f"{summary.peak_mem / 2**30:.2f} GiB" if summary.peak_mem else "", "number"),
+            ]
+        )
+    more = ["run", "began", "training", "lost between legs", "restarts", "steps done twice", "speed", "peak memory"]
+    return _section("Summary", _table(head, rows, coloured=True) + "<p></p>" + _table(more, times, coloured=True))
+
+
+def lineage_tables(logs: Sequence[TrainingLog]) -> str:
+    parts = []
+    for log in logs:
+        lives = log.lineage()
+        if len(lives) > 1:
+            head = ["leg", "began", "from", "steps", "done again", "ranks", "ended", "asked by"]
+            parts += [f"<h3>{escape(log.name)}</h3>", _table(head, [_life(life) for life in lives])]
+    return _section("Restarts", "".join(parts)) if parts else ""
+
+
+def comparison_table(logs: Sequence[TrainingLog]) -> str:
+    """Each run beside the first, by the losses that both have."""
+    first, rows = logs[0], []
+    for other in logs[1:]:
+        shared = [name for name in first.metrics() if name in other.metrics() and name.endswith("loss")]
+        for metric in shared[:4]:
+            found = compare_series(first.metric(metric), other.metric(metric))
+            if found.records < LEAST_RECORDS:
+                continue
+            parts: Cell = ("nowhere", "good") if found.parts_at is None else (f"step {found.parts_at:,}", "bad")
+            differs = "nowhere" if found.differs_at is None else f"step {found.differs_at:,}"
+            ends = [(_number(value), "number") for value in (found.first, found.second, found.difference, found.noise)]
+            rows.append([other.name, metric, (f"{found.records:,}", "number"), differs, parts, *ends])
+    if not rows:
+        return ""
+    head = ["run", "metric", "compared", "first difference", "parts at", f"end of {first.name}", "end of this one"]
+    note = "They part where the mean difference leaves the noise of both curves, and stays outside. The ends are means."
+    table = _table([*head, "difference", "noise"], rows)
+    return _section(f"Beside {first.name}", f'<p class="quiet">{note}</p>{table}')
+
+
+def verdict_table(logs: Sequence[TrainingLog], settings: DetectorSettings) -> str:
+    rows: list[list[Cell]] = []
+    for log in logs:
+        if log.loss is None:
+            continue
+        fired = detect_divergence(log.metric(log.loss), settings).fired
+        verdict: Cell = ("diverges", "bad") if fired else ("passes", "good")
+        where = f"step {fired.step:,}" if fired else ""
+        rows.append([log.name, log.loss, verdict, where, (fired.reason if fired else "", "long")])
+    limits = [
+        f"threshold {settings.threshold:g}" if settings.threshold is not None else "",
+        f"relative threshold {settings.relative_threshold:g}" if settings.relative_threshold is not None else "",
+        f"smoothing {settings.smoothing:g}, patience {settings.patience}, warm-up {settings.warmup}",
+    ]
+    note = f'<p class="quiet">What DivergenceDetector would have said, with {", ".join(filter(None, limits))}.</p>'
+    table = _table(["run", "metric", "verdict", "at", "because"], rows)
+    return _section("Divergence", note + table) if rows else ""
+
+
+def spikes_table(logs: Sequence[TrainingLog]) -> str:
+    rows: list[list[Cell]] = []
+    for log in logs:
+        for metric in [name for name in (log.loss, "grad_norm") if name in log.metrics()]:
+            found = find_spikes(log.metric(metric))
+            tallest = sorted(found, key=lambda spike: -spike.sigmas)[:MOST_SPIKES]
+            rows += [_spike(log.name, metric, spike) for spike in sorted(tallest, key=lambda spike: spike.step)]
+    head = ["run", "metric", "step", "value", "usual", "standard deviations", "records", "back to usual"]
+    return _section("Spikes", _table(head, rows)) if rows else ""
+
+
+def headers(logs: Sequence[TrainingLog]) -> str:
+    parts = [
+        f"<h3>{escape(log.name)}</h3><pre>{escape(json.dumps(to_json(log.header), indent=2, ensure_ascii=False))}</pre>"
+        for log in logs
+        if log.header
+    ]
+    return _section("What the runs say of themselves", "".join(parts)) if parts else ""
+
+
+def heatmap_places(labels: Sequence[str]) -> str:
+    """Where the script draws them."""
+    place = '<h3>{}</h3><div class="heat" data-heatmap="{}"></div>'
+    places = [place.format(escape(label), number) for number, label in enumerate(labels)]
+    return _section("Parameters", "".join(places)) if places else ""
+
+
+def _life(life: Life) -> list[Cell]:
+    reason = life.reason or "running"
+    came_from = f"leg {life.parent}, step {life.first_step:,}" if life.parent else "the beginning"
+    return [
+        str(life.leg),
+        _moment(life.started),
+        came_from,
+        f"{life.first_step:,} – {life.last_step:,}",
+        (_number(life.redone), "number"),
+        (str(life.world_size), "number"),
+        (reason, "bad" if reason in ("died", "exception") else ""),
+        (", ".join(filter(None, (life.by, life.why))), "long"),
+    ]
+
+
+def _spike(run: str, metric: str, spike: Spike) -> list[Cell]:
+    sigmas = "∞" if math.isinf(spike.sigmas) else f"{spike.sigmas:.0f}"
+    back: Cell = "yes" if spike.recovered else ("no", "bad")
+    numbers = [f"{spike.step:,}", _number(spike.value), _number(spike.usual), sigmas, f"{spike.records:,}"]
+    return [run, metric, *((each, "number") for each in numbers), back]
+
+
+def _section(title: str, content: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{content}</section>\n"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[Cell]], *, coloured: bool = False) -> str:
+    """``coloured``: each row begins with the colour of its run."""
+    lines = []
+    first: Sequence[Cell] = ()
+    for number, row in enumerate(rows):
+        first = first or row
+        swatch = f'<span class="swatch" style="background:{colour(number)}"></span>' if coloured else ""
+        lines.append(f"<tr>{''.join(_cell(cell, '' if column else swatch) for column, cell in enumerate(row))}</tr>")
+    kinds = ["number" if not isinstance(cell, str) and cell[1] == "number" else "" for cell in first]
+    titles = "".join(_titled(title, kind) for title, kind in zip(head, kinds or [""] * len(head), strict=True))
+    return f'<div class="wide"><table><thead><tr>{titles}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+
+
+def _titled(title: str, kind: str) -> str:
+    return f'<th class="{kind}">{escape(title)}</th>' if kind else f"<th>{escape(title)}</th>"
+
+
+def _cell(cell: Cell, before: str) -> str:
+    text, kind = (cell, "") if isinstance(cell, str) else cell
+    return f'<td class="{kind}">{before}{escape(text)}</td>' if kind else f"<td>{before}{escape(text)}</td>"
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
+
+
+def _best(metric: MetricSummary | None) -> str:
+    known = metric is not None and metric.best_step is not None
+    return f"{_number(metric.best)} at {metric.best_step:,}" if metric is not None and known else ""
+
+
+def _most(metric: MetricSummary | None) -> str:
+    known = metric is not None and metric.worst_step is not None
+    return f"{_number(metric.worst)} at {metric.worst_step:,}" if metric is not None and known else ""
+
+
+def _change(metric: MetricSummary | None) -> str:
+    return f"{_number(metric.first)} → {_number(metric.final)}" if metric is not None else ""
+
+
+def _moment(seconds: float | None) -> str:
+    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
+
+
+def _span(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,45 @@
+"""Write all there is to tell of some runs into one HTML file.
+
+Summary, curves that can be zoomed, hovered, toggled and smoothed, restarts, comparison with the first run, the
+divergence detector's verdict, spikes, norms of parameters, headers. The file needs no network, and is under 5 MB.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from dalsegno.errors import ConfigurationError
+
+from .arguments import add_json, add_runs
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    add_runs(parser)
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("report.html"), metavar="FILE", help="default: %(default)s"
+    )
+    parser.add_argument("--title", help="default: the runs' names")
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """
+    Raises:
+        NotFound: if there is no run.
+        ConfigurationError: if the file cannot be written there, or cannot hold so many runs.
+    """
+    from dalsegno.analysis import open_logs, write_report
+    from dalsegno.cli.tables import print_json
+
+    path: Path = arguments.output
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ConfigurationError(f"-o {path}: name a file in a folder that exists")
+    logs = open_logs(arguments.runs, arguments.step_key)
+    write_report(logs, path, title=arguments.title)
+    if arguments.json:
+        print_json({"file": str(path), "bytes": path.stat().st_size, "runs": [log.name for log in logs]})
+    else:
+        print(f"wrote {path} ({path.stat().st_size / 1e6:.1f} MB)")
+    return 0

@@ -1,0 +1,80 @@
+"""The commands that write files: what they write, what they print, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dalsegno.cli import main
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "logs"
+BEGINS = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF", ".html": b"<!doctype html>"}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "written"),
+    [
+        (["plot", "killed"], "plot.png"),
+        (["plot", "killed", "pair-a", "--metrics", "loss,grad_norm", "--compare", "--x", "time"], "plot.png"),
+        (["plot", "killed", "diverged", "--log", "--perplexity", "--smooth", "3", "--format", "svg"], "plot.svg"),
+        (["plot", "killed", "--xlim", "5:", "--ylim=-1:9", "--ignore-outliers", "-o", "a.pdf"], "a.pdf"),
+        (["plot", "killed", "-o", "v1.2", "--format", "png"], "v1.2.png"),
+        (["heatmap", "killed"], "heatmap.png"),
+        (["heatmap", "pair-a", "--metric", "spectral_norm", "-f", "weight", "-o", "b.svg"], "b.svg"),
+        (["compare", "pair-a", "pair-b", "-o", "c.png"], "c.png"),
+        (["report", "killed", "pair-b", "--title", "Two runs"], "report.html"),
+        (["report", "diverged", "-o", "d.html"], "d.html"),
+    ],
+)
+@pytest.mark.parametrize("as_json", [False, True])
+def test_what_is_written(
+    words: list[str], written: str, as_json: bool, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(GOLDEN / word) if (GOLDEN / word / "run.json").exists() else word for word in words]
+    assert main(["logs", *words, *(["--json"] if as_json else [])]) in (0, 1)
+    assert (here / written).read_bytes().startswith(BEGINS[Path(written).suffix])
+    assert [path.name for path in here.iterdir()] == [written]
+    printed = capsys.readouterr().out
+    if not as_json:
+        assert f"wrote {written}" in printed
+    elif words[0] != "compare":
+        assert json.loads(printed)["file"] == written
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["plot", "killed", "-o", "a.bmp"], "-o a.bmp: pictures end in .png, .svg, .pdf"),
+        (["plot", "killed", "-o", "a.png", "--format", "svg"], "-o a.png and --format svg do not fit"),
+        (["plot", "killed", "-o", "nowhere/a.png"], "there is no folder nowhere"),
+        (["plot", "killed", "--metrics", "los"], "unknown metric 'los'; did you mean 'loss'?"),
+        (["plot", "killed", "--smooth", "0"], "smooth is 0"),
+        (["plot", "killed", "--terminal", "--json"], "leave one of them out"),
+        (["plot", "nobody"], "nobody: no such file or folder"),
+        (["heatmap", "killed", "-f", "nothing"], "no parameter of killed matches 'nothing'"),
+        (["compare", "killed"], "a comparison needs two"),
+        (["detect"], "name the runs to look at"),
+        (["detect", "killed", "--sweep"], "a sweep needs runs of both kinds"),
+        (["detect", "killed", "--patience", "0"], "patience is 0"),
+        (["report", "killed", "-o", "nowhere/a.html"], "name a file in a folder that exists"),
+    ],
+)
+def test_what_is_refused(words: list[str], complaint: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [str(GOLDEN / word) if (GOLDEN / word / "run.json").exists() else word for word in words]
+    assert main(["logs", *words]) == 2
+    assert complaint in capsys.readouterr().err
+    assert list(here.iterdir()) == []
+
+
+@pytest.mark.parametrize(("second", "status"), [("pair-a", 0), ("killed", 1), ("pair-b", 1)])
+def test_a_quiet_diff_is_its_exit_status(second: str, status: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["logs", "diff", "-q", str(GOLDEN / "pair-a"), str(GOLDEN / second)]) == status
+    assert capsys.readouterr() == ("", "")
