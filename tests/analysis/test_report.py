@@ -66,8 +66,8 @@ def test_real_runs(tmp_path: Path) -> None:
     for said in (
         "Summary run state steps",
         "diverged 10 8.1872e+10",
-        "Restarts killed leg began from steps",
-        "2 2026-11-21 04:59 UTC leg 1, step 16 16 – 34 2 1 died",
+        "Restarts killed leg began (UTC) from steps",
+        "2 2026-11-21 04:59 leg 1, step 16 16 – 34 2 1 died",
         "Beside diverged",
         "What DivergenceDetector would have said, with threshold 1, smoothing 0.3, patience 3, warm-up 10.",
         "killed: gradient norm of each parameter",

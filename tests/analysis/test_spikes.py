@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from analysis.series import NAN, falling, series, with_values
+from analysis.series import INF, NAN, falling, series, with_values
 from dalsegno.analysis.spikes import find_spikes
 from dalsegno.errors import ConfigurationError
 
@@ -45,6 +45,14 @@ def test_what_is_not_finite_always_stands_out_and_spoils_no_median() -> None:
     assert (first.step, first.records, first.sigmas) == (calm.steps[5], 1, np.inf)
     assert (second.records, second.recovered) == (5, True)
     assert third.step == calm.steps[520]
+
+
+def test_infinity_for_a_while_hides_no_spike_behind_it() -> None:
+    calm = falling()
+    values = calm.values.copy()
+    values[500:530] = INF
+    values[545] = 9.0
+    assert [spike.step for spike in find_spikes(with_values(calm, values))] == [calm.steps[500], calm.steps[545]]
 
 
 def test_an_accuracy_spikes_downwards() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dalsegno.errors import ConfigurationError, NotFound, UnknownName
+from dalsegno.logs import is_wall_clock
 
 from .formats.naming import is_of_evaluation
 from .palette import colour
@@ -160,7 +161,8 @@ def evaluations_of(metric: str, names: Sequence[str]) -> list[str]:
     if is_of_evaluation(metric):
         return []
     measure = metric.removeprefix("train").lstrip("_/")
-    return [name for name in names if is_of_evaluation(name) and name.endswith((f"_{measure}", f"/{measure}"))]
+    others = [name for name in names if is_of_evaluation(name) and not is_wall_clock(name)]
+    return [name for name in others if name.endswith((f"_{measure}", f"/{measure}"))]
 
 
 class _Axis:

@@ -15,7 +15,6 @@ from dalsegno.analysis.log import TrainingLog
 from dalsegno.analysis.palette import colour
 from dalsegno.analysis.rewound import Restart
 from dalsegno.analysis.series import ParameterSeries, Series
-from dalsegno.logs import is_wall_clock
 
 Floats = NDArray[np.float64]
 
@@ -23,7 +22,7 @@ AXES = {"step": "step", "epoch": "epoch", "time": "hours since the first record"
 SHOWN_FIRST = ("grad_norm", "learning_rate")
 """Beside the loss: charts that are seen before anybody has chosen."""
 LEAST_RECORDS = 2
-"""Of a metric: what is told once, at the end of a run, makes no curve."""
+"""That make a curve."""
 PLACES = 400
 """Points from which other axes are interpolated."""
 LEVELS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -36,7 +35,7 @@ def payload(logs: Sequence[TrainingLog], heatmaps: Sequence[ParameterSeries], po
     Args:
         points: how many there may be, about, in all curves together.
     """
-    charts = [chart for metric in _charted(logs) if (chart := _chart(metric, logs))[1]]
+    charts = [_chart(metric, logs) for metric in _charted(logs)]
     curves = sum(len(series) for _, series in charts)
     buckets = max(8, min(1500, points // (6 * max(1, curves))))
     runs = [_run(log, colour(index)) for index, log in enumerate(logs)]
@@ -58,18 +57,22 @@ def _charted(logs: Sequence[TrainingLog]) -> list[str]:
     """A chart for each metric, but for evaluations that go into another one; losses first."""
     names = list(dict.fromkeys(name for log in logs for name in log.metrics()))
     beside = {other for name in names for other in evaluations_of(name, names)}
-    chosen = [name for name in names if name not in beside and not (is_of_evaluation(name) and is_wall_clock(name))]
+    chosen = [name for name in names if name not in beside and any(_is_curve(log, name) for log in logs)]
     losses = [log.loss for log in logs if log.loss in chosen]
     first = dict.fromkeys([*losses, *(name for name in SHOWN_FIRST if name in chosen)])
     return [name for name in (*first, *(name for name in chosen if name not in first)) if name is not None]
 
 
+def _is_curve(log: TrainingLog, name: str) -> bool:
+    """Not what is told once, at the end of a run."""
+    return name in log.metrics() and len(log.metric(name)) >= LEAST_RECORDS
+
+
 def _chart(metric: str, logs: Sequence[TrainingLog]) -> tuple[dict[str, Any], list[tuple[int, Series]]]:
     series = []
     for run, log in enumerate(logs):
-        names = log.metrics()
-        of_run = [name for name in (metric, *evaluations_of(metric, names)) if name in names]
-        series += [(run, each) for name in of_run if len(each := log.metric(name)) >= LEAST_RECORDS]
+        names = [metric, *evaluations_of(metric, log.metrics())]
+        series += [(run, log.metric(name)) for name in names if _is_curve(log, name)]
     shown = metric in SHOWN_FIRST or any(metric == log.loss for log in logs)
     return {"metric": metric, "label": LABELS.get(metric, metric), "shown": shown}, series
 

@@ -59,7 +59,7 @@ def summary_table(summaries: Sequence[Summary]) -> str:
                 (f"{summary.peak_mem / 2**30:.2f} GiB" if summary.peak_mem else "", "number"),
             ]
         )
-    more = ["run", "began", "training", "lost between legs", "restarts", "steps done twice", "speed", "peak memory"]
+    more = ["run", "began (UTC)", "training", "lost", "restarts", "steps done twice", "speed", "peak memory"]
     return _section("Summary", _table(head, rows, coloured=True) + "<p></p>" + _table(more, times, coloured=True))
 
 
@@ -68,7 +68,7 @@ def lineage_tables(logs: Sequence[TrainingLog]) -> str:
     for log in logs:
         lives = log.lineage()
         if len(lives) > 1:
-            head = ["leg", "began", "from", "steps", "done again", "ranks", "ended", "asked by"]
+            head = ["leg", "began (UTC)", "from", "steps", "done again", "ranks", "ended", "asked by"]
             parts += [f"<h3>{escape(log.name)}</h3>", _table(head, [_life(life) for life in lives])]
     return _section("Restarts", "".join(parts)) if parts else ""
 
@@ -209,7 +209,7 @@ def _change(metric: MetricSummary | None) -> str:
 
 
 def _moment(seconds: float | None) -> str:
-    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
+    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M", time.gmtime(seconds))
 
 
 def _span(seconds: float | None) -> str:
