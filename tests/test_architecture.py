@@ -24,9 +24,21 @@ FLOORS = [
     # what everything stands on
     ["errors", "files", "ranks", "schedule", "component", "worker"],
     # the words of a run: settings, state, events, callbacks; and what can be said without torch
-    ["args", "state", "contexts", "events", "callback", "logs", "divergence", "result", "timeline"],
+    [
+        "args",
+        "state",
+        "contexts",
+        "events",
+        "callback",
+        "logs",
+        "divergence",
+        "result",
+        "timeline",
+        "foreign",
+        "registration",
+    ],
     # from callbacks to what a loop fires; what ranks agree on
-    ["dispatcher", "agreement", "interrupts", "timelimit", "meter", "randomness", "pieces", "spectral"],
+    ["dispatcher", "agreement", "interrupts", "timelimit", "meter", "randomness", "pieces", "spectral", "dialects"],
     # the story of a run: data, updates, boundaries, checkpoints
     [
         "data",

@@ -103,8 +103,10 @@ CALLBACKS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "a function": (
         lambda: iter,
-        ConfigurationError,
-        "callbacks: <built-in function iter> is not a dalsegno.Callback",
+        UnknownDialect,
+        "callbacks: <built-in function iter> is not a dalsegno.Callback, and its dialect is not to be seen; if it was "
+        "written for another library, say which: dalsegno.adapt(callback, dialect). Known dialects: "
+        "'cerebras', 'instructlab', 'kempnerforge'",
     ),
     "a misspelt handler": (
         Misspelt,

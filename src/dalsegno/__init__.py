@@ -31,9 +31,7 @@ if TYPE_CHECKING:
     from .analysis import write_report as write_report
     from .args import TrainingArguments as TrainingArguments
     from .callback import Callback as Callback
-    from .callback import GlobalHandle as GlobalHandle
     from .callback import global_callbacks as global_callbacks
-    from .callback import register_global_callback as register_global_callback
     from .checkpoint import export_model as export_model
     from .component import Stateful as Stateful
     from .config import RunConfig as RunConfig
@@ -74,9 +72,13 @@ if TYPE_CHECKING:
     from .errors import NotFound as NotFound
     from .errors import RankFailed as RankFailed
     from .errors import StateMismatch as StateMismatch
+    from .errors import UnknownDialect as UnknownDialect
     from .errors import UnknownName as UnknownName
     from .events import Event as Event
+    from .foreign import adapt as adapt
     from .own_loop import Run as Run
+    from .registration import GlobalHandle as GlobalHandle
+    from .registration import register_global_callback as register_global_callback
     from .result import TrainResult as TrainResult
     from .schedule import Every as Every
     from .state import TrainerControl as TrainerControl
@@ -109,9 +111,7 @@ _HOMES = {
     "args": ("TrainingArguments",),
     "callback": (
         "Callback",
-        "GlobalHandle",
         "global_callbacks",
-        "register_global_callback",
     ),
     "checkpoint": ("export_model",),
     "component": ("Stateful",),
@@ -158,9 +158,15 @@ _HOMES = {
         "NotFound",
         "RankFailed",
         "StateMismatch",
+        "UnknownDialect",
         "UnknownName",
     ),
     "events": ("Event",),
+    "foreign": ("adapt",),
+    "registration": (
+        "GlobalHandle",
+        "register_global_callback",
+    ),
     "own_loop": ("Run",),
     "result": ("TrainResult",),
     "schedule": ("Every",),

@@ -29,10 +29,12 @@ from .draw import LossWeight
 from .errors import ConfigurationError, Locked
 from .events import Event
 from .files import DirectoryLock, make_directory
+from .foreign import registered_elsewhere
 from .interrupts import Interrupts
 from .logs import Leg, RunFile
 from .meter import Meter
 from .randomness import RandomState
+from .registration import check_callbacks
 from .result import TrainResult
 from .run import Run
 from .state import TrainerControl, TrainerState
@@ -50,7 +52,7 @@ class Assembly:
         optimizer: Optimizer,
         schedulers: Sequence[Any],
         feed: Feed,
-        callbacks: Iterable[Callback],
+        callbacks: Iterable[object],
         core: Sequence[Callback] = (),
         others: Mapping[str, Stateful],
         surroundings: Mapping[str, Any],
@@ -64,7 +66,7 @@ class Assembly:
         self.control = TrainerControl()
         self.meter = Meter(next((parameter.device for parameter in model.parameters()), "cpu"))
         self.random_state = RandomState(args.seed)
-        self.own_callbacks = _with_defaults(list(callbacks))
+        self.own_callbacks = _with_defaults(check_callbacks(callbacks))
         self.on = Dispatcher(
             lambda context: context(
                 args=args,
@@ -108,7 +110,8 @@ class Assembly:
 
     def set_callbacks(self, callbacks: Sequence[Callback]) -> None:
         """Let exactly these listen: between the core's and the global ones."""
-        present = [callback for callback in global_callbacks() if callback not in callbacks]
+        everywhere = [*global_callbacks(), *registered_elsewhere()]
+        present = [callback for callback in everywhere if callback not in callbacks]
         self.on.bind([*self._core, *callbacks, *present])
         self.own_callbacks = list(callbacks)
 
@@ -247,7 +250,7 @@ def planned_steps(args: TrainingArguments, feed: Feed) -> int:
 
 def _with_defaults(own: list[Callback]) -> list[Callback]:
     """The default callbacks, except those that the user gives settings of their own, then the user's."""
-    taken = {callback.key for callback in own if isinstance(callback, Callback)}
+    taken = {callback.key for callback in own}
     return [*(callback for callback in default_callbacks() if callback.key not in taken), *own]
 
 

@@ -1,4 +1,4 @@
-"""Callback: the base class of everything that listens to a run, and the callbacks that listen to every run.
+"""Callback: the base class of everything that listens to a run.
 
 Override only what is needed: a handler that is not overridden is never called. A callback with ``state_dict`` and
 ``load_state_dict`` is saved with each checkpoint and restored from it, without any registration::
@@ -22,22 +22,34 @@ Override only what is needed: a handler that is not overridden is never called. 
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Literal, Self
+from typing import Literal, Protocol, Self, TypeVar
 
 from . import contexts
 from .component import Component, Scope, Stateful
-from .errors import ConfigurationError, DuplicateKey, UnknownName
+from .errors import ConfigurationError, UnknownName
 from .events import Event
-from .state import TrainerControl
+from .state import Handler, TrainerControl
 
 Answer = TrainerControl | None
 """A handler may return a TrainerControl, whose flags are then taken over."""
 
 HANDLERS = {event.handler: event for event in Event}
+
+C = TypeVar("C", bound="Callback")
+
+
+class Binder(Protocol):
+    """Who binds callbacks to the events of a run."""
+
+    def companion(self, kind: Callable[[contexts.Context], C]) -> C:
+        """The one callback of this kind in the run, made when it is first asked for.
+
+        What several callbacks need once a run lives there. It is called before them, and saved if it has state.
+        """
+        ...
 
 
 class Callback:
@@ -62,15 +74,39 @@ class Callback:
         """Where its state lies in a checkpoint. Order, arguments and the module of the class never change it."""
         return self.name or type(self).__name__
 
+    def handled_events(self) -> list[Event]:
+        """The events that this callback has a handler of its own for.
+
+        Raises:
+            UnknownName: for a method ``on_…`` that is no event's handler, with the nearest event's name.
+            ConfigurationError: for a handler with other parameters than ``(self, ctx)``.
+        """
+        names = {name for name in dir(self) if name.startswith("on_")} | set(vars(self)) & set(HANDLERS)
+        for name in names:
+            if name not in HANDLERS and callable(getattr(self, name)):
+                raise UnknownName(f"handler in {type(self).__name__}:", name, HANDLERS)
+        events = [event for event in Event if self._overrides(event.handler)]
+        for event in events:
+            _check_signature(self, event)
+        return events
+
+    def _overrides(self, handler: str) -> bool:
+        own = getattr(type(self), handler) is not getattr(Callback, handler)
+        return own or handler in vars(self)
+
+    def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
+        """What is called at which event of one run, in this order."""
+        return [(event, getattr(self, event.handler)) for event in self.handled_events()]
+
     def __enter__(self) -> Self:
         """Inside ``with callback:`` it listens to every run that begins there."""
-        _hold_globally(self)
+        hold_globally(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _drop_globally(self)
+        drop_globally(self)
 
     def on_init_end(self, ctx: contexts.Context) -> Answer: ...
     def on_before_load(self, ctx: contexts.BeforeLoadContext) -> Answer: ...
@@ -109,58 +145,6 @@ class Callback:
     def on_train_end(self, ctx: contexts.TrainEndContext) -> Answer: ...
 
 
-def handled_events(callback: Callback) -> list[Event]:
-    """The events that this callback has a handler of its own for.
-
-    Raises:
-        UnknownName: for a method ``on_…`` that is no event's handler, with the nearest event's name.
-    """
-    names = {name for name in dir(callback) if name.startswith("on_")} | set(vars(callback)) & set(HANDLERS)
-    for name in names:
-        if name not in HANDLERS and callable(getattr(callback, name)):
-            raise UnknownName(f"handler in {type(callback).__name__}:", name, HANDLERS)
-    return [event for event in Event if _overridden(callback, event.handler)]
-
-
-def _overridden(callback: Callback, handler: str) -> bool:
-    own = getattr(type(callback), handler) is not getattr(Callback, handler)
-    return own or handler in vars(callback)
-
-
-def check_callbacks(callbacks: Iterable[object]) -> list[Callback]:
-    """The callbacks, if each is one and no two would save under the same key.
-
-    Raises:
-        ConfigurationError: for something that is not a callback, a handler with other parameters than ``(self, ctx)``,
-            or only one of ``state_dict`` and ``load_state_dict``.
-        DuplicateKey: if the same callback is given twice, or two have one key; the message says to set ``name``.
-        UnknownName: for a misspelt handler.
-    """
-    if not isinstance(callbacks, Iterable):
-        raise ConfigurationError(f"callbacks={callbacks!r}; give a list: [{type(callbacks).__name__}(…)]")
-    checked: dict[str, Callback] = {}
-    for callback in callbacks:
-        if isinstance(callback, type):
-            raise ConfigurationError(
-                f"callbacks: {callback.__name__} is a class; give an instance: {callback.__name__}(…)"
-            )
-        if not isinstance(callback, Callback):
-            raise ConfigurationError(f"callbacks: {callback!r} is not a dalsegno.Callback")
-        other = checked.get(callback.key)
-        if other is callback:
-            raise DuplicateKey(f"callbacks: {callback.key!r} is given twice")
-        if other is not None:
-            raise DuplicateKey(
-                f"callbacks: a {type(other).__name__} and a {type(callback).__name__} both have the key "
-                f"{callback.key!r}; set name= on one of them"
-            )
-        checked[callback.key] = callback
-        for event in handled_events(callback):
-            _check_signature(callback, event)
-        _check_state(callback)
-    return list(checked.values())
-
-
 def _check_signature(callback: Callback, event: Event) -> None:
     handler = getattr(callback, event.handler)
     try:
@@ -170,14 +154,6 @@ def _check_signature(callback: Callback, event: Event) -> None:
             f"{callback.key}.{event.handler}({', '.join(inspect.signature(handler).parameters)}): a handler takes "
             "(self, ctx); what else it needs is in ctx: ctx.args, ctx.state, ctx.control, ctx.model, …"
         ) from error
-
-
-def _check_state(callback: Callback) -> None:
-    for one, other in (("state_dict", "load_state_dict"), ("load_state_dict", "state_dict")):
-        if hasattr(callback, one) and not hasattr(callback, other):
-            near = difflib.get_close_matches(other, set(dir(callback)) - {one}, n=1, cutoff=0.7)
-            hint = f"; is {near[0]!r} meant to be it?" if near else ""
-            raise ConfigurationError(f"{callback.key} has {one} but no {other}: its state would be lost{hint}")
 
 
 def components_of(callbacks: Iterable[Callback]) -> list[Component]:
@@ -190,36 +166,19 @@ def components_of(callbacks: Iterable[Callback]) -> list[Component]:
 _global: dict[int, tuple[Callback, int]] = {}  # id → the callback and how often it is held
 
 
-class GlobalHandle:
-    """Keeps a callback registered for every run; :meth:`remove` lets go. Removing twice is the same as once."""
-
-    def __init__(self, callback: Callback) -> None:
-        self._callback: Callback | None = callback
-        _hold_globally(callback)
-
-    def remove(self) -> None:
-        if self._callback is not None:
-            _drop_globally(self._callback)
-            self._callback = None
-
-
-def register_global_callback(callback: Callback) -> GlobalHandle:
-    """Let ``callback`` listen to every run that begins from now on, after the run's own callbacks."""
-    check_callbacks([callback])
-    return GlobalHandle(callback)
-
-
 def global_callbacks() -> list[Callback]:
     """Those registered for every run, in order of registration."""
     return [callback for callback, _ in _global.values()]
 
 
-def _hold_globally(callback: Callback) -> None:
+def hold_globally(callback: Callback) -> None:
+    """Once more; it listens to every run until it is dropped as often."""
     _, count = _global.get(id(callback), (callback, 0))
     _global[id(callback)] = (callback, count + 1)
 
 
-def _drop_globally(callback: Callback) -> None:
+def drop_globally(callback: Callback) -> None:
+    """Once less."""
     _, count = _global[id(callback)]
     if count == 1:
         del _global[id(callback)]

@@ -19,6 +19,7 @@ is read from the object itself, by attributes that it may have or lack:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast, runtime_checkable
@@ -55,7 +56,8 @@ class Component:
 
     @property
     def class_name(self) -> str:
-        return f"{type(self.target).__module__}.{type(self.target).__qualname__}"
+        kind = type(inspect.unwrap(cast(Any, self.target)))  # an adapted callback is still known by its own class
+        return f"{kind.__module__}.{kind.__qualname__}"
 
     @property
     def scope(self) -> Scope:

@@ -12,17 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from types import MethodType
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 from . import contexts
-from .callback import Callback, check_callbacks, handled_events
-from .contexts import Context
+from .callback import Callback
+from .contexts import Context, PlainContext
 from .errors import EventNotFired, UnknownName
 from .events import Event
-from .state import Handler, owner_of
+from .registration import check_callbacks
+from .state import Handler, method_of
 
 P = ParamSpec("P")
 C = TypeVar("C", bound=Context)
+K = TypeVar("K", bound=Callback)
 
 
 _AT_EACH_STEP = frozenset(
@@ -54,7 +56,7 @@ class Channel(list[Handler], Generic[P]):
                     context.control.adopt(answer)
         except BaseException as error:
             if handler is not None:
-                error.add_note(f"raised in {owner_of(handler)}.{self.event.handler}")
+                error.add_note(f"raised in {method_of(handler, self.event.handler)}")
             raise
 
     def fire_all(self) -> list[BaseException]:
@@ -64,7 +66,7 @@ class Channel(list[Handler], Generic[P]):
             try:
                 handler(self.context)
             except BaseException as error:
-                error.add_note(f"raised in {owner_of(handler)}.{self.event.handler}")
+                error.add_note(f"raised in {method_of(handler, self.event.handler)}")
                 failures.append(error)
         return failures
 
@@ -83,6 +85,7 @@ class Dispatcher:
         self._surroundings = surroundings
         self._is_rank_zero = is_rank_zero
         self._unfired = frozenset(unfired)
+        self._companions: dict[Any, Callback] = {}
         self.callbacks: list[Callback] = []
         self.channels: dict[Event, Channel[Any]] = {}
 
@@ -138,17 +141,31 @@ class Dispatcher:
         checked = check_callbacks(callbacks)
         for callback in checked:
             self._refuse_unfired(callback)
-        self.callbacks = checked
         for channel in self.channels.values():
             channel.clear()
+        self.callbacks = []
         for callback in checked:
-            if self._is_rank_zero or callback.ranks == "all":
-                for event in handled_events(callback):
-                    self.channels[event].append(getattr(callback, event.handler))
+            self._listen(callback)
+
+    def _listen(self, callback: Callback) -> None:
+        handlers = callback.bound_handlers(self)  # on every rank: a companion that comes along may have state
+        self.callbacks.append(callback)
+        if self._is_rank_zero or callback.ranks == "all":
+            for event, handler in handlers:
+                self.channels[event].append(handler)
+
+    def companion(self, kind: Callable[[Context], K]) -> K:
+        """See :class:`dalsegno.callback.Binder`. For callbacks, while they are bound."""
+        if kind not in self._companions:
+            self._companions[kind] = kind(self._surroundings(PlainContext))
+        found = self._companions[kind]
+        if found not in self.callbacks:
+            self._listen(found)
+        return cast(K, found)
 
     def listens_anywhere(self, event: Event) -> bool:
         """Whether any rank has a handler for it: the same answer on all ranks, so that a collective may hang on it."""
-        return any(event in handled_events(callback) for callback in self.callbacks)
+        return any(event in callback.handled_events() for callback in self.callbacks)
 
     def find(self, key: str) -> Callback:
         """The callback with this key.
@@ -164,12 +181,12 @@ class Dispatcher:
     def wishes_each_step(self) -> bool:
         """Whether a callback may set a flag of the control at any step; the same answer on all ranks."""
         return any(
-            callback.makes_wishes and not _AT_EACH_STEP.isdisjoint(handled_events(callback))
+            callback.makes_wishes and not _AT_EACH_STEP.isdisjoint(callback.handled_events())
             for callback in self.callbacks
         )
 
     def _refuse_unfired(self, callback: Callback) -> None:
-        for event in handled_events(callback):
+        for event in callback.handled_events():
             if event in self._unfired:
                 raise EventNotFired(
                     f"{callback.key} needs {event.handler}, which a loop around dalsegno.Run cannot fire; "

@@ -5,6 +5,7 @@
     DalsegnoError
     ├── ConfigurationError (ValueError)        an argument has a value that cannot work
     │   ├── UnknownName (TypeError)            a name nobody knows; the message names the nearest known one
+    │   ├── UnknownDialect (TypeError)         an object that is no callback of any known kind
     │   └── DuplicateKey                       two callbacks would save under one key
     ├── EmptyDataset (ValueError)              there is not a single batch to train on
     ├── CannotSave (TypeError)                 a state holds something the codec does not take; says where
@@ -39,6 +40,10 @@ class UnknownName(ConfigurationError, TypeError):
         near = [meant[name]] if meant and name in meant else difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}"
         super().__init__(f"unknown {what} {name!r}; {hint}")
+
+
+class UnknownDialect(ConfigurationError, TypeError):
+    """An object that is no callback of this library, nor of one whose dialect is known."""
 
 
 class DuplicateKey(ConfigurationError):

@@ -27,7 +27,6 @@ from . import ranks, run
 from .args import TrainingArguments
 from .assembly import Assembly
 from .beginning import Resume
-from .callback import Callback
 from .checkpoint import unwrapped
 from .data import loader_feed
 from .draw import Draw
@@ -82,7 +81,7 @@ class Run(run.Run):
         optimizer: Optimizer,
         loader: Iterable[Any],
         lr_scheduler: Any = None,
-        callbacks: Sequence[Callback] = (),
+        callbacks: Sequence[object] = (),
         evaluate: Callable[[], Mapping[str, float]] | None = None,
         state: Mapping[str, Any] | None = None,
         resume_from_checkpoint: bool | str | Path = True,

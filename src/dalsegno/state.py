@@ -221,14 +221,25 @@ class TrainerControl:
         """
         if returned is self:
             return
-        if not isinstance(returned, TrainerControl):
-            raise ConfigurationError(
-                f"a handler returned a {type(returned).__name__}; it may return None or a TrainerControl"
-            )
-        flags = returned.wishes()
+        control = returned if isinstance(returned, TrainerControl) else _translated(returned)
+        flags = control.wishes()
         self.should_log, self.should_evaluate, self.should_save, self.should_epoch_stop = flags[:4]
         self._stopping, self._aborting = flags.stop, flags.abort
-        self._remember(self.should_training_stop, returned.stop_reason, returned.stopped_by)
+        self._remember(self.should_training_stop, control.stop_reason, control.stopped_by)
+
+
+def _translated(returned: Any) -> TrainerControl:
+    """Another library's control with Hugging Face's flags; ``should_abort_without_save`` may be missing."""
+    control = TrainerControl()
+    try:
+        for flag in ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop"):
+            setattr(control, flag, bool(getattr(returned, flag)))
+    except AttributeError:
+        raise ConfigurationError(
+            f"a handler returned a {type(returned).__name__}; it may return None or a TrainerControl"
+        ) from None
+    control.should_abort_without_save = bool(getattr(returned, "should_abort_without_save", False))
+    return control
 
 
 def _who_asks() -> str:
@@ -239,6 +250,12 @@ def _who_asks() -> str:
             return owner_of(frame.f_locals["handler"])
         frame = frame.f_back
     return "the program"
+
+
+def method_of(handler: Handler, name: str) -> str:
+    """Owner and method, to be named to people. ``name`` is the event's; a foreign method may have another."""
+    method = getattr(handler, "__wrapped__", None)
+    return f"{owner_of(handler)}.{getattr(method, '__name__', name)}"
 
 
 def owner_of(handler: Handler) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from .callback import Callback, handled_events
+from .callback import Callback
 from .component import Stateful
 from .events import Event
 from .randomness import RandomState
@@ -26,7 +26,7 @@ class Takeback:
 
     def __init__(self, callbacks: Iterable[Callback]) -> None:
         self._random = RandomState(0)
-        listening = [each for each in callbacks if not _IN_EVALUATION.isdisjoint(handled_events(each))]
+        listening = [each for each in callbacks if not _IN_EVALUATION.isdisjoint(each.handled_events())]
         targets: list[Stateful] = [self._random, *(each for each in listening if isinstance(each, Stateful))]
         self._states = [(target, tree_map(_own_copy, target.state_dict())) for target in targets]
 

@@ -18,15 +18,17 @@ from . import loop, ranks
 from .args import TrainingArguments
 from .assembly import Assembly, planned_steps
 from .beginning import Resume
-from .callback import Callback, check_callbacks
+from .callback import Callback
 from .data import EvalFeed, Feed, eval_feed, eval_loader_feed, loader_feed, train_feed
 from .draw import LossWeight
 from .errors import ConfigurationError, UnknownName
 from .evaluation import LossEvaluation
+from .foreign import adapt
 from .forward import Forward, LossFunction
 from .optim import PlateauStep, default_optimizer, default_scheduler
 from .parallel import spread
 from .parallel.torchrun import join_ranks
+from .registration import check_callbacks
 from .result import TrainResult
 from .state import TrainerControl, TrainerState
 from .step import Update
@@ -62,7 +64,7 @@ class Trainer:
         lr_scheduler: one or a list, each stepped after every step (a ``ReduceLROnPlateau`` after every evaluation,
             with ``metric_for_best_model``); None: warm-up and decay from ``args``, or constant with your own optimizer
             if ``args`` say so.
-        callbacks: in the order in which they are called, after the default ones.
+        callbacks: in the order in which they are called, after the default ones; other libraries' too.
         processing_class: the tokenizer or the like; handed to callbacks.
 
     Raises:
@@ -90,7 +92,7 @@ class Trainer:
         data_collator: Collator | None = None,
         optimizer: Optimizer | None = None,
         lr_scheduler: Any = None,
-        callbacks: Sequence[Callback] = (),
+        callbacks: Sequence[object] = (),
         processing_class: Any = None,
     ) -> None:
         if not (isinstance(model, nn.Module) and isinstance(args, TrainingArguments)):
@@ -241,17 +243,17 @@ class Trainer:
         """Ask for a checkpoint at this step's end; from any thread, on any rank."""
         self.control.should_save = True
 
-    def add_callback(self, callback: Callback) -> None:
+    def add_callback(self, callback: object) -> None:
         """Let one more callback listen, after the others."""
-        self._assembly.set_callbacks([*self._assembly.own_callbacks, callback])
+        self._assembly.set_callbacks([*self._assembly.own_callbacks, adapt(callback)])
 
-    def remove_callback(self, callback: Callback | str) -> Callback:
+    def remove_callback(self, callback: object) -> Callback:
         """Let a callback, or the one with that key, listen no longer; it is returned.
 
         Raises:
             UnknownName: if there is none; the message names the nearest.
         """
-        gone = self._assembly.on.find(callback if isinstance(callback, str) else callback.key)
+        gone = self._assembly.on.find(callback if isinstance(callback, str) else adapt(callback).key)
         self._assembly.set_callbacks([each for each in self._assembly.own_callbacks if each is not gone])
         return gone
 

@@ -275,7 +275,6 @@ def test_no_file(tmp_path: Path) -> None:
 
 def keys(tmp_path: Path, *entries: Any) -> list[str]:
     """Of those that a trainer has which listen to anything."""
-    from dalsegno.callback import handled_events
     from dalsegno.testing import TinyRegression, tiny_regression_data
 
     trainer = ds.Trainer(
@@ -284,7 +283,7 @@ def keys(tmp_path: Path, *entries: Any) -> list[str]:
         train_dataset=tiny_regression_data(),
         callbacks=ds.load_callbacks(entries),
     )
-    return [each.key for each in trainer.callbacks if handled_events(each)]
+    return [each.key for each in trainer.callbacks if each.handled_events()]
 
 
 def test_a_default_is_replaced_or_taken_away(tmp_path: Path) -> None:

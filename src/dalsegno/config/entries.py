@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dalsegno.callback import Callback, check_callbacks
+from dalsegno.callback import Callback
 from dalsegno.callbacks import default_callbacks
 from dalsegno.errors import ConfigurationError, DalsegnoError
+from dalsegno.registration import check_callbacks
 
 from .catalogue import find_callback
 from .document import Document, Source

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dalsegno import files
-from dalsegno.callback import Callback, register_global_callback
+from dalsegno.callback import Callback
 from dalsegno.contexts import Context
 from dalsegno.events import Event
+from dalsegno.registration import register_global_callback
 
 from .faults import FaultPlan
 

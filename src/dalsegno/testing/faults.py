@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from dalsegno import files
-from dalsegno.callback import Callback, register_global_callback
+from dalsegno.callback import Callback
 from dalsegno.errors import ConfigurationError
 from dalsegno.events import Event
+from dalsegno.registration import register_global_callback
 
 
 @dataclass(frozen=True, slots=True)
