@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from .contexts import StepSkippedContext as StepSkippedContext
     from .contexts import TrainBeginContext as TrainBeginContext
     from .contexts import TrainEndContext as TrainEndContext
+    from .dialects.instructlab.functions import functions as functions
     from .errors import CannotSave as CannotSave
     from .errors import ConfigurationError as ConfigurationError
     from .errors import DalsegnoError as DalsegnoError
@@ -146,6 +147,7 @@ _HOMES = {
         "TrainBeginContext",
         "TrainEndContext",
     ),
+    "dialects.instructlab.functions": ("functions",),
     "errors": (
         "CannotSave",
         "ConfigurationError",
