@@ -146,5 +146,9 @@ def test_on_a_phone_in_the_dark_and_on_paper(browser: Chromium, tmp_path: Path) 
     assert browser.run("document.documentElement.scrollWidth") <= 390
     assert browser.run("getComputedStyle(document.body).backgroundColor") == "rgb(20, 24, 31)"
     assert browser.paper().startswith(b"%PDF")
+    browser.look(690, 1000, dark=True, printed=True)  # A4 between its margins
+    assert browser.run("document.documentElement.scrollWidth") <= 690
+    assert browser.run("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert browser.run("getComputedStyle(document.querySelector('.controls')).display") == "none"
     browser.look(1000, 1200)
     assert browser.run("document.documentElement.scrollWidth") <= 1000

@@ -76,13 +76,13 @@ class Chromium:
         """``kind``: ``mouseMoved``, ``mousePressed``, ``mouseReleased``; in pixels of the page."""
         self._send("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
 
-    def look(self, width: int, height: int, *, phone: bool = False, dark: bool = False) -> None:
-        """Be a screen of this size."""
+    def look(self, width: int, height: int, *, phone: bool = False, dark: bool = False, printed: bool = False) -> None:
+        """Be a screen of this size, or a sheet of paper."""
         scale = 2 if phone else 1
         screen = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": phone}
         self._send("Emulation.setDeviceMetricsOverride", **screen)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self._send("Emulation.setEmulatedMedia", features=[scheme])
+        self._send("Emulation.setEmulatedMedia", media="print" if printed else "", features=[scheme])
         self.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
     def picture(self, *, whole: bool = True) -> bytes:
