@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -37,6 +37,9 @@ class MadeUpLog:
         if name not in self._series:
             raise UnknownName("metric", name, self._series)
         return self._series[name]
+
+    def series(self, names: Iterable[str]) -> dict[str, Series]:
+        return {name: self.metric(name) for name in names}
 
     def restarts(self) -> Sequence[Restart]:
         return self._restarts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -49,6 +49,10 @@ class Log(Protocol):
     def metrics(self) -> list[str]: ...
 
     def metric(self, name: str) -> Series: ...
+
+    def series(self, names: Iterable[str]) -> Mapping[str, Series]:
+        """Several in one reading, which are then kept."""
+        ...
 
     def tails(self) -> Sequence[Tail]: ...
 
@@ -127,7 +131,9 @@ def panels(logs: Sequence[Log], metrics: Sequence[str] | None, view: View, *, co
     for metric in chosen:
         if metric not in known:
             raise UnknownName("metric", metric, known)
-    seconds = _longest(logs) if view.x == "time" else 0.0
+    for log in logs:
+        _read_at_once(log, chosen)
+    seconds = max(_seconds(log) for log in logs) if view.x == "time" else 0.0
     axes = [_Axis(log, view, seconds) for log in logs]
     coloured = list(zip(axes, map(colour, range(len(logs))), strict=True))
     rows = []
@@ -173,7 +179,7 @@ class _Axis:
         self._view = view
         self._in_hours = longest >= HOURS_FROM
         self._tokens = _tokens(log) if view.x == "tokens" else None
-        self._began = _began(log) if view.x == "time" else 0.0
+        self._began = float(_times(log).min()) if view.x == "time" else 0.0
 
     @property
     def label(self) -> str:
@@ -282,24 +288,29 @@ def _tokens(log: Log) -> Series:
     raise _no_axis(log, "tokens", f" (looked for {', '.join(TOKENS)})")
 
 
-def _began(log: Log) -> float:
-    firsts = [series.times for name in log.metrics()[:8] if (series := log.metric(name)).times is not None]
-    known = [float(np.nanmin(times)) for times in firsts if times is not None and np.isfinite(times).any()]
-    if not known:
-        raise _no_axis(log, "time")
-    return min(known)
+def _read_at_once(log: Log, metrics: Sequence[str]) -> None:
+    """Let a long log be read once, not once for each metric."""
+    here = log.metrics()
+    wanted = [name for metric in metrics for name in (metric, *evaluations_of(metric, here)) if name in here]
+    log.series(dict.fromkeys([*wanted, *_clock_of(log), *(name for name in TOKENS if name in here)]))
 
 
-def _longest(logs: Sequence[Log]) -> float:
-    """Seconds from the first to the last record of the run that took the longest."""
-    ends = []
-    for log in logs:
-        began = _began(log)
-        for name in log.metrics()[:8]:
-            times = log.metric(name).times
-            if times is not None and np.isfinite(times).any():
-                ends.append(float(np.nanmax(times)) - began)
-    return max(ends, default=0.0)
+def _clock_of(log: Log) -> list[str]:
+    """The metric whose records tell when the run began and ended; none if there are none."""
+    return [log.loss] if log.loss else log.metrics()[:1]
+
+
+def _times(log: Log) -> Floats:
+    """Of its records, in UTC seconds, at least one."""
+    for name in _clock_of(log):
+        times = log.metric(name).times
+        if times is not None and np.isfinite(times).any():
+            return times[np.isfinite(times)]
+    raise _no_axis(log, "time")
+
+
+def _seconds(log: Log) -> float:
+    return float(np.ptp(_times(log)))
 
 
 def _no_axis(log: Log, x: str, hint: str = "") -> ConfigurationError:

@@ -60,6 +60,8 @@ def write_report(
 
 
 def _page(logs: Sequence[TrainingLog], title: str, settings: DetectorSettings | None) -> str:
+    for log in logs:
+        log.series(log.metrics())  # all of it in one reading, which is then kept
     heatmaps = _heatmaps(logs)
     script, style, template = (_part(name) for name in ("report.js", "report.css", "report.html"))
     parts = {

@@ -51,6 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     if len(logs) < 2:
         raise ConfigurationError(f"there is one run, {logs[0].name}; a comparison needs two")
     metrics = arguments.metrics or _in_common(logs)
+    for log in logs:
+        log.series([name for name in metrics if name in log.metrics()])  # in one reading
     rows = [_row(logs[0], other, metric, arguments) for metric in metrics for other in logs[1:]]
     if path is not None:
         write(plot_logs(logs, metrics, compare=True), path, quiet=arguments.json)
