@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,7 +16,7 @@ import torch
 import dalsegno as ds
 from dalsegno.callbacks import JsonLogger
 from dalsegno.logs import read_records
-from dalsegno.testing import FaultPlan, assert_resume_equivalent
+from dalsegno.testing import FaultPlan, assert_resume_equivalent, run_ranks
 from dialects.script import Broken, play
 from support.listeners import Listener
 from support.small import Line, same, small_trainer, weights
@@ -48,6 +49,7 @@ VALIDATE = [
     "validate_end",
     "close validate",
 ]
+LOAD = ["load_trainer_state", "preprocess_checkpoint", "load_checkpoint"]
 SAVE = [*STATE, "after_save_checkpoint"]
 SET_UP = ["pre_setup", "setup", "post_setup"]
 BEGIN = [*SET_UP, "before_load_checkpoint", "enter_fit", "fit_start"]
@@ -109,7 +111,7 @@ def test_a_resumed_run(tmp_path: Path) -> None:
     play(tmp_path, journal(), stop_at=5)
     callback = journal()
     play(tmp_path, callback)
-    load = ["before_load_checkpoint", "load_trainer_state", "preprocess_checkpoint", "load_checkpoint"]
+    load = ["before_load_checkpoint", *LOAD]
     rest = [*TRAIN, *ONE, *VALIDATE, *SAVE]
     assert callback.seen == [*SET_UP, *load, "enter_fit", "fit_start", *rest, *END]
 
@@ -486,3 +488,55 @@ def test_what_cerebras_holds_globally_is_global_here(tmp_path: Path) -> None:
         small_trainer(tmp_path / "inside", max_steps=3).train()
     small_trainer(tmp_path / "after", max_steps=4).train()
     assert callback.batches == 3
+
+
+def test_users_callbacks_come_before_global_ones(tmp_path: Path) -> None:
+    order: list[str] = []
+
+    def starts(name: str) -> Any:
+        return type(name, (base(),), {"on_fit_start": lambda self, *given: order.append(name)})()
+
+    trainer = small_trainer(tmp_path, starts("ComputeNorm"), starts("Other"), max_steps=1)
+    with starts("CheckLoss"):
+        trainer.train()
+    assert order == ["ComputeNorm", "Other", "CheckLoss"]
+
+
+# --- stops and ranks --------------------------------------------------------------------------------------------------
+
+
+def test_a_validation_that_is_broken_off_is_closed_and_done_by_the_next_leg(tmp_path: Path) -> None:
+    first, second = journal(), journal()
+    stop = Listener({"on_prediction_step": lambda ctx: signal.raise_signal(signal.SIGTERM)})
+    assert play(tmp_path, first, stop).reason == "stopped"
+    batch = VALIDATION_BATCH
+    assert first.seen[-10:] == [*batch[-2:], *LOAD, *SAVE, "close validate", *END][-10:]
+    assert first.seen.count("close validate") == 1
+    play(tmp_path, second)
+    begin = [*SET_UP, "before_load_checkpoint", *LOAD, "enter_fit", "fit_start", *STATE, "enter_validate"]
+    assert second.seen[: len(begin)] == begin
+
+
+class CountsBatches:
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def on_train_batch_end(self, trainer: Any, model: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.batches += 1
+
+    def on_save_checkpoint(self, trainer: Any, state_dict: dict[str, Any]) -> None:
+        state_dict["batches"] = self.batches
+
+    def on_load_checkpoint(self, trainer: Any, state_dict: dict[str, Any]) -> None:
+        self.batches = state_dict["batches"]
+
+
+def count_on_a_rank(output_dir: Path, stop_at: int | None) -> int:
+    callback = CountsBatches()
+    play(output_dir, ds.adapt(callback, "cerebras"), stop_at=stop_at, per_device_train_batch_size=2)
+    return callback.batches
+
+
+def test_on_two_ranks(tmp_path: Path) -> None:
+    assert run_ranks(count_on_a_rank, 2, tmp_path, 4) == [7, 7]
+    assert run_ranks(count_on_a_rank, 2, tmp_path, None) == [10, 10]

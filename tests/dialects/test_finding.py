@@ -130,6 +130,10 @@ def test_a_configuration_may_name_them(monkeypatch: pytest.MonkeyPatch, tmp_path
     first, second = ds.load_callbacks(
         [{"use": "own_hooks:Beat", "every": 3}, {"use": "own_hooks:Beat", "every": 4, "name": "other"}]
     )
+    (third,) = ds.load_callbacks([{"use": "dialects.test_finding:Plain", "dialect": "kempnerforge", "name": "third"}])
+    assert (third.key, third.handled_events()) == ("third", [ds.Event.TRAIN_METRICS])
+    with pytest.raises(ds.ConfigurationError, match=r"callbacks\[0\] .*: unknown dialect 'kemp'"):
+        ds.load_callbacks([{"use": "dialects.test_finding:Plain", "dialect": "kemp"}])
     assert [(each.key, each.__wrapped__.every) for each in (first, second)] == [("Beat", 3), ("other", 4)]  # type: ignore[attr-defined]
 
 

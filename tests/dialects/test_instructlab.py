@@ -269,6 +269,30 @@ def test_functions_get_what_their_event_adds(tmp_path: Path) -> None:
     }
 
 
+def test_a_function_for_each_event_of_the_proposal(tmp_path: Path) -> None:
+    names = "train_begin epoch_begin step_begin before_forward after_forward before_backward after_backward"
+    names += " before_optimizer_step after_optimizer_step log evaluate save step_end epoch_end train_end"
+    seen: dict[str, int] = {}
+
+    def count(context: Any, **kwargs: Any) -> None:
+        seen[context.hook_name] = seen.get(context.hook_name, 0) + 1
+
+    observers = [ds.functions(name=name, **{f"on_{name}": count}) for name in names.split()]
+    play(tmp_path, *observers)
+    passes = dict.fromkeys(["before_forward", "after_forward", "before_backward", "after_backward"], 10)
+    steps = dict.fromkeys(["step_begin", "before_optimizer_step", "after_optimizer_step", "step_end"], 6)
+    few = {"train_begin": 1, "epoch_begin": 2, "log": 3, "evaluate": 2, "save": 2, "epoch_end": 2, "train_end": 1}
+    assert seen == {f"on_{name}": times for name, times in {**passes, **steps, **few}.items()}
+
+
+def test_a_save_on_demand_is_a_save(tmp_path: Path) -> None:
+    steps: list[int] = []
+    ask = Listener({"on_step_end": lambda ctx: ctx.trainer.save() if ctx.step == 2 else None})
+    observers = ds.functions(on_save=lambda context: steps.append(context.step))
+    small_trainer(tmp_path, observers, ask, max_steps=3).train()
+    assert steps == [2]
+
+
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [

@@ -119,6 +119,15 @@ def test_a_step_whose_loss_is_not_finite_is_not_told(tmp_path: Path) -> None:
     assert [what for what in hook.seen if what[0] == "step_end"] == [("step_end", 1)]
 
 
+def test_a_run_stops_at_such_a_step_too(tmp_path: Path) -> None:
+    def spoil(ctx: Any) -> None:
+        ctx.outputs["loss"] = ctx.outputs["loss"] * math.nan
+        ctx.control.stop("enough")
+
+    result = small_trainer(tmp_path, journal(), Listener({"on_before_backward": spoil}), max_steps=3).train()
+    assert (result.global_step, result.reason) == (1, "stopped")
+
+
 def test_a_loop_of_ones_own_has_hooks_too(tmp_path: Path) -> None:
     model, hook = Line(), journal()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

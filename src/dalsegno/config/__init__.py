@@ -14,7 +14,7 @@ for, before the first callback is built::
 from __future__ import annotations
 
 from .catalogue import Offer, find_callback, offers
-from .docstrings import prose
+from .docstrings import prose, summary
 from .entries import load_callbacks
 from .names import find_named
 from .run_config import RunConfig
@@ -33,4 +33,5 @@ __all__ = [
     "offers",
     "prose",
     "signature_of",
+    "summary",
 ]

@@ -19,6 +19,12 @@ def prose(made: Callable[..., Any]) -> str:
     return _plain("\n".join(lines[:end]).strip())
 
 
+def summary(made: Callable[..., Any]) -> str:
+    """The first sentence of :func:`prose`."""
+    paragraph = " ".join(prose(made).partition("\n\n")[0].split())
+    return re.split(r"(?<=\.)\s|:$", paragraph, maxsplit=1)[0]
+
+
 def argument_docs(made: Callable[..., Any]) -> dict[str, str]:
     """What the ``Args:`` of a class, or those of its constructor, say of each argument."""
     sources = [made, made.__init__] if isinstance(made, type) else [made]  # type: ignore[misc]

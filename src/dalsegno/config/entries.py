@@ -10,6 +10,7 @@ from typing import Any
 from dalsegno.callback import Callback
 from dalsegno.callbacks import default_callbacks
 from dalsegno.errors import ConfigurationError, DalsegnoError
+from dalsegno.foreign import adapt
 from dalsegno.registration import check_callbacks
 
 from .catalogue import find_callback
@@ -17,7 +18,8 @@ from .document import Document, Source
 from .places import at
 from .signature import signature_of
 
-_OWN_KEYS = ("use", "enabled", "name")
+_OWN_KEYS = ("use", "enabled", "name", "dialect")
+_TAKEN_BY_CONSTRUCTORS = ("name", "dialect")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,8 @@ class Entry:
     make: Callable[..., Any]
     name: str | None
     """Set on the callback, where its constructor does not take one itself."""
+    dialect: str | None
+    """For :func:`dalsegno.adapt`, where it is said."""
     enabled: bool
     arguments: dict[str, Any]
     settings: dict[str, Any]
@@ -39,6 +43,8 @@ class Entry:
         try:
             with at(self.place):
                 made = self.make(**self.arguments)
+                if self.dialect is not None:
+                    return adapt(made, self.dialect, name=self.name)
         except Exception as error:
             if not isinstance(error, DalsegnoError):
                 error.add_note(f"raised while building {self.place}")
@@ -49,8 +55,8 @@ class Entry:
 
     def resolved(self) -> dict[str, Any]:
         """The entry with every argument that it leaves to its default."""
-        own = {"use": self.use} | ({} if self.name is None else {"name": self.name})
-        return own | ({} if self.enabled else {"enabled": False}) | self.settings
+        own = {"name": self.name, "dialect": self.dialect, "enabled": None if self.enabled else False}
+        return {"use": self.use} | {key: value for key, value in own.items() if value is not None} | self.settings
 
 
 class Disabled(Callback):
@@ -98,21 +104,24 @@ def _read(document: Document, index: int, table: Mapping[str, Any]) -> Entry:
     def place(argument: str) -> str:
         return document.place_of(argument, "callbacks", index, called=table["use"])
 
-    use, enabled, name = table["use"], table.get("enabled", True), table.get("name")
+    use, enabled = table["use"], table.get("enabled", True)
     if not isinstance(enabled, bool):
         raise ConfigurationError(f"{place('enabled')}: enabled={enabled!r}; needs true or false")
-    if not isinstance(name, str | None):
-        raise ConfigurationError(f"{place('name')}: name={name!r}; needs a text")
     with at(place("use")):
         make = find_callback(use)
         signature = signature_of(make)
-    own = [key for key in _OWN_KEYS if key != "name" or "name" not in signature]
+    own = [key for key in _OWN_KEYS if key not in signature or key not in _TAKEN_BY_CONSTRUCTORS]
+    said = {key: table.get(key) if key in own else None for key in _TAKEN_BY_CONSTRUCTORS}
+    for key, value in said.items():
+        if not isinstance(value, str | None):
+            raise ConfigurationError(f"{place(key)}: {key}={value!r}; needs a text")
     written = {key: value for key, value in table.items() if key not in own}
     arguments = signature.check(written, place)
     return Entry(
         use=use,
         make=make,
-        name=None if "name" in signature else name,
+        name=said["name"],
+        dialect=said["dialect"],
         enabled=enabled,
         arguments=arguments,
         settings=signature.defaults() | written,

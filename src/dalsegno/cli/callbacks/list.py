@@ -30,10 +30,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _row(offer: Offer) -> dict[str, Any]:
-    from dalsegno.config import prose
+    from dalsegno.config import summary
 
     try:
-        summary = prose(offer.load()).partition("\n")[0]
+        text = summary(offer.load())
     except ConfigurationError as error:
-        summary = str(error)
-    return {"name": offer.name, "origin": offer.origin, "summary": summary}
+        text = str(error)
+    return {"name": offer.name, "origin": offer.origin, "summary": text}

@@ -71,10 +71,12 @@ def _print_page(shown: dict[str, Any]) -> None:
 
 
 def _handlers(made: Any) -> list[str]:
-    """Of a class: what it defines itself, in the order of events where it is one of ours."""
-    from dalsegno.callback import HANDLERS, Callback
+    """Of a class: what it and its bases define, without the base class of the library that it was written for."""
+    from dalsegno.callback import HANDLERS
 
-    own = [name for name in dir(made) if name.startswith("on_") and callable(getattr(made, name))]
-    if not (isinstance(made, type) and issubclass(made, Callback)):
-        return own
-    return [name for name in HANDLERS if name in own and getattr(made, name) is not getattr(Callback, name)]
+    if not isinstance(made, type):
+        return []
+    package = made.__module__.partition(".")[0]
+    own = [cls for cls in made.__mro__ if cls.__module__.partition(".")[0] == package and cls.__name__ != "Callback"]
+    found = {name for cls in own for name in vars(cls) if name.startswith("on_")}
+    return [*(name for name in HANDLERS if name in found), *sorted(found - set(HANDLERS))]
