@@ -21,6 +21,8 @@ class Missing:
 
 MISSING = Missing()
 
+_PLAIN = {float, int, str, bool, type(None)}
+
 
 @dataclass(frozen=True, slots=True)
 class FieldDifference:
@@ -79,26 +81,36 @@ def _in_step(first: list[Record], second: list[Record]) -> Iterator[RecordDiffer
             step = (mine or yours).get("global_step")
             if mine is None or yours is None:
                 yield RecordDifference(step, kind, (), only_in="second" if mine is None else "first")
-            elif fields := tuple(_fields(dict(_leaves(mine)), dict(_leaves(yours)))):
+            elif fields := tuple(_fields(mine, yours)):
                 yield RecordDifference(step, kind, fields)
 
 
-def _fields(mine: dict[str, Any], yours: dict[str, Any]) -> Iterator[FieldDifference]:
-    for field in {**mine, **yours}:
-        ours, theirs = mine.get(field, MISSING), yours.get(field, MISSING)
-        if not _same(ours, theirs):
-            yield FieldDifference(field, ours, theirs)
+def _fields(mine: Record, yours: Record) -> Iterator[FieldDifference]:
+    for name in mine if mine.keys() == yours.keys() else {**mine, **yours}:
+        ours, theirs = mine.get(name, MISSING), yours.get(name, MISSING)
+        if type(ours) in _PLAIN and _same(ours, theirs):
+            continue  # nearly all of a log
+        if not is_wall_clock(name):
+            yield from _inside(name, ours, theirs)
 
 
-def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def _inside(name: str, ours: Any, theirs: Any) -> Iterator[FieldDifference]:
+    """The differences between two fields, down to their leaves."""
+    mine, yours = dict(_leaves(ours, name)), dict(_leaves(theirs, name))
+    for path in {**mine, **yours}:
+        first, second = mine.get(path, MISSING), yours.get(path, MISSING)
+        if not _same(first, second):
+            yield FieldDifference(path, first, second)
+
+
+def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
     if isinstance(tree, Mapping) and tree:
         for key, value in tree.items():
-            if path or not is_wall_clock(key):
-                yield from _leaves(value, f"{path}.{key}" if path else key)
+            yield from _leaves(value, f"{path}.{key}")
     elif isinstance(tree, list) and tree:
         for index, value in enumerate(tree):
             yield from _leaves(value, f"{path}[{index}]")
-    elif path:
+    elif tree is not MISSING:
         yield path, tree
 
 
