@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 RUNS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#7F7F7F")
-"""One a run, in this order and then again: those that Okabe and Ito chose (2008), without their black and their yellow,
-which drown in a background."""
+"""One a run, in this order and then again: the colours that Okabe and Ito chose (2008), but for black and yellow, which
+drown in a background; a brown and a grey, which differ from the others in lightness, stand in for them."""
 
 LOST = "#E69F00"
 """What a killed leg had done in vain."""
