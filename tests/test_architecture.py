@@ -22,7 +22,7 @@ LONGEST = 400  # lines
 
 FLOORS = [
     # what everything stands on
-    ["errors", "files", "ranks", "schedule", "component", "worker"],
+    ["errors", "files", "places", "ranks", "schedule", "component", "worker"],
     # the words of a run: settings, state, events, callbacks; and what can be said without torch
     [
         "args",
@@ -44,6 +44,7 @@ FLOORS = [
         "data",
         "parallel",
         "checkpoint",
+        "remote",
         "analysis",
         "draw",
         "forward",
@@ -75,6 +76,7 @@ WITHOUT_TORCH = [
     "errors",
     "schedule",
     "files",
+    "places",
     "logs",
     "divergence",
     "analysis",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .errors import ConfigurationError, UnknownName
+from .places import is_url, local_folder
 from .schedule import Every
 
 Strategy = Literal["no", "steps", "epoch"]
@@ -58,7 +59,11 @@ class TrainingArguments:
     """
 
     output_dir: str | Path
-    """Where checkpoints, logs and ``run.json`` live. The same folder again means: go on with that run."""
+    """Where checkpoints, logs and ``run.json`` live: a folder, or a URL such as ``s3://bucket/run``. The same again
+    means: go on with that run."""
+    local_dir: str | Path | None = None
+    """Of an ``output_dir`` that is a URL: the folder here into which everything is written first. None: one below
+    ``~/.cache/dalsegno``."""
 
     max_steps: int = -1
     """Optimizer steps in all, over every leg. It wins over ``num_train_epochs``; -1: that one counts."""
@@ -156,7 +161,12 @@ class TrainingArguments:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        self.output_dir = Path(self.output_dir)
+        if not is_url(self.output_dir):
+            if self.local_dir is not None:
+                raise ConfigurationError(
+                    f"local_dir={str(self.local_dir)!r}: output_dir={str(self.output_dir)!r} is no URL, and needs none"
+                )
+            self.output_dir = Path(self.output_dir)
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:
@@ -183,8 +193,15 @@ class TrainingArguments:
 
     @property
     def directory(self) -> Path:
-        """``output_dir`` as a path."""
-        return Path(self.output_dir)
+        """Where the run lies here: ``output_dir``; of a URL, ``local_dir``."""
+        if self.url is None:
+            return Path(self.output_dir)
+        return local_folder(self.url) if self.local_dir is None else Path(self.local_dir)
+
+    @property
+    def url(self) -> str | None:
+        """Where the run lies elsewhere, if ``output_dir`` is a URL."""
+        return str(self.output_dir) if is_url(self.output_dir) else None
 
     @property
     def shuffle_seed(self) -> int:
@@ -217,7 +234,8 @@ class TrainingArguments:
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as a dict that JSON can hold."""
-        return {**asdict(self), "output_dir": str(self.output_dir)}
+        local_dir = None if self.local_dir is None else str(self.local_dir)
+        return {**asdict(self), "output_dir": str(self.output_dir), "local_dir": local_dir}
 
 
 def _every(strategy: Strategy, steps: int) -> Every:

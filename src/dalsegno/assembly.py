@@ -35,6 +35,7 @@ from .logs import Leg, RunFile
 from .meter import Meter
 from .randomness import RandomState
 from .registration import check_callbacks
+from .remote import mirror_of
 from .result import TrainResult
 from .run import Run
 from .state import TrainerControl, TrainerState
@@ -92,6 +93,7 @@ class Assembly:
         }
         keep = None if args.save_total_limit is None else Latest(args.save_total_limit)
         self._manager = CheckpointManager(args.directory, keep=keep)
+        self._mirror = mirror_of(args.url, args.directory, keep)
         self._interrupts = Interrupts(self.control)
         self._time_limit = TimeLimit(self.control, args.max_seconds)
         self.boundary = Boundary(
@@ -126,6 +128,7 @@ class Assembly:
         ranks.share_from_zero(self._model.buffers())  # a rank's own batch statistics are not what is saved
         self._manager.save(step, self._sharded, self._components(), metrics=metrics, is_best=is_best)
         self._manager.prune()
+        self._mirror.look()
         self._time_limit.allow_for(time.monotonic() - began)
 
     def amend(self, step: int, *, metrics: Mapping[str, float], is_best: bool) -> None:
@@ -171,17 +174,24 @@ class Assembly:
         try:
             yield
         finally:
+            self._mirror.end()
             lock.release()
 
     def restore(self, resume: Resume) -> Path | None:
         """Bring everything to where the leg begins: see ``Trainer.train``. The checkpoint that it goes on from."""
+        path, step = self._restored(resume), self.state.global_step
+        is_own = path is not None and path.resolve() == self._manager.path_of(step).resolve()
+        self._mirror.begin(step if is_own else None)
+        return path
+
+    def _restored(self, resume: Resume) -> Path | None:
         self.control.clear()  # no wish of a former leg sticks
         self.set_callbacks(self.own_callbacks)  # a global callback may have come or gone
         self.state.max_steps = planned_steps(self.args, self.feed)
         self.state.num_train_epochs = self.args.num_train_epochs
         if resume.origin is True and self._result is not None and not self.args.load_best_model_at_end:
             return self._result.checkpoint  # else the weights in memory are not those that were trained last
-        beginning = Beginning(self._manager, self.args.directory, self.on, self.state, self.boundary)
+        beginning = Beginning(self._manager, self._mirror, self.args.directory, self.on, self.state, self.boundary)
         checkpoint = beginning.choose(resume, has_trained=self._has_trained)
         if checkpoint is None:
             self.random_state.start()

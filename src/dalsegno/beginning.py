@@ -14,6 +14,7 @@ from .checkpoint import Checkpoint, CheckpointManager, LoadReport, Sharded
 from .component import Component
 from .dispatcher import Dispatcher
 from .errors import ConfigurationError, DamagedCheckpoint
+from .remote import Mirror
 from .state import TrainerState
 
 logger = logging.getLogger("dalsegno")
@@ -35,9 +36,16 @@ class Beginning:
     """Chooses the checkpoint that a leg goes on from, and loads it."""
 
     def __init__(
-        self, manager: CheckpointManager, output_dir: Path, on: Dispatcher, state: TrainerState, boundary: Boundary
+        self,
+        manager: CheckpointManager,
+        mirror: Mirror,
+        output_dir: Path,
+        on: Dispatcher,
+        state: TrainerState,
+        boundary: Boundary,
     ) -> None:
         self._manager = manager
+        self._mirror = mirror
         self._output_dir = output_dir
         self._on = on
         self._state = state
@@ -93,10 +101,15 @@ class Beginning:
 
     def _newest(self, resume: Resume) -> Checkpoint | None:
         try:
-            return self._manager.find(strict=resume.strict)
+            checkpoint = self._manager.find(strict=resume.strict)
         except DamagedCheckpoint as error:
+            if not resume.strict and self._mirror.bring(None):
+                return self._manager.find()
             error.add_note("resume_from_checkpoint=False starts anew, and moves all that is there into rewound/")
             raise
+        if self._mirror.bring(None if checkpoint is None else checkpoint.step):
+            checkpoint = self._manager.find(strict=resume.strict)
+        return checkpoint
 
     def _leave_behind(self, checkpoint: Checkpoint, report: LoadReport, *, chosen: bool) -> None:
         """One timeline: what is beyond a chosen checkpoint is moved away; all, if that is another run's."""

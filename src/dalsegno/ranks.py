@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar, cast
 
 import torch
@@ -140,3 +141,14 @@ def _kind(name: str) -> type[errors.DalsegnoError] | None:
 def from_rank_zero(work: Callable[[], T]) -> T:
     """Run ``work`` on rank 0 only and give its result, or its error, to every rank."""
     return broadcast(together(lambda: work() if rank() == 0 else cast(T, None)))
+
+
+def from_rank_zero_in_time(work: Callable[[], T]) -> T:
+    """As :func:`from_rank_zero`, for work that takes longer than a collective may wait: the others hear of rank 0."""
+    if not initialized():
+        return work()
+    with ThreadPoolExecutor(1) as beside:
+        running = beside.submit(work) if rank() == 0 else None
+        while agree_max([running is not None and not wait([running], timeout=1.0).done])[0]:
+            pass
+        return from_rank_zero(lambda: cast(Future[T], running).result())

@@ -46,7 +46,7 @@ class RecordCallback(Callback):
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         if not ctx.state.is_world_process_zero:
             return
-        log = RecordLog(self._path, ctx.args.output_dir)
+        log = RecordLog(self._path, ctx.args.directory)
         log.open(self._position)
         self._log = log
         self._write_header()

@@ -101,7 +101,15 @@ class Manifest:
         path = directory / FILE_NAME
         if path.is_file() and path.stat().st_size > _LARGEST:
             raise DamagedCheckpoint(f"{path}: is larger than any manifest")
-        content = read_json(path)
+        return cls._checked(read_json(path), path)
+
+    @classmethod
+    def parse(cls, data: bytes, path: Path) -> Manifest:
+        """As :meth:`read`, of what a file holds; ``path`` is for messages only."""
+        return cls._checked(_parsed(data, path), path)
+
+    @classmethod
+    def _checked(cls, content: Any, path: Path) -> Manifest:
         try:
             _expect(type(content) is dict, "not an object")
             claimed = content.pop("xxh3")
@@ -209,9 +217,12 @@ def read_json(path: Path) -> Any:
         OSError: if it cannot be read.
     """
     with opened(path) as descriptor, os.fdopen(descriptor, "rb", closefd=False) as stream:
-        content = stream.read()
+        return _parsed(stream.read(), path)
+
+
+def _parsed(data: bytes, path: Path) -> Any:
     try:
-        return json.loads(content, parse_constant=_no_constant)
+        return json.loads(data, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path}: is not JSON as dalsegno writes it ({error})") from error
 

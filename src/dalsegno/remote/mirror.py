@@ -1,0 +1,102 @@
+"""Mirror: keeps what lies at a URL like what lies here, and brings it back to a host that has never seen it.
+
+Training never waits for it, and never fails by it: what cannot be sent is tried again until the leg ends, and by the
+next leg. Only leaving waits, as long as something moves. On one host, and where hosts share the folder, rank 0 sends
+what all have written.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from dalsegno import ranks
+from dalsegno.checkpoint.policy import Keep
+
+from . import download
+from .courier import Courier
+from .store import Store
+from .upload import Uploader
+
+
+class Mirror(Protocol):
+    """What a run tells whoever keeps a copy of it elsewhere."""
+
+    def bring(self, newest_here: int | None) -> bool:
+        """Bring the newest checkpoint from there, if it has come further than that of step ``newest_here``. Collective.
+
+        Returns:
+            Whether there is a newer one here now.
+
+        Raises:
+            OSError: if nobody can tell: a leg that began all the same could be the run's second one at a time.
+        """
+        ...
+
+    def begin(self, step: int | None) -> None:
+        """A leg goes on from ``step``; None: from nothing. What lies beyond is of a timeline that was left."""
+        ...
+
+    def look(self) -> None:
+        """Something has changed here. From any thread."""
+        ...
+
+    def end(self) -> None:
+        """The leg ends: wait until all is there, as long as something moves. No collective."""
+        ...
+
+
+class NoMirror:
+    """Nobody keeps a copy."""
+
+    def bring(self, newest_here: int | None) -> bool:
+        return False
+
+    def begin(self, step: int | None) -> None: ...
+
+    def look(self) -> None: ...
+
+    def end(self) -> None: ...
+
+
+def mirror_of(url: str | None, run: Path, keep: Keep | None) -> Mirror:
+    """The mirror at ``url`` of the run in the folder ``run``; without a URL, one that does nothing.
+
+    Raises:
+        ConfigurationError: if nothing is installed for such a URL.
+    """
+    return NoMirror() if url is None else StoreMirror(Store(url), run, keep)
+
+
+class StoreMirror:
+    """Sends a run to a store."""
+
+    def __init__(self, store: Store, run: Path, keep: Keep | None) -> None:
+        self._store = store
+        self._run = run
+        self._keep = keep
+        self._courier: Courier | None = None
+
+    def bring(self, newest_here: int | None) -> bool:
+        def work() -> bool:
+            try:
+                return download.bring(self._store, self._run, newest_here) is not None
+            except Exception as error:
+                error.add_note(f"while output_dir={self._store.url!r} was looked at; nothing was trained")
+                raise
+
+        return ranks.from_rank_zero_in_time(work)
+
+    def begin(self, step: int | None) -> None:
+        if ranks.rank() == 0:
+            self._courier = Courier(Uploader(self._store, self._run, self._keep), step)
+            self._courier.start()
+
+    def look(self) -> None:
+        if self._courier is not None:
+            self._courier.wake()
+
+    def end(self) -> None:
+        courier, self._courier = self._courier, None
+        if courier is not None:
+            courier.finish()

@@ -1,0 +1,74 @@
+"""What the processes of these tests do. Here, where a fork server can import it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import dalsegno as ds
+from dalsegno.callbacks import JsonLogger
+from golden.run import Average, Model, Waves, weights_of
+
+
+class Resumed(ds.Callback):
+    """The step that the leg goes on from."""
+
+    step = 0
+
+    def on_load(self, ctx: Any) -> None:
+        self.step = ctx.step
+
+
+def trainer(
+    output_dir: str | Path, local_dir: Path | None, max_steps: int, *more: ds.Callback, **settings: Any
+) -> ds.Trainer:
+    torch.manual_seed(0)
+    args = ds.TrainingArguments(
+        output_dir,
+        local_dir=local_dir,
+        max_steps=max_steps,
+        learning_rate=0.01,
+        lr_scheduler_type="constant",
+        use_cpu=True,
+        disable_tqdm=True,
+        **{"logging_steps": 1, "save_steps": 2, "per_device_train_batch_size": 2, **settings},
+    )
+    callbacks = [JsonLogger(), JsonLogger(path="logs/array.json", name="ArrayLogger"), Average(), *more]
+    return ds.Trainer(Model(), args, train_dataset=Waves(), callbacks=callbacks)
+
+
+def train(output_dir: str | Path, local_dir: Path | None, max_steps: int, **settings: Any) -> dict[str, Any]:
+    """Where it began, and what it has come to."""
+    resumed = Resumed()
+    mine = trainer(output_dir, local_dir, max_steps, resumed, **settings)
+    result = mine.train()
+    return {"from": resumed.step, "step": result.global_step, "weights": weights_of(mine.model)}
+
+
+def train_fsdp(output_dir: str | Path, local_dir: Path | None, max_steps: int) -> dict[str, Any]:
+    return train(output_dir, local_dir, max_steps, parallel="fsdp")
+
+
+class Large(nn.Module):
+    """40 MB, for several parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.arange(10_000_000, dtype=torch.float32))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (self.table[:6] * x - y).square().mean()
+
+
+def train_large(output_dir: str, local_dir: Path, max_steps: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model, resumed = Large(), Resumed()
+    args = ds.TrainingArguments(
+        output_dir, local_dir=local_dir, max_steps=max_steps, save_steps=1, use_cpu=True, disable_tqdm=True
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ds.Trainer(model, args, train_dataset=Waves(), optimizer=optimizer, callbacks=[resumed]).train()
+    return {"from": resumed.step, "table": model.table[:6].tolist()}

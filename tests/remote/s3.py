@@ -1,0 +1,50 @@
+"""An S3 server on loopback, whose requests can be watched, and which can be gone for a while."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import boto3
+from moto.server import ThreadedMotoServer
+
+BUCKET = "runs"
+
+
+class S3:
+    """``watch`` is called with method, path and query of each request before it is answered."""
+
+    def __init__(self) -> None:
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)
+        self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        self._server.start()
+        server: Any = self._server._server
+        self._app, server.app = server.app, self._answer
+        host, port = self._server.get_host_and_port()
+        self.address = f"http://{host}:{port}"
+        self.environment = {
+            "AWS_ENDPOINT_URL": self.address,
+            "AWS_ACCESS_KEY_ID": "nobody",
+            "AWS_SECRET_ACCESS_KEY": "nothing",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+        self.reset()
+        keys = {"aws_access_key_id": "nobody", "aws_secret_access_key": "nothing", "region_name": "us-east-1"}
+        boto3.client("s3", endpoint_url=self.address, **keys).create_bucket(Bucket=BUCKET)
+
+    def reset(self) -> None:
+        """Nobody watches, and it answers."""
+        self.watch: Callable[[str, str, str], object] = lambda *_: None
+        self.is_down = False
+
+    def stop(self) -> None:
+        self._server.stop()
+
+    def _answer(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        self.watch(environ["REQUEST_METHOD"], environ["PATH_INFO"], environ["QUERY_STRING"])
+        if self.is_down:
+            start_response("403 Forbidden", [("Content-Length", "0"), ("Connection", "close")])
+            return [b""]
+        answer: Iterable[bytes] = self._app(environ, start_response)
+        return answer
