@@ -58,7 +58,7 @@ class ResumableSummaryWriter(Callback):
         self._is_elsewhere = not ctx.state.is_world_process_zero
         if self._is_elsewhere:
             return
-        self._folder = Path(ctx.args.output_dir) / self._log_dir
+        self._folder = ctx.args.directory / self._log_dir
         self._go_back()
 
     def on_train_end(self, ctx: TrainEndContext) -> None:
