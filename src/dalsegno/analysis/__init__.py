@@ -1,56 +1,76 @@
-"""Reading logs afterwards: runs, their metrics and their legs, whatever program wrote them. No torch is imported."""
+"""Reading logs afterwards: runs, their metrics and their legs, whatever program wrote them. No torch is imported.
+
+Names are found when they are first used: who sums up a log of a thousand records shall not wait for what draws.
+"""
 
 from __future__ import annotations
 
-from .compare import Comparison, compare_series
-from .detect import Detection, DetectorSettings, Firing, detect_divergence
-from .diff import FieldDifference, RecordDifference, diff_records
-from .export import export_log
-from .folder import RunFolder, open_log, open_logs
-from .heatmap import matching, plot_heatmap
-from .lineage import Life
-from .log import TrainingLog
-from .plot import plot_logs, sketch_logs
-from .report import write_report
-from .rewound import Restart, Tail
-from .series import ParameterSeries, Series
-from .smooth import smooth
-from .spikes import Spike, find_spikes
-from .summary import MetricSummary, Summary
-from .sweep import Candidate, sweep_settings
-from .view import View
+import importlib
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Candidate",
-    "Comparison",
-    "Detection",
-    "DetectorSettings",
-    "FieldDifference",
-    "Firing",
-    "Life",
-    "MetricSummary",
-    "ParameterSeries",
-    "RecordDifference",
-    "Restart",
-    "RunFolder",
-    "Series",
-    "Spike",
-    "Summary",
-    "Tail",
-    "TrainingLog",
-    "View",
-    "compare_series",
-    "detect_divergence",
-    "diff_records",
-    "export_log",
-    "find_spikes",
-    "matching",
-    "open_log",
-    "open_logs",
-    "plot_heatmap",
-    "plot_logs",
-    "sketch_logs",
-    "smooth",
-    "sweep_settings",
-    "write_report",
-]
+from .smooth import smooth as smooth  # at once: else the name would be the module's
+
+if TYPE_CHECKING:
+    from .compare import Comparison as Comparison
+    from .compare import compare_series as compare_series
+    from .detect import Detection as Detection
+    from .detect import DetectorSettings as DetectorSettings
+    from .detect import Firing as Firing
+    from .detect import detect_divergence as detect_divergence
+    from .diff import FieldDifference as FieldDifference
+    from .diff import RecordDifference as RecordDifference
+    from .diff import diff_records as diff_records
+    from .export import export_log as export_log
+    from .folder import RunFolder as RunFolder
+    from .folder import open_log as open_log
+    from .folder import open_logs as open_logs
+    from .heatmap import matching as matching
+    from .heatmap import plot_heatmap as plot_heatmap
+    from .lineage import Life as Life
+    from .log import TrainingLog as TrainingLog
+    from .plot import plot_logs as plot_logs
+    from .plot import sketch_logs as sketch_logs
+    from .report import write_report as write_report
+    from .rewound import Restart as Restart
+    from .rewound import Tail as Tail
+    from .series import ParameterSeries as ParameterSeries
+    from .series import Series as Series
+    from .spikes import Spike as Spike
+    from .spikes import find_spikes as find_spikes
+    from .summary import MetricSummary as MetricSummary
+    from .summary import Summary as Summary
+    from .sweep import Candidate as Candidate
+    from .sweep import sweep_settings as sweep_settings
+    from .view import View as View
+
+_HOMES = {
+    "compare": ("Comparison", "compare_series"),
+    "detect": ("Detection", "DetectorSettings", "Firing", "detect_divergence"),
+    "diff": ("FieldDifference", "RecordDifference", "diff_records"),
+    "export": ("export_log",),
+    "folder": ("RunFolder", "open_log", "open_logs"),
+    "heatmap": ("matching", "plot_heatmap"),
+    "lineage": ("Life",),
+    "log": ("TrainingLog",),
+    "plot": ("plot_logs", "sketch_logs"),
+    "report": ("write_report",),
+    "rewound": ("Restart", "Tail"),
+    "series": ("ParameterSeries", "Series"),
+    "spikes": ("Spike", "find_spikes"),
+    "summary": ("MetricSummary", "Summary"),
+    "sweep": ("Candidate", "sweep_settings"),
+    "view": ("View",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOME_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = getattr(importlib.import_module(f".{_HOME_OF[name]}", __name__), name)
+        globals()[name] = found
+        return found
+
+    def __dir__() -> list[str]:
+        return sorted([*_HOME_OF, "smooth"])

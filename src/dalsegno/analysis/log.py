@@ -13,14 +13,12 @@ from dalsegno.logs import Leg, RunFile
 from dalsegno.logs.values import Record
 
 from .blocks import KINDS, concatenate
-from .card import card
 from .columns import read_columns
 from .extras import need
 from .formats import BOOKKEEPING, HEADER, Skipped, Source
 from .formats.naming import loss_of
 from .lineage import Life, read_lives
 from .parameters import read_parameters
-from .plot import plot_logs
 from .rewound import Restart, Tail, find_restarts, read_tails
 from .series import ParameterSeries, Series
 from .summary import Summary, is_told, summarize
@@ -195,6 +193,8 @@ class TrainingLog:
             UnknownName: for a metric that is not logged.
             ConfigurationError: if matplotlib is not installed, or for a value that cannot work.
         """
+        from .plot import plot_logs
+
         view = View(
             x=x,
             smooth=smooth,
@@ -207,6 +207,8 @@ class TrainingLog:
         return plot_logs(list(self), metrics, view, compare=True)
 
     def _repr_html_(self) -> str:
+        from .card import card
+
         return card(self)
 
     def _series(self, name: str, kind: str | None) -> Series:
