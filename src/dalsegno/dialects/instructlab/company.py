@@ -53,7 +53,8 @@ class Company(Callback):
         self.step: object = None
         """Another object for each step; None before the first one of a leg."""
         self._tokens_agreed = False
-        self._numbers: dict[str, Any] = {}
+        self._of_step: dict[str, Any] = {}
+        self._of_record: dict[str, Any] = {}
         self._batch_metrics: dict[str, Any] = {}
         self._val_metrics: dict[str, Any] = {}
         self._checkpoint: str | None = None
@@ -69,7 +70,7 @@ class Company(Callback):
             epoch=self._epoch,
             total_samples=state.samples_seen,
             total_tokens=state.num_input_tokens_seen if self._alone or self._tokens_agreed else None,
-            **self._numbers,
+            **(self._of_step | self._of_record if hook_name == "on_log" else self._of_record | self._of_step),
             batch_metrics=dict(self._batch_metrics),
             val_metrics=dict(self._val_metrics),
             checkpoint_path=self._checkpoint,
@@ -78,12 +79,8 @@ class Company(Callback):
         )
 
     def learn(self, metrics: dict[str, Any]) -> None:
-        """Take over what the metrics of a step, or the record of some, say."""
-        for name in ("loss", "learning_rate", "grad_norm"):
-            if name in metrics:
-                self._numbers[name] = float(metrics[name])
-        if "tok_per_sec" in metrics:
-            self._numbers["overall_throughput"] = float(metrics["tok_per_sec"])
+        """Take over the metrics of this very step, which all ranks have agreed on."""
+        self._of_step |= _numbers(metrics)
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         self._epoch = int(ctx.state.epoch)
@@ -102,7 +99,7 @@ class Company(Callback):
     def on_step_end(self, ctx: StepEndContext) -> None:
         self.in_update = False
         if self._alone:
-            self._numbers["elapsed_time"] = time.monotonic() - self._began
+            self._of_step["elapsed_time"] = time.monotonic() - self._began
         self._batch_metrics = {
             "total_samples": ctx.samples_seen - self._samples_before,
             "grad_accum_steps": self._accumulation,
@@ -110,7 +107,7 @@ class Company(Callback):
 
     def on_log(self, ctx: LogContext) -> None:
         if ctx.kind == "train":
-            self.learn(ctx.logs)
+            self._of_record = _numbers(ctx.logs)
             self._tokens_agreed = True
 
     def on_evaluate(self, ctx: EvaluateContext) -> None:
@@ -129,9 +126,23 @@ class Company(Callback):
 
     def _forget(self) -> None:
         self.in_update = self._tokens_agreed = False
-        self._numbers, self._batch_metrics, self._val_metrics, self._checkpoint = {}, {}, {}, None
+        self._of_step, self._of_record, self._batch_metrics, self._val_metrics = {}, {}, {}, {}
+        self._checkpoint = None
 
     def _cuda_memory(self) -> float | None:
         if self._alone and self._device.type == "cuda":
             return torch.cuda.memory_allocated(self._device) / 2**30
         return None
+
+
+_NAMES = {
+    "loss": "loss",
+    "learning_rate": "learning_rate",
+    "grad_norm": "grad_norm",
+    "tok_per_sec": "overall_throughput",
+}
+
+
+def _numbers(metrics: dict[str, Any]) -> dict[str, Any]:
+    """What is in the metrics, under the context's names."""
+    return {ours: float(metrics[name]) for name, ours in _NAMES.items() if name in metrics}

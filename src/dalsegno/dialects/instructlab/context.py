@@ -24,7 +24,7 @@ class TrainingContext:
     """The same for tokens; on several ranks known at each record."""
 
     loss: float | None = None
-    """Mean over this step's samples; in ``on_log``, over all since the last record."""
+    """Mean over this step's samples; in ``on_log``, and where no callback has ``on_step_end``, as logged."""
     learning_rate: float | None = None
     """That this step's update has used."""
     grad_norm: float | None = None
