@@ -38,7 +38,18 @@ FLOORS = [
         "registration",
     ],
     # from callbacks to what a loop fires; what ranks agree on
-    ["dispatcher", "agreement", "interrupts", "timelimit", "meter", "randomness", "pieces", "spectral", "dialects"],
+    [
+        "dispatcher",
+        "agreement",
+        "interrupts",
+        "timelimit",
+        "meter",
+        "randomness",
+        "dialects",
+        "pieces",
+        "spectral",
+        "flops",
+    ],
     # the story of a run: data, updates, boundaries, checkpoints
     [
         "data",

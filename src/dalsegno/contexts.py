@@ -274,9 +274,11 @@ class PredictionStepContext(Context):
     batch: Any = field(init=False)
     outputs: Outputs = field(init=False)
     index: int = field(init=False)
+    samples: int = field(init=False)
+    """True samples of this rank in the batch; 0: it is padding, and counts nowhere."""
 
-    def fill(self, batch: object, outputs: Outputs, index: int) -> None:
-        self.batch, self.outputs, self.index = batch, outputs, index
+    def fill(self, batch: object, outputs: Outputs, index: int, samples: int) -> None:
+        self.batch, self.outputs, self.index, self.samples = batch, outputs, index, samples
 
 
 @dataclass(slots=True)

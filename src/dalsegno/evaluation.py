@@ -73,7 +73,7 @@ class LossEvaluation:
             if draw.weights[0]:  # of padding nothing counts, not even a NaN
                 losses.append(loss.double() * draw.weights[0])
             if on.prediction_step:
-                on.prediction_step.fill(batch, outputs, index)
+                on.prediction_step.fill(batch, outputs, index, draw.microbatches[0].samples)
                 on.prediction_step.fire()
             weight += draw.total
             samples += draw.samples

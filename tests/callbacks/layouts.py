@@ -54,10 +54,12 @@ def train(output_dir: Path, layout: str, build: Callable[[], Sequence[ds.Callbac
     layout_trainer(output_dir, layout, build()).train()
 
 
-def on_every_layout(folder: Path, build: Callable[[], Sequence[ds.Callback]]) -> dict[str, Path]:
-    """Train it in every way; the folders of the runs, by layout. ``build`` stands at the top of a module."""
+def on_every_layout(
+    folder: Path, build: Callable[[], Sequence[ds.Callback]], how: Callable[..., None] | None = None
+) -> dict[str, Path]:
+    """Train it in every way; the folders of the runs, by layout. Both functions stand at the top of a module."""
     for layout in LAYOUTS:
-        run_ranks(train, 1 if layout == "none" else 2, folder / layout, layout, build, timeout=120)
+        run_ranks(how or train, 1 if layout == "none" else 2, folder / layout, layout, build, timeout=120)
     return {layout: folder / layout for layout in LAYOUTS}
 
 

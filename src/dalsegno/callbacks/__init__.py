@@ -9,9 +9,11 @@ from .compute_norm import ComputeNorm
 from .count_params import CountParams
 from .default_metrics import DefaultMetrics
 from .divergence_detector import DivergenceDetector
+from .dump_activations import DumpActivations
 from .duration_profiler import DurationProfiler
 from .early_stopping import EarlyStopping
 from .expert_load_balance import ExpertLoadBalance
+from .flop_utilization import FlopUtilization
 from .garbage_collection import GarbageCollection
 from .grad_histogram import GradHistogram
 from .grad_norm_logger import GradNormLogger
@@ -21,7 +23,9 @@ from .json_logger import JsonLogger
 from .learning_dynamics import LearningDynamics
 from .log_input_summaries import LogInputSummaries
 from .log_optimizer_param_group import LogOptimizerParamGroup
+from .model_eval_metrics import ModelEvalMetrics
 from .nan_checker import NaNChecker
+from .notify import Notify
 from .parameter_norm_logger import ParameterNormLogger
 from .peak_memory import PeakMemory
 from .profiler_callback import ProfilerCallback
@@ -47,9 +51,11 @@ __all__ = [
     "CountParams",
     "DefaultMetrics",
     "DivergenceDetector",
+    "DumpActivations",
     "DurationProfiler",
     "EarlyStopping",
     "ExpertLoadBalance",
+    "FlopUtilization",
     "GarbageCollection",
     "GradHistogram",
     "GradNormLogger",
@@ -59,7 +65,9 @@ __all__ = [
     "LearningDynamics",
     "LogInputSummaries",
     "LogOptimizerParamGroup",
+    "ModelEvalMetrics",
     "NaNChecker",
+    "Notify",
     "ParameterNormLogger",
     "PeakMemory",
     "ProfilerCallback",

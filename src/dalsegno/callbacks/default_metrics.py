@@ -11,13 +11,9 @@ import torch
 
 from dalsegno import ranks
 from dalsegno.callback import Callback
-from dalsegno.contexts import Context, LogContext, RollbackContext, TrainBeginContext
+from dalsegno.contexts import Context, LogContext, RollbackContext, TrainBeginContext, TrainEndContext
 from dalsegno.errors import ConfigurationError
-
-FLOPS_PER_PARAMETER = 6
-"""For each parameter and token: one multiplication and one addition forward, twice that backward. It is the estimate
-C ≈ 6 N of Kaplan et al. 2020, "Scaling Laws for Neural Language Models" (arXiv:2001.08361, section 2.1); it leaves out
-attention over long contexts, and takes embeddings for matrices that are multiplied."""
+from dalsegno.flops import PER_PARAMETER, TRAINING, CountedForward, known_peak
 
 
 class DefaultMetrics(Callback):
@@ -25,16 +21,19 @@ class DefaultMetrics(Callback):
 
     - ``tok_per_sec``: tokens of all ranks per second of wall clock since the last record, evaluations and saves in
       between included. Only where batches have ``input_ids``, whose elements are counted.
-    - ``mfu``: the part of the hardware's peak that the model makes use of, 0 to 1: 6 FLOPs for each parameter and
-      token (see :data:`FLOPS_PER_PARAMETER`) over the peak of all ranks' devices. Only with ``peak_hardware_flops``,
-      where there is ``tok_per_sec``.
+    - ``mfu``: the part of the hardware's peak that the model makes use of, 0 to 1: its FLOPs for a token, times
+      ``tok_per_sec``, over the peak of all ranks' devices (Chowdhery et al. 2022, "PaLM", arXiv:2204.02311, appendix
+      B). The forward pass is counted once a leg, by torch's counter, attention included, and taken three times; of a
+      compiled model it is the estimate of 6 FLOPs for each parameter (:mod:`dalsegno.flops`). Where there is
+      ``tok_per_sec`` and the peak is known.
     - ``peak_mem``: bytes, of the rank that needs the most, since its process began. On CUDA what PyTorch has allocated
       at once on the model's device; elsewhere the process's resident memory.
 
     All ranks log the same values; they agree in one small reduction a record. The device is not waited for.
 
     Args:
-        peak_hardware_flops: of one device, in FLOP/s, for the type of number that is trained in.
+        peak_hardware_flops: of one device, in FLOP/s, for the type of number that is trained in. None: what is known
+            of the device, if the run is in bf16 or fp16.
 
     Raises:
         ConfigurationError: if that is not a positive number.
@@ -47,16 +46,26 @@ class DefaultMetrics(Callback):
                 f"DefaultMetrics: peak_hardware_flops={peak!r}; needs FLOP/s of one device, a number over 0, or None"
             )
         self._peak_hardware_flops = peak
-        self._flops_per_token = 0
+        self._peak: float | None = peak
+        self._forward: CountedForward | None = None
+        self._parameters = 0
         self._device = torch.device("cpu")
         self._began = 0
         self._tokens_before = 0
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
-        parameters = list(ctx.model.parameters())
-        self._flops_per_token = FLOPS_PER_PARAMETER * sum(parameter.numel() for parameter in parameters)
-        self._device = parameters[0].device if parameters else torch.device("cpu")
+        self._device = next((parameter.device for parameter in ctx.model.parameters()), torch.device("cpu"))
+        self._peak = self._peak_hardware_flops
+        if self._peak is None and (ctx.args.bf16 or ctx.args.fp16):
+            self._peak = known_peak(self._device)
+        self._parameters = sum(parameter.numel() for parameter in ctx.model.parameters())
+        if self._peak is not None and not ctx.args.torch_compile:  # a compiled model hides what it does
+            self._forward = CountedForward(ctx.model)
         self._begin_interval(ctx)
+
+    def on_train_end(self, ctx: TrainEndContext) -> None:
+        if self._forward is not None:
+            self._forward.close()
 
     def on_rollback(self, ctx: RollbackContext) -> None:
         self._begin_interval(ctx)
@@ -80,8 +89,14 @@ class DefaultMetrics(Callback):
         self._tokens_before = int(logs["tokens"])
         per_second = tokens * 1e9 / nanoseconds
         logs["tok_per_sec"] = per_second
-        if self._peak_hardware_flops is not None:
-            logs["mfu"] = per_second * self._flops_per_token / (self._peak_hardware_flops * ranks.world_size())
+        if self._peak is not None:
+            logs["mfu"] = per_second * self._flops_per_token() / (self._peak * ranks.world_size())
+
+    def _flops_per_token(self) -> float:
+        counted = self._forward
+        if counted is None or not counted.flops or not counted.tokens:
+            return PER_PARAMETER * self._parameters
+        return TRAINING * counted.flops / counted.tokens
 
 
 def peak_memory(device: torch.device) -> int:

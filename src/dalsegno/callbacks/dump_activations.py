@@ -1,0 +1,107 @@
+"""DumpActivations: what modules put out, as files."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from dalsegno import ranks
+from dalsegno.callback import Callback
+from dalsegno.contexts import Context, StepDoneContext, TrainBeginContext, TrainEndContext
+from dalsegno.errors import ConfigurationError
+from dalsegno.pieces import cleaned
+
+from .arguments import whole
+
+
+class DumpActivations(Callback):
+    """Keeps the output of every module in training's forward passes, and writes it to safetensors files.
+
+    ``<outdir>/rank-00000/steps-00000001-00000010.safetensors`` holds the tensors of ten steps, under
+    ``step-00000003/microbatch-0/<module>``; a module that is called several times, or puts out several tensors, has
+    them as ``<module>#1`` and so on. It takes the memory of all activations of ``buffer_steps`` steps, on the CPU, and
+    waits for the device at each: a tool for finding out.
+
+    Args:
+        outdir: where to; relative to ``output_dir``.
+        buffer_steps: how many steps go into one file.
+        modules: regular expression, found anywhere in a module's name; the others are left out. None: all.
+
+    Raises:
+        ConfigurationError: for a value that cannot work; and when training begins, if no module's name matches.
+    """
+
+    makes_wishes = False
+
+    def __init__(self, outdir: str | Path = "activations", buffer_steps: int = 1, modules: str | None = None) -> None:
+        self._outdir = Path(outdir)
+        self._buffer_steps = whole("DumpActivations", "buffer_steps", buffer_steps)
+        try:
+            self._wanted = re.compile(modules or "")
+        except re.error as error:
+            raise ConfigurationError(
+                f"DumpActivations: modules={modules!r} is no regular expression: {error}"
+            ) from error
+        self._folder = Path()
+        self._handles: list[RemovableHandle] = []
+        self._kept: dict[str, Tensor] = {}
+        self._steps: list[int] = []
+        self._place = ""  # step and micro-batch; empty outside of them
+
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        self._folder = ctx.args.directory / self._outdir / f"rank-{ranks.rank():05d}"
+        self._kept, self._steps, self._place = {}, [], ""
+        for name, module in ctx.model.named_modules():
+            if self._wanted.search(cleaned(name)):
+                self._handles.append(module.register_forward_hook(self._keeping(cleaned(name) or "model")))
+        if not self._handles:
+            raise ConfigurationError(f"DumpActivations: no module's name matches modules={self._wanted.pattern!r}")
+
+    def on_microbatch_begin(self, ctx: Any) -> None:
+        self._place = f"step-{ctx.state.global_step + 1:08d}/microbatch-{ctx.index}"
+
+    def on_microbatch_end(self, ctx: Context) -> None:
+        self._place = ""
+
+    def on_step_done(self, ctx: StepDoneContext) -> None:
+        self._steps.append(ctx.step)
+        if len(self._steps) == self._buffer_steps:
+            self._write()
+
+    def on_train_end(self, ctx: TrainEndContext) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+        if self._steps:
+            self._write()
+        self._kept = {}
+
+    def _keeping(self, name: str) -> Any:
+        def keep(module: nn.Module, args: Any, outputs: Any) -> None:
+            if self._place and torch.is_grad_enabled():
+                for tensor in outputs if isinstance(outputs, (tuple, list)) else [outputs]:
+                    if isinstance(tensor, Tensor):
+                        self._kept[self._free(f"{self._place}/{name}")] = (
+                            tensor.detach().to("cpu", copy=True).contiguous()
+                        )
+
+        return keep
+
+    def _free(self, key: str) -> str:
+        number = 0
+        while (numbered := f"{key}#{number}" if number else key) in self._kept:
+            number += 1
+        return numbered
+
+    def _write(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"steps-{self._steps[0]:08d}-{self._steps[-1]:08d}.safetensors"
+        temporary = path.with_name(f".{path.name}.tmp")
+        save_file(self._kept, temporary)
+        temporary.replace(path)
+        self._kept, self._steps = {}, []

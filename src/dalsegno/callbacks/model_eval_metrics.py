@@ -1,0 +1,89 @@
+"""ModelEvalMetrics: any metric of torchmetrics, at each evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from dalsegno.callback import Callback
+from dalsegno.contexts import EvaluateBeginContext, LogContext, PredictionStepContext
+from dalsegno.errors import ConfigurationError
+
+
+class Metric(Protocol):
+    """What torchmetrics' metrics are to this callback. ``compute`` reduces over the ranks by itself."""
+
+    def update(self, *args: Any) -> Any: ...
+
+    def compute(self) -> Any: ...
+
+    def reset(self) -> Any: ...
+
+
+Select = Callable[[Any, Any], tuple[Any, ...]]
+"""(outputs, batch) → what ``update`` of the metrics is called with."""
+
+
+class ModelEvalMetrics(Callback):
+    """Adds metrics to each evaluation's record, under ``<set>_<name>``: ``eval_accuracy``.
+
+    ::
+
+        ModelEvalMetrics(
+            {"accuracy": torchmetrics.classification.MulticlassAccuracy(num_classes=10)},
+            select=lambda outputs, batch: (outputs["logits"], batch["labels"]),
+        )
+
+    Each is reset when a set's evaluation begins, told of every batch, and computed over all ranks when it ends. Padding
+    is not told. What ``EarlyStopping``, ``metric_for_best_model`` and the loggers see contains them.
+
+    Args:
+        metrics: by name; torchmetrics' own, or anything with ``update``, ``compute`` and ``reset`` whose ``compute``
+            gives the same value on all ranks.
+        select: what of outputs and batch to tell them. Outputs hold ``"loss"``, and what else the model returned.
+
+    Raises:
+        ConfigurationError: for something that is no metric.
+    """
+
+    makes_wishes = False
+
+    def __init__(self, metrics: Mapping[str, Metric], select: Select) -> None:
+        for name, metric in metrics.items():
+            missing = [needed for needed in ("update", "compute", "reset") if not hasattr(metric, needed)]
+            if missing or isinstance(metric, type):
+                raise ConfigurationError(
+                    f"ModelEvalMetrics: {name}={metric!r} is no metric; it needs {missing or 'to be built'}"
+                )
+        if not callable(select):
+            raise ConfigurationError(f"ModelEvalMetrics: select={select!r}; needs a function of (outputs, batch)")
+        self._metrics = dict(metrics)
+        self._select = select
+        self._prefix = "eval"
+        self._measuring = False
+
+    def on_evaluate_begin(self, ctx: EvaluateBeginContext) -> None:
+        self._prefix = "eval" if ctx.name == "eval" else f"eval_{ctx.name}"
+        self._measuring = True
+        place = next((parameter.device for parameter in ctx.model.parameters()), torch.device("cpu"))
+        for metric in self._metrics.values():
+            metric.reset()
+            if isinstance(metric, torch.nn.Module):
+                metric.to(place)
+
+    def on_prediction_step(self, ctx: PredictionStepContext) -> None:
+        if self._measuring and ctx.samples:
+            selected = self._select(ctx.outputs, ctx.batch)
+            for metric in self._metrics.values():
+                metric.update(*selected)
+
+    def on_log_step(self, ctx: LogContext) -> None:
+        if ctx.kind != "eval" or not self._measuring:
+            return
+        self._measuring = False
+        for name, metric in self._metrics.items():
+            value = metric.compute()
+            ctx.logs[f"{self._prefix}_{name}"] = value.tolist() if isinstance(value, torch.Tensor) else value
+            metric.reset()

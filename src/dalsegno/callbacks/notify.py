@@ -1,0 +1,114 @@
+"""Notify: a message when something has become of the run."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+from dalsegno.callback import Callback
+from dalsegno.contexts import (
+    Context,
+    EvaluateContext,
+    ExceptionContext,
+    SaveContext,
+    TrainBeginContext,
+    TrainEndContext,
+)
+from dalsegno.errors import ConfigurationError
+
+from .arguments import one_of
+
+logger = logging.getLogger("dalsegno")
+
+OCCASIONS = ("begin", "evaluate", "save", "end", "exception")
+_PATIENCE = 10.0  # seconds that the end of training waits for messages on their way
+
+
+class Notify(Callback):
+    """Sends a message through `apprise <https://github.com/caronc/apprise>`_: Slack, mail, a web hook, a phone.
+
+    ::
+
+        Notify("slack://token/#runs", on=["end", "exception"])
+
+    Rank 0 sends, on a thread beside the training; what cannot be sent is said in the log, and the training goes on.
+    Messages name the run, its step, and what there is to say: metrics of an evaluation, a checkpoint's name, why it
+    ended.
+
+    Args:
+        urls: where to, as apprise writes it; one or several.
+        on: when: ``begin``, ``evaluate``, ``save``, ``end``, ``exception``.
+
+    Raises:
+        ConfigurationError: for an address that apprise does not understand, or if apprise is not installed.
+        UnknownName: for an occasion that does not exist; the message names the nearest.
+    """
+
+    ranks = "zero"
+    makes_wishes = False
+
+    def __init__(self, urls: str | Iterable[str], on: str | Iterable[str] = ("end", "exception")) -> None:
+        occasions = [on] if isinstance(on, str) else list(on)
+        self._on = {one_of("Notify", "on", occasion, OCCASIONS) for occasion in occasions}
+        self._apprise = _apprise()
+        for url in [urls] if isinstance(urls, str) else list(urls):
+            if not self._apprise.add(url):
+                scheme = url.partition("://")[0]
+                raise ConfigurationError(f"Notify: apprise does not understand the address {scheme}://…; see its list")
+        if not len(self._apprise):
+            raise ConfigurationError("Notify: urls is empty; give at least one address")
+        self._sending: list[threading.Thread] = []
+        self._error: BaseException | None = None
+
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        self._error = None
+        if "begin" in self._on:
+            goal = f" of {ctx.state.max_steps:,}" if ctx.state.max_steps > 0 else ""
+            self._send(ctx, "begins", f"at step {ctx.state.global_step:,}{goal}")
+
+    def on_evaluate(self, ctx: EvaluateContext) -> None:
+        if "evaluate" in self._on:
+            shown = ", ".join(f"{name} {value:.4g}" for name, value in ctx.metrics.items() if isinstance(value, float))
+            self._send(ctx, f"evaluated ({ctx.name})", shown)
+
+    def on_save(self, ctx: SaveContext) -> None:
+        if "save" in self._on:
+            self._send(ctx, "saved", f"{ctx.path.name}{', the best so far' if ctx.is_best else ''}")
+
+    def on_exception(self, ctx: ExceptionContext) -> None:
+        self._error = ctx.exception
+        if "exception" in self._on:
+            self._send(ctx, "broke off", f"{type(ctx.exception).__name__}: {ctx.exception}")
+
+    def on_train_end(self, ctx: TrainEndContext) -> None:
+        if "end" in self._on and not (self._error is not None and "exception" in self._on):
+            asked = ctx.control.stop_reason
+            self._send(ctx, ctx.reason, f"asked for by {ctx.control.stopped_by}: {asked}" if asked else "")
+        while self._sending:
+            self._sending.pop().join(_PATIENCE)
+
+    def _send(self, ctx: Context, what: str, text: str) -> None:
+        title = f"{ctx.args.run_name or ctx.args.directory.name}: {what}"
+        body = f"step {ctx.state.global_step:,} on {socket.gethostname()}" + (f"\n{text}" if text else "")
+        # Daemonic: a server that does not answer shall not keep the process from ending.
+        thread = threading.Thread(target=self._deliver, args=(title, body), name="dalsegno-notify", daemon=True)
+        self._sending = [each for each in self._sending if each.is_alive()] + [thread]
+        thread.start()
+
+    def _deliver(self, title: str, body: str) -> None:
+        try:
+            if not self._apprise.notify(body=body, title=title):
+                logger.warning("Notify: %r could not be sent to every address", title)
+        except Exception as error:
+            logger.warning("Notify: %r could not be sent: %s", title, error)
+
+
+def _apprise() -> Any:
+    try:
+        import apprise
+    except ImportError:
+        raise ConfigurationError("Notify needs apprise: pip install 'dalsegno[notify]'") from None
+    return apprise.Apprise()

@@ -1,0 +1,276 @@
+"""FLOPs, metrics of evaluation, activations, messages: against other reckonings, real servers, real files."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics.regression import MeanAbsoluteError
+
+import dalsegno as ds
+from callbacks.layouts import assert_same_values, on_every_layout, sentences
+from dalsegno.callbacks import (
+    DefaultMetrics,
+    DumpActivations,
+    EarlyStopping,
+    FlopUtilization,
+    JsonLogger,
+    ModelEvalMetrics,
+    Notify,
+)
+from dalsegno.logs import read_records
+from dalsegno.testing import TinyLanguageModel, tiny_regression_data
+from support.listeners import Listener
+from support.small import small_trainer
+
+
+def records(output_dir: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    return [record for record in read_records(output_dir / "logs/train.jsonl") if record.get("kind") == kind]
+
+
+# --- FLOPs ------------------------------------------------------------------------------------------------------------
+
+
+def words(length: int) -> list[dict[str, Tensor]]:
+    rows = torch.randint(0, 256, (16, length), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": row, "labels": row.roll(-1)} for row in rows]
+
+
+def language_run(output_dir: Path, length: int, *own: ds.Callback) -> None:
+    torch.manual_seed(0)
+    parts = {"train_dataset": words(length)}
+    settings = {"max_steps": 2, "logging_steps": 1}
+    small_trainer(output_dir, JsonLogger(), *own, model=TinyLanguageModel(width=32), parts=parts, **settings).train()
+
+
+@pytest.mark.parametrize("length", [8, 64])
+def test_model_flops_are_those_of_its_matrix_products(tmp_path: Path, length: int) -> None:
+    """Reckoned by hand: 2 FLOPs for a product and a sum; three times for forward and backward."""
+    width, batch, vocabulary = 32, 4, 256
+    a_block = 2 * width * (3 * width + width + 8 * width) + 2 * 2 * length * width  # of a token; attention not halved
+    expected = 3 * (2 * a_block + 2 * width * vocabulary)
+    language_run(tmp_path, length, DefaultMetrics(peak_hardware_flops=1e12), FlopUtilization(peak_hardware_flops=1e12))
+    for record in records(tmp_path):
+        assert record["flops_per_second"] == pytest.approx(record["mfu"] * 1e12)
+        assert record["mfu"] > 0
+    counted = flops_of_a_step(length)
+    assert counted == pytest.approx(expected * batch * length, rel=0.05)
+
+
+def flops_of_a_step(length: int) -> float:
+    from dalsegno.flops import TRAINING, CountedForward
+
+    model = TinyLanguageModel(width=32)
+    counted = CountedForward(model)
+    batch = words(length)[:4]
+    model(**{key: torch.stack([row[key] for row in batch]) for key in batch[0]})
+    assert (counted.tokens, counted.samples) == (4 * length, 4)
+    assert counted.flops is not None
+    model(**{key: torch.stack([row[key] for row in batch]) for key in batch[0]})
+    assert not model._forward_hooks and not model._forward_pre_hooks
+    return TRAINING * counted.flops
+
+
+def test_a_forward_pass_that_fails_leaves_no_counter(tmp_path: Path) -> None:
+    class Failing(nn.Linear):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            raise RuntimeError("in the forward pass")
+
+    trainer = small_trainer(tmp_path, FlopUtilization(), model=Failing(8, 1), max_steps=2)
+    with pytest.raises(RuntimeError, match="in the forward pass"):
+        trainer.train()
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+    assert _get_current_dispatch_mode() is None
+
+
+def test_an_unknown_peak_gives_no_utilization(tmp_path: Path) -> None:
+    language_run(tmp_path, 8, FlopUtilization())
+    assert all("flops_per_second" in record and "mfu" not in record for record in records(tmp_path))
+
+
+# --- ModelEvalMetrics -------------------------------------------------------------------------------------------------
+
+
+class Guessing(nn.Module):
+    """Guesses the next token; gives its scores along with the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(7, 5), nn.Linear(5, 7)
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        scores = self.head(self.embed(tokens))
+        return {
+            "loss": nn.functional.cross_entropy(scores.flatten(0, 1), tokens.roll(1, -1).flatten()),
+            "scores": scores,
+        }
+
+
+def guesses(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    return outputs["scores"].flatten(0, 1), batch["tokens"].roll(1, -1).flatten()
+
+
+def guessing_callbacks() -> list[ds.Callback]:
+    return [ModelEvalMetrics({"accuracy": MulticlassAccuracy(7, average="micro")}, select=guesses)]
+
+
+def guessing_trainer(output_dir: Path, *own: ds.Callback, evaluated: int = 9, parallel: str = "none") -> ds.Trainer:
+    from dalsegno import ranks
+
+    torch.manual_seed(0)
+    args = ds.TrainingArguments(
+        output_dir,
+        max_steps=6,
+        eval_steps=3,
+        logging_steps=3,
+        save_steps=0,
+        learning_rate=0.1,
+        per_device_train_batch_size=4 // ranks.world_size(),
+        per_device_eval_batch_size=2,
+        parallel=parallel,
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    data = {"train_dataset": sentences(), "eval_dataset": sentences(evaluated, seed=1)}
+    return ds.Trainer(Guessing(), args, **data, callbacks=[JsonLogger(), *own])
+
+
+def train_guessing(output_dir: Path, layout: str, build: Any) -> None:
+    guessing_trainer(output_dir, *build(), parallel=layout).train()
+
+
+def test_a_metric_over_all_ranks_without_padding(tmp_path: Path) -> None:
+    """Nine samples in batches of two on two ranks: the last batch of one rank is padding."""
+    runs = on_every_layout(tmp_path, guessing_callbacks, train_guessing)
+    assert_same_values(runs, "logs/train.jsonl", ["timestamp", "peak_mem", "_runtime", "_per_second"])
+    rights: dict[int, list[Tensor]] = {}
+
+    def on_prediction_step(ctx: Any) -> None:
+        scores, tokens = guesses(ctx.outputs, ctx.batch)
+        rights.setdefault(ctx.state.global_step, []).append(scores.argmax(-1) == tokens)
+
+    guessing_trainer(tmp_path / "by-hand", Listener({"on_prediction_step": on_prediction_step})).train()
+    for record in records(runs["fsdp"], "eval"):
+        expected = torch.cat(rights[record["global_step"]]).double().mean().item()
+        assert record["eval_accuracy"] == pytest.approx(expected)
+
+
+def test_metrics_of_several_sets_and_what_watches_them(tmp_path: Path) -> None:
+    def select(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        return batch["y"], torch.zeros_like(batch["y"])
+
+    sets = {"one": tiny_regression_data(5, seed=1), "two": tiny_regression_data(7, seed=2)}
+    metrics = ModelEvalMetrics({"distance": MeanAbsoluteError()}, select=select)
+    watch = EarlyStopping("two_distance", patience=2)
+    parts = {"eval_dataset": sets}
+    trainer = small_trainer(tmp_path, JsonLogger(), metrics, watch, parts=parts, max_steps=9, eval_steps=1)
+    assert trainer.train().global_step == 3
+    for record, data in zip(records(tmp_path, "eval"), [*sets.values()] * 3, strict=True):
+        expected = float(torch.stack([data[index]["y"].abs() for index in range(len(data))]).mean())  # type: ignore[arg-type]
+        (said,) = [value for key, value in record.items() if key.endswith("_distance")]
+        assert said == pytest.approx(expected)
+
+
+# --- DumpActivations --------------------------------------------------------------------------------------------------
+
+
+def test_activations_of_chosen_modules(tmp_path: Path) -> None:
+    seen: dict[str, Tensor] = {}
+
+    def on_microbatch_begin(ctx: Any) -> None:
+        layer = ctx.model.layers[0]
+        seen[f"step-{ctx.state.global_step + 1:08d}"] = layer(ctx.batch["x"]).detach()
+
+    callbacks = [
+        Listener({"on_microbatch_begin": on_microbatch_begin}),
+        DumpActivations(buffer_steps=2, modules=r"s\.0$"),
+    ]
+    small_trainer(tmp_path, *callbacks, max_steps=3).train()
+    folder = tmp_path / "activations" / "rank-00000"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "steps-00000001-00000002.safetensors",
+        "steps-00000003-00000003.safetensors",
+    ]
+    kept = {key: tensor for path in folder.iterdir() for key, tensor in load_file(path).items()}
+    assert set(kept) == {f"{step}/microbatch-0/layers.0" for step in seen}
+    for step, expected in seen.items():
+        assert torch.equal(kept[f"{step}/microbatch-0/layers.0"], expected)
+
+
+# --- Notify -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def inbox() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """A server that takes messages as JSON: its address for apprise, and what it was sent."""
+    messages: list[dict[str, Any]] = []
+
+    class Inbox(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            messages.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Inbox)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"json://127.0.0.1:{server.server_port}/", messages
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_messages_arrive(tmp_path: Path, inbox: tuple[str, list[dict[str, Any]]]) -> None:
+    address, messages = inbox
+    parts = {"eval_dataset": tiny_regression_data(4)}
+    own = Notify(address, on=["begin", "evaluate", "save", "end"])
+    small_trainer(tmp_path / "run", own, parts=parts, max_steps=4, eval_steps=4, save_steps=4).train()
+    titles = sorted(message["title"] for message in messages)
+    assert titles == ["run: begins", "run: evaluated (eval)", "run: finished", "run: saved"]
+    (evaluated,) = [message["message"] for message in messages if "evaluated" in message["title"]]
+    assert evaluated.startswith("step 4 on ") and "eval_loss" in evaluated
+
+
+def test_a_run_that_breaks_off_says_so_once(tmp_path: Path, inbox: tuple[str, list[dict[str, Any]]]) -> None:
+    def on_step_end(ctx: Any) -> None:
+        raise ValueError("no more")
+
+    address, messages = inbox
+    with pytest.raises(ValueError, match="no more"):
+        small_trainer(tmp_path / "run", Listener({"on_step_end": on_step_end}), Notify([address]), max_steps=4).train()
+    (message,) = messages
+    assert message["title"] == "run: broke off" and "ValueError: no more" in message["message"]
+
+
+def test_a_server_that_is_gone_is_not_felt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert small_trainer(tmp_path, Notify("json://127.0.0.1:9/"), max_steps=2).train().reason == "finished"
+    assert "could not be sent" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (lambda: Notify("nonsense"), "does not understand the address"),
+        (lambda: Notify([]), "urls is empty"),
+        (lambda: Notify("json://localhost", on="saved"), "unknown Notify: on 'saved'; did you mean 'save'"),
+        (lambda: FlopUtilization(0), "peak_hardware_flops=0; needs a finite number over 0"),
+        (lambda: DumpActivations(modules="("), "is no regular expression"),
+        (lambda: ModelEvalMetrics({"a": 1}, select=guesses), "is no metric"),  # type: ignore[dict-item]
+    ],
+)
+def test_wrong_arguments(build: Any, said: str) -> None:
+    with pytest.raises(ds.DalsegnoError, match=said):
+        build()
