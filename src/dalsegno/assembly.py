@@ -174,8 +174,10 @@ class Assembly:
         try:
             yield
         finally:
-            self._mirror.end()
-            lock.release()
+            try:
+                self._mirror.end()
+            finally:
+                lock.release()
 
     def restore(self, resume: Resume) -> Path | None:
         """Bring everything to where the leg begins: see ``Trainer.train``. The checkpoint that it goes on from."""

@@ -116,6 +116,16 @@ def test_a_second_train_of_the_same_trainer(there: Store, tmp_path: Path) -> Non
     assert steps_at(there) == [2, 4, 6] and not any(name.startswith("rewound") for name in there.sizes())
 
 
+def test_what_was_half_sent_is_removed_and_what_is_not_ours_is_not(there: Store, tmp_path: Path) -> None:
+    system = fsspec.filesystem("memory")
+    system.pipe_file("/runs/a/checkpoints/step-00000007/index.json", b"{}")
+    system.pipe_file("/runs/a/checkpoints/mine/notes.txt", b"keep")
+    jobs.train(URL, tmp_path, 4)
+    assert steps_at(there) == [2, 4]
+    assert there.read("checkpoints/step-00000007/index.json") is None
+    assert there.read("checkpoints/mine/notes.txt") == b"keep"
+
+
 def test_where_it_lies_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ds.ConfigurationError, match=r"local_dir='x': output_dir='.*' is no URL"):
         ds.TrainingArguments(tmp_path, local_dir="x")

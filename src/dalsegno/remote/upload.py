@@ -64,8 +64,9 @@ class Uploader:
                 self._store.move(name, f"{attic}/{name}")
         for each in dead:
             del self._there[each]
-        torn = {name for name in names if name.startswith(f"{CHECKPOINTS}/") and _step_in(name) not in self._there}
-        self._store.delete(sorted(torn - set(moving)))
+        steps = {name: _step_in(name) for name in names if name.startswith(f"{CHECKPOINTS}/") and name not in moving}
+        torn = [name for name, its in steps.items() if its is not None and its not in self._there]
+        self._store.delete(sorted(torn))
 
     def sync(self) -> None:
         """Send what is new, the newest checkpoint first, and then delete what is gone."""
