@@ -17,9 +17,6 @@ from dalsegno.logs.values import to_json
 NOTHING = "–"
 """What stands where there is no value."""
 
-WIDE = 100_000
-"""Characters: the width where nobody sees the end of a line."""
-
 
 def number(value: float | int | None) -> str:
     """Five digits for fractions, all of them for whole numbers."""
@@ -79,21 +76,36 @@ class Column(NamedTuple):
 
 def print_table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], file: TextIO | None = None) -> None:
     """A row a line under a header. A key that a row lacks is shown as nothing."""
+    file = file or sys.stdout
+    cells = [[column.show(row.get(column.key)) for column in columns] for row in rows]
+    if not file.isatty():
+        _print_unshortened(columns, cells, file)
+        return
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    file = file or sys.stdout
-    console = Console(file=file, width=None if file.isatty() else WIDE, highlight=False, emoji=False)
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
     for column in columns:
         table.add_column(Text(column.title), justify="right" if column.right else "left", overflow="fold")
-    for row in rows:
-        values = [(column, row.get(column.key)) for column in columns]
-        table.add_row(
-            *(Text(column.show(value), style=column.style(value) if column.style else "") for column, value in values)
-        )
-    console.print(table)
+    for row, shown in zip(rows, cells, strict=True):
+        styles = [column.style(row.get(column.key)) if column.style else "" for column in columns]
+        table.add_row(*(Text(cell, style=style) for cell, style in zip(shown, styles, strict=True)))
+    Console(file=file, highlight=False, emoji=False).print(table)
+
+
+def _print_unshortened(columns: Sequence[Column], cells: Sequence[Sequence[str]], file: TextIO) -> None:
+    """A row a line, however long: for files and other programs. A thousand rows take rich a second."""
+    from rich.cells import cell_len
+
+    lines = [[column.title for column in columns], *([cell.replace("\n", " ") for cell in row] for row in cells)]
+    widths = [max(cell_len(line[place]) for line in lines) for place in range(len(columns))]
+    for line in lines:
+        padded = []
+        for column, cell, width in zip(columns, line, widths, strict=True):
+            space = " " * (width - cell_len(cell))
+            padded.append(space + cell if column.right else cell + space)
+        print("  ".join(padded), file=file)
 
 
 def print_json(value: Any, file: TextIO | None = None) -> None:

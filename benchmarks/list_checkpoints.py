@@ -1,0 +1,60 @@
+"""What it takes to list a thousand checkpoints: the whole command, from start to exit, beside listing a single one."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+from torch import nn
+
+from dalsegno.checkpoint import CheckpointManager, Manifest, ModelState
+
+from .row import Row, duration
+from .timing import in_turns
+
+MANY = 1_000
+ROUNDS = 7
+LIMIT = 1.0
+
+COMMAND = [str(Path(sys.executable).with_name("dalsegno")), "checkpoints", "list"]
+
+
+def run() -> list[Row]:
+    with tempfile.TemporaryDirectory() as temporary:
+        one, many = Path(temporary) / "one", Path(temporary) / "many"
+        CheckpointManager(one).save(1, [ModelState(nn.Linear(8, 8))], [], metrics={"eval_loss": 2.5})
+        for step in range(1, MANY + 1):
+            _copy(one / "checkpoints/step-00000001", many / f"checkpoints/step-{step:08d}", step)
+        seconds = in_turns({"one": _timed(one), "many": _timed(many)}, ROUNDS)
+    alone, all_of_them = median(seconds["one"]), median(seconds["many"])
+    return [
+        Row(
+            f"dalsegno checkpoints list, {MANY:,} checkpoints",
+            duration(all_of_them),
+            f"a single one: {duration(alone)}",
+            f"{all_of_them / alone:.2f} ×",
+            f"≤ {duration(LIMIT)}",
+            all_of_them <= LIMIT,
+        )
+    ]
+
+
+def _copy(source: Path, target: Path, step: int) -> None:
+    shutil.copytree(source, target)
+    (target / "manifest.json").write_bytes(replace(Manifest.read(source), step=step).to_bytes())
+
+
+def _timed(folder: Path) -> Callable[[], float]:
+    def measure() -> float:
+        began = time.perf_counter()
+        subprocess.run([*COMMAND, str(folder)], capture_output=True, check=True)
+        return time.perf_counter() - began
+
+    return measure
