@@ -66,11 +66,12 @@ FLOORS = [
         "run",
         "loop",
         "optim",
+        "changes",
     ],
     # what listens to it
     ["callbacks"],
     # what puts it all together
-    ["beginning", "assembly", "trainer", "own_loop", "testing", "config"],
+    ["settings", "beginning", "assembly", "trainer", "own_loop", "testing", "config"],
     # what people type
     ["cli"],
 ]

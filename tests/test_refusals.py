@@ -13,11 +13,11 @@ from torch import nn
 
 import dalsegno as ds
 from dalsegno.callbacks import DefaultMetrics, DivergenceDetector, JsonLogger
-from dalsegno.errors import CannotSave, ConfigurationError, DalsegnoError, StateMismatch, UnknownDialect, UnknownName
+from dalsegno.errors import CannotSave, ConfigurationError, DalsegnoError, UnknownDialect, UnknownName
 from dalsegno.events import Event
 from dalsegno.testing import FaultPlan, TinyRegression, tiny_regression_data
 from support.listeners import Listener
-from support.small import Line, arguments, small_trainer
+from support.small import arguments, small_trainer
 
 NAN = float("nan")
 
@@ -275,22 +275,6 @@ def test_arguments_of_the_trainer(tmp_path: Path) -> None:
         ds.Trainer(args, model, train_dataset=data)
     with pytest.raises(ds.ConfigurationError, match=r"give a list: \[Callback\(…\)\]"):
         ds.Trainer(model, args, train_dataset=data, callbacks=ds.Callback())
-
-
-def test_another_model(tmp_path: Path) -> None:
-    small_trainer(tmp_path, model=Line(), max_steps=1, save_steps=1).train()
-    other = Line()
-    other.layer = nn.Linear(8, 2)
-    with pytest.raises(StateMismatch, match=r"layer\.weight"):
-        small_trainer(tmp_path, model=other, max_steps=2, save_steps=1).train()
-
-
-def test_another_dataset(tmp_path: Path) -> None:
-    small_trainer(tmp_path, max_steps=1, save_steps=1).train()
-    expected = "a dataset of 20 samples, this one has 21; resume with the dataset that the run began with"
-    with pytest.raises(StateMismatch, match=expected) as caught:
-        small_trainer(tmp_path, length=21, max_steps=2, save_steps=1).train()
-    assert "while the state of loader was being restored" in caught.value.__notes__
 
 
 def test_a_fault_plan_with_two_moments() -> None:

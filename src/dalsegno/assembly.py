@@ -5,7 +5,6 @@ What is here lives as long as the object that the user holds; a :class:`dalsegno
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from .beginning import Beginning, Resume
 from .boundary import Boundary
 from .callback import Callback, components_of, global_callbacks
 from .callbacks import default_callbacks
-from .checkpoint import CheckpointManager, Latest, ModelState, OptimizerState
+from .checkpoint import SETTINGS, CheckpointManager, Latest, ModelState, OptimizerState
 from .component import Component, Stateful
 from .data import Feed
 from .dispatcher import Dispatcher
@@ -33,11 +32,13 @@ from .foreign import registered_elsewhere
 from .interrupts import Interrupts
 from .logs import Leg, RunFile
 from .meter import Meter
+from .optim import AsBuilt
 from .randomness import RandomState
 from .registration import check_callbacks
 from .remote import mirror_of
 from .result import TrainResult
 from .run import Run
+from .settings import Brought, Settings, planned_steps
 from .state import TrainerControl, TrainerState
 from .timelimit import TimeLimit
 
@@ -56,6 +57,8 @@ class Assembly:
         callbacks: Iterable[object],
         core: Sequence[Callback] = (),
         others: Mapping[str, Stateful],
+        data: Any,
+        brought: Brought,
         surroundings: Mapping[str, Any],
         unfired: Iterable[Event] = (),
     ) -> None:
@@ -83,7 +86,9 @@ class Assembly:
         )
         self._model = model
         self._sharded = (ModelState(model), OptimizerState(model, optimizer))
+        self._settings = Settings(args, brought, AsBuilt(optimizer, schedulers), schedulers, feed, data)
         self._others: dict[str, Stateful] = {
+            SETTINGS: self._settings,
             "trainer": self.state,
             "clock": self.state.clock,
             "loader": feed,
@@ -191,9 +196,19 @@ class Assembly:
         self.set_callbacks(self.own_callbacks)  # a global callback may have come or gone
         self.state.max_steps = planned_steps(self.args, self.feed)
         self.state.num_train_epochs = self.args.num_train_epochs
+        self._settings.observe()
         if resume.origin is True and self._result is not None and not self.args.load_best_model_at_end:
             return self._result.checkpoint  # else the weights in memory are not those that were trained last
-        beginning = Beginning(self._manager, self._mirror, self.args.directory, self.on, self.state, self.boundary)
+        beginning = Beginning(
+            self._manager,
+            self._mirror,
+            self.args.directory,
+            on=self.on,
+            state=self.state,
+            boundary=self.boundary,
+            settings=self._settings,
+            feed=self.feed,
+        )
         checkpoint = beginning.choose(resume, has_trained=self._has_trained)
         if checkpoint is None:
             self.random_state.start()
@@ -248,16 +263,6 @@ class Assembly:
         """Note that a leg has come to its end by itself, so that another one may go on from what is in memory."""
         self._result = result
         return result
-
-
-def planned_steps(args: TrainingArguments, feed: Feed) -> int:
-    """The steps of the whole run; -1 where only the end of the data will tell."""
-    if args.max_steps > 0:
-        return args.max_steps
-    microbatches = feed.microbatches_per_epoch()
-    if microbatches is None:
-        return -1
-    return math.ceil(args.num_train_epochs * math.ceil(microbatches / args.gradient_accumulation_steps))
 
 
 def _with_defaults(own: list[Callback]) -> list[Callback]:

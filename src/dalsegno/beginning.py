@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from . import ranks, timeline
 from .boundary import Boundary
-from .checkpoint import Checkpoint, CheckpointManager, LoadReport, Sharded
+from .changes import check_allowed
+from .checkpoint import SETTINGS, Checkpoint, CheckpointManager, LoadReport, Sharded
 from .component import Component
+from .data import Feed
 from .dispatcher import Dispatcher
 from .errors import ConfigurationError, DamagedCheckpoint
 from .remote import Mirror
+from .settings import Settings
 from .state import TrainerState
 
 logger = logging.getLogger("dalsegno")
@@ -30,6 +33,11 @@ class Resume:
     """A damaged checkpoint is an error, where else an older one would be used."""
     strict_callbacks: bool = False
     """A callback's state that finds no callback, or a callback that finds no state, is an error."""
+    allow_changes: Collection[str] = ()
+    """What may differ from the checkpoint although its state belongs to it: names from ``changes.REFUSED``."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "allow_changes", check_allowed(self.allow_changes))
 
 
 class Beginning:
@@ -40,9 +48,12 @@ class Beginning:
         manager: CheckpointManager,
         mirror: Mirror,
         output_dir: Path,
+        *,
         on: Dispatcher,
         state: TrainerState,
         boundary: Boundary,
+        settings: Settings,
+        feed: Feed,
     ) -> None:
         self._manager = manager
         self._mirror = mirror
@@ -50,6 +61,8 @@ class Beginning:
         self._on = on
         self._state = state
         self._boundary = boundary
+        self._settings = settings
+        self._feed = feed
 
     def choose(self, resume: Resume, *, has_trained: bool) -> Checkpoint | None:
         """The verified checkpoint that the leg goes on from; None: it begins at step 0. Fires on_before_load.
@@ -77,12 +90,29 @@ class Beginning:
         Raises:
             StateMismatch: before anything is changed, if what was saved does not fit what is here.
         """
-        report = self._manager.load(checkpoint, sharded, components, strict_callbacks=resume.strict_callbacks)
+        report = self._manager.load(
+            checkpoint,
+            sharded,
+            components,
+            strict_callbacks=resume.strict_callbacks,
+            settings=self._settings.state_dict(),
+            allowed=resume.allow_changes,
+            adapt={"loader": self._feed.adapt} if "dataset" in resume.allow_changes else {},
+        )
+        if SETTINGS in report.fresh:
+            report.notes.append("settings: this checkpoint does not know its own, so nothing was compared")
+        self._settings.put_in_force(report.changes)
         self._leave_behind(checkpoint, report, chosen=resume.origin is not True)
         logger.info("resumed from %s\n%s", checkpoint.path, report.table())
+        self._warn(report)
         if self._on.load:
             self._on.load.fill(checkpoint.path, checkpoint.step, report)
             self._on.load.fire()
+
+    def _warn(self, report: LoadReport) -> None:
+        beware = [str(change) for change in report.changes if change.verdict != "said"]
+        if beware and self._state.is_world_process_zero:
+            logger.warning("the run goes on with changes:\n  %s", "\n  ".join(beware))
 
     def _found(self, resume: Resume, has_trained: bool) -> Checkpoint | None:
         if resume.origin is False:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
@@ -54,6 +56,72 @@ def default_scheduler(optimizer: Optimizer, args: TrainingArguments, max_steps: 
         return left if args.lr_scheduler_type == "linear" else 0.5 * (1 - math.cos(math.pi * left))
 
     return LambdaLR(optimizer, factor)
+
+
+class AsBuilt:
+    """The hyperparameters that optimizer and schedules were built with; a checkpoint puts saved ones over them."""
+
+    def __init__(self, optimizer: Optimizer, schedulers: Sequence[Any]) -> None:
+        self._optimizer = optimizer
+        self._schedulers = [each for each in schedulers if hasattr(each, "base_lrs")]
+        self._groups = [dict(group) for group in optimizer.param_groups]
+        self._base_lrs = [list(each.base_lrs) for each in self._schedulers]
+
+    def values(self) -> dict[str, Any]:
+        """By name, as plain values; a list where the parameter groups differ."""
+        peaks = [{**group, "lr": group.get("initial_lr", group["lr"])} for group in self._groups]
+        names = [name for name in peaks[0] if name not in ("params", "param_names", "initial_lr")]
+        columns = {name: [_plain(group.get(name)) for group in peaks] for name in names}
+        return {
+            name: column[0] if all(each == column[0] for each in column) else column for name, column in columns.items()
+        }
+
+    def put_back(self, *names: str) -> None:
+        """Give these hyperparameters, say ``weight_decay``, back to the optimizer."""
+        for group, built in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group.update({name: built[name] for name in names})
+
+    def put_back_rates(self) -> None:
+        """Let the schedules go on from their present place, at the learning rates that were built."""
+        shares = [_shares(each) for each in self._schedulers]
+        for scheduler, base_lrs in zip(self._schedulers, self._base_lrs, strict=True):
+            scheduler.base_lrs = list(base_lrs)
+        for group, built in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group["initial_lr"] = built.get("initial_lr", built["lr"])
+        if shares:
+            self._set_rates(shares[-1])
+
+    def follow_schedule(self) -> None:
+        """Give the groups the rates that the schedule gives for its present place: it may be another schedule now."""
+        if self._schedulers:
+            self._set_rates(_shares(self._schedulers[-1]))
+
+    def _set_rates(self, shares: list[float]) -> None:
+        groups = self._optimizer.param_groups
+        for group, share in zip(
+            groups, shares if len(shares) == len(groups) else shares[:1] * len(groups), strict=True
+        ):
+            rate = group["initial_lr"] * share
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        for scheduler in self._schedulers:
+            scheduler._last_lr = [group["lr"] for group in groups]
+
+
+def _shares(scheduler: Any) -> list[float]:
+    """What is left of each group's highest learning rate, at the schedule's place."""
+    if isinstance(scheduler, LambdaLR):
+        return [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+    pairs = zip(scheduler.get_last_lr(), scheduler.base_lrs, strict=True)
+    return [rate / base if base else 1.0 for rate, base in pairs]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.numel() == 1 else str(tuple(value.shape))
+    return list(value) if isinstance(value, tuple) else value if isinstance(value, bool | int | float) else str(value)
 
 
 class PlateauStep(Callback):

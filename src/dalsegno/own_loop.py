@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +31,7 @@ from .checkpoint import unwrapped
 from .data import loader_feed
 from .draw import Draw
 from .events import Event
+from .settings import Brought
 
 UNFIRED = (
     Event.BEFORE_FORWARD,
@@ -65,9 +66,10 @@ class Run(run.Run):
         callbacks: as for the Trainer.
         evaluate: called when an evaluation is due, on all ranks; returns the metrics, reduced already.
         state: whatever else has ``state_dict`` and ``load_state_dict``, by name.
-        resume_from_checkpoint: as in ``Trainer.train``, like the next two.
+        resume_from_checkpoint: as in ``Trainer.train``, like the next three.
         strict: whether a damaged newest checkpoint is an error.
         strict_callbacks: whether a callback that came or went is an error.
+        allow_changes: what may differ from what was saved.
 
     Raises:
         EventNotFired: for a callback that needs an event which a hand-written loop cannot fire.
@@ -87,6 +89,7 @@ class Run(run.Run):
         resume_from_checkpoint: bool | str | Path = True,
         strict: bool = False,
         strict_callbacks: bool = False,
+        allow_changes: Collection[str] = (),
     ) -> None:
         schedulers = lr_scheduler if isinstance(lr_scheduler, (list, tuple)) else [lr_scheduler] if lr_scheduler else []
         self._assembly = parts = Assembly(
@@ -97,6 +100,8 @@ class Run(run.Run):
             feed=loader_feed(loader, seed=args.shuffle_seed, world_size=ranks.world_size()),
             callbacks=callbacks,
             others={f"scheduler.{index}": each for index, each in enumerate(schedulers)} | dict(state or {}),
+            data=getattr(loader, "dataset", loader),
+            brought=Brought(),
             surroundings={
                 "processing_class": None,
                 "train_dataloader": loader,
@@ -119,7 +124,7 @@ class Run(run.Run):
         )
         self._optimizer = optimizer
         self._lr: float | torch.Tensor | None = None  # that the newest update used
-        self._resume = Resume(resume_from_checkpoint, strict, strict_callbacks)
+        self._resume = Resume(resume_from_checkpoint, strict, strict_callbacks, allow_changes)
         self._held = ExitStack()
         if self._on.init_end:
             self._on.init_end.fire()

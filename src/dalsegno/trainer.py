@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from . import loop, ranks
 from .args import TrainingArguments
-from .assembly import Assembly, planned_steps
+from .assembly import Assembly
 from .beginning import Resume
 from .callback import Callback
 from .data import EvalFeed, Feed, eval_feed, eval_loader_feed, loader_feed, train_feed
@@ -30,6 +30,7 @@ from .parallel import spread
 from .parallel.torchrun import join_ranks
 from .registration import check_callbacks
 from .result import TrainResult
+from .settings import Brought, planned_steps
 from .state import TrainerControl, TrainerState
 from .step import Update
 
@@ -110,6 +111,7 @@ class Trainer:
         if args.torch_compile:
             model.compile(backend=args.torch_compile_backend)
         parallel = spread(model, args.parallel, device)
+        is_own_optimizer = optimizer is not None
         if optimizer is None:
             optimizer = default_optimizer(model, args)
         else:
@@ -132,6 +134,13 @@ class Trainer:
                 **{f"scheduler.{index}": each for index, each in enumerate(schedulers)},
                 **({} if scaler is None else {"scaler": scaler}),
             },
+            data=train_dataset if train_dataset is not None else getattr(train_dataloader, "dataset", train_dataloader),
+            brought=Brought(
+                optimizer=is_own_optimizer,
+                schedule=lr_scheduler is not None,
+                loader=train_dataloader is not None,
+                loop=False,
+            ),
             surroundings={
                 "processing_class": processing_class,
                 "train_dataloader": train_dataloader if train_dataloader is not None else self._feed,
@@ -186,6 +195,7 @@ class Trainer:
         *,
         strict: bool = False,
         strict_callbacks: bool = False,
+        allow_changes: Collection[str] = (),
     ) -> TrainResult:
         """Bring the run in ``output_dir`` to its end: nothing happens if it is there already.
 
@@ -195,15 +205,18 @@ class Trainer:
                 is in ``output_dir`` into ``rewound/``, and start anew.
             strict: if the newest checkpoint is damaged, that is an error: no older one is used in its place.
             strict_callbacks: a saved callback that is not here, or one here that was not saved, is an error.
+            allow_changes: what may differ from what was saved, although it is an error else: ``"dataset"``,
+                ``"model"``, ``"optimizer"``. The error says what differs, and what becomes of it.
 
         Raises:
+            UnknownName: for another name in ``allow_changes``.
             Locked: if another live process trains in this ``output_dir``.
             NotFound: if there is no checkpoint at the path.
             DamagedCheckpoint: if the one at the path is damaged, or there are some, but not one is whole.
             StateMismatch: if what was saved does not fit what is here; nothing has been changed then.
             EmptyDataset: if there is not a single batch.
         """
-        assembly, resume = self._assembly, Resume(resume_from_checkpoint, strict, strict_callbacks)
+        assembly, resume = self._assembly, Resume(resume_from_checkpoint, strict, strict_callbacks, allow_changes)
         with assembly.opened():
             resumed_from = assembly.restore(resume)
             finished = assembly.finished()

@@ -211,14 +211,17 @@ def test_a_model_that_does_not_fit_hears_all_of_it(tmp_path: Path) -> None:
     with pytest.raises(StateMismatch) as raised:
         carry_over(tmp_path, [ModelState(model)], [ModelState(other)])
     assert str(raised.value).splitlines() == [
-        "model: the checkpoint does not fit this torch.nn.modules.container.ModuleDict:",
-        "  a.bias: saved as [3] float32, here [4] float32",
-        "  a.weight: saved as [3, 2] float32, here [4, 2] float32",
-        "  d.weight: saved as [1, 1] float32, here [1, 1] float64",
-        "  missing in the checkpoint: c.bias [2] float32",
-        "  missing in the checkpoint: c.weight [2, 2] float32",
-        "  unexpected in the checkpoint: b.bias [2] float32",
-        "  unexpected in the checkpoint: b.weight [2, 2] float32",
+        f"{tmp_path}/checkpoints/step-00000001: what was saved does not fit what is here; nothing has been loaded:",
+        "  model: the checkpoint does not fit this torch.nn.modules.container.ModuleDict",
+        "    a.bias: saved as [3] float32, here [4] float32",
+        "    a.weight: saved as [3, 2] float32, here [4, 2] float32",
+        "    d.weight: saved as [1, 1] float32, here [1, 1] float64",
+        "    missing in the checkpoint: c.bias [2] float32",
+        "    missing in the checkpoint: c.weight [2, 2] float32",
+        "    unexpected in the checkpoint: b.bias [2] float32",
+        "    unexpected in the checkpoint: b.weight [2, 2] float32",
+        'if that is meant, give allow_changes=("model",):',
+        "  model: what fits is loaded; all else begins as it was built",
     ]
     assert torch.equal(before, other["a"].weight)
 
@@ -228,7 +231,7 @@ def test_an_optimizer_that_does_not_fit(tmp_path: Path) -> None:
     with pytest.raises(StateMismatch, match=r"(?s)1 parameter groups in the checkpoint, 2 here.*unexpected.*: 0\.bias"):
         carry_over(
             tmp_path,
-            [OptimizerState(model, torch.optim.Adam(model.parameters()))],
+            [OptimizerState(model, torch.optim.AdamW(model.parameters()))],
             [OptimizerState(model, two_groups(model))],
         )
 

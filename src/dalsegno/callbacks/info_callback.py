@@ -42,6 +42,8 @@ class InfoCallback(Callback):
         for what, which in [("new", report.fresh), ("carried", report.carried)]:
             if which:
                 _say(what, ", ".join(which))
+        for change in report.changes:
+            _say("changed", str(change))
         for note in report.notes:
             _say("note", note)
         if 0 < ctx.state.max_steps <= ctx.state.global_step:

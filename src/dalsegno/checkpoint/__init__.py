@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .export import Exported, export_model
     from .inspect import read_tensors, saved_states
-    from .loading import LoadReport
+    from .loading import SETTINGS, LoadReport
     from .manager import CheckpointManager
     from .manifest import Checkpoint, Manifest
     from .policy import AnyOf, Best, Entry, Keep, Latest
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "export": ("Exported", "export_model"),
     "inspect": ("read_tensors", "saved_states"),
-    "loading": ("LoadReport",),
+    "loading": ("SETTINGS", "LoadReport"),
     "manager": ("CheckpointManager",),
     "manifest": ("Checkpoint", "Manifest"),
     "policy": ("AnyOf", "Best", "Entry", "Keep", "Latest"),
@@ -29,6 +29,7 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "SETTINGS",
     "AnyOf",
     "Best",
     "Checkpoint",

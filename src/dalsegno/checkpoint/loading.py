@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import torch
-
 from dalsegno import ranks
+from dalsegno.changes import Change, Value, compare
 from dalsegno.component import Component, State
 from dalsegno.errors import DamagedCheckpoint, StateMismatch
 
-from . import index, storage
+from . import storage
 from .index import Index
 from .manifest import Checkpoint, ComponentRecord
-from .sharded import Sharded
+from .sharded import OptimizerState, Prepared, Sharded
 from .sidecar import SHARED, SavedState, rank_sidecar, read_sidecar
 
 CALLBACKS = "callbacks."
 """What the keys of callbacks begin with."""
+
+SETTINGS = "settings"
+"""The key of what a run was trained with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +32,15 @@ class LoadReport:
         restored: keys of those that have their saved state again.
         fresh: keys of those that the checkpoint knows nothing of; they stay as they were built.
         carried: keys of saved states that nobody took; they go into the next checkpoints.
+        changes: what the user has changed since the checkpoint was saved: first what was let pass by
+            ``allow_changes=``, then what makes it another course, then the rest.
         notes: what else is worth saying, a sentence each.
     """
 
     restored: list[str] = field(default_factory=list)
     fresh: list[str] = field(default_factory=list)
     carried: list[str] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def table(self) -> str:
@@ -44,34 +49,40 @@ class LoadReport:
             *(("restored", key) for key in self.restored),
             *(("new", key) for key in self.fresh),
             *(("carried forward", key) for key in self.carried),
+            *(row for change in self.changes for row in _rows(change)),
             *(("note", note) for note in self.notes),
         ]
-        return "\n".join(f"{what:<16} {which}" for what, which in rows)
+        return "\n".join(f"{what:<16} {which}".rstrip() for what, which in rows)
+
+
+def _rows(change: Change) -> list[tuple[str, str]]:
+    what = {"refused": "changed, allowed", "warned": "changed, beware", "said": "changed"}[change.verdict]
+    return [(what, str(change)), *(("", f"  {line}") for line in change.details)]
 
 
 class SavedStates:
     """The sidecars of a verified checkpoint, each read when it is first asked for."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
+        self.checkpoint = checkpoint
         self.path = checkpoint.path
         self._read: dict[str, dict[str, SavedState]] = {}
 
     def __contains__(self, key: str) -> bool:
-        return key in self._checkpoint.manifest.components
+        return key in self.checkpoint.manifest.components
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._checkpoint.manifest.components)
+        return iter(self.checkpoint.manifest.components)
 
     def record(self, key: str) -> ComponentRecord:
-        return self._checkpoint.manifest.components[key]
+        return self.checkpoint.manifest.components[key]
 
     def count(self, key: str) -> int:
         """How many states there are under ``key``: one, or one for each rank that saved."""
         if self.record(key).scope != "per_rank":
             return 1
         shared = self._sidecar(SHARED)
-        return len(shared[key].states) if key in shared else self._checkpoint.manifest.world_size
+        return len(shared[key].states) if key in shared else self.checkpoint.manifest.world_size
 
     def state(self, key: str, number: int = 0) -> State:
         """The state of that number."""
@@ -79,7 +90,7 @@ class SavedStates:
         if key not in sidecar:
             sidecar, position = self._sidecar(rank_sidecar(number)), 0
         if key not in sidecar or position >= len(sidecar[key].states):
-            raise DamagedCheckpoint(f"{self._checkpoint.path}: the manifest names {key}, but it is not there")
+            raise DamagedCheckpoint(f"{self.checkpoint.path}: the manifest names {key}, but it is not there")
         return sidecar[key].states[position]
 
     def all_of(self, key: str) -> SavedState:
@@ -87,7 +98,7 @@ class SavedStates:
 
     def _sidecar(self, name: str) -> dict[str, SavedState]:
         if name not in self._read:
-            self._read[name] = read_sidecar(self._checkpoint, name)
+            self._read[name] = read_sidecar(self.checkpoint, name)
         return self._read[name]
 
 
@@ -109,33 +120,54 @@ def refuse_changed_callbacks(saved: SavedStates, components: Iterable[Component]
         )
 
 
-def restore_sharded(checkpoint: Checkpoint, saved: SavedStates, sharded: Sequence[Sharded]) -> None:
-    """Load model and optimizer, whatever the number of ranks that saved them. Collective.
+def changes_of(
+    saved: SavedStates, stored: Index, sharded: Sequence[Sharded], settings: Mapping[str, Value] | None
+) -> list[Change]:
+    """What is otherwise than it was when the checkpoint was saved: settings, and what does not fit of the rest."""
+    changes, parts = [], list[Change]()
+    if settings is not None and SETTINGS in saved:
+        with _blaming(saved, SETTINGS):
+            changes = compare(saved.state(SETTINGS), settings)
+    for each in (each for each in sharded if each.key in saved):
+        was, now = saved.record(each.key).class_name, each.class_name
+        with _blaming(saved, each.key):
+            lines = each.differences(stored, saved.state(each.key))
+        if each.key == OptimizerState.key and _kind(was) != _kind(now):
+            parts.append(Change.of_part(each.key, was, now))
+        elif lines and not parts:  # an optimizer of a model that does not fit does not fit either
+            parts.append(Change.of_part(each.key, now, now, lines))
+    return [*parts, *changes]
 
-    Raises:
-        StateMismatch: before anything is changed, if the checkpoint does not fit them.
-    """
-    stored = ranks.together(lambda: Index.read(checkpoint.file(index.FILE_NAME)))
 
-    def prepared() -> storage.Tensors:
-        return {each.key: _prepared(each, stored, saved) for each in sharded}
+def restore_sharded(saved: SavedStates, stored: Index, sharded: Sequence[Sharded]) -> None:
+    """Load what fits of model and optimizer, whatever the number of ranks that saved them. Collective."""
 
-    targets = ranks.together(prepared)
-    storage.load(targets, checkpoint, stored)
-
-    def taken_over() -> None:
+    def prepare() -> dict[str, Prepared]:
+        prepared = {}
         for each in sharded:
-            each.restore(targets[each.key], saved.state(each.key))
+            with _blaming(saved, each.key):
+                prepared[each.key] = each.prepare(stored, saved.state(each.key))
+        return prepared
 
-    ranks.together(taken_over)
+    prepared = ranks.together(prepare)
+    storage.load({key: each.tensors for key, each in prepared.items()}, saved.checkpoint, stored)
+
+    def take_over() -> None:
+        for each in prepared.values():
+            each.take_over()
+
+    ranks.together(take_over)
 
 
 def prepare_components(
-    saved: SavedStates, components: Sequence[Component], report: LoadReport
+    saved: SavedStates,
+    components: Sequence[Component],
+    report: LoadReport,
+    adapt: Mapping[str, Callable[[State], State]],
 ) -> list[tuple[Component, State]]:
     """Each component with the state that it is to be given, as its present version writes it; nothing is loaded yet.
 
-    Collective. Writes into ``report`` which had one.
+    Collective. Writes into ``report`` which had one. ``adapt``: what a component's state goes through, by its key.
 
     Raises:
         StateMismatch: if a state cannot be made to fit.
@@ -149,7 +181,8 @@ def prepare_components(
                 report.fresh.append(component.key)
                 continue
             with _noting(component):
-                found.append((component, _state_for(component, saved, key, report)))
+                state = _state_for(component, saved, key, report)
+                found.append((component, adapt[component.key](state) if component.key in adapt else state))
         return found
 
     return ranks.together(prepare)
@@ -174,14 +207,18 @@ def left_over(saved: SavedStates, components: Sequence[Component], report: LoadR
     return ranks.together(lambda: {key: saved.all_of(key) for key in report.carried} if ranks.rank() == 0 else {})
 
 
-def _prepared(each: Sharded, stored: Index, saved: SavedStates) -> dict[str, torch.Tensor]:
-    rest = saved.state(each.key)
+@contextmanager
+def _blaming(saved: SavedStates, key: str) -> Iterator[None]:
+    """A state that is not what dalsegno writes is the checkpoint's fault."""
     try:
-        return each.prepare(stored.of(each.key), rest)
+        yield
     except (KeyError, TypeError, AttributeError) as error:
-        raise DamagedCheckpoint(
-            f"{saved.path}: the state of {each.key} is not what {each.class_name} writes ({error!r})"
-        ) from error
+        raise DamagedCheckpoint(f"{saved.path}: the state of {key} is not what dalsegno writes ({error!r})") from error
+
+
+def _kind(class_name: str) -> str:
+    """A class without the modules between, which a library may rename: ``torch.AdamW``."""
+    return f"{class_name.partition('.')[0]}.{class_name.rpartition('.')[2]}"
 
 
 @contextmanager

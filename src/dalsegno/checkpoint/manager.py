@@ -5,18 +5,21 @@ from __future__ import annotations
 import functools
 import heapq
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from dalsegno import files, ranks
-from dalsegno.component import Component
+from dalsegno.changes import Value, refuse
+from dalsegno.component import Component, State
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint
 
-from . import folder
+from . import folder, index
 from .codec import encode
+from .index import Index
 from .loading import (
     LoadReport,
     SavedStates,
+    changes_of,
     left_over,
     prepare_components,
     refuse_changed_callbacks,
@@ -150,6 +153,9 @@ class CheckpointManager:
         components: Sequence[Component],
         *,
         strict_callbacks: bool = False,
+        settings: Mapping[str, Value] | None = None,
+        allowed: Collection[str] = (),
+        adapt: Mapping[str, Callable[[State], State]] | None = None,
     ) -> LoadReport:
         """Restore everything from a checkpoint that :meth:`find` gave.
 
@@ -160,6 +166,9 @@ class CheckpointManager:
             sharded: model and optimizer.
             components: everything else that has a state.
             strict_callbacks: refuse a state that finds no callback, and a callback that finds no state.
+            settings: what the run is trained with now, to be compared with what is saved under that key.
+            allowed: which changes are not refused: see :data:`dalsegno.changes.REFUSED`.
+            adapt: by a component's key, a function that its saved state goes through before it is loaded.
 
         Raises:
             StateMismatch: before anything is changed, if a state does not fit what it is for.
@@ -168,21 +177,28 @@ class CheckpointManager:
         saved, report = SavedStates(checkpoint), LoadReport()
         if strict_callbacks:
             refuse_changed_callbacks(saved, components)
-        known = [each for each in sharded if each.key in saved]
-        report.fresh.extend(each.key for each in sharded if each.key not in saved)
-        prepared = prepare_components(saved, components, report)
-        restore_sharded(checkpoint, saved, known)
+        stored = ranks.together(lambda: Index.read(checkpoint.file(index.FILE_NAME)))
+        report.changes.extend(ranks.together(lambda: changes_of(saved, stored, sharded, settings)))
+        refuse(report.changes, allowed, checkpoint.path)
+        replaced = {change.setting for change in report.changes if change.saved != change.now}  # by another class
+        known = [each for each in sharded if each.key in saved and each.key not in replaced]
+        report.fresh.extend(each.key for each in sharded if each not in known)
+        prepared = prepare_components(saved, components, report, adapt or {})
+        restore_sharded(saved, stored, known)
         report.restored.extend(each.key for each in known)
         restore_components(prepared, report)
         self._carried = left_over(saved, components, report)
         for key in saved:
-            if saved.record(key).scope == "sharded" and key not in report.restored:
+            if saved.record(key).scope == "sharded" and key not in {each.key for each in sharded}:
                 report.notes.append(f"{key}: is in the checkpoint, but nothing takes it; it is not carried forward")
         return report
 
     def load_sharded(self, checkpoint: Checkpoint, sharded: Sequence[Sharded]) -> None:
         """Restore these only, say the model of the best checkpoint."""
-        restore_sharded(checkpoint, SavedStates(checkpoint), sharded)
+        saved = SavedStates(checkpoint)
+        stored = ranks.together(lambda: Index.read(checkpoint.file(index.FILE_NAME)))
+        refuse(ranks.together(lambda: changes_of(saved, stored, sharded, None)), (), checkpoint.path)
+        restore_sharded(saved, stored, sharded)
 
     def entries(self) -> list[Entry]:
         """Every checkpoint of the run, oldest first, as its manifest tells; unreadable ones are left out."""

@@ -7,7 +7,8 @@ name of the model's own parameters, so that it finds its place whatever the numb
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -16,10 +17,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dalsegno.component import State
-from dalsegno.errors import CannotSave, StateMismatch
+from dalsegno.errors import CannotSave
 from dalsegno.pieces import cleaned
 
-from .index import StoredTensor
+from .index import Index, StoredTensor
 from .layout import DTYPES, KNOWN, name_of
 
 Tensors = dict[str, torch.Tensor]
@@ -38,17 +39,21 @@ class Sharded(Protocol):
         """The tensors by name (not copied), and all else; the same names and the same rest on every rank."""
         ...
 
-    def prepare(self, stored: Mapping[str, StoredTensor], rest: State) -> Tensors:
-        """The tensors to load into, by name: all that are stored, and nothing else.
-
-        Raises:
-            StateMismatch: if what is stored does not fit; the message lists every difference.
-        """
+    def differences(self, stored: Index, rest: State) -> list[str]:
+        """Every way in which what is stored does not fit, a line for each; empty if it fits."""
         ...
 
-    def restore(self, tensors: Tensors, rest: State) -> None:
-        """Take over the tensors of :meth:`prepare`, loaded by now, and the rest."""
+    def prepare(self, stored: Index, rest: State) -> Prepared:
+        """What to load into, for all that fits; the rest stays as it is."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """``tensors`` to load into, by the name under which each is stored; and ``take_over``, for when they are loaded."""
+
+    tensors: Tensors
+    take_over: Callable[[], None]
 
 
 class ModelState:
@@ -72,12 +77,11 @@ class ModelState:
         tensors, tied, extra = self._sorted()
         return tensors, {"tied": tied, "extra": extra}
 
-    def prepare(self, stored: Mapping[str, StoredTensor], rest: State) -> Tensors:
+    def differences(self, stored: Index, rest: State) -> list[str]:
         tensors, tied, extra = self._sorted()
         here = {**tensors, **{alias: tensors[name] for alias, name in tied.items()}}
-        sources = {name: rest["tied"].get(name, name) for name in here}
-        there = {**stored, **{alias: stored[name] for alias, name in rest["tied"].items()}}
-        complaints = [
+        there = _with_aliases(stored.of(self.key), rest)
+        lines = [
             *(f"missing in the checkpoint: {name}{_form(here[name])}" for name in here.keys() - there.keys()),
             *(f"missing in the checkpoint: {name}" for name in extra.keys() - rest["extra"].keys()),
             *(f"unexpected in the checkpoint: {name}{_form(there[name])}" for name in there.keys() - here.keys()),
@@ -90,21 +94,38 @@ class ModelState:
             *(
                 f"{alias}: here it is {name} itself, saved were two tensors"
                 for alias, name in tied.items()
-                if sources[alias] != sources[name]
+                if rest["tied"].get(alias, alias) != rest["tied"].get(name, name)
             ),
         ]
-        _complain(self, complaints)
-        return {sources[name]: tensor for name, tensor in tensors.items()}
+        return sorted(lines)
 
-    def restore(self, tensors: Tensors, rest: State) -> None:
-        # Most tensors are the model's own by now. Loading them all the same lets the model's hooks do what they do to
-        # any state dict, and gives what was tied when saved, but is not now, to every name that it has here.
-        state = {}
-        for raw_name in self._model.state_dict(keep_vars=True):
-            name = cleaned(raw_name)
-            source = rest["tied"].get(name, name)
-            state[raw_name] = tensors[source] if source in tensors else rest["extra"][name]
-        self._model.load_state_dict(state)
+    def prepare(self, stored: Index, rest: State) -> Prepared:
+        there = stored.of(self.key)
+        sources = {cleaned(raw): rest["tied"].get(cleaned(raw), cleaned(raw)) for raw in self._raw()}
+        targets = {
+            sources[name]: tensor
+            for name, tensor in self._sorted()[0].items()
+            if sources[name] in there and tensor.shape == there[sources[name]].shape
+        }
+
+        def take_over() -> None:
+            # Most tensors are the model's own by now. Loading them all the same lets the model's hooks do what they do
+            # to any state dict, and gives what was tied when saved, but is not now, to every name that it has here.
+            state = {}
+            for raw, here in self._raw().items():
+                name = cleaned(raw)
+                source = targets.get(sources[name])
+                if source is not None and isinstance(here, torch.Tensor) and source.shape == here.shape:
+                    state[raw] = source
+                elif name in rest["extra"]:
+                    state[raw] = rest["extra"][name]
+            self._model.load_state_dict(state, strict=False)
+
+        return Prepared(targets, take_over)
+
+    def _raw(self) -> dict[str, Any]:
+        """The model's own state dict, its parameters themselves."""
+        return dict(self._model.state_dict(keep_vars=True))
 
     def _sorted(self) -> tuple[Tensors, dict[str, str], dict[str, Any]]:
         """Tensors, each once; further names of the same tensors; values of ``get_extra_state``."""
@@ -112,7 +133,7 @@ class ModelState:
         tied: dict[str, str] = {}
         extra: dict[str, Any] = {}
         names: dict[int, str] = {}
-        for raw_name, value in self._model.state_dict(keep_vars=True).items():
+        for raw_name, value in self._raw().items():
             name = cleaned(raw_name)
             if not isinstance(value, torch.Tensor) or name.endswith("_extra_state"):
                 extra[name] = value
@@ -181,40 +202,57 @@ class OptimizerState:
             ],
         }
 
-    def prepare(self, stored: Mapping[str, StoredTensor], rest: State) -> Tensors:
+    def differences(self, stored: Index, rest: State) -> list[str]:
         groups = [[name for name, _ in group] for group in self._named_groups()]
         saved = [group["params"] for group in rest["groups"]]
-        complaints = []
+        lines = []
         if len(groups) != len(saved):
-            complaints.append(f"{len(saved)} parameter groups in the checkpoint, {len(groups)} here")
+            lines.append(f"{len(saved)} parameter groups in the checkpoint, {len(groups)} here")
         for number, (here, there) in enumerate(zip(groups, saved, strict=False)):
-            complaints += [f"group {number}, missing in the checkpoint: {name}" for name in {*here} - {*there}]
-            complaints += [f"group {number}, unexpected in the checkpoint: {name}" for name in {*there} - {*here}]
-        parameters = {name: parameter for group in self._named_groups() for name, parameter in group}
-        wanted = {f"{name}.{kind}": name for name, kinds in rest["sharded"].items() for kind in kinds}
-        complaints += [f"listed, but without its tensor: {name}" for name in wanted.keys() - stored.keys()]
-        _complain(self, complaints)
-        return {key: _like(parameters[name], stored[key]) for key, name in wanted.items()}
+            lines += [f"group {number}, missing in the checkpoint: {name}" for name in {*here} - {*there}]
+            lines += [f"group {number}, unexpected in the checkpoint: {name}" for name in {*there} - {*here}]
+        wanted = {f"{name}.{kind}" for name, kinds in rest["sharded"].items() for kind in kinds}
+        lines += [f"listed, but without its tensor: {name}" for name in wanted - stored.of(self.key).keys()]
+        return sorted(lines)
 
-    def restore(self, tensors: Tensors, rest: State) -> None:
+    def prepare(self, stored: Index, rest: State) -> Prepared:
         named = [each for group in self._named_groups() for each in group]
-        numbers = {name: number for number, (name, _) in enumerate(named)}
-        saved = {
-            name: plain | {kind: tensors[f"{name}.{kind}"] for kind in rest["sharded"].get(name, ())}
-            for name, plain in rest["state"].items()
+        weights, own = stored.of(ModelState.key), stored.of(self.key)
+        fitting = {  # a parameter that has another shape now has no use for its former state
+            name: number
+            for number, (name, parameter) in enumerate(named)
+            if name in rest["state"] and (name not in weights or weights[name].shape == parameter.shape)
         }
-        groups, position = [], itertools.count()
-        for group, here in zip(rest["groups"], self._optimizer.param_groups, strict=True):
+        tensors = {
+            f"{name}.{kind}": _like(named[number][1], own[f"{name}.{kind}"])
+            for name, number in fitting.items()
+            for kind in rest["sharded"].get(name, ())
+        }
+
+        def take_over() -> None:
+            saved = {
+                name: rest["state"][name] | {kind: tensors[f"{name}.{kind}"] for kind in rest["sharded"].get(name, ())}
+                for name in fitting
+            }
+            state = {fitting[name]: values for name, values in saved.items()} | rest["other"]
+            self._optimizer.load_state_dict({"state": state, "param_groups": self._groups(rest["groups"])})
+            # load_state_dict casts state to the parameter's type, moves it to its device and mangles strings.
+            for name, values in saved.items():
+                own = self._optimizer.state[named[fitting[name]][1]]
+                for kind, value in values.items():
+                    is_on_cpu = kind in rest["on_cpu"].get(name, ())
+                    own[kind] = value if is_on_cpu else _exactly(value, own.get(kind))
+
+        return Prepared(tensors, take_over)
+
+    def _groups(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The groups with their saved hyperparameters, and parameters by number; others than were saved keep theirs."""
+        own, position, groups = self._optimizer.param_groups, itertools.count(), []
+        for group, here in zip(saved if len(saved) == len(own) else own, own, strict=True):
             placed = {key: _placed_like(value, here.get(key)) for key, value in group.items()}
-            groups.append(placed | {"params": [next(position) for _ in here["params"]]})
-        state = {numbers[name]: values for name, values in saved.items()} | rest["other"]
-        self._optimizer.load_state_dict({"state": state, "param_groups": groups})
-        # load_state_dict casts state to the parameter's type, moves it to its device and mangles strings.
-        for name, values in saved.items():
-            own = self._optimizer.state[named[numbers[name]][1]]
-            for kind, value in values.items():
-                is_on_cpu = kind in rest["on_cpu"].get(name, ())
-                own[kind] = value if is_on_cpu else _exactly(value, own.get(kind))
+            names = {"param_names": here["param_names"]} if "param_names" in here else {}
+            groups.append(placed | names | {"params": [next(position) for _ in here["params"]]})
+        return groups
 
     def _named_groups(self) -> list[list[tuple[str, torch.Tensor]]]:
         """The parameters of each group, in the optimizer's order, which ``state_dict`` numbers them by."""
@@ -226,6 +264,10 @@ class OptimizerState:
             ]
             for number, group in enumerate(self._optimizer.param_groups)
         ]
+
+
+def _with_aliases(stored: Mapping[str, StoredTensor], rest: State) -> dict[str, StoredTensor]:
+    return {**stored, **{alias: stored[name] for alias, name in rest["tied"].items()}}
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -286,10 +328,3 @@ def _exactly(saved: Any, loaded: Any) -> Any:
 
 def _form(thing: torch.Tensor | StoredTensor) -> str:
     return f" {list(thing.shape)} {name_of(thing.dtype)}"
-
-
-def _complain(sharded: Sharded, complaints: Iterable[str]) -> None:
-    if lines := sorted(complaints):
-        raise StateMismatch(
-            f"{sharded.key}: the checkpoint does not fit this {sharded.class_name}:\n  " + "\n  ".join(lines)
-        )

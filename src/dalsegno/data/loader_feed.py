@@ -146,6 +146,9 @@ class LoaderFeed:
         batch_size = getattr(self._loader, "batch_size", None)
         return batch_size * self._world_size if isinstance(batch_size, int) else None
 
+    def adapt(self, state: dict[str, Any]) -> dict[str, Any]:
+        return state
+
     def _place(self, kind: str) -> dict[str, Any]:
         return {
             "kind": kind,

@@ -83,6 +83,9 @@ class MapFeed:
     def samples_per_microbatch(self) -> int:
         return self._sampler.global_batch
 
+    def adapt(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, **self._sampler.adapt(state)}
+
     def state_dict(self) -> dict[str, Any]:
         return {"kind": "map", **self._sampler.state_dict(), "epoch": self.epoch, "cursor": self._cursor}
 

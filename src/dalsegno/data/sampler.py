@@ -170,6 +170,14 @@ class ResumableSampler(Sampler[list[int]]):
             "shuffle": self.shuffle,
         }
 
+    def adapt(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A saved place, as one in this dataset: as many samples into the epoch, or at its end if it is not that long.
+
+        Where the dataset had another length, its order was another one too: some samples come twice in this epoch,
+        and some not at all.
+        """
+        return {**state, "cursor": min(state["cursor"], self.samples), "length": self.length}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved place, in its order: the saved seed replaces this one.
 
