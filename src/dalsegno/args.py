@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .errors import ConfigurationError, UnknownName
-from .places import is_url, local_folder
+from .places import is_url, local_folder, was_url
 from .schedule import Every
 
 Strategy = Literal["no", "steps", "epoch"]
@@ -166,6 +166,8 @@ class TrainingArguments:
                 raise ConfigurationError(
                     f"local_dir={str(self.local_dir)!r}: output_dir={str(self.output_dir)!r} is no URL, and needs none"
                 )
+            if was_url(self.output_dir):
+                raise ConfigurationError(f"output_dir={str(self.output_dir)!r}: give a URL as text, not as a Path")
             self.output_dir = Path(self.output_dir)
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)

@@ -131,6 +131,8 @@ def test_where_it_lies_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ds.TrainingArguments(tmp_path, local_dir="x")
     with pytest.raises(ds.ConfigurationError, match=r"output_dir='nowhere://x': Protocol not known: nowhere"):
         jobs.trainer("nowhere://x", tmp_path, 2)
+    with pytest.raises(ds.ConfigurationError, match=r"output_dir='s3:/bucket/run': give a URL as text, not as a Path"):
+        ds.TrainingArguments(Path("s3://bucket/run"))
     monkeypatch.setenv("DALSEGNO_CACHE", str(tmp_path))
     first, second = (ds.TrainingArguments(f"s3://bucket/{name}/").directory for name in ("run 1", "run-1"))
     assert first != second and first.parent == second.parent == tmp_path
