@@ -22,7 +22,7 @@ LONGEST = 400  # lines
 
 FLOORS = [
     # what everything stands on
-    ["errors", "files", "places", "ranks", "schedule", "component", "worker"],
+    ["errors", "files", "places", "ranks", "schedule", "component", "worker", "policy", "retention"],
     # the words of a run: settings, state, events, callbacks; and what can be said without torch
     [
         "args",
@@ -87,6 +87,8 @@ MUST_NOT_KNOW = {
 WITHOUT_TORCH = [
     "errors",
     "schedule",
+    "policy",
+    "retention",
     "files",
     "places",
     "logs",
@@ -100,7 +102,6 @@ WITHOUT_TORCH = [
     "worker",
     "checkpoint.survey",
     "checkpoint.readable",
-    "checkpoint.policy",
 ]
 
 

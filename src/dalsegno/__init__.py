@@ -81,7 +81,12 @@ if TYPE_CHECKING:
     from .registration import GlobalHandle as GlobalHandle
     from .registration import register_global_callback as register_global_callback
     from .result import TrainResult as TrainResult
+    from .retention import Best as Best
+    from .retention import EveryNth as EveryNth
+    from .retention import Latest as Latest
+    from .schedule import AtEnd as AtEnd
     from .schedule import Every as Every
+    from .schedule import OnBest as OnBest
     from .state import TrainerControl as TrainerControl
     from .state import TrainerState as TrainerState
     from .trainer import Trainer as Trainer
@@ -171,7 +176,16 @@ _HOMES = {
     ),
     "own_loop": ("Run",),
     "result": ("TrainResult",),
-    "schedule": ("Every",),
+    "retention": (
+        "Best",
+        "EveryNth",
+        "Latest",
+    ),
+    "schedule": (
+        "AtEnd",
+        "Every",
+        "OnBest",
+    ),
     "state": (
         "TrainerControl",
         "TrainerState",

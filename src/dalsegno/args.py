@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from .errors import ConfigurationError, UnknownName
 from .places import is_url, local_folder, was_url
-from .schedule import Every
+from .retention import Best, Latest, Retention, retention_of
+from .schedule import Every, OnBest, When, when_of
 
 Strategy = Literal["no", "steps", "epoch"]
 
@@ -123,8 +125,12 @@ class TrainingArguments:
     """As ``logging_strategy``. Unless it is ``no``, the end of training saves too."""
     save_steps: int = 500
     """Steps between two checkpoints; 0: never, not even at the end."""
+    save: When | str | Sequence[When | str] | None = None
+    """When to save, in place of these two: ``Every(steps=500) | Every(minutes=30)``, or as text; the end saves too."""
     save_total_limit: int | None = None
     """How many checkpoints to keep: the newest ones, and the best one beside them. None: all."""
+    keep: Retention | str | Sequence[Retention | str] | None = None
+    """Which to keep, in place of it: ``Latest(3) | Best(2) | EveryNth(10_000)``, or as text. None: all."""
 
     load_best_model_at_end: bool = False
     """Save at each new best metric, and end with that model's weights."""
@@ -188,10 +194,23 @@ class TrainingArguments:
         seconds = self.max_seconds
         if seconds is not None and (type(seconds) not in (int, float) or not 0 < seconds < math.inf):
             raise ConfigurationError(f"max_seconds={seconds!r}; needs a number over 0, or None for no limit")
+        self._check_policies()
         if self.load_best_model_at_end and not (self.evaluation and self.saving):
             raise ConfigurationError(
                 "load_best_model_at_end=True needs evaluations and checkpoints; see eval_steps, save_steps"
             )
+
+    def _check_policies(self) -> None:
+        if self.save is not None:
+            self.save = when_of(self.save)
+            if (self.save_steps, self.save_strategy) != (_default("save_steps"), _default("save_strategy")):
+                raise ConfigurationError(f"save={self.save!r}, and save_steps= or save_strategy= too; give one of them")
+            if self.save.on_best and not self.evaluation:
+                raise ConfigurationError(f"save={self.save!r} needs evaluations; see eval_steps")
+        if self.keep is not None:
+            self.keep = retention_of(self.keep)
+            if self.save_total_limit is not None:
+                raise ConfigurationError(f"keep={self.keep!r}, and save_total_limit= too; give one of them")
 
     @property
     def directory(self) -> Path:
@@ -219,8 +238,24 @@ class TrainingArguments:
         return _every(self.eval_strategy, self.eval_steps)
 
     @property
-    def saving(self) -> Every:
-        return _every(self.save_strategy, self.save_steps)
+    def saving(self) -> When:
+        """When to save, however it was given; false if never."""
+        saving = _every(self.save_strategy, self.save_steps) if self.save is None else when_of(self.save)
+        return saving | OnBest() if saving and self.load_best_model_at_end else saving
+
+    @property
+    def keeping(self) -> Retention | None:
+        """Which checkpoints stay, however it was given; None: all."""
+        if self.keep is not None:
+            keeping = retention_of(self.keep)
+        elif self.save_total_limit is not None:
+            keeping = Latest(self.save_total_limit) | Best()
+        else:
+            return None
+        keeping = keeping.measured_by(self.best_metric_name, greater=self.best_is_greater)
+        if self.load_best_model_at_end:
+            keeping |= Best().measured_by(self.best_metric_name, greater=self.best_is_greater)
+        return keeping
 
     @property
     def best_metric_name(self) -> str:
@@ -236,8 +271,12 @@ class TrainingArguments:
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as a dict that JSON can hold."""
-        local_dir = None if self.local_dir is None else str(self.local_dir)
-        return {**asdict(self), "output_dir": str(self.output_dir), "local_dir": local_dir}
+        texts = {name: getattr(self, name) for name in ("output_dir", "local_dir", "save", "keep")}
+        return asdict(self) | {name: None if value is None else str(value) for name, value in texts.items()}
+
+
+def _default(name: str) -> object:
+    return getattr(TrainingArguments, name)
 
 
 def _every(strategy: Strategy, steps: int) -> Every:

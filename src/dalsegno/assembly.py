@@ -20,7 +20,7 @@ from .beginning import Beginning, Resume
 from .boundary import Boundary
 from .callback import Callback, components_of, global_callbacks
 from .callbacks import default_callbacks
-from .checkpoint import SETTINGS, CheckpointManager, Latest, ModelState, OptimizerState
+from .checkpoint import SETTINGS, CheckpointManager, ModelState, OptimizerState
 from .component import Component, Stateful
 from .data import Feed
 from .dispatcher import Dispatcher
@@ -96,9 +96,8 @@ class Assembly:
             "meter": self.meter,
             **others,
         }
-        keep = None if args.save_total_limit is None else Latest(args.save_total_limit)
-        self._manager = CheckpointManager(args.directory, keep=keep)
-        self._mirror = mirror_of(args.url, args.directory, keep)
+        self._manager = CheckpointManager(args.directory, keep=args.keeping)
+        self._mirror = mirror_of(args.url, args.directory, args.keeping)
         self._interrupts = Interrupts(self.control)
         self._time_limit = TimeLimit(self.control, args.max_seconds)
         self.boundary = Boundary(

@@ -11,16 +11,18 @@ So a captured state contains all that happened in its step.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from . import ranks
 from .agreement import Agreement, Source
 from .args import TrainingArguments
 from .dispatcher import Dispatcher
 from .errors import UnknownName
 from .meter import Meter
-from .state import TrainerControl, TrainerState
+from .state import NO_WISHES, TrainerControl, TrainerState, Wishes
 from .takeback import Takeback
 
 
@@ -99,7 +101,10 @@ class Boundary:
 
     def begin_leg(self) -> None:
         """No decision of a former leg is left."""
-        self._agreement = Agreement(self._control, self._outside, each_step=self._on.wishes_each_step())
+        self._seconds_apart = self._args.saving.seconds_apart
+        self._saved_at = time.monotonic()
+        outside = [*self._outside, self._look_at_clock] if self._seconds_apart < math.inf else self._outside
+        self._agreement = Agreement(self._control, outside, each_step=self._on.wishes_each_step())
         self._save_is_held = False
         self.lr: Any = None
         """What the newest update used."""
@@ -222,12 +227,13 @@ class Boundary:
         if math.isnan(value) or (best is not None and (value <= best if args.best_is_greater else value >= best)):
             return
         state.best_metric, state.best_global_step = value, state.global_step
-        if args.load_best_model_at_end:
+        if args.saving.on_best:
             self._control.should_save = True
 
     def save(self) -> None:
         """Write a checkpoint of this step, unless there is one. Collective."""
         on, step = self._on, self._state.global_step
+        self._saved_at = time.monotonic()
         if self.saved_step == step:
             return
         path, is_best = self._saver.path_of(step), self._is_best()
@@ -239,6 +245,11 @@ class Boundary:
         if on.save:
             on.save.fill(path, step, is_best)
             on.save.fire()
+
+    def _look_at_clock(self) -> Wishes:
+        """A wish to save, once the newest checkpoint is old enough. By rank 0's clock: one is enough."""
+        is_time = ranks.rank() == 0 and time.monotonic() - self._saved_at >= self._seconds_apart
+        return Wishes(save=True) if is_time else NO_WISHES
 
     def _is_best(self) -> bool:
         """Whether this step's checkpoint, which is there or about to be, is the best; if so, that is remembered."""

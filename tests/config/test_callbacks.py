@@ -182,7 +182,7 @@ def test_an_argument_becomes_what_its_annotation_says(argument: str, written: An
         ("shown", 3, "shown=3; needs a list of str or a table of str or None"),
         ("due", {"step": 3}, "due={'step': 3}; unknown key for Every: 'step'; did you mean 'steps'?"),
         ("due", {"steps": -1}, "due={'steps': -1}; Every(steps=-1): needs a whole number, 0 (never) or more"),
-        ("due", 3, "due=3; needs a table with steps, epochs or None"),
+        ("due", 3, "due=3; needs a table with steps, epochs, seconds, minutes or None"),
         ("windows", [{"begin": 1}, {}], "windows[1]={}; Window needs begin"),
         ("windows", [{"begin": "x"}], "windows[0].begin='x'; needs int"),
         ("colour", "green", "colour='green'; allowed are 'red', 'blue'"),

@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -157,3 +158,21 @@ def signal_the_group(output_dir: Path, number: signal.Signals) -> Any:
     )
     result = trainer.train()
     return result.global_step, result.reason, result.why, result.stopped_by
+
+
+def save_by_the_clock(output_dir: Path) -> Any:
+    """Train until two checkpoints are there. At which steps this rank has saved, and, on rank 0, when."""
+    steps: list[int] = []
+    times: list[float] = []
+
+    def note(ctx: Any) -> None:
+        steps.append(ctx.step)
+        times.append(time.monotonic())
+        if len(steps) == 2:
+            ctx.control.stop("seen")
+
+    trainer = small_trainer(
+        output_dir, Listener({"on_before_save": note}), save_steps=500, save="Every(seconds=0.1)", max_steps=1_000_000
+    )
+    trainer.train()
+    return steps, ranks.broadcast(times)

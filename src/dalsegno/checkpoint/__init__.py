@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from .loading import SETTINGS, LoadReport
     from .manager import CheckpointManager
     from .manifest import Checkpoint, Manifest
-    from .policy import AnyOf, Best, Entry, Keep, Latest
     from .sharded import ModelState, OptimizerState, Sharded, unwrapped
 
 _HOMES = {
@@ -23,21 +22,15 @@ _HOMES = {
     "loading": ("SETTINGS", "LoadReport"),
     "manager": ("CheckpointManager",),
     "manifest": ("Checkpoint", "Manifest"),
-    "policy": ("AnyOf", "Best", "Entry", "Keep", "Latest"),
     "sharded": ("ModelState", "OptimizerState", "Sharded", "unwrapped"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "SETTINGS",
-    "AnyOf",
-    "Best",
     "Checkpoint",
     "CheckpointManager",
-    "Entry",
     "Exported",
-    "Keep",
-    "Latest",
     "LoadReport",
     "Manifest",
     "ModelState",

@@ -12,6 +12,7 @@ from dalsegno import files, ranks
 from dalsegno.changes import Value, refuse
 from dalsegno.component import Component, State
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint
+from dalsegno.retention import Entry, Keep
 
 from . import folder, index
 from .codec import encode
@@ -27,7 +28,6 @@ from .loading import (
     restore_sharded,
 )
 from .manifest import Checkpoint, FileRecord, Manifest
-from .policy import Entry, Keep
 from .saving import Stage, manifest_of, publish, write_out
 from .sharded import Sharded
 from .sidecar import SavedState
@@ -238,7 +238,7 @@ class CheckpointManager:
         return ranks.from_rank_zero(move)
 
     def prune(self) -> list[Path]:
-        """Delete what the policy does not keep; never the newest good one, the best, or files that are not ours.
+        """Delete what the policy does not keep; never the newest, the last verified one, or files that are not ours.
 
         Returns:
             The deleted checkpoints.
@@ -247,7 +247,6 @@ class CheckpointManager:
             return []
         entries = self.entries()
         kept = self._keep(entries) | {entry.step for entry in entries[-1:]}
-        kept |= {entry.step for entry in [entry for entry in entries if entry.best][-1:]}
         doomed = [self.path_of(entry.step) for entry in entries if entry.step not in kept]
 
         def delete() -> list[Path]:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dalsegno.errors import DamagedCheckpoint, NotFound, StateMismatch
+from dalsegno.retention import Entry
 
 from . import folder, manifest
 from .manifest import Checkpoint
-from .policy import Entry
 
 
 class Condition(enum.StrEnum):

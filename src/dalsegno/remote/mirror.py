@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from dalsegno import ranks
-from dalsegno.checkpoint.policy import Keep
+from dalsegno.retention import Keep
 
 from . import download
 from .courier import Courier

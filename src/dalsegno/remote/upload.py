@@ -11,8 +11,8 @@ from pathlib import Path
 
 from dalsegno.checkpoint import folder
 from dalsegno.checkpoint.manifest import FILE_NAME, Checkpoint, Manifest
-from dalsegno.checkpoint.policy import Entry, Keep
 from dalsegno.errors import DamagedCheckpoint, StateMismatch
+from dalsegno.retention import Entry, Keep
 
 from . import snapshot
 from .snapshot import CHECKPOINTS, Marks, Snapshot
