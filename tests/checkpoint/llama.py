@@ -37,7 +37,12 @@ class Sentences(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def train(output_dir: Path, parallel: str, tied: bool) -> dict[str, Any]:
+def train_tied_and_untied(folder: Path) -> dict[bool, dict[str, Any]]:
+    """Both, in one process: importing transformers takes longer than training."""
+    return {tied: train(folder / str(tied), tied) for tied in (True, False)}
+
+
+def train(output_dir: Path, tied: bool) -> dict[str, Any]:
     """Two steps; gives the logits (6, vocabulary) of the first sentence, and every parameter, whole, as arrays."""
     from transformers import LlamaForCausalLM
 
@@ -50,7 +55,7 @@ def train(output_dir: Path, parallel: str, tied: bool) -> dict[str, Any]:
         logging_steps=0,
         learning_rate=0.01,
         per_device_train_batch_size=2,
-        parallel=parallel,
+        parallel="fsdp",
         use_cpu=True,
         disable_tqdm=True,
     )

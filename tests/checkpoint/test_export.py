@@ -21,12 +21,17 @@ from dalsegno.checkpoint import CheckpointManager, ModelState
 from dalsegno.testing import run_ranks
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bool, Any]:
-    """A run of two FSDP2 ranks; whether embeddings are tied; and what the model was at its end."""
-    folder = tmp_path_factory.mktemp("run")
-    first, _ = run_ranks(llama.train, 2, folder, "fsdp", request.param)
-    return folder, request.param, first
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, tuple[Path, bool, Any]]:
+    """By whether embeddings are tied: a run of two FSDP2 ranks, whether they are, and what the model was at its end."""
+    folder = tmp_path_factory.mktemp("runs")
+    first, _ = run_ranks(llama.train_tied_and_untied, 2, folder)
+    return {tied: (folder / str(tied), tied, told) for tied, told in first.items()}
+
+
+@pytest.fixture(params=[True, False], ids=["tied", "untied"])
+def trained(request: pytest.FixtureRequest, runs: Any) -> Any:
+    return runs[request.param]
 
 
 @pytest.mark.parametrize("max_shard_size", ["5GB", "4KB"])
