@@ -38,7 +38,7 @@ class Retention(Policy):
         raise NotImplementedError
 
     def __or__(self, other: Retention) -> Retention:
-        return AnyRetention((*_parts(self), *_parts(other)))
+        return AnyRetention((*rules_of(self), *rules_of(other)))
 
     def measured_by(self, metric: str, *, greater: bool) -> Retention:
         """The same, by this metric where the rule leaves it open."""
@@ -134,11 +134,12 @@ def retention_of(given: Retention | str | Sequence[Retention | str]) -> Retentio
         raise ConfigurationError(
             f"{given!r} does not say which checkpoints stay; use Latest(…), Best(…), EveryNth(…), or several in a list"
         )
-    parts = tuple(part for each in given for part in _parts(retention_of(each)))
+    parts = tuple(part for each in given for part in rules_of(retention_of(each)))
     return parts[0] if len(parts) == 1 else AnyRetention(parts)
 
 
-def _parts(rule: Retention) -> tuple[Retention, ...]:
+def rules_of(rule: Retention) -> tuple[Retention, ...]:
+    """The single rules that ``|`` has joined."""
     if not isinstance(rule, Retention):
         raise ConfigurationError(f"{rule!r} is no rule of which checkpoints stay; use Latest(…), Best(…), EveryNth(…)")
     return rule.parts if isinstance(rule, AnyRetention) else (rule,)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from dalsegno.checkpoint import CheckpointManager, ModelState
 from dalsegno.cli import main
 from dalsegno.component import Component
+from dalsegno.files import DirectoryLock
 from support.runs import busy_trainer
 
 
@@ -130,7 +131,7 @@ def test_looking_needs_no_torch(trained: Path) -> None:
         "import sys\nfrom dalsegno.cli import main\n"
         "assert main(['checkpoints', *sys.argv[1:]]) == 0\nassert 'torch' not in sys.modules"
     )
-    for command in ("list", "verify"):
+    for command in ("list", "verify", "prune"):
         done = subprocess.run([sys.executable, "-c", code, command, str(trained)], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
 
@@ -292,6 +293,82 @@ def test_diff_of_what_is_damaged(run: Path, checkpoints: Command) -> None:
     flip_a_byte(checkpoint_of(run, 6) / "shared.json", 100)
     checkpoints("diff", checkpoint_of(run, 6), run, status=2)
     assert "shared.json: has checksum" in checkpoints.errors
+
+
+# --- prune, and why a checkpoint is kept ----------------------------------------------------------------------------
+
+
+def test_list_says_what_keeps_each(trained: Path, checkpoints: Command) -> None:
+    best = "Best(metric='eval_loss', mode='min')"
+    kept = {row["step"]: row["kept"] for row in checkpoints.json("list", trained)}
+    assert kept == {4: ["Latest(count=3)"], 6: ["Latest(count=3)"], 8: ["Latest(count=3)", best, "newest"]}
+    (row,) = checkpoints.json("list", checkpoint_of(trained, 6))
+    assert row["kept"] == ["Latest(count=3)"]
+
+
+def test_where_no_rule_is_set_all_stay(tmp_path: Path, checkpoints: Command) -> None:
+    CheckpointManager(tmp_path).save(1, [], [])
+    (row,) = checkpoints.json("list", tmp_path)
+    assert row["kept"] == ["all stay"]
+    checkpoints("prune", tmp_path, status=2)
+    assert checkpoints.errors.endswith(
+        "this run keeps all; say which shall stay: --keep-latest, --keep-best, --every\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "left"),
+    [
+        (["--keep-latest", "2"], [6, 8]),
+        (["--keep-latest", "1", "--every", "4"], [4, 8]),
+        (["--every", "6"], [6, 8]),
+        (["--keep-best", "1", "--metric", "loss", "--mode", "max"], [4, 8]),
+        ([], [4, 6, 8]),
+    ],
+)
+def test_prune_deletes_what_no_rule_keeps(run: Path, checkpoints: Command, words: list[str], left: list[int]) -> None:
+    before = picture(run)
+    said = checkpoints.json("prune", run, "--dry-run", *words)
+    assert picture(run) == before
+    assert [row["step"] for row in said if row["kept"]] == left
+    done = checkpoints.json("prune", run, *words)
+    assert [row["step"] for row in done if not row["deleted"]] == left
+    assert [row["step"] for row in checkpoints.json("list", run)] == left
+
+
+def test_the_newest_that_verifies_is_never_pruned(run: Path, checkpoints: Command) -> None:
+    flip_a_byte(checkpoint_of(run, 8) / "model/shard-00000.safetensors")
+    out = checkpoints("prune", run, "--keep-latest", 1)
+    assert [row["step"] for row in checkpoints.json("list", run)] == [6, 8]
+    assert "newest that verifies" in out and "40" in out.splitlines()[-1]
+
+
+def test_a_run_that_is_being_trained_is_left_alone(run: Path, checkpoints: Command) -> None:
+    with DirectoryLock(run):
+        checkpoints("prune", run, "--keep-latest", 1, status=2)
+        assert "already in use" in checkpoints.errors
+        assert "would be deleted" in checkpoints("prune", run, "--keep-latest", 1, "--dry-run")
+    assert len(checkpoints.json("list", run)) == 3
+
+
+def test_prune_leaves_what_is_not_ours(run: Path, checkpoints: Command) -> None:
+    (checkpoint_of(run, 4) / "notes.txt").write_text("mine")
+    assert "not deleted" in checkpoints("prune", run, "--keep-latest", 1)
+    assert [row["step"] for row in checkpoints.json("list", run)] == [4, 8]
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--keep-latest", "0"], "Latest(count=0): needs a whole number of at least 1"),
+        (["--metric", "loss"], "--metric and --mode say what is best: give --keep-best too"),
+    ],
+)
+def test_what_cannot_be_kept(run: Path, checkpoints: Command, words: list[str], complaint: str) -> None:
+    checkpoints("prune", run, *words, status=2)
+    assert complaint in checkpoints.errors
+    checkpoints("prune", checkpoint_of(run, 4), "--keep-latest", 1, status=2)
+    assert "is one checkpoint; name the run" in checkpoints.errors
 
 
 # --- export -----------------------------------------------------------------------------------------------------------

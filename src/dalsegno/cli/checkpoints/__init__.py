@@ -6,6 +6,6 @@ the newest is taken.
 
 from __future__ import annotations
 
-from . import diff, export, list, show, verify
+from . import diff, export, list, prune, show, verify
 
-COMMANDS = {"list": list, "verify": verify, "show": show, "diff": diff, "export": export}
+COMMANDS = {"list": list, "verify": verify, "show": show, "diff": diff, "prune": prune, "export": export}

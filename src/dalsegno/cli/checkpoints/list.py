@@ -1,13 +1,13 @@
-"""List checkpoints: step, when, size, ranks, metrics, condition, and why each is kept.
+"""List checkpoints: step, when, size, ranks, metrics, why each is kept, and in which condition it is.
 
 "whole" means that the manifest is sound and every file has the size that it says; 'dalsegno checkpoints verify' reads
-every byte. Exit status 1: one of them is damaged.
+every byte. What nothing keeps is deleted after the run's next save. Exit status 1: one of them is damaged.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -33,11 +33,12 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         NotFound: if there is no checkpoint.
     """
-    from dalsegno.checkpoint.survey import Condition, survey
+    from dalsegno.checkpoint.survey import Condition, directory_of, is_checkpoint, survey
     from dalsegno.cli.tables import Column, number, print_json, print_table, size, text
 
     found = survey(arguments.place)
-    rows = [_row(each) for each in found]
+    why = _reasons(survey(directory_of(arguments.place)) if is_checkpoint(arguments.place) else found)
+    rows = [_row(each) | {"kept": why[each.entry.step] if each.entry else []} for each in found]
     if arguments.json:
         print_json(rows)
     else:
@@ -49,12 +50,20 @@ def run(arguments: argparse.Namespace) -> int:
                 Column("ranks", "ranks", number, right=True),
                 Column("metrics", "metrics", _metrics),
                 Column("best", "best", lambda best: "best" if best else ""),
+                Column("kept", "kept by", ", ".join),
                 Column("condition", "condition", style=lambda condition: STYLES.get(condition, "")),
                 Column("problem", "problem", lambda problem: text(problem) if problem else ""),
             ],
             rows,
         )
     return 1 if any(each.condition is Condition.DAMAGED for each in found) else 0
+
+
+def _reasons(found: Sequence[Found]) -> dict[int, list[str]]:
+    """By step, which rules of the run keep a checkpoint."""
+    from dalsegno.checkpoint.keeping import reasons, rule_of_run
+
+    return reasons(rule_of_run(found), [each.entry for each in found if each.entry is not None])
 
 
 def _row(found: Found) -> dict[str, Any]:

@@ -1,0 +1,121 @@
+"""Delete the checkpoints of a run that no rule keeps.
+
+Without rules, those that the run was last trained with. The newest checkpoint that verifies always stays, as do
+damaged ones, and what holds files that are not part of it. A run that is being trained is left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dalsegno.errors import ConfigurationError
+
+from .arguments import add_json, add_place
+
+if TYPE_CHECKING:
+    from dalsegno.checkpoint.survey import Found
+    from dalsegno.retention import Retention
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    add_place(parser)
+    parser.add_argument("--dry-run", action="store_true", help="say what would be deleted, and delete nothing")
+    parser.add_argument("--keep-latest", metavar="N", type=int, help="the last N stay")
+    parser.add_argument("--keep-best", metavar="N", type=int, help="the N best stay")
+    parser.add_argument("--metric", metavar="NAME", help="for --keep-best; default: the evaluation's loss")
+    parser.add_argument(
+        "--mode", choices=("min", "max"), help="whether less or more is better; default: less, if it ends in loss"
+    )
+    parser.add_argument("--every", metavar="STEPS", type=int, help="those at each multiple of STEPS stay")
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """
+    Raises:
+        NotFound: if there is no checkpoint.
+        Locked: if the run is being trained.
+        ConfigurationError: if nobody says which shall stay.
+    """
+    from dalsegno.checkpoint import folder
+    from dalsegno.checkpoint.survey import directory_of, is_checkpoint, survey
+    from dalsegno.files import DirectoryLock
+
+    if is_checkpoint(arguments.place):
+        raise ConfigurationError(f"{arguments.place}: is one checkpoint; name the run whose checkpoints are too many")
+    directory = directory_of(arguments.place)
+    run_folder = directory.parent if directory.name == "checkpoints" else directory
+    with nullcontext() if arguments.dry_run else DirectoryLock(run_folder):
+        found = survey(directory)
+        rows = _rows(found, _rule(arguments, found))
+        for row in rows:
+            if not row["kept"] and not arguments.dry_run:
+                row["deleted"] = folder.delete(Path(row["path"]))
+    _print(rows, arguments)
+    return 0
+
+
+def _rule(arguments: argparse.Namespace, found: list[Found]) -> Retention:
+    from dalsegno.checkpoint.keeping import rule_of_run
+    from dalsegno.retention import Best, EveryNth, Latest, retention_of
+
+    rules: list[Retention | str] = []
+    if arguments.keep_latest is not None:
+        rules.append(Latest(arguments.keep_latest))
+    if arguments.keep_best is not None:
+        rules.append(Best(arguments.keep_best, arguments.metric, arguments.mode))
+    elif arguments.metric is not None or arguments.mode is not None:
+        raise ConfigurationError("--metric and --mode say what is best: give --keep-best too")
+    if arguments.every is not None:
+        rules.append(EveryNth(arguments.every))
+    rule = retention_of(rules) if rules else rule_of_run(found)
+    if rule is None:
+        raise ConfigurationError(
+            f"{arguments.place}: this run keeps all; say which shall stay: --keep-latest, --keep-best, --every"
+        )
+    return rule
+
+
+def _rows(found: list[Found], rule: Retention) -> list[dict[str, Any]]:
+    from dalsegno.checkpoint.keeping import NEWEST, reasons
+
+    whole = [each for each in found if each.entry is not None]
+    trusted = next((each.step for each in reversed(whole) if _verifies(each)), None)
+    kept = reasons(rule, [each.entry for each in whole if each.entry is not None])
+    rows = []
+    for each in whole:
+        why = [*kept[each.step or 0]]
+        if each.step == trusted and NEWEST not in why:
+            why.append("newest that verifies")
+        rows.append({"path": str(each.path), "step": each.step, "size": each.size, "kept": why, "deleted": False})
+    return rows
+
+
+def _verifies(found: Found) -> bool:
+    from dalsegno.errors import DamagedCheckpoint
+
+    assert found.checkpoint is not None
+    try:
+        found.checkpoint.verify(found.checkpoint.manifest.files)
+    except DamagedCheckpoint:
+        return False
+    return True
+
+
+def _print(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
+    from dalsegno.cli.tables import Column, number, print_json, print_table, size
+
+    if arguments.json:
+        print_json(rows)
+        return
+    going = "would be deleted" if arguments.dry_run else "deleted"
+    for row in rows:
+        row["fate"] = ", ".join(row["kept"]) or (going if row["deleted"] or arguments.dry_run else "not deleted")
+    columns = [Column("step", "step", number, True), Column("size", "size", size, True), Column("fate", "kept by")]
+    print_table(columns, rows)
+    freed = sum(row["size"] for row in rows if not row["kept"] and (row["deleted"] or arguments.dry_run))
+    print(f"{size(freed)} {'would be freed' if arguments.dry_run else 'freed'}")
