@@ -115,13 +115,14 @@ def concatenate(frames: Sequence[pl.DataFrame]) -> pl.DataFrame:
     for frame in frames:
         for name, kind in frame.schema.items():
             kinds[name] = _both(kinds.get(name, kind), kind)
-    fitting = [
-        frame.select(
+    fitting = []
+    for frame in frames:
+        others = {name: kind for name, kind in frame.schema.items() if kind != kinds[name]}
+        changes = [
             pl.col(name).cast(kinds[name]) if _keeps(kind, kinds[name]) else pl.lit(None, kinds[name]).alias(name)
-            for name, kind in frame.schema.items()
-        )
-        for frame in frames
-    ]
+            for name, kind in others.items()
+        ]
+        fitting.append(frame.with_columns(changes) if changes else frame)
     return pl.concat(fitting, how="diagonal") if fitting else pl.DataFrame()
 
 

@@ -13,26 +13,21 @@ from .blocks import KINDS, Block
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """The numbers under one name."""
+    """The numbers under one name in n records."""
 
-    rows: NDArray[np.int64] | None
-    """Which records have one, ascending: shape (m,); None if all have."""
+    present: NDArray[np.bool_] | None
+    """Which records have one: shape (n,); None if all have."""
     values: NDArray[np.float64]
-    """Shape (m,)."""
-    total: int
-    """Records that there are, with a number or without."""
+    """Of those that have: shape (m,)."""
 
-    def at(self, rows: NDArray[np.int64] | None) -> NDArray[np.float64]:
-        """The values in these records, ascending (None: in all); NaN where there is none."""
-        if self.rows is None:
-            return self.values if rows is None else self.values[rows]
-        rows = np.arange(self.total) if rows is None else rows
-        found = np.full(len(rows), np.nan)
-        places = np.searchsorted(self.rows, rows)
-        known = np.flatnonzero(places < len(self.rows))
-        known = known[self.rows[places[known]] == rows[known]]
-        found[known] = self.values[places[known]]
-        return found
+    def at(self, here: NDArray[np.bool_] | None) -> NDArray[np.float64]:
+        """The values in these records (None: in all); NaN where there is none."""
+        if self.present is None:
+            values = self.values
+        else:
+            values = np.full(len(self.present), np.nan)
+            values[self.present] = self.values
+        return values if here is None else values[here]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +50,10 @@ class Columns:
         column = self.columns[name]
         if kind is None:
             return column
-        kinds = self.kinds if column.rows is None else self.kinds[column.rows]
-        here = np.flatnonzero(kinds == KINDS.index(kind))
-        return Column(here if column.rows is None else column.rows[here], column.values[here], column.total)
+        here = self.kinds == KINDS.index(kind)
+        if column.present is None:
+            return Column(here, column.values[here])
+        return Column(here & column.present, column.values[here[column.present]])
 
 
 def read_columns(blocks: Iterable[Block], wanted: Collection[str], also: Callable[[str], bool]) -> Columns:
@@ -77,12 +73,16 @@ def read_columns(blocks: Iterable[Block], wanted: Collection[str], also: Callabl
         total += len(block)
     columns = {name: _column(pieces.pop(name), total) for name in list(pieces)}
     for name in wanted:
-        columns.setdefault(name, Column(np.array([], np.int64), np.array([]), total))
+        columns.setdefault(name, Column(np.zeros(total, np.bool_), np.array([])))
     return Columns(np.concatenate([np.array([], np.uint8), *kinds]), columns, list(names))
 
 
 def _column(pieces: list[tuple[int, NDArray[np.float64], NDArray[np.bool_]]], total: int) -> Column:
     values = np.concatenate([values for _, values, _ in pieces])
+    values.setflags(write=False)  # series show it, and it is kept
     if len(values) == total:
-        return Column(None, values, total)
-    return Column(np.concatenate([begin + np.flatnonzero(present) for begin, _, present in pieces]), values, total)
+        return Column(None, values)
+    present = np.zeros(total, np.bool_)
+    for begin, _, here in pieces:
+        present[begin : begin + len(here)] = here
+    return Column(present, values)

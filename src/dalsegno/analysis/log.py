@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -151,7 +151,7 @@ class TrainingLog:
             run=self.name,
             program=self.source.program,
             kinds=self._columns.count_kinds(),
-            series={name: self._series(name, None) for name in ("global_step", *told)},
+            series=_Asked(["global_step", *told], self._series),
             lives=self.lineage(),
             skipped=self.skipped.count,
         )
@@ -211,12 +211,12 @@ class TrainingLog:
 
         return card(self)
 
-    def _series(self, name: str, kind: str | None) -> Series:
+    def _series(self, name: str, kind: str | None = None) -> Series:
         columns, here = self._columns.columns, self._columns.of_kind(name, kind)
         epochs, times = (
-            columns[other].at(here.rows) if len(columns[other].values) else None for other in ("epoch", "timestamp")
+            columns[other].at(here.present) if len(columns[other].values) else None for other in ("epoch", "timestamp")
         )
-        steps = columns["global_step"].at(here.rows).astype(np.int64)
+        steps = columns["global_step"].at(here.present).astype(np.int64)
         return Series(name=name, run=self.name, steps=steps, values=here.values, epochs=epochs, times=times)
 
     def _read(self, names: Iterable[str], also: Callable[[str], bool] = lambda name: False) -> None:
@@ -232,3 +232,25 @@ class TrainingLog:
         self.skipped = Skipped()
         self._columns = read_columns(self.source.blocks(self.skipped), wanted, also)
         self._stamp = stamp
+
+
+class _Asked(Mapping[str, Series]):
+    """Series that are made when they are asked for, and not kept."""
+
+    def __init__(self, names: Sequence[str], make: Callable[[str], Series]) -> None:
+        self._names = names
+        self._make = make
+
+    def __getitem__(self, name: str) -> Series:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._make(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names

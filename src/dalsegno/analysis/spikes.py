@@ -18,6 +18,8 @@ MAD_TO_SIGMA = 1.4826
 """From a median absolute deviation to the standard deviation of normal noise that has it."""
 LEAST_NOISE = 1e-3
 """Noise is taken for no less than this part of the usual value: a metric that stands still has no spikes of 1e-9."""
+AT_ONCE = 1 << 14
+"""Windows that are looked at at a time: each is a copy of its part of the log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +102,21 @@ def _usual(values: Floats, window: int) -> tuple[Floats, Floats]:
     usual, noise = np.full(n, np.nan), np.full(n, np.nan)
     if n <= window:
         return usual, noise
-    rows = np.lib.stride_tricks.sliding_window_view(values[: n - 1], window)[::stride]
-    with np.errstate(invalid="ignore"):
-        rows = np.where(np.isfinite(rows), rows, np.nan)
-        medians = _medians(rows)
-        deviations = MAD_TO_SIGMA * _medians(np.abs(rows - medians[:, None]))
+    windows = np.lib.stride_tricks.sliding_window_view(values[: n - 1], window)[::stride]
+    parts = [_median_and_noise(windows[begin : begin + AT_ONCE]) for begin in range(0, len(windows), AT_ONCE)]
+    medians, deviations = (np.concatenate(part) for part in zip(*parts, strict=True))
     deviations = np.maximum(deviations, LEAST_NOISE * np.abs(medians))
     deviations[deviations == 0] = np.finfo(np.float64).tiny
     of_record = np.arange(n - window) // stride
     usual[window:], noise[window:] = medians[of_record], deviations[of_record]
     return usual, noise
+
+
+def _median_and_noise(windows: Floats) -> tuple[Floats, Floats]:
+    with np.errstate(invalid="ignore"):
+        rows = np.where(np.isfinite(windows), windows, np.nan)
+        medians = _medians(rows)
+        return medians, MAD_TO_SIGMA * _medians(np.abs(rows - medians[:, None]))
 
 
 def _medians(rows: Floats) -> Floats:

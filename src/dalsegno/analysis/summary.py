@@ -91,11 +91,11 @@ def summarize(
     """
     Args:
         kinds: how many records of each.
-        series: the metrics that are told; ``global_step`` is the one of all records.
+        series: the metrics that are told; ``global_step`` is the one of all records. Each is asked for when it is
+            its turn, and then forgotten.
     """
     clock = series["global_step"]
-    times = clock.times[~np.isnan(clock.times)] if clock.times is not None else np.array([])
-    ends = [float(times.min()), float(times.max())] if len(times) else []
+    ends = [] if clock.times is None else [float(np.nanmin(clock.times)), float(np.nanmax(clock.times))]
     loss = loss_of(series)
     of_loss = _summary(series, [loss] if loss else [])
     evaluation = [name for name in series if is_of_evaluation(name) and name != loss]

@@ -99,10 +99,22 @@ def _kind(frame: pl.DataFrame) -> pl.Expr:
     metrics = [name for name in names if name not in BOOKKEEPING]
     of_training = [name for name in metrics if not is_of_evaluation(name)]
     of_evaluation = [name for name in metrics if is_of_evaluation(name)]
+    said = pl.col("kind") if frame.schema.get("kind") == pl.String else pl.lit(None, pl.String)
+    if _say_their_kind(frame, of_training) and "train_runtime" not in names:
+        return said.fill_null("train")
     kind = pl.when(_any(of_evaluation) & ~_any(of_training)).then(pl.lit("eval")).otherwise(pl.lit("train"))
     if "train_runtime" in names:
         kind = pl.when(pl.col("train_runtime").is_not_null()).then(pl.lit("final")).otherwise(kind)
-    return pl.coalesce("kind", kind) if frame.schema.get("kind") == pl.String else kind
+    return pl.coalesce(said, kind)
+
+
+def _say_their_kind(frame: pl.DataFrame, of_training: list[str]) -> bool:
+    """Whether all records that do not say their kind have the metric of training that most have: as in our own logs."""
+    most = min(of_training, key=lambda name: frame[name].null_count(), default=None)
+    if most is None:
+        return False
+    without = frame[most].is_null()
+    return not (without & frame["kind"].is_null() if "kind" in frame.columns else without).any()
 
 
 def _any(names: list[str]) -> pl.Expr:

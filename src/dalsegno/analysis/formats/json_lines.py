@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dalsegno.analysis.blocks import Block, FrameBlock, RecordBlock
 from dalsegno.errors import ConfigurationError, NotFound
@@ -20,8 +21,14 @@ from .json_frames import FrameReader, count_byte
 from .naming import FIRST, HEADER, Naming, no_step
 from .source import Skipped, Source
 
-CHUNK = 8 << 20
+if TYPE_CHECKING:
+    import polars as pl
+
+CHUNK = 16 << 20
 """Bytes that are read at a time."""
+
+FIRST_CHUNK = 1 << 20
+"""Bytes that are read first: most new names come up in them, and what has new names is read several times."""
 
 BEGINNING = 1 << 16
 """Bytes that are read to see what names the records have."""
@@ -61,17 +68,17 @@ class JsonLines(Source):
         reader = FrameReader(naming)
         number = 1
         for chunk in read_chunks(self.path):
-            frame = reader.read(chunk)
-            if frame is not None:
-                yield FrameBlock(frame)
-                number += count_byte(chunk, b"\n")
-                continue
-            lines = chunk.splitlines(keepends=True)
-            records = list(decode_lines(lines, number, skipped))
-            reader.learn(record for _, record in records)
-            found = named(records, naming, skipped)
-            yield RecordBlock([record for record in found if record["kind"] != HEADER])
-            number += len(lines)
+            for lines, frame in _read_frames(reader, chunk):
+                if frame is not None:
+                    yield FrameBlock(frame)
+                    number += count_byte(lines, b"\n")
+                    continue
+                split = lines.splitlines(keepends=True)
+                records = list(decode_lines(split, number, skipped))
+                reader.learn(record for _, record in records)
+                found = named(records, naming, skipped)
+                yield RecordBlock([record for record in found if record["kind"] != HEADER])
+                number += len(split)
 
     def naming(self) -> Naming:
         """How this log's records are to be read: from the first one that has a step."""
@@ -101,14 +108,41 @@ def read_chunks(path: Path, size: int = CHUNK) -> Iterator[bytes]:
     except FileNotFoundError as error:
         raise NotFound(f"{path}: no such log") from error
     with file:
-        begin, wanted = 0, size
-        while data := os.pread(file.fileno(), wanted, begin):
-            end = data.rfind(b"\n") + 1
-            if not end and len(data) == wanted:  # a line that is longer than that
-                wanted *= 2
-                continue
-            yield data[:end] if end else data
-            begin, wanted = begin + (end or len(data)), size
+        begin, wanted = 0, min(size, FIRST_CHUNK)
+        while data := _read_lines(file.fileno(), begin, wanted):
+            yield data
+            begin, wanted = begin + len(data), size
+
+
+def _read_frames(reader: FrameReader, chunk: bytes) -> Iterator[tuple[bytes, pl.DataFrame | None]]:
+    """The lines with their frame, or parts of them with theirs, if they have one: so that few have to be read one by
+    one for the sake of one that Polars refuses."""
+    frame = reader.read(chunk)
+    if frame is not None or len(chunk) <= FIRST_CHUNK:
+        yield chunk, frame
+        return
+    begin = 0
+    while begin < len(chunk):
+        end = chunk.find(b"\n", begin + FIRST_CHUNK) + 1 or len(chunk)
+        part = chunk[begin:end]
+        yield part, reader.read(part)
+        begin = end
+
+
+def _read_lines(descriptor: int, begin: int, wanted: int) -> bytes:
+    """Whole lines, up to ``wanted`` bytes if that is enough for one; the rest of the file if that has no end of a line.
+
+    Where the last line ends is looked for before they are read: to cut bytes off is to copy the others.
+    """
+    look = min(wanted, BEGINNING)
+    before_end = os.pread(descriptor, look, begin + wanted - look)
+    if len(before_end) == look and (end := before_end.rfind(b"\n") + 1):
+        return os.pread(descriptor, wanted - look + end, begin)
+    data = os.pread(descriptor, wanted, begin)
+    end = data.rfind(b"\n") + 1
+    if not end and len(data) == wanted:
+        return _read_lines(descriptor, begin, wanted * 2)
+    return data[:end] if end else data
 
 
 def decode_lines(lines: Iterable[bytes], number: int, skipped: Skipped) -> Iterator[tuple[int, Record]]:

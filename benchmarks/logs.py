@@ -1,0 +1,167 @@
+"""Logs of a million and of ten million records, read: seconds beside other readers, and memory beside the columns."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import polars as pl
+
+import dalsegno as ds
+from dalsegno.analysis.follow import Follower
+
+from .peers import PeerMissing, ask
+from .row import Row, duration, three_digits
+from .timing import in_turns, ratio
+
+RECORDS = 1_000_000
+MANY = 10_000_000
+FEW = 1_000
+ROUNDS = 5
+EVERY = 1_000
+"""Records of training for each one of an evaluation."""
+
+COLUMNS = 7
+"""Numbers of each record that a summary is about: time, step, epoch, loss, gradient norm, learning rate, tokens."""
+
+DALSEGNO = str(Path(sys.executable).with_name("dalsegno"))
+
+
+def run() -> list[Row]:
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as directory:  # on a disk, where /tmp may be memory
+        folder = Path(directory)
+        small, long, longest = folder / "few.jsonl", folder / "train.jsonl", folder / "many.jsonl"
+        write_log(small, FEW)
+        write_log(long, RECORDS)
+        rows = [*_frame(long, small), *_processes(small, long)]
+        write_log(longest, MANY)
+        return [*rows, _memory(small, longest), *_tail(longest)]
+
+
+def write_log(path: Path, records: int) -> None:
+    """What JsonLogger writes in a long run: a header, training, evaluations."""
+    dice = np.random.default_rng(0)
+    with path.open("w") as file:
+        file.write('{"timestamp": 1.7e9, "kind": "header", "run": "long"}\n')
+        for begin in range(1, records + 1, 100_000):
+            steps = range(begin, min(begin + 100_000, records + 1))
+            numbers = zip(
+                steps, dice.normal(3, 0.1, len(steps)).tolist(), dice.random(len(steps)).tolist(), strict=True
+            )
+            file.writelines(_line(step, loss, norm) for step, loss, norm in numbers)
+
+
+def _line(step: int, loss: float, norm: float) -> str:
+    begin = f'{{"timestamp": {1.7e9 + step * 0.37:.2f}, "global_step": {step}, "epoch": {step / 1e5:.5f}, '
+    if step % EVERY == 0:
+        return f'{begin}"kind": "eval", "eval_loss": {loss}}}\n'
+    return f'{begin}"loss": {loss}, "grad_norm": {norm:.9f}, "learning_rate": 0.0003, "tokens": {step * 8192}}}\n'
+
+
+def _frame(long: Path, small: Path) -> list[Row]:
+    """Polars leaves out what it has not seen among the first hundred lines, here the evaluations; we do not."""
+    what = f"open a log of {RECORDS // 10**6} M records, {long.stat().st_size // 10**6} MB, to a frame"
+    measures: dict[str, Callable[[], object]] = {
+        "ours": lambda: ds.open_log(long).frame(),
+        "polars": lambda: pl.read_ndjson(long),
+    }
+    seconds = in_turns({name: _timed(measure) for name, measure in measures.items()}, ROUNDS)
+    times = ratio(seconds["ours"], seconds["polars"])
+    ours = duration(median(seconds["ours"]))
+    peer = f"polars.read_ndjson {duration(median(seconds['polars']))}"
+    rows = [Row(what, ours, peer, f"{times:.2f} ×", "≤ 1.20 ×", times <= 1.2)]
+    try:
+        others = [ask("logs", str(long), str(small)) for _ in range(ROUNDS)]
+    except PeerMissing as missing:
+        return [*rows, Row(what, ours, str(missing))]
+    for name in others[0]:
+        theirs = median(each[name] for each in others)
+        rows.append(Row(what, ours, f"{name} {duration(theirs)}", f"{median(seconds['ours']) / theirs:.2f} ×"))
+    return rows
+
+
+def _processes(small: Path, long: Path) -> list[Row]:
+    commands = {
+        f"dalsegno logs summary, {RECORDS // 10**6} M records, whole process": (["summary", str(long)], 1.0),
+        f"dalsegno logs summary, {FEW:,} records, whole process": (["summary", str(small)], 0.25),
+        "dalsegno logs --help, whole process": (["--help"], 0.25),
+    }
+    measures = {what: _process([DALSEGNO, "logs", *words]) for what, (words, _) in commands.items()}
+    bare = "python -c 'import numpy'"
+    seconds = in_turns({**measures, bare: _process([sys.executable, "-c", "import numpy"])}, ROUNDS)
+    peer = f"{bare}: {duration(median(seconds[bare]))}"
+    return [
+        Row(
+            what,
+            duration(median(seconds[what])),
+            peer,
+            f"{ratio(seconds[what], seconds[bare]):.2f} ×",
+            f"≤ {duration(limit)}",
+            median(seconds[what]) <= limit,
+        )
+        for what, (_, limit) in commands.items()
+    ]
+
+
+_PEAK = """
+import resource, sys
+import polars
+import dalsegno as ds
+ds.open_log(sys.argv[1]).summary()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+def _memory(small: Path, longest: Path) -> Row:
+    """The highest resident memory of a process that sums it up, over that of one that sums up a short log."""
+    peaks = {path: median(_peak(path) for _ in range(ROUNDS if path == small else 1)) for path in (small, longest)}
+    needed = COLUMNS * MANY * 8
+    used = peaks[longest] - peaks[small]
+    return Row(
+        f"memory for a summary of {MANY // 10**6} M records, {longest.stat().st_size / 1e9:.1f} GB",
+        f"{used / 1e6:.0f} MB",
+        f"the {COLUMNS} columns that it is about: {needed / 1e6:.0f} MB",
+        f"{three_digits(used / needed)} ×",
+        "≤ 3 ×",
+        used <= 3 * needed,
+    )
+
+
+def _peak(path: Path) -> float:
+    done = subprocess.run([sys.executable, "-c", _PEAK, str(path)], capture_output=True, text=True, check=True)
+    return float(done.stdout)
+
+
+def _tail(longest: Path) -> list[Row]:
+    what = f"the last 10 records of a log of {longest.stat().st_size / 1e9:.1f} GB"
+    command = [DALSEGNO, "logs", "tail", str(longest)]
+    measures = {
+        "ours": _timed(lambda: Follower(ds.open_log(longest).source).last(10)),
+        "whole": _process(command),
+        "tail": _process(["tail", "-n", "10", str(longest)]),
+    }
+    seconds = {name: median(each) for name, each in in_turns(measures, ROUNDS).items()}
+    peer = f"tail -n 10, whole process: {duration(seconds['tail'])}"
+    return [
+        Row(what, duration(seconds["ours"]), peer, "", f"≤ {duration(0.1)}", seconds["ours"] <= 0.1),
+        Row(f"{what}, whole process", duration(seconds["whole"]), peer),
+    ]
+
+
+def _timed(measure: Callable[[], object]) -> Callable[[], float]:
+    def timed() -> float:
+        began = time.perf_counter()
+        measure()
+        return time.perf_counter() - began
+
+    return timed
+
+
+def _process(command: list[str]) -> Callable[[], float]:
+    return _timed(lambda: subprocess.run(command, capture_output=True, check=True))
