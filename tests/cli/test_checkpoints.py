@@ -119,6 +119,15 @@ def test_list_marks_what_is_not_whole(run: Path, checkpoints: Command) -> None:
     assert picture(run) == before
 
 
+def test_list_verifies_if_asked(run: Path, checkpoints: Command) -> None:
+    assert [row["condition"] for row in checkpoints.json("list", run, "--verify")] == ["verified"] * 3
+    flip_a_byte(checkpoint_of(run, 6) / "model/shard-00000.safetensors")
+    assert [row["condition"] for row in checkpoints.json("list", run)] == ["whole"] * 3
+    rows = checkpoints.json("list", run, "--verify", status=1)
+    assert [row["condition"] for row in rows] == ["verified", "damaged", "verified"]
+    assert "shard-00000.safetensors: has checksum" in rows[1]["problem"]
+
+
 def test_nothing_to_list(tmp_path: Path, checkpoints: Command) -> None:
     checkpoints("list", tmp_path, status=2)
     assert checkpoints.errors == f"dalsegno: {tmp_path}: there is no checkpoint\n"

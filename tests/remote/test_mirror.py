@@ -10,7 +10,9 @@ import fsspec
 import pytest
 
 import dalsegno as ds
+from dalsegno.checkpoint import Checkpoint, saved_states
 from dalsegno.checkpoint.survey import survey, verified
+from dalsegno.remote import snapshot
 from dalsegno.remote.store import Store
 from remote import jobs
 from remote.there import steps_at, training
@@ -85,6 +87,20 @@ def test_when_another_host_has_gone_on_its_timeline_counts(tmp_path: Path) -> No
     assert {found.step for attic in attics for found in survey(attic)} == {6, 8}
     jobs.train(tmp_path / "whole", None, 10)
     assert training(tmp_path / "one/logs/train.jsonl") == training(tmp_path / "whole/logs/train.jsonl")
+
+
+def test_logs_go_up_to_where_they_were_at_the_checkpoint(tmp_path: Path) -> None:
+    jobs.train(tmp_path, None, 6)
+    checkpoint = Checkpoint.open(tmp_path / "checkpoints/step-00000004")
+    taken = snapshot.of_rest(tmp_path, {}, checkpoint)
+    for name, key in (("logs/train.jsonl", "JsonLogger"), ("logs/array.json", "ArrayLogger")):
+        (state,) = saved_states(checkpoint)[f"callbacks.{key}"]
+        assert taken.files[name].read_bytes() == (tmp_path / name).read_bytes()[: state["offset"]]
+        assert training(taken.files[name])[-1]["global_step"] == 4
+    assert taken.files["run.json"].read_bytes() == (tmp_path / "run.json").read_bytes()
+    assert snapshot.of_rest(tmp_path, taken.marks, checkpoint).files == {}
+    again = snapshot.of_rest(tmp_path, taken.marks)
+    assert sorted(again.files) == ["logs/array.json", "logs/train.jsonl"]
 
 
 def test_prunes_are_followed_also_of_what_other_hosts_have_sent(there: Store, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """List checkpoints: step, when, size, ranks, metrics, why each is kept, and in which condition it is.
 
-"whole" means that the manifest is sound and every file has the size that it says; 'dalsegno checkpoints verify' reads
-every byte. What nothing keeps is deleted after the run's next save. Exit status 1: one of them is damaged.
+"whole" means that the manifest is sound and every file has the size that it says; with --verify every byte is read, and
+what is as it was written is "verified". What nothing keeps is deleted after the run's next save. Exit status 1: one of
+them is damaged.
 """
 
 from __future__ import annotations
@@ -19,12 +20,20 @@ if TYPE_CHECKING:
 TIMES = ("_runtime", "_per_second")
 """Endings of metrics that say nothing of the model."""
 
-STYLES = {"partial": "yellow", "newer": "yellow", "damaged": "red", "set aside": "red", "unreadable": "red"}
+STYLES = {
+    "verified": "green",
+    "partial": "yellow",
+    "newer": "yellow",
+    "damaged": "red",
+    "set aside": "red",
+    "unreadable": "red",
+}
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     add_place(parser)
+    parser.add_argument("--verify", action="store_true", help="read every byte")
     add_json(parser)
 
 
@@ -39,6 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     found = survey(arguments.place)
     why = _reasons(survey(directory_of(arguments.place)) if is_checkpoint(arguments.place) else found)
     rows = [_row(each) | {"kept": why[each.entry.step] if each.entry else []} for each in found]
+    if arguments.verify:
+        _note_verified(rows, found)
     if arguments.json:
         print_json(rows)
     else:
@@ -56,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
             ],
             rows,
         )
-    return 1 if any(each.condition is Condition.DAMAGED for each in found) else 0
+    return 1 if any(row["condition"] == Condition.DAMAGED for row in rows) else 0
 
 
 def _reasons(found: Sequence[Found]) -> dict[int, list[str]]:
@@ -79,6 +90,18 @@ def _row(found: Found) -> dict[str, Any]:
         "condition": found.condition.value,
         "problem": found.problem,
     }
+
+
+def _note_verified(rows: Sequence[dict[str, Any]], found: Sequence[Found]) -> None:
+    from dalsegno.checkpoint.survey import Condition
+
+    from .verify import problems_of
+
+    problems = problems_of([each for each in found if each.condition is Condition.WHOLE])
+    for row, each in zip(rows, found, strict=True):
+        if each.path in problems:
+            row["condition"] = Condition.DAMAGED.value if problems[each.path] else "verified"
+            row["problem"] = "; ".join(problems[each.path]) or None
 
 
 def _local(moment: str | None) -> str:

@@ -7,6 +7,7 @@ is what a run has found damaged before, unless DIR names it.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigurationError(f"--threads {arguments.threads}: needs at least 1")
     left_out = () if is_checkpoint(arguments.place) else (Condition.PARTIAL, Condition.SET_ASIDE)
     found = [each for each in survey(arguments.place) if each.condition not in left_out]
-    rows = _verified(found, arguments.threads)
+    problems = problems_of(found, arguments.threads)
+    rows = [_row(each, problems[each.path]) for each in found]
     if arguments.json:
         print_json(rows)
     else:
@@ -65,8 +67,11 @@ def _style(good: bool) -> str:
     return "green" if good else "red"
 
 
-def _verified(found: list[Found], threads: int) -> list[dict[str, Any]]:
-    """A row for each checkpoint. The largest files are begun first, so that none is left to the end alone."""
+def problems_of(found: Sequence[Found], threads: int = THREADS) -> dict[Path, list[str]]:
+    """By path, a sentence for each file that is not what was written; none for a checkpoint that verifies.
+
+    The largest files are begun first, so that none is left to the end alone.
+    """
     import sys
     from concurrent.futures import ThreadPoolExecutor
 
@@ -74,9 +79,7 @@ def _verified(found: list[Found], threads: int) -> list[dict[str, Any]]:
 
     problems: dict[Path, list[str]] = {each.path: [] for each in found}
     readable = [each.checkpoint for each in found if each.checkpoint is not None]
-    work = [
-        (checkpoint, name, file.size) for checkpoint in readable for name, file in checkpoint.manifest.files.items()
-    ]
+    work = [(each, name, file.size) for each in readable for name, file in each.manifest.files.items()]
     work.sort(key=lambda item: -item[2])
     bar = tqdm(total=sum(item[2] for item in work), unit="B", unit_scale=True, disable=not sys.stderr.isatty())
     with bar, ThreadPoolExecutor(threads) as pool:
@@ -88,17 +91,18 @@ def _verified(found: list[Found], threads: int) -> list[dict[str, Any]]:
     for each in found:
         if each.problem and not problems[each.path]:
             problems[each.path].append(each.problem)
-    return [
-        {
-            "path": str(each.path),
-            "step": each.step,
-            "files": len(each.checkpoint.manifest.files) if each.checkpoint else 0,
-            "size": each.size,
-            "verified": not problems[each.path],
-            "problems": sorted(problems[each.path]),
-        }
-        for each in found
-    ]
+    return {path: sorted(each) for path, each in problems.items()}
+
+
+def _row(found: Found, problems: Sequence[str]) -> dict[str, Any]:
+    return {
+        "path": str(found.path),
+        "step": found.step,
+        "files": len(found.checkpoint.manifest.files) if found.checkpoint else 0,
+        "size": found.size,
+        "verified": not problems,
+        "problems": problems,
+    }
 
 
 def _problem_with(checkpoint: Checkpoint, name: str) -> str | None:
