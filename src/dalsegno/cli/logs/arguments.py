@@ -13,6 +13,10 @@ def add_runs(parser: argparse.ArgumentParser, *, several: bool = True) -> None:
         parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help=where)
     else:
         parser.add_argument("run_path", metavar="RUN", type=Path, help=where)
+    add_step_key(parser)
+
+
+def add_step_key(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step-key", metavar="NAME", help="what the records call the step, if it has an unusual name")
 
 

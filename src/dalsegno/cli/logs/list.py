@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dalsegno.errors import DalsegnoError
 
-from .arguments import add_json
+from .arguments import add_json, add_step_key
 
 if TYPE_CHECKING:
     from dalsegno.analysis import TrainingLog
@@ -23,6 +23,7 @@ STYLES = {"running": "green", "diverged": "red", "failed": "red", "died": "yello
 def describe(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.add_argument("folder", metavar="DIR", nargs="?", type=Path, default=Path(), help="default: this folder")
+    add_step_key(parser)
     add_json(parser)
 
 
@@ -34,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     from dalsegno.analysis import open_log
     from dalsegno.cli.tables import Column, moment, number, print_json, print_table
 
-    rows = [_row(log) for log in open_log(arguments.folder)]
+    rows = [_row(log) for log in open_log(arguments.folder, arguments.step_key)]
     if arguments.json:
         print_json(rows)
     else:

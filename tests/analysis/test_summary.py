@@ -1,0 +1,84 @@
+"""A run in some twenty numbers. What it says of real runs is kept in tests/golden/logs."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dalsegno as ds
+from dalsegno.logs import RunFile
+
+
+def log_of(folder: Path, records: list[dict[str, Any]]) -> ds.TrainingLog:
+    folder.mkdir(exist_ok=True)
+    (folder / "train.jsonl").write_text(
+        "".join(json.dumps({"step": n, **each}) + "\n" for n, each in enumerate(records))
+    )
+    return ds.open_log(folder)
+
+
+def test_values_that_are_not_finite_are_counted_and_move_nothing(tmp_path: Path) -> None:
+    losses = [4.0, math.nan, 2.0, math.inf, 3.0]
+    summary = log_of(tmp_path, [{"loss": loss} for loss in losses]).summary()
+    loss = summary.loss
+    assert loss is not None
+    assert (loss.first, loss.final, loss.final_step) == (4.0, 3.0, 4)
+    assert (loss.best, loss.best_step, loss.worst, loss.worst_step, loss.average) == (2.0, 2, 4.0, 0, 3.0)
+    assert loss.not_finite == 2
+    assert summary.state == "unknown"
+
+
+def test_a_loss_that_ends_as_no_number_has_diverged(tmp_path: Path) -> None:
+    summary = log_of(tmp_path, [{"loss": 1.0}, {"loss": math.nan}]).summary()
+    assert summary.state == "diverged"
+    nothing = log_of(tmp_path, [{"loss": math.nan}]).summary().loss
+    assert nothing is not None
+    assert (nothing.best, nothing.average, nothing.not_finite) == (None, None, 1)
+
+
+def test_the_best_accuracy_is_the_highest(tmp_path: Path) -> None:
+    records = [{"loss": 1.0}, {"eval_accuracy": 0.5, "eval_loss": 2.0}, {"eval_accuracy": 0.7, "eval_loss": 3.0}]
+    evaluation = {each.name: each for each in log_of(tmp_path, records).summary().evaluation}
+    assert (evaluation["eval_accuracy"].best, evaluation["eval_loss"].best) == (0.7, 2.0)
+
+
+def test_an_empty_log(tmp_path: Path) -> None:
+    summary = log_of(tmp_path, []).summary()
+    assert (summary.loss, summary.step, summary.epoch, summary.training_seconds, summary.records) == (None,) * 4 + ({},)
+
+
+@pytest.mark.parametrize(
+    ("reason", "by", "why", "state"),
+    [
+        ("finished", None, None, "finished"),
+        ("exhausted", None, None, "finished"),
+        ("stopped", "MyStop", "enough", "stopped"),
+        ("aborted", "Watch", "loss diverged at step 3: the value is nan", "diverged"),
+        ("interrupted", None, "KeyboardInterrupt", "stopped"),
+        ("exception", None, "ValueError: no", "failed"),
+        (None, None, None, "died"),
+    ],
+)
+def test_the_state_is_how_the_last_leg_ended(
+    tmp_path: Path, reason: str | None, by: str | None, why: str | None, state: str
+) -> None:
+    run = RunFile(tmp_path)
+    run.begin(None, 1, 0)
+    if reason is not None:
+        run.end(reason, by, 2, {}, why)
+    assert log_of(tmp_path, [{"loss": 1.0}, {"loss": 0.5}]).summary().state == state
+
+
+def test_one_reading_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = log_of(tmp_path, [{"loss": 1.0, "lr": 0.1, "grad_norm": 2.0}] * 5)
+    readings = []
+    blocks = log.source.blocks
+    monkeypatch.setattr(log.source, "blocks", lambda skipped: readings.append(1) or blocks(skipped))
+    log.summary()
+    assert log.metric("loss").values.tolist() == [1.0] * 5
+    log.summary()
+    assert len(readings) == 1
