@@ -32,7 +32,7 @@ COMMANDS = {
     "lineage-tails": "lineage killed --tails",
     "lineage-json": "lineage killed --json",
     "export-csv": "export diverged --to csv",
-    "export-json": "export diverged --to json",
+    "export-json": "export diverged --json",
     "plot-terminal": "plot killed --terminal",
     "plot-terminal-compare": "plot pair-a pair-b --terminal --compare --log --metrics loss,grad_norm",
     "compare": "compare pair-a pair-b killed",

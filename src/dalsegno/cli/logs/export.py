@@ -19,7 +19,9 @@ TARGETS = ("csv", "parquet", "json", "tensorboard")
 def describe(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     add_runs(parser, several=False)
-    parser.add_argument("--to", choices=TARGETS, required=True)
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument("--to", choices=TARGETS)
+    target.add_argument("--json", dest="to", action="store_const", const="json", help="the same as --to json")
     parser.add_argument("-o", "--output", type=Path, metavar="PATH", help="a file; for TensorBoard a folder")
 
 
