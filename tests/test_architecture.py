@@ -22,7 +22,7 @@ LONGEST = 400  # lines
 
 FLOORS = [
     # what everything stands on
-    ["errors", "files", "places", "ranks", "schedule", "component", "worker", "policy", "retention"],
+    ["errors", "files", "lock", "places", "ranks", "schedule", "component", "worker", "policy", "retention"],
     # the words of a run: settings, state, events, callbacks; and what can be said without torch
     [
         "args",
@@ -89,6 +89,7 @@ WITHOUT_TORCH = [
     "schedule",
     "policy",
     "retention",
+    "lock",
     "files",
     "places",
     "logs",

@@ -156,6 +156,8 @@ class TrainingArguments:
 
     disable_tqdm: bool | None = None
     """True: no progress bars, lines instead. None: bars on a terminal and in a notebook."""
+    take_over_lock: bool = False
+    """Begin although a process of another host says in ``output_dir`` that it trains there. Only if it is dead."""
     run_name: str | None = None
     """For people, and for callbacks that show it."""
 

@@ -5,6 +5,7 @@ What is here lives as long as the object that the user holds; a :class:`dalsegno
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,9 +28,10 @@ from .dispatcher import Dispatcher
 from .draw import LossWeight
 from .errors import ConfigurationError, Locked
 from .events import Event
-from .files import DirectoryLock, make_directory
+from .files import make_directory
 from .foreign import registered_elsewhere
 from .interrupts import Interrupts
+from .lock import DirectoryLock, is_seen
 from .logs import Leg, RunFile
 from .meter import Meter
 from .optim import AsBuilt
@@ -163,19 +165,20 @@ class Assembly:
     @contextmanager
     def _held_directory(self) -> Iterator[None]:
         directory = self.args.directory
-        lock = DirectoryLock(directory)
+        lock = DirectoryLock(directory, take_over=self.args.take_over_lock)
 
-        def open_directory() -> None:
+        def open_directory() -> str:
             make_directory(directory)
-            lock.acquire()
+            return lock.acquire()
 
         try:
-            ranks.from_rank_zero(open_directory)
+            token = ranks.from_rank_zero(open_directory)
         except Locked:
             raise
         except OSError as error:
             raise ConfigurationError(f"output_dir={str(directory)!r}: cannot be written to: {error}") from error
         try:
+            _expect_shared(directory, token)
             yield
         finally:
             try:
@@ -273,3 +276,19 @@ def _with_defaults(own: list[Callback]) -> list[Callback]:
 def _last_leg(output_dir: Path) -> Leg | None:
     record = RunFile(output_dir).load()
     return record.legs[-1] if record is not None and record.legs else None
+
+
+def _expect_shared(directory: Path, token: str) -> None:
+    """
+    Raises:
+        ConfigurationError: on all ranks, if one does not see what rank 0 has written. Else each host would have a part
+            of every checkpoint.
+    """
+    me = (socket.gethostname(), ranks.rank() == 0 or is_seen(directory, token))
+    told = ranks.gather(me)
+    if blind := [f"rank {rank} on {host}" for rank, (host, sees) in enumerate(told) if not sees]:
+        more = f" and {len(blind) - 1} more" if blind[1:] else ""
+        raise ConfigurationError(
+            f"output_dir={str(directory)!r}: what rank 0 on {told[0][0]} has written there is not seen by {blind[0]}"
+            f"{more}; name the same folder on all ranks, on a disk that all hosts share (for a URL: local_dir=)"
+        )

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and a lock that dies with its process.
+"""Files that are whole or absent.
 
 Every change that dalsegno makes to its files goes through this module, so that a test can watch, or cut short, the
 exact sequence of operations: see :data:`watcher`.
@@ -9,19 +9,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import shutil
-import socket
-import struct
-import sys
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
-
-from .errors import Locked
 
 Buffer = bytes | bytearray | memoryview
 Watcher = Callable[[str, Path], None]
@@ -188,87 +180,3 @@ def numbered(directory: Path, name: str) -> Path:
     while (path := directory / f"{name}.{number:04d}").exists():
         number += 1
     return path
-
-
-class DirectoryLock:
-    """One live process at a time in a directory.
-
-    A POSIX record lock: the kernel drops it when its process dies, however that happens, and data loader workers
-    forked from that process do not inherit it (``flock`` would stay locked until the last of them is gone).
-
-    Raises:
-        Locked: on :meth:`acquire`, if another process, or this one, holds it.
-    """
-
-    _held_here: set[Path] = set()  # record locks never conflict within one process: this does
-
-    def __init__(self, directory: Path) -> None:
-        self._path = (directory / ".lock").resolve()
-        self._descriptor: int | None = None
-
-    @classmethod
-    def is_held(cls, directory: Path) -> bool:
-        """Whether a live process, this one included, holds it. Asking takes no lock, and needs no right to write."""
-        path = (directory / ".lock").resolve()
-        if path in cls._held_here:  # to open the file, and close it again, would drop the lock
-            return True
-        try:
-            descriptor = os.open(path, os.O_RDONLY)
-        except FileNotFoundError:
-            return False
-        try:
-            return _is_locked(descriptor)
-        finally:
-            os.close(descriptor)
-
-    def acquire(self) -> None:
-        if self._path in self._held_here:
-            raise Locked(f"{self._path.parent}: already in use by another run in this process ({os.getpid()})")
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = _read_holder(descriptor)
-            os.close(descriptor)
-            raise Locked(
-                f"{self._path.parent}: in use by {holder}; wait for it, stop it, or use another output_dir"
-            ) from error
-        me = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(me).encode(), 0)
-        self._descriptor = descriptor
-        self._held_here.add(self._path)
-
-    def release(self) -> None:
-        if self._descriptor is not None:
-            self._held_here.discard(self._path)
-            os.close(self._descriptor)
-            self._descriptor = None
-
-    def __enter__(self) -> DirectoryLock:
-        self.acquire()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
-
-
-def _is_locked(descriptor: int) -> bool:
-    """The answer of the kernel to F_GETLK: who stands in the way of a lock that is not taken."""
-    if sys.platform == "darwin":
-        layout, fields, kind = "qqihh", (0, 0, 0, fcntl.F_WRLCK, os.SEEK_SET), 3
-    else:
-        layout, fields, kind = "hhqqi", (fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0), 0
-    answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, struct.pack(layout, *fields))
-    return bool(struct.unpack(layout, answer)[kind] != fcntl.F_UNLCK)
-
-
-def _read_holder(descriptor: int) -> str:
-    try:
-        holder = json.loads(os.pread(descriptor, 4096, 0))
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["since"]))
-        return f"process {holder['pid']} on {holder['host']} since {since}"
-    except (ValueError, KeyError, TypeError):
-        return "another process"

@@ -34,7 +34,16 @@ _OF_LOOP = {
     "parallel",
     "use_cpu",
 }
-_OF_NOBODY = {"output_dir", "local_dir", "run_name", "disable_tqdm", "max_steps", "num_train_epochs"}
+_OF_NOBODY = {
+    "output_dir",
+    "local_dir",
+    "take_over_lock",
+    "run_name",
+    "disable_tqdm",
+    "max_seconds",
+    "max_steps",
+    "num_train_epochs",
+}
 """What names the run or is for the eye; and the length of the run, which is kept by another name."""
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from dalsegno.checkpoint import CheckpointManager, ModelState
 from dalsegno.cli import main
 from dalsegno.component import Component
-from dalsegno.files import DirectoryLock
+from dalsegno.lock import DirectoryLock
 from support.runs import busy_trainer
 
 

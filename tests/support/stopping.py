@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import dalsegno as ds
-from dalsegno import ranks
+from dalsegno import lock, ranks
 from dalsegno.callbacks import DivergenceDetector, GradNormLogger, JsonLogger
 from dalsegno.events import Event
 from dalsegno.testing import DataOrder, FaultPlan, TinyRegression, tiny_regression_data
@@ -176,3 +177,22 @@ def save_by_the_clock(output_dir: Path) -> Any:
     )
     trainer.train()
     return steps, ranks.broadcast(times)
+
+
+def train_in_folders(of_rank_zero: Path, of_rank_one: Path, comes_late: bool = False) -> str:
+    """Each rank in a folder of its own; one that comes late turns out to be the other's. The reason, or the error."""
+    lock.PATIENCE = 20.0 if comes_late else 0.2
+    mine = of_rank_zero if ranks.rank() == 0 else of_rank_one
+    if comes_late and ranks.rank() == 1:
+        threading.Timer(0.5, lambda: mine.symlink_to(of_rank_zero, target_is_directory=True)).start()
+    try:
+        return small_trainer(mine, max_steps=2, save_steps=2).train().reason
+    except ds.ConfigurationError as error:
+        return str(error)
+
+
+def train_until(output_dir: Path, plan: FaultPlan | None) -> None:
+    """Alone, to the end, or until the plan strikes."""
+    if plan is not None:
+        plan.arm()
+    small_trainer(output_dir, max_steps=4).train()

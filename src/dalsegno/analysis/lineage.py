@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from dalsegno.files import DirectoryLock
+from dalsegno.lock import DirectoryLock
 from dalsegno.logs import Leg, RunFile
 
 from .rewound import Tail

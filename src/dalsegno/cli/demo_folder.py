@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dalsegno import files
 from dalsegno.errors import ConfigurationError
+from dalsegno.lock import DirectoryLock
 
 MARK = "demo.json"
 """Lies in the folder of a demo, and says that what is there may be replaced."""
@@ -31,7 +32,7 @@ def own_folder(out: Path) -> Iterator[None]:
     files.make_directory(out)
     note = {"written by": "dalsegno demo", "the next one replaces": WRITTEN}
     files.replace_durably(out / MARK, (json.dumps(note, indent=2) + "\n").encode())
-    with files.DirectoryLock(out):
+    with DirectoryLock(out):
         for name in WRITTEN:
             files.remove(out / name)
         yield

@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from dalsegno.checkpoint import folder
     from dalsegno.checkpoint.survey import directory_of, is_checkpoint, survey
-    from dalsegno.files import DirectoryLock
+    from dalsegno.lock import DirectoryLock
 
     if is_checkpoint(arguments.place):
         raise ConfigurationError(f"{arguments.place}: is one checkpoint; name the run whose checkpoints are too many")

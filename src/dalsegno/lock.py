@@ -1,0 +1,213 @@
+"""One live process at a time in a folder, and all ranks in the same one."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import secrets
+import socket
+import struct
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from .errors import Locked
+
+PATIENCE = 60.0
+"""Seconds until a file that was written on one host must be seen on all: network disks remember what was not there."""
+
+_TAKEN = (errno.EACCES, errno.EAGAIN)
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+class DirectoryLock:
+    """One live process at a time in a directory.
+
+    A POSIX record lock: the kernel drops it when its process dies, however that happens, and data loader workers
+    forked from that process do not inherit it (``flock`` would stay locked until the last of them is gone).
+
+    Between hosts it may not reach, so the file says who holds it, and is emptied when that one lets go. What a process
+    of another host has left in it counts, unless that one is certain to be dead.
+
+    Raises:
+        Locked: on :meth:`acquire`, if another process, or this one, holds it, or may do so on another host.
+    """
+
+    _held_here: set[Path] = set()  # record locks never conflict within one process: this does
+
+    def __init__(self, directory: Path, *, take_over: bool = False) -> None:
+        """``take_over``: what a process of another host has left does not count."""
+        self._path = (directory / ".lock").resolve()
+        self._take_over = take_over
+        self._descriptor: int | None = None
+
+    @classmethod
+    def is_held(cls, directory: Path) -> bool:
+        """Whether a live process, this one included, holds it. Asking takes no lock, and needs no right to write."""
+        path = (directory / ".lock").resolve()
+        if path in cls._held_here:  # to open the file, and close it again, would drop the lock
+            return True
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            return False
+        try:
+            return _is_locked(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def acquire(self) -> str:
+        """Hold it from now on. What is returned stands in the file, for :func:`is_seen`."""
+        if self._path in self._held_here:
+            raise Locked(f"{self._path.parent}: already in use by another run in this process ({os.getpid()})")
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            self._take(descriptor)
+            me = Holder.here()
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(asdict(me)).encode(), 0)
+            os.fsync(descriptor)  # for other hosts
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
+        self._held_here.add(self._path)
+        return me.token
+
+    def _take(self, descriptor: int) -> None:
+        holder, folder = Holder.read(descriptor), self._path.parent
+        is_here = holder is not None and holder.host == socket.gethostname()
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_alive = False
+        except OSError as error:
+            if error.errno not in (*_TAKEN, *_NO_LOCKS):
+                raise
+            is_alive = error.errno in _TAKEN or (is_here and holder is not None and _lives(holder.pid))
+        if is_alive:
+            who = holder or "another process"
+            raise Locked(f"{folder}: in use by {who}; wait for it, stop it, or use another output_dir")
+        if holder is not None and not is_here and not (self._take_over or holder.is_surely_dead()):
+            raise Locked(
+                f"{folder}: in use by {holder}, and whether that one still lives cannot be seen from this host "
+                f"({socket.gethostname()}); if it does not, delete {self._path.name} there, or train with "
+                "TrainingArguments(take_over_lock=True) once"
+            )
+
+    def release(self) -> None:
+        if self._descriptor is not None:
+            self._held_here.discard(self._path)
+            os.ftruncate(self._descriptor, 0)
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __enter__(self) -> DirectoryLock:
+        self.acquire()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who holds a lock, as the file tells it. ``since``: UTC seconds. ``lives``: which life of which job it is."""
+
+    host: str
+    pid: int
+    since: float
+    token: str
+    lives: dict[str, tuple[str, int]]
+
+    @classmethod
+    def here(cls) -> Holder:
+        """This process."""
+        return cls(socket.gethostname(), os.getpid(), time.time(), secrets.token_hex(8), _lives_of_this_job())
+
+    @classmethod
+    def read(cls, descriptor: int) -> Holder | None:
+        """None where the file says nothing, or nothing that can be understood."""
+        try:
+            said = json.loads(os.pread(descriptor, 4096, 0))
+            lives = {str(kind): (str(job), int(life)) for kind, (job, life) in said.get("lives", {}).items()}
+            return cls(str(said["host"]), int(said["pid"]), float(said["since"]), str(said.get("token", "")), lives)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+    def is_surely_dead(self) -> bool:
+        """Whether it was of a former life of the very job that this process is of: those are over before the next."""
+        return any(
+            self.lives.get(kind, ("", life))[0] == job and self.lives[kind][1] < life
+            for kind, (job, life) in _lives_of_this_job().items()
+        )
+
+    def __str__(self) -> str:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+        return f"process {self.pid} on {self.host} since {since}"
+
+
+def is_seen(directory: Path, token: str) -> bool:
+    """Whether the lock's file, as it is seen from here, is the one that :meth:`DirectoryLock.acquire` has written.
+
+    Waits for it, up to :data:`PATIENCE`. Not for the process that holds the lock.
+    """
+    deadline = time.monotonic() + PATIENCE
+    while (holder := _holder_of(directory)) is None or holder.token != token:
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _holder_of(directory: Path) -> Holder | None:
+    try:
+        list(directory.iterdir())  # a network disk then asks its server
+        descriptor = os.open(directory / ".lock", os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        return Holder.read(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _lives_of_this_job() -> dict[str, tuple[str, int]]:
+    """Of what Slurm requeues, and of what torchrun starts again: the job, and how often it was."""
+    found = {}
+    for kind, job, life in (
+        ("slurm", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"),
+        ("torchrun", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+    ):
+        name, count = os.environ.get(job, "none"), os.environ.get(life, "0")
+        if name != "none" and count.isdecimal():  # torchrun's name for all jobs that were given none
+            found[kind] = (name, int(count))
+    return found
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _is_locked(descriptor: int) -> bool:
+    """The answer of the kernel to F_GETLK: who stands in the way of a lock that is not taken."""
+    layout: str
+    fields: tuple[Any, ...]
+    if sys.platform == "darwin":
+        layout, fields, kind = "qqihh", (0, 0, 0, fcntl.F_WRLCK, os.SEEK_SET), 3
+    else:
+        layout, fields, kind = "hhqqi", (fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0), 0
+    answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, struct.pack(layout, *fields))
+    return bool(struct.unpack(layout, answer)[kind] != fcntl.F_UNLCK)
