@@ -62,6 +62,7 @@ FLOORS = [
         "evaluation",
         "step",
         "takeback",
+        "saves",
         "boundary",
         "run",
         "loop",

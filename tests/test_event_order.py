@@ -39,6 +39,7 @@ def step(microbatches: int, *boundary: list[str]) -> list[str]:
 def two_epochs(output_dir: Path, *callbacks: ds.Callback, **settings: Any) -> ds.Trainer:
     """Three steps an epoch under accumulation 2, the third of one micro-batch; two batches of evaluation."""
     schedule = {"logging_steps": 2, "eval_steps": 3, "save_steps": 4, "num_train_epochs": 2}
+    schedule["save_in_background"] = False  # else on_save fires when the disk is done
     parts = {"eval_dataset": tiny_regression_data(10, seed=1)}
     return small_trainer(output_dir, *callbacks, parts=parts, gradient_accumulation_steps=2, **{**schedule, **settings})
 

@@ -229,7 +229,7 @@ class Grows(ds.Callback):
 def test_a_state_that_cannot_be_saved_any_more(tmp_path: Path) -> None:
     with pytest.raises(CannotSave, match=r"callbacks.Grows.seen: cannot save a set; save sorted\(it\)"):
         small_trainer(tmp_path, Grows(), max_steps=1, save_steps=1).train()
-    assert list((tmp_path / "checkpoints").iterdir()) == [], "no half checkpoint stays"
+    assert not list(tmp_path.glob("checkpoints/*")), "no half checkpoint stays"
 
 
 def test_half_a_state(tmp_path: Path) -> None:

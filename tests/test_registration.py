@@ -257,7 +257,9 @@ def test_wishes_for_evaluation_saving_and_the_epochs_end(tmp_path: Path) -> None
     handlers["on_evaluate"] = note("evaluate")
 
     parts = {"eval_dataset": tiny_regression_data(4, seed=1)}
-    small_trainer(tmp_path, Listener(handlers), parts=parts, num_train_epochs=2, length=20, max_steps=8).train()
+    small_trainer(
+        tmp_path, Listener(handlers), parts=parts, num_train_epochs=2, length=20, max_steps=8, save_in_background=False
+    ).train()
     assert seen == [("evaluate", 1), ("save", 2), ("epoch end", 3), ("log", 4), ("epoch end", 8)]
 
 

@@ -49,7 +49,7 @@ def with_norms(output_dir: Path) -> ds.Trainer:
 
 def test_one_checkpoint_holds_the_step_and_the_evaluation_behind_it(tmp_path: Path) -> None:
     journal = Journal(note=lambda ctx: ctx.state.global_step)
-    by_epochs(tmp_path, journal).train()
+    by_epochs(tmp_path, journal, save_in_background=False).train()
     told = [note for note in journal.notes if note[0] in ("evaluate", "save")]
     assert told == [(event, step) for step in (5, 10, 15) for event in ("evaluate", "save")]
 

@@ -35,6 +35,7 @@ _AT_LEAST: dict[str, float] = {
     "logging_steps": 0,
     "eval_steps": 0,
     "save_steps": 0,
+    "max_failed_saves": 1,
     "dataloader_num_workers": 0,
 }
 
@@ -131,6 +132,11 @@ class TrainingArguments:
     """How many checkpoints to keep: the newest ones, and the best one beside them. None: all."""
     keep: Retention | str | Sequence[Retention | str] | None = None
     """Which to keep, in place of it: ``Latest(3) | Best(2) | EveryNth(10_000)``, or as text. None: all."""
+
+    save_in_background: bool = True
+    """Training goes on while a checkpoint is written; that takes memory for a copy of the state. False: it waits."""
+    max_failed_saves: int = 3
+    """So many saves in a row that do not get to the disk (it is full, say) are an error; fewer are only reported."""
 
     load_best_model_at_end: bool = False
     """Save at each new best metric, and end with that model's weights."""

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from .registration import check_callbacks
 from .remote import mirror_of
 from .result import TrainResult
 from .run import Run
+from .saves import Flight
 from .settings import Brought, Settings, planned_steps
 from .state import TrainerControl, TrainerState
 from .timelimit import TimeLimit
@@ -128,12 +130,25 @@ class Assembly:
     def path_of(self, step: int) -> Path:
         return self._manager.path_of(step)
 
-    def save(self, step: int, *, metrics: Mapping[str, float], is_best: bool) -> None:
-        began = time.monotonic()
+    def prepare(self) -> None:
+        self._manager.prepare(self._sharded)
+
+    def save(self, step: int, *, metrics: Mapping[str, float], is_best: bool) -> Flight:
         self.random_state.step = step
         ranks.share_from_zero(self._model.buffers())  # a rank's own batch statistics are not what is saved
-        self._manager.save(step, self._sharded, self._components(), metrics=metrics, is_best=is_best)
-        self._manager.prune()
+        return self._manager.launch(
+            step,
+            self._sharded,
+            self._components(),
+            metrics=metrics,
+            is_best=is_best,
+            background=self.args.save_in_background,
+            published=partial(self._note_published, step, time.monotonic()),
+        )
+
+    def _note_published(self, step: int, began: float) -> None:
+        """On rank 0, on the thread that has saved."""
+        RunFile(self.args.directory).progress(step)
         self._mirror.look()
         self._time_limit.allow_for(time.monotonic() - began)
 
@@ -182,6 +197,7 @@ class Assembly:
             yield
         finally:
             try:
+                self._manager.settle()
                 self._mirror.end()
             finally:
                 lock.release()

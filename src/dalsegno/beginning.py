@@ -145,7 +145,7 @@ class Beginning:
         """One timeline: what is beyond a chosen checkpoint is moved away; all, if that is another run's."""
         step, state = checkpoint.step, self._state
         is_own = checkpoint.path.resolve() == self._manager.path_of(step).resolve()
-        self._boundary.saved_step = step if is_own else None
+        self._boundary.saves.go_on_from(checkpoint.path if is_own else None, step)
         self._boundary.metrics = dict(checkpoint.manifest.metrics) if is_own else {}
         if not is_own:
             state.best_metric, state.best_global_step, state.best_model_checkpoint = None, 0, None

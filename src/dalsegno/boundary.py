@@ -3,9 +3,10 @@
 ::
 
     step_end → train_metrics → log_step → log → for each set: evaluate, log_step, log, on_evaluate
-             → before_save → capture → save → step_done
+             → save (of the one before) → before_save → capture → step_done
 
-So a captured state contains all that happened in its step.
+So a captured state contains all that happened in its step. Its bytes go to the disk beside the steps that follow, and
+on_save fires at the first boundary after it is published.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from . import ranks
@@ -22,6 +22,7 @@ from .args import TrainingArguments
 from .dispatcher import Dispatcher
 from .errors import UnknownName
 from .meter import Meter
+from .saves import Saver, Saves
 from .state import NO_WISHES, TrainerControl, TrainerState, Wishes
 from .takeback import Takeback
 
@@ -34,26 +35,6 @@ class Evaluation(Protocol):
 
     def __call__(self) -> dict[str, float]:
         """The metrics, reduced over all ranks, under the names by which they are logged. Collective."""
-        ...
-
-
-class Saver(Protocol):
-    """Where checkpoints go."""
-
-    def path_of(self, step: int) -> Path:
-        """The folder of that step's checkpoint."""
-        ...
-
-    def save(self, step: int, *, metrics: Mapping[str, float], is_best: bool) -> None:
-        """Capture the state of every component and publish it. Collective."""
-        ...
-
-    def amend(self, step: int, *, metrics: Mapping[str, float], is_best: bool) -> None:
-        """Note in that step's checkpoint, which is published, what only came out afterwards. Collective."""
-        ...
-
-    def load_best_model(self) -> None:
-        """Put the best checkpoint's weights into the model, if that is wanted and there is one. Collective."""
         ...
 
 
@@ -89,11 +70,9 @@ class Boundary:
         self._state = state
         self._control = control
         self._meter = meter
-        self._saver = saver
         self._outside = outside
+        self.saves = Saves(args, on, state, saver)
         self.evaluations: Sequence[Evaluation] = ()
-        self.saved_step: int | None = None
-        """Of the newest checkpoint."""
         self.metrics: dict[str, float] = {}
         """Of the newest evaluation."""
         self._may_break_off = False
@@ -103,8 +82,11 @@ class Boundary:
         """No decision of a former leg is left."""
         self._seconds_apart = self._args.saving.seconds_apart
         self._saved_at = time.monotonic()
-        outside = [*self._outside, self._look_at_clock] if self._seconds_apart < math.inf else self._outside
+        outside = [*self._outside, self.saves.look]
+        if self._seconds_apart < math.inf:
+            outside.append(self._look_at_clock)
         self._agreement = Agreement(self._control, outside, each_step=self._on.wishes_each_step())
+        self.saves.begin_leg()
         self._save_is_held = False
         self.lr: Any = None
         """What the newest update used."""
@@ -135,10 +117,15 @@ class Boundary:
             self._leave()
         if wishes.end_epoch:
             self._state.epoch_is_cut = True
+        if wishes.landed:
+            self.saves.collect()
         save = due.save or wishes.save or self._save_is_held or self.leaving
         self._save_is_held = save and epoch_ends and not self.leaving
         if save and not self._save_is_held and not wishes.abort:
-            self.save()
+            self._saved_at = time.monotonic()
+            self.saves.save(self.metrics)
+        elif not self.leaving:
+            self.saves.prepare()
 
     def _leave(self) -> None:
         self.leaving = True
@@ -191,8 +178,7 @@ class Boundary:
             state.evaluations_owed.remove(evaluation.name)
         state.evaluations_owed.clear()  # of sets that are gone
         self._note_best(self.metrics)
-        if self.saved_step == state.global_step:  # by the leg that broke off, so it could not know
-            self._saver.amend(self.saved_step, metrics=self.metrics, is_best=self._is_best())
+        self.saves.amend(self.metrics)
 
     def between_batches(self) -> None:
         """To be called between two batches of an evaluation, equally often on all ranks.
@@ -230,32 +216,7 @@ class Boundary:
         if args.saving.on_best:
             self._control.should_save = True
 
-    def save(self) -> None:
-        """Write a checkpoint of this step, unless there is one. Collective."""
-        on, step = self._on, self._state.global_step
-        self._saved_at = time.monotonic()
-        if self.saved_step == step:
-            return
-        path, is_best = self._saver.path_of(step), self._is_best()
-        if on.before_save:
-            on.before_save.fill(path, step)
-            on.before_save.fire()
-        self._saver.save(step, metrics=self.metrics, is_best=is_best)
-        self.saved_step = step
-        if on.save:
-            on.save.fill(path, step, is_best)
-            on.save.fire()
-
     def _look_at_clock(self) -> Wishes:
         """A wish to save, once the newest checkpoint is old enough. By rank 0's clock: one is enough."""
         is_time = ranks.rank() == 0 and time.monotonic() - self._saved_at >= self._seconds_apart
         return Wishes(save=True) if is_time else NO_WISHES
-
-    def _is_best(self) -> bool:
-        """Whether this step's checkpoint, which is there or about to be, is the best; if so, that is remembered."""
-        state = self._state
-        if state.best_metric is None or state.best_global_step != state.global_step:
-            return False
-        path = self._saver.path_of(state.global_step)
-        state.best_model_checkpoint = path.relative_to(self._args.directory).as_posix()
-        return True

@@ -14,6 +14,9 @@ is read from the object itself, by attributes that it may have or lack:
 ``aliases``         keys under which the same thing was saved in former times.
 ``ranks``           ``"zero"``: acts on rank 0 only, so that its state is not compared between ranks.
 ``state_compared``  False: only rank 0 knows the state (a file that it writes), so it is not compared either.
+``make_durable``    ``make_durable()``: forces what the state refers to, a file it has written for one, to the disk.
+                    Called on another thread, after ``state_dict`` and before the checkpoint is published; training
+                    does not wait for it.
 ==================  ==========================================================================================
 """
 
@@ -82,6 +85,12 @@ class Component:
 
     def capture(self) -> State:
         return self.target.state_dict()
+
+    def make_durable(self) -> None:
+        """Force what the state refers to, beside what it holds, to the disk. On any thread."""
+        make_durable = getattr(self.target, "make_durable", None)
+        if make_durable is not None:
+            make_durable()
 
     def upgrade(self, state: State, version: int) -> State:
         """``state``, which version ``version`` of this component has written, as the present version writes it.

@@ -340,9 +340,11 @@ class ExceptionContext(Context):
 class TrainEndContext(Context):
     reason: str = field(init=False)
     metrics: dict[str, Any] = field(init=False)
+    checkpoint: Path | None = field(init=False)
+    """The newest one of this run; on the way out of an exception, on_save did not tell of it."""
 
-    def fill(self, reason: str, metrics: dict[str, Any]) -> None:
-        self.reason, self.metrics = reason, metrics
+    def fill(self, reason: str, metrics: dict[str, Any], checkpoint: Path | None = None) -> None:
+        self.reason, self.metrics, self.checkpoint = reason, metrics, checkpoint
 
 
 def _read(number: Number) -> float:

@@ -9,6 +9,7 @@
     │   └── DuplicateKey                       two callbacks would save under one key
     ├── EmptyDataset (ValueError)              there is not a single batch to train on
     ├── CannotSave (TypeError)                 a state holds something the codec does not take; says where
+    ├── SaveFailed (OSError)                   a checkpoint did not get to the disk; older ones are as they were
     ├── StateMismatch (ValueError)             a saved state does not fit the object it is for
     ├── NotFound (FileNotFoundError)           a checkpoint, run or log is not there
     ├── DamagedCheckpoint (OSError)            a checkpoint's bytes are not the ones its manifest names
@@ -56,6 +57,10 @@ class EmptyDataset(DalsegnoError, ValueError):
 
 class CannotSave(DalsegnoError, TypeError):
     """A state holds something that the codec does not take; the message names component and path."""
+
+
+class SaveFailed(DalsegnoError, OSError):
+    """A checkpoint did not get to the disk; the message says why, and on which rank. Older ones are as they were."""
 
 
 class StateMismatch(DalsegnoError, ValueError):

@@ -11,7 +11,7 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -108,21 +108,23 @@ def _write_pieces(path: Path, pieces: Iterable[Buffer]) -> None:
         os.close(descriptor)
 
 
-def write_direct(path: Path, data: memoryview, length: int, observe: Callable[[memoryview], object]) -> None:
-    """Create ``path`` with the first ``length`` bytes of ``data`` and force them to the disk, past the page cache.
+def write_direct(path: Path, pieces: Iterator[memoryview], length: int) -> None:
+    """Create ``path`` with ``pieces``, one behind the other, and force it to the disk, past the page cache.
 
-    ``data`` begins at a page boundary and is a whole number of pages long, since direct writes want it so; what lies
-    after ``length`` is cut off again. ``observe`` is shown every piece of the ``length`` bytes, in order, on a thread
-    beside the write. Where direct writes are refused (tmpfs, some network disks) the same pieces are written plainly.
+    Each piece begins at a page boundary in memory and is a whole number of pages long, since direct writes want it so;
+    what lies after ``length`` bytes is cut off again. The next piece is asked for, on a thread beside the write, while
+    one is being written, so two of them are in use at any time. Where direct writes are refused (tmpfs, some network
+    disks) the same pieces are written plainly.
     """
     descriptor = _open_direct(path)
     try:
-        with ThreadPoolExecutor(max_workers=1) as beside:
-            for begin in range(0, length, DIRECT_PIECE):
-                piece = data[begin : min(begin + DIRECT_PIECE, -(-length // PAGE) * PAGE)]
-                observed = beside.submit(observe, piece[: length - begin])
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="dalsegno-pieces") as beside:
+            begin = 0
+            coming = beside.submit(next, pieces, None)
+            while (piece := coming.result()) is not None:
+                coming = beside.submit(next, pieces, None)
                 _write_piece(descriptor, piece, begin, path)
-                observed.result()
+                begin += len(piece)
         truncate(descriptor, length, path)
         fsync(descriptor, path)
     finally:

@@ -6,6 +6,7 @@ handler, on one rank only, or on the way out of an exception: the other ranks ma
 
 from __future__ import annotations
 
+import datetime
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from . import errors
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 def initialized() -> bool:
@@ -124,6 +126,43 @@ def together(work: Callable[[], T]) -> T:
     if failure is not None and failed[number] == failed[rank()]:
         raise failure
     raise _of_another_rank(number, *failed[number]) from failure
+
+
+class SideGroup:
+    """The ranks once more, for a thread beside the training: what it says there never meets what the training says.
+
+    To be made on all ranks, once for each process group: see :func:`side_group`. It goes over gloo, so that no GPU is
+    kept waiting. When another rank is gone, its methods raise.
+    """
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo", timeout=_PATIENCE) if initialized() else None
+
+    def decide(self, value: T, judge: Callable[[list[T]], R]) -> R:
+        """Rank 0 is given every rank's ``value``, in rank order, and every rank is told what ``judge`` makes of it.
+
+        ``judge`` runs on rank 0 and must not raise: the others would wait.
+        """
+        if self._group is None:
+            return judge([value])
+        gathered: list[Any] | None = [None] * world_size() if rank() == 0 else None
+        dist.gather_object(value, gathered, dst=0, group=self._group)
+        box: list[Any] = [judge(gathered) if gathered is not None else None]
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        return box[0]  # type: ignore[no-any-return]
+
+
+_PATIENCE = datetime.timedelta(minutes=60)  # for a rank that is alive, and still has a lot to write
+_side_groups: dict[object, SideGroup] = {}
+
+
+def side_group() -> SideGroup:
+    """This process's :class:`SideGroup`. Collective the first time."""
+    world = dist.group.WORLD if initialized() else None
+    if world not in _side_groups:
+        _side_groups.clear()  # those of a process group that has been left
+        _side_groups[world] = SideGroup()
+    return _side_groups[world]
 
 
 def _of_another_rank(number: int, name: str, text: str) -> errors.DalsegnoError:

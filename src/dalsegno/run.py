@@ -21,7 +21,7 @@ import torch
 
 from . import ranks
 from .args import TrainingArguments
-from .boundary import Boundary, Due, Saver
+from .boundary import Boundary, Due
 from .data import Feed
 from .dispatcher import Dispatcher
 from .draw import Draw, LossWeight, draws
@@ -30,6 +30,7 @@ from .events import Event
 from .logs import RunFile
 from .meter import Meter
 from .result import TrainResult, reason_of
+from .saves import Saver
 from .state import TrainerControl, TrainerState
 
 _NOTHING = Due()
@@ -106,7 +107,8 @@ class Run:
         self._leave(error)
 
     def _finish(self) -> None:
-        """A leg that comes to its end by itself: the final record, and the best weights."""
+        """A leg that comes to its end by itself: the last checkpoint, the final record, and the best weights."""
+        self._boundary.saves.settle()
         state, args, seconds = self.state, self.args, self.state.elapsed()
         metrics = self._final_metrics = {
             "train_runtime": seconds,
@@ -128,21 +130,21 @@ class Run:
         """on_exception where due, then on_train_end, once. No collective: the other ranks may be gone."""
         on, control, metrics = self._on, self.control, self._final_metrics
         self.state.clock.stop()
-        saved = self._boundary.saved_step
+        failures = _failures(self._boundary.saves.leave)
         result = self.result = TrainResult(
             global_step=self.state.global_step,
             reason=reason_of(error, control, self._exhausted),
             why=control.stop_reason if error is None else f"{type(error).__name__}: {error}",
             stopped_by=control.stopped_by,
             metrics=metrics,
-            checkpoint=None if saved is None else self._saver.path_of(saved),
+            checkpoint=self._boundary.saves.newest,
         )
-        failures = _failures(self._feed.close)
+        failures += _failures(self._feed.close)
         if error is not None and on.exception:
             on.exception.fill(error)
             failures += on.exception.fire_all()
         if on.train_end:
-            on.train_end.fill(result.reason, metrics)
+            on.train_end.fill(result.reason, metrics, result.checkpoint)
             failures += on.train_end.fire_all()
         if self._legs is not None:
             end = partial(self._legs.end, result.reason, result.stopped_by, result.global_step, metrics, result.why)
@@ -170,7 +172,7 @@ class Run:
         if self._boundary.leaves_at_once():
             return
         if self.state.evaluations_owed:
-            self._act(Due(evaluate=True))
+            self._boundary.act(Due(evaluate=True))
         while not self._is_over():
             if not feed.started:
                 self.state.epoch_is_cut = False  # a wish at the last epoch's end is no wish for this one
@@ -244,7 +246,7 @@ class Run:
             on.step_end.fire()
         if self._listens_to_metrics:
             self._report_metrics(loss, grad_norm)
-        self._act(self._due, epoch_ends=self._ends_epoch)
+        self._boundary.act(self._due, epoch_ends=self._ends_epoch)
         if on.step_done:
             on.step_done.fill(state.global_step)
             on.step_done.fire()
@@ -286,7 +288,7 @@ class Run:
         due = self._due_at_epoch_end(self.state.global_step)
         feed.next_epoch()
         self.state.epoch = feed.position
-        self._act(due)
+        self._boundary.act(due)
 
     def _due_at_epoch_end(self, step: int) -> Due:
         """What the end of this epoch asks for, if ``step`` is its last step."""
@@ -303,13 +305,7 @@ class Run:
         if self.state.global_step == 0:
             raise EmptyDataset("the training data has not a single batch; look at the dataset, or at drop_last")
         self._exhausted = True
-        self._act(Due(save=bool(self._saving)))
-
-    def _act(self, due: Due, *, epoch_ends: bool = False) -> None:
-        saved = self._boundary.saved_step
-        self._boundary.act(due, epoch_ends=epoch_ends)
-        if self._legs is not None and self._boundary.saved_step != saved:
-            self._legs.progress(self.state.global_step)
+        self._boundary.act(Due(save=bool(self._saving)))
 
     def _is_last(self, step: int, place: float) -> bool:
         """Whether the run goes no further than ``step`` finished steps, or ``place`` in the epochs."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +18,41 @@ from safetensors.torch import load_file
 
 from checkpoint.sameness import bits
 from dalsegno import files
-from dalsegno.checkpoint.layout import DTYPES, MappedFile, Piece, StagedFile
+from dalsegno.checkpoint.device import DeviceCopies
+from dalsegno.checkpoint.layout import DTYPES, Layout, MappedFile, Piece
+from dalsegno.checkpoint.staging import Buffer, TensorFile, streamed
 from dalsegno.errors import DamagedCheckpoint
 
 
-def write(directory: Path, tensors: dict[str, torch.Tensor]) -> Path:
-    staged = StagedFile("some.safetensors")
-    spans = staged.lay_out([Piece.entire(name, tensor) for name, tensor in tensors.items()])
-    for span, tensor in zip(spans, tensors.values(), strict=True):
-        staged.fill(span, tensor)
-    record = staged.write_to(directory)
-    path = directory / staged.name
+def kept(layout: Layout, tensors: Sequence[torch.Tensor], buffer: Buffer) -> TensorFile:
+    """From a copy."""
+    buffer.lay_out(layout)
+    buffer.copy(tensors, DeviceCopies())
+    return TensorFile("some.safetensors", layout.length, buffer.pieces)
+
+
+def live(layout: Layout, tensors: Sequence[torch.Tensor], buffer: Buffer) -> TensorFile:
+    """From the tensors themselves."""
+    return TensorFile("some.safetensors", layout.length, partial(streamed, layout, tensors))
+
+
+Source = Callable[[Layout, Sequence[torch.Tensor], Buffer], TensorFile]
+
+
+@pytest.fixture(params=[kept, live])
+def source(request: pytest.FixtureRequest) -> Source:
+    return request.param  # type: ignore[no-any-return]
+
+
+def write(directory: Path, tensors: dict[str, torch.Tensor], source: Source, buffer: Buffer | None = None) -> Path:
+    layout = Layout.of([Piece.entire(name, tensor) for name, tensor in tensors.items()])
+    file = source(layout, list(tensors.values()), buffer or Buffer())
+    counts: list[int] = []
+    record = file.write_to(directory, counts.append)
+    path = directory / file.name
     content = path.read_bytes()
     assert (record.size, record.xxh3) == (len(content), xxhash.xxh3_128_hexdigest(content))
+    assert sum(counts) == len(content)
     return path
 
 
@@ -36,39 +61,71 @@ def of_every_type() -> dict[str, torch.Tensor]:
     return counted | {"bool": torch.tensor([True, False, True])}
 
 
-def test_safetensors_reads_it(tmp_path: Path) -> None:
+def of_every_shape() -> dict[str, torch.Tensor]:
+    complex_pair = torch.arange(4.0).view(torch.complex64)
+    return {
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(1.5),
+        "turned": torch.arange(200_000.0).reshape(400, 500).T,
+        "small and turned": torch.arange(6.0).reshape(2, 3).T,
+        "conjugated": complex_pair.conj(),
+        "negative": complex_pair.conj().imag,
+        "large": torch.arange(70_000.0),
+    }
+
+
+def test_safetensors_reads_it(tmp_path: Path, source: Source) -> None:
     tensors = {**of_every_type(), "empty": torch.empty(0, 3), "scalar": torch.tensor(1.5)}
-    read = load_file(write(tmp_path, tensors))
+    read = load_file(write(tmp_path, tensors, source))
     assert read.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert bits(read[name]) == bits(tensor), name
     assert read["float32"].dtype == torch.float32 and read["scalar"].shape == ()
 
 
-def test_tensors_begin_at_a_page_and_lie_aligned(tmp_path: Path) -> None:
-    path = write(tmp_path, {"odd": torch.ones(3, dtype=torch.uint8), "wide": torch.ones(2, dtype=torch.float64)})
+def test_whatever_their_strides(tmp_path: Path, source: Source) -> None:
+    tensors = of_every_shape()
+    mapped = MappedFile(write(tmp_path, tensors, source))
+    for name, span in mapped.spans().items():
+        assert torch.equal(mapped.tensor(span, tensors[name].dtype, tensors[name].shape), tensors[name]), name
+
+
+def test_tensors_begin_at_a_page_and_lie_aligned(tmp_path: Path, source: Source) -> None:
+    path = write(
+        tmp_path, {"odd": torch.ones(3, dtype=torch.uint8), "wide": torch.ones(2, dtype=torch.float64)}, source
+    )
     spans = MappedFile(path).spans()
     assert spans == {"wide": (4096, 4112), "odd": (4112, 4115)}
     assert path.stat().st_size == 4115
 
 
 def test_a_buffer_that_is_used_again(tmp_path: Path) -> None:
-    staged = StagedFile("some.safetensors")
+    buffer = Buffer()
     for length in (5000, 3, 9000):
         tensor = torch.full((length,), length % 251, dtype=torch.uint8)
-        (span,) = staged.lay_out([Piece.entire("x", tensor)])
-        staged.fill(span, tensor)
-        staged.write_to(tmp_path)
-        assert torch.equal(load_file(tmp_path / staged.name)["x"], tensor)
+        assert torch.equal(load_file(write(tmp_path, {"x": tensor}, kept, buffer))["x"], tensor)
 
 
-def test_more_than_one_direct_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_touched_ahead_changes_nothing(tmp_path: Path) -> None:
+    big = torch.arange(1_000_000)
+    layout = Layout.of([Piece.entire("x", big)])
+    for turns in (0, 1, 100):
+        buffer = Buffer()
+        assert buffer.missing(layout) == layout.length
+        buffer.lay_out(layout)
+        assert buffer.missing(layout) == 0
+        for _ in islice(buffer.touch(), turns):
+            pass
+        assert torch.equal(load_file(write(tmp_path, {"x": big}, kept, buffer))["x"], big)
+
+
+def test_more_than_one_direct_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Source) -> None:
     monkeypatch.setattr(files, "DIRECT_PIECE", 2 * files.PAGE)
     big = torch.arange(30_000, dtype=torch.int32)
-    assert torch.equal(load_file(write(tmp_path, {"big": big}))["big"], big)
+    assert torch.equal(load_file(write(tmp_path, {"big": big}, source))["big"], big)
 
 
-def test_where_direct_writes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_direct_writes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Source) -> None:
     """As on some network disks, which open the file and refuse the write; tmpfs refused to open it until lately."""
     monkeypatch.setattr(files, "DIRECT_PIECE", 2 * files.PAGE)
     refused = []
@@ -81,11 +138,11 @@ def test_where_direct_writes_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(os, "write", write_unless_direct)
     big = torch.arange(30_000, dtype=torch.int32)
-    assert torch.equal(load_file(write(tmp_path, {"big": big}))["big"], big)
+    assert torch.equal(load_file(write(tmp_path, {"big": big}, source))["big"], big)
     assert len(refused) == 1
 
 
-def test_where_direct_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_direct_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Source) -> None:
     def open_unless_direct(path: Any, flags: int, *rest: Any, open: Any = os.open) -> int:
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "no direct files here")
@@ -93,7 +150,7 @@ def test_where_direct_files_are_refused(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(os, "open", open_unless_direct)
     big = torch.arange(3_000, dtype=torch.int32)
-    assert torch.equal(load_file(write(tmp_path, {"big": big}))["big"], big)
+    assert torch.equal(load_file(write(tmp_path, {"big": big}, source))["big"], big)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +174,6 @@ def test_a_file_that_is_no_safetensors(tmp_path: Path, content: bytes) -> None:
 
 
 def test_bytes_that_are_not_there(tmp_path: Path) -> None:
-    path = write(tmp_path, {"x": torch.zeros(3)})
+    path = write(tmp_path, {"x": torch.zeros(3)}, kept)
     with pytest.raises(DamagedCheckpoint, match=r"bytes 4096 to 9000 are no float32 of shape \[1226\]"):
         MappedFile(path).tensor((4096, 9000), torch.float32, [1226])

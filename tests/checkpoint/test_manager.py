@@ -265,9 +265,10 @@ def test_a_step_is_not_saved_twice(tmp_path: Path) -> None:
 )
 def test_what_stays(tmp_path: Path, keep: Callable[[list[Entry]], set[int]] | None, stay: list[int]) -> None:
     """The newest stays, whatever the policy says."""
-    manager, saved = CheckpointManager(tmp_path, keep=keep), Saved()
+    manager, saved = CheckpointManager(tmp_path), Saved()
     for step, loss in [(1, 9.0), (2, 3.0), (3, 5.0), (4, float("nan"))]:
         saved.save(manager, step, metrics={"loss": loss}, is_best=step <= 2)
+    manager = CheckpointManager(tmp_path, keep=keep)
     gone = manager.prune()
     assert steps_in(manager) == stay
     assert gone == [manager.path_of(step) for step in (1, 2, 3, 4) if step not in stay]

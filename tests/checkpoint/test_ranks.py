@@ -93,8 +93,7 @@ def test_a_state_on_one_rank_that_cannot_be_saved(tmp_path: Path) -> None:
 
 def test_a_disk_that_is_full_for_one_rank(tmp_path: Path) -> None:
     (first, left), (second, _) = run_ranks(jobs.fail_to_write, 2, tmp_path, 1)
-    assert second == "OSError: [Errno 28] No space left on device"
-    assert first == "RankFailed: rank 1: OSError: [Errno 28] No space left on device"
+    assert first == second == "SaveFailed: step-00000002 was not saved: rank 1: [Errno 28] No space left on device"
     assert left == ["step-00000001"]
 
 

@@ -64,7 +64,7 @@ def test_nothing_is_cut_before_its_archive_is_on_the_disk(log: RecordLog, monkey
     assert positions == sorted(positions)
     seen.clear()
     log.append(record(KEPT))
-    log.state()
+    log.make_durable()
     assert seen == [("write", log.path.name), ("fsync", log.path.name)]
 
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from dalsegno import ranks
 from dalsegno.callback import Callback
-from dalsegno.contexts import Context, ExceptionContext, LoadContext, SaveContext, TrainBeginContext, TrainEndContext
+from dalsegno.contexts import Context, ExceptionContext, LoadContext, TrainBeginContext, TrainEndContext
 from dalsegno.errors import ConfigurationError
 
 
@@ -30,7 +30,6 @@ class InfoCallback(Callback):
         if not isinstance(verbose, bool):
             raise ConfigurationError(f"InfoCallback: verbose={verbose!r}; allowed are True and False")
         self._verbose = verbose
-        self._checkpoint: Path | None = None
         self._error: BaseException | None = None
 
     def on_load(self, ctx: LoadContext) -> None:
@@ -50,7 +49,7 @@ class InfoCallback(Callback):
             _say("finished", f"at step {ctx.state.global_step:,} already; raise max_steps to go on")
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
-        self._checkpoint, self._error = ctx.resumed_from, None
+        self._error = None
         _say("model", _model_line(ctx.model))
         _say("device", _device_line(ctx.model))
         _say("batch", _batch_line(ctx))
@@ -60,14 +59,11 @@ class InfoCallback(Callback):
             _say("arguments", "\n".join(f"{name} = {value!r}" for name, value in ctx.args.to_dict().items()))
             _say("modules", str(ctx.model))
 
-    def on_save(self, ctx: SaveContext) -> None:
-        self._checkpoint = ctx.path
-
     def on_exception(self, ctx: ExceptionContext) -> None:
         self._error = ctx.exception
 
     def on_train_end(self, ctx: TrainEndContext) -> None:
-        control, checkpoint, why = ctx.control, self._checkpoint, ""
+        control, checkpoint, why = ctx.control, ctx.checkpoint, ""
         if self._error is not None:
             why = f" by {type(self._error).__name__}: {self._error}"
         elif control.stopped_by is not None:

@@ -54,16 +54,24 @@ class RecordCallback(Callback):
     def on_train_end(self, ctx: TrainEndContext) -> None:
         if self._log is not None:
             self._position = self._log.state()
+            self._log.make_durable()
             self._log.close()
             self._log = None
 
     def state_dict(self) -> Any:
         return self._position if self._log is None else self._log.state()
 
+    def make_durable(self) -> None:
+        """What a checkpoint says of the file must be on the disk before the checkpoint is."""
+        log = self._log
+        if log is not None:
+            log.make_durable()
+
     def load_state_dict(self, state: Any) -> None:
         """Go on from there at once if the log is open (a rollback), else when it is opened."""
         self._position = state
         if self._log is not None:
+            self._log.make_durable()
             self._log.open(state)
             self._write_header()
 

@@ -1,4 +1,4 @@
-"""One file of tensors: laid out in memory as it will lie on disk, streamed there, mapped back.
+"""One file of tensors: laid out, and mapped back.
 
 The file is plain safetensors, so any reader of that format opens it. Its header is padded with spaces until the
 tensors begin at a page boundary; they follow without gaps, wide element types first, so that each lies aligned. What a
@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 
 from dalsegno import files
 from dalsegno.errors import DamagedCheckpoint
 
-from .manifest import FileRecord, opened
+from .manifest import opened
 
 SAFETENSORS_NAMES = {
     torch.float64: "F64",
@@ -94,17 +93,18 @@ class Piece:
         return byte_count(self.shape, self.dtype)
 
 
-class StagedFile:
-    """A file in the making. Its buffer is kept from save to save: fresh memory costs more than the copy into it."""
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where each piece lies in a file: ``spans`` are its first byte and the byte after its last. No gap is between one
+    piece and the next."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name  # relative to the checkpoint
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._memory = memoryview(b"")
-        self._length = 0
+    header: bytes
+    pieces: Sequence[Piece]
+    spans: Sequence[tuple[int, int]]
+    length: int
 
-    def lay_out(self, pieces: Sequence[Piece]) -> list[tuple[int, int]]:
-        """Make room for ``pieces``; gives where each lies in the file: first byte, and the byte after its last."""
+    @classmethod
+    def of(cls, pieces: Sequence[Piece]) -> Layout:
         spans: list[tuple[int, int]] = [(0, 0)] * len(pieces)
         end = 0
         order = sorted(range(len(pieces)), key=lambda number: -pieces[number].dtype.itemsize)
@@ -112,33 +112,8 @@ class StagedFile:
             spans[number] = (end, end + pieces[number].size)
             end += pieces[number].size
         header = _header([(pieces[number], spans[number]) for number in order])
-        self._length = len(header) + end
-        self._reserve(self._length)
-        self._memory[: len(header)] = header
-        return [(len(header) + begin, len(header) + end) for begin, end in spans]
-
-    def fill(self, span: tuple[int, int], tensor: torch.Tensor) -> None:
-        """Copy a tensor, from whatever device and with whatever strides, to its place."""
-        if not tensor.numel():
-            return
-        tensor = tensor.detach().resolve_conj().resolve_neg()
-        if tensor.device.type == "cpu" and tensor.is_contiguous():
-            # One memory move. torch's copy waits for threads of its own, up to ten times as long on a busy machine.
-            self._memory[slice(*span)] = tensor.reshape(-1).view(torch.uint8).numpy().data
-        else:
-            self._buffer[slice(*span)].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-
-    def write_to(self, directory: Path) -> FileRecord:
-        """Stream the file to the disk, durably, and give its size and checksum."""
-        checksum = xxhash.xxh3_128()
-        files.write_direct(directory / self.name, self._memory, self._length, checksum.update)
-        return FileRecord(self._length, checksum.hexdigest())
-
-    def _reserve(self, length: int) -> None:
-        if length > len(self._memory):
-            memory = mmap.mmap(-1, -(-length // files.PAGE) * files.PAGE)
-            self._memory = memoryview(memory)
-            self._buffer = torch.frombuffer(memory, dtype=torch.uint8)
+        size = len(header)
+        return cls(header, pieces, [(size + first, size + last) for first, last in spans], size + end)
 
 
 def _header(placed: Sequence[tuple[Piece, tuple[int, int]]]) -> bytes:

@@ -16,6 +16,7 @@ from dalsegno.retention import Entry, Keep
 
 from . import folder, index
 from .codec import encode
+from .flight import Flight, Preparation
 from .index import Index
 from .loading import (
     LoadReport,
@@ -28,7 +29,7 @@ from .loading import (
     restore_sharded,
 )
 from .manifest import Checkpoint, FileRecord, Manifest
-from .saving import Stage, manifest_of, publish, write_out
+from .saving import Stage, manifest_of
 from .sharded import Sharded
 from .sidecar import SavedState
 
@@ -49,6 +50,8 @@ class CheckpointManager:
         self._stage = Stage()
         self._carried: Mapping[str, SavedState] = {}
         self._trusted: Path | None = None  # verified, or written, by this process last
+        self._flight: Flight | None = None  # the newest
+        self._preparation: Preparation | None = None
 
     def path_of(self, step: int) -> Path:
         """Where the checkpoint of that step is, or would be."""
@@ -63,7 +66,36 @@ class CheckpointManager:
         metrics: Mapping[str, float] | None = None,
         is_best: bool = False,
     ) -> Path:
-        """Save everything, durably, and publish it. Whatever goes wrong on any rank, no half checkpoint stays.
+        """As :meth:`launch`, and wait until it is published.
+
+        Returns:
+            The checkpoint's directory.
+
+        Raises:
+            CannotSave: on every rank, if a state holds what cannot be saved.
+            SaveFailed: on every rank, if it did not get to the disk. No half checkpoint stays.
+            ConfigurationError: if there is a checkpoint of that step.
+        """
+        flight = self.launch(step, sharded, components, metrics=metrics, is_best=is_best, background=False)
+        flight.settle()
+        if flight.failure is not None:
+            raise flight.failure
+        return flight.path
+
+    def launch(
+        self,
+        step: int,
+        sharded: Sequence[Sharded],
+        components: Sequence[Component],
+        *,
+        metrics: Mapping[str, float] | None = None,
+        is_best: bool = False,
+        background: bool = True,
+        published: Callable[[], object] = int,
+    ) -> Flight:
+        """Take every state, and send it on its way to the disk; what the policy does not keep is deleted afterwards.
+
+        One save at a time is on its way: this waits for the one before.
 
         Args:
             step: finished steps; there must be no checkpoint of that step yet.
@@ -71,28 +103,49 @@ class CheckpointManager:
             components: everything else that has a state.
             metrics: of the last evaluation, for policies and people.
             is_best: whether no earlier checkpoint was better.
-
-        Returns:
-            The checkpoint's directory.
+            background: go on as soon as the state is copied. False: when it is published, or has failed; that takes no
+                memory for a copy.
+            published: called on rank 0, on another thread, once it is published.
 
         Raises:
             CannotSave: on every rank, if a state holds what cannot be saved.
             ConfigurationError: if there is a checkpoint of that step.
         """
+        self.settle()
         final = self.path_of(step)
-        partial = final.with_name(final.name + folder.PARTIAL)
-        try:
-            ranks.from_rank_zero(lambda: _make_room(final, partial))
-            captured = self._stage.capture(sharded, components, self._carried)
-            records = ranks.gather(ranks.together(lambda: write_out(captured, partial)))
-            finished = manifest_of(step, captured, records, metrics or {}, is_best)
-            ranks.from_rank_zero(lambda: publish(finished, partial, final))
-        except Exception:
-            if ranks.rank() == 0:
-                files.remove(partial)
-            raise
-        self._trusted = final.resolve()
-        return final
+        if ranks.agree_max([ranks.rank() == 0 and final.exists()])[0]:
+            raise ConfigurationError(f"{final}: there is a checkpoint of this step already; it is not overwritten")
+        captured = self._stage.capture(sharded, components, self._carried, copy=background)
+
+        def publish() -> None:
+            self._trusted = final.resolve()
+            published()
+
+        self._flight = Flight(
+            captured,
+            final,
+            step=step,
+            is_best=is_best,
+            manifest_of=functools.partial(manifest_of, step, captured, metrics or {}, is_best),
+            published=publish,
+            afterwards=self._delete_what_is_not_kept,
+        )
+        return self._flight
+
+    def prepare(self, sharded: Sequence[Sharded]) -> None:
+        """Make room in memory for the first save, on another thread, so that it takes no longer than the next.
+
+        To be called once the optimizer has its state. Collective.
+        """
+        if self._flight is None and self._preparation is None:
+            self._preparation = Preparation(self._stage.prepare(sharded))
+
+    def settle(self) -> None:
+        """Wait until no thread of a save is at work any more: before anything else touches memory or folders."""
+        if self._preparation is not None:
+            self._preparation.stop()
+        if self._flight is not None:
+            self._flight.settle()
 
     def amend(self, step: int, *, metrics: Mapping[str, float], is_best: bool) -> None:
         """Note in the manifest of that step's checkpoint what an evaluation has said of it since it was published."""
@@ -127,6 +180,7 @@ class CheckpointManager:
             DamagedCheckpoint: if the one at ``path`` is, or all are.
             OSError: if one cannot be read, which is no damage: nothing is moved.
         """
+        self.settle()
         if path is not None:
             return self._verified(path)
         damaged: dict[Path, DamagedCheckpoint] = {}
@@ -201,20 +255,8 @@ class CheckpointManager:
         restore_sharded(saved, stored, sharded)
 
     def entries(self) -> list[Entry]:
-        """Every checkpoint of the run, oldest first, as its manifest tells; unreadable ones are left out."""
-
-        def read() -> list[Entry]:
-            found = []
-            for path in reversed(folder.newest_first(self.directory)):
-                try:
-                    its = Manifest.read(path)
-                except DamagedCheckpoint as error:
-                    logger.warning("%s is left out: %s", path.name, error)
-                else:
-                    found.append(Entry(its.step, its.metrics, its.best))
-            return found
-
-        return ranks.from_rank_zero(read)
+        """All checkpoints, oldest first, as policies see them. One that cannot be read is left out, with a warning."""
+        return ranks.from_rank_zero(self._entries)
 
     def abandon_after(self, step: int | None, into: Path) -> list[Path]:
         """Move the checkpoints later than ``step`` (None: all) to ``into``, newest first: their timeline is left.
@@ -235,6 +277,7 @@ class CheckpointManager:
                 moved.append(target)
             return moved
 
+        self.settle()
         return ranks.from_rank_zero(move)
 
     def prune(self) -> list[Path]:
@@ -243,16 +286,8 @@ class CheckpointManager:
         Returns:
             The deleted checkpoints.
         """
-        if self._keep is None:
-            return []
-        entries = self.entries()
-        kept = self._keep(entries) | {entry.step for entry in entries[-1:]}
-        doomed = [self.path_of(entry.step) for entry in entries if entry.step not in kept]
-
-        def delete() -> list[Path]:
-            return [path for path in doomed if path.resolve() != self._trusted and folder.delete(path)]
-
-        return ranks.from_rank_zero(delete)
+        self.settle()
+        return ranks.from_rank_zero(self._delete_what_is_not_kept)
 
     def clean(self) -> None:
         """Remove what an interrupted save or deletion has left. Only the process that owns the run may call this."""
@@ -262,6 +297,25 @@ class CheckpointManager:
                 files.remove(path)
 
         ranks.from_rank_zero(remove)
+
+    def _entries(self) -> list[Entry]:
+        found = []
+        for path in reversed(folder.newest_first(self.directory)):
+            try:
+                its = Manifest.read(path)
+            except DamagedCheckpoint as error:
+                logger.warning("%s is left out: %s", path.name, error)
+            else:
+                found.append(Entry(its.step, its.metrics, its.best))
+        return found
+
+    def _delete_what_is_not_kept(self) -> list[Path]:
+        if self._keep is None:
+            return []
+        entries = self._entries()
+        kept = self._keep(entries) | {entry.step for entry in entries[-1:]}
+        doomed = [self.path_of(entry.step) for entry in entries if entry.step not in kept]
+        return [path for path in doomed if path.resolve() != self._trusted and folder.delete(path)]
 
     def _verified(self, path: Path) -> Checkpoint:
         checkpoint = ranks.from_rank_zero(lambda: folder.opened(path))
@@ -283,10 +337,3 @@ def _share(sizes: Mapping[str, FileRecord]) -> list[str]:
         if rank == ranks.rank():
             mine.append(name)
     return mine
-
-
-def _make_room(final: Path, partial: Path) -> None:
-    if final.exists():
-        raise ConfigurationError(f"{final}: there is a checkpoint of this step already; it is not overwritten")
-    files.remove(partial)
-    files.make_directory(partial)

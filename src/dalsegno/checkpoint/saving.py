@@ -1,8 +1,4 @@
-"""Saving in three acts: capture into memory, write out, publish. Training stands still for the first only.
-
-Nothing is a checkpoint before the third has renamed the finished directory to its name: whoever is killed, or runs out
-of disk, at any moment before leaves the older checkpoints as they were.
-"""
+"""Capturing the state of everything, and writing what was captured."""
 
 from __future__ import annotations
 
@@ -10,74 +6,195 @@ import datetime
 import functools
 import importlib.metadata
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+import xxhash
 
 from dalsegno import files, ranks
 from dalsegno.component import Component
 
 from . import index, manifest, storage
-from .layout import StagedFile
+from .device import DeviceCopies
+from .layout import Layout, Piece
 from .manifest import ComponentRecord, FileRecord, Manifest
+from .resources import available_memory, has_memory_for, human
 from .sharded import Sharded
-from .sidecar import SHARED, Document, Encoded, SavedState, Staged, rank_sidecar, stage_sidecar
+from .sidecar import SHARED, Encoded, SavedState, rank_sidecar, sidecar_arrays, sidecar_document
+from .staging import Advance, Buffer, Document, Outgoing, TensorFile, streamed
+from .storage import FilePlan, Plan
 
 logger = logging.getLogger("dalsegno")
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """All that this rank adds to a checkpoint, in memory of its own."""
+    """All that this rank adds to a checkpoint.
 
-    files: list[Staged]
-    components: dict[str, ComponentRecord]
+    Attributes:
+        is_copy: whether training may go on before it is written.
+        wait: until the copies from the GPU are complete.
+        durables: force what the states refer to, logs for one, to the disk.
+    """
+
+    files: Sequence[Outgoing]
+    components: Mapping[str, ComponentRecord]
+    is_copy: bool
+    wait: Callable[[], object]
+    durables: Sequence[Callable[[], object]]
+
+    @property
+    def length(self) -> int:
+        """In bytes."""
+        return sum(file.length for file in self.files)
+
+    def write_to(self, directory: Path, advance: Advance) -> dict[str, FileRecord]:
+        """Write this rank's files, durably; gives what the manifest must say of them."""
+        for make_durable in self.durables:
+            make_durable()
+        self.wait()
+        records = {}
+        for file in self.files:
+            files.make_directory((directory / file.name).parent)
+            records[file.name] = file.write_to(directory, advance)
+        return records
+
+
+class _States(NamedTuple):
+    """What all ranks share, what is this rank's own, which of the shared must be the same on every rank; and tensors
+    that are spread over them."""
+
+    shared: dict[str, Encoded]
+    own: dict[str, Encoded]
+    compared: dict[str, Encoded]
+    tensors: storage.Tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A file of tensors that this rank writes: where they lie in it, and the tensors themselves."""
+
+    name: str
+    layout: Layout
+    tensors: Sequence[torch.Tensor]
+
+    def as_it_is(self) -> Outgoing:
+        return TensorFile(self.name, self.layout.length, functools.partial(streamed, self.layout, self.tensors))
 
 
 class Stage:
-    """Where state is captured. It keeps its buffers, so that only the first save pays for fresh memory."""
+    """Where state is captured. It keeps its memory, and the plan of who writes what, from save to save."""
 
     def __init__(self) -> None:
-        self._files: dict[str, StagedFile] = {}
+        self._buffers: dict[str, Buffer] = {}
+        self._devices = DeviceCopies()
+        self._plan = Plan((), None)
+        self._planned_for: object = None
+        self._has_said_short = False
+
+    def prepare(self, sharded: Sequence[Sharded]) -> Iterator[None]:
+        """Plan and make room for these, before the first save is due. Collective.
+
+        Returns:
+            What is left to do, a little at each turn, on another thread; it may be broken off.
+        """
+        tensors = {each.key: each.capture()[0] for each in sharded}
+        signature = storage.signature(tensors)
+        if ranks.agree_max([signature != self._planned_for])[0]:
+            self._replan(tensors, signature)
+        if self._shortage(self._plan.files):
+            return iter(())
+        buffers = [self._laid_out(file.name, file.layout) for file in self._plan.files]
+        return (turn for buffer in buffers for turn in buffer.touch())
 
     def capture(
-        self, sharded: Sequence[Sharded], components: Sequence[Component], carried: Mapping[str, SavedState]
+        self,
+        sharded: Sequence[Sharded],
+        components: Sequence[Component],
+        carried: Mapping[str, SavedState],
+        *,
+        copy: bool,
     ) -> Captured:
-        """Copy every state. Collective.
+        """Take every state. Collective: one small reduction, unless something has changed since the last time.
 
         Args:
             sharded: model and optimizer.
             components: everything else.
             carried: on rank 0, states of an earlier checkpoint that have found no component.
+            copy: so that training may go on at once. Where memory is short it may not; a warning says so, once.
 
         Raises:
             CannotSave: on every rank, if a state on any holds what cannot be saved.
         """
-        tensors: storage.Tensors = {}
-        shared, own, compared = ranks.together(lambda: _encoded(sharded, components, carried, tensors))
-        _warn_of_differences(compared)
-        staged, tensor_index = storage.stage(tensors, self._file)
-        result: list[Staged] = [*staged, *self._sidecar(rank_sidecar(ranks.rank()), own)]
-        if tensor_index is not None:
-            result += [*self._sidecar(SHARED, shared), Document(index.FILE_NAME, tensor_index.to_bytes())]
-        return Captured(result, {key: each.record for key, each in (shared | own).items()})
+        states, failure = _states(sharded, components, carried)
+        sidecars = list(_sidecar_parts(states))
+        signature = storage.signature(states.tensors)
+        digest = _digest(states.compared)
+        shortage = self._shortage([*self._plan.files, *sidecars])
+        has_failed, has_changed, is_short, highest, lowest = ranks.agree_max(
+            [failure is not None, signature != self._planned_for, shortage > 0, digest, -digest]
+        )
+        if has_failed:
+            ranks.together(lambda: _reraise(failure))
+        if highest != -lowest:
+            _warn_of_differences(states.compared)
+        if has_changed:
+            self._replan(states.tensors, signature)
+            shortage = self._shortage([*self._plan.files, *sidecars])
+            (is_short,) = ranks.agree_max([shortage > 0])
+        planned = [Part(file.name, file.layout, file.tensors(states.tensors)) for file in self._plan.files]
+        documents = self._documents(states)
+        records = {key: each.record for key, each in (states.shared | states.own).items()}
+        durables = [component.make_durable for component in components]
+        if copy and is_short:
+            self._say_short(shortage)
+        if is_short or not copy:
+            streams = [part.as_it_is() for part in (*planned, *sidecars)]
+            return Captured([*streams, *documents], records, is_copy=False, wait=int, durables=durables)
+        self._devices.begin([each.optimizer for each in sharded if each.optimizer is not None])
+        copies = [self._copied(part) for part in (*planned, *sidecars)]
+        return Captured([*copies, *documents], records, is_copy=True, wait=self._devices.end(), durables=durables)
 
-    def _file(self, name: str) -> StagedFile:
-        return self._files.setdefault(name, StagedFile(name))
+    def _replan(self, tensors: storage.Tensors, signature: object) -> None:
+        self._planned_for = None  # a plan that fails on the way is none
+        self._plan = storage.plan(tensors)
+        self._planned_for = signature
 
-    def _sidecar(self, name: str, encoded: Mapping[str, Encoded]) -> list[Staged]:
-        return stage_sidecar(name, encoded, self._file(f"{name}.safetensors"))
+    def _laid_out(self, name: str, layout: Layout) -> Buffer:
+        buffer = self._buffers.setdefault(name, Buffer())
+        buffer.lay_out(layout)
+        return buffer
 
+    def _copied(self, part: Part) -> Outgoing:
+        buffer = self._laid_out(part.name, part.layout)
+        buffer.copy(part.tensors, self._devices)
+        return TensorFile(part.name, part.layout.length, buffer.pieces)
 
-def write_out(captured: Captured, directory: Path) -> dict[str, FileRecord]:
-    """Write this rank's files into ``directory``, durably; gives what the manifest must say of them."""
-    records = {}
-    for file in captured.files:
-        files.make_directory((directory / file.name).parent)
-        records[file.name] = file.write_to(directory)
-    return records
+    def _shortage(self, wanted: Iterable[FilePlan | Part]) -> int:
+        """Bytes of fresh memory that copies of these files would take, if there is not as much; else 0."""
+        empty = Buffer()
+        fresh = sum(self._buffers.get(each.name, empty).missing(each.layout) for each in wanted)
+        return 0 if has_memory_for(fresh) else fresh
+
+    def _say_short(self, shortage: int) -> None:
+        if shortage and not self._has_said_short:
+            self._has_said_short = True
+            logger.warning(
+                "a save in the background needs %s more memory for a copy of the state, and %s are available: "
+                "checkpoints are written while training waits",
+                human(shortage),
+                human(available_memory() or 0),
+            )
+
+    def _documents(self, states: _States) -> list[Outgoing]:
+        own = sidecar_document(rank_sidecar(ranks.rank()), states.own)
+        if ranks.rank() != 0:
+            return [own]
+        assert self._plan.index is not None, "rank 0 plans"
+        return [own, sidecar_document(SHARED, states.shared), Document(index.FILE_NAME, self._plan.index)]
 
 
 def publish(finished: Manifest, directory: Path, final: Path) -> None:
@@ -92,9 +209,9 @@ def publish(finished: Manifest, directory: Path, final: Path) -> None:
 def manifest_of(
     step: int,
     captured: Captured,
-    records: Sequence[Mapping[str, FileRecord]],
     metrics: Mapping[str, float],
     is_best: bool,
+    records: Sequence[Mapping[str, FileRecord]],
 ) -> Manifest:
     """What rank 0 writes over ``captured`` and all ranks' ``records``."""
     return Manifest(
@@ -115,47 +232,72 @@ def _version() -> str:
     return importlib.metadata.version("dalsegno")
 
 
-def _encoded(
-    sharded: Sequence[Sharded],
-    components: Sequence[Component],
-    carried: Mapping[str, SavedState],
-    tensors: storage.Tensors,
-) -> tuple[dict[str, Encoded], dict[str, Encoded], dict[str, Encoded]]:
-    """The states that all ranks share, this rank's own, and which of the shared must be the same on every rank.
+def _states(
+    sharded: Sequence[Sharded], components: Sequence[Component], carried: Mapping[str, SavedState]
+) -> tuple[_States, Exception | None]:
+    """Everything's state, or as much of it as there was before something failed. No collective."""
+    states = _States({}, {}, {}, {})
+    try:
+        _take(states, sharded, components, carried)
+    except Exception as error:
+        return states, error
+    return states, None
 
-    Fills ``tensors`` with what is sharded. No collective: it may fail on one rank only.
-    """
-    shared: dict[str, Encoded] = {}
-    own: dict[str, Encoded] = {}
-    compared: dict[str, Encoded] = {}
+
+def _take(
+    states: _States, sharded: Sequence[Sharded], components: Sequence[Component], carried: Mapping[str, SavedState]
+) -> None:
     for each in sharded:
         its_tensors, rest = each.capture()
-        tensors[each.key] = its_tensors
+        states.tensors[each.key] = its_tensors
         record = ComponentRecord(each.class_name, 1, "sharded")
-        shared[each.key] = compared[each.key] = Encoded.of(each.key, SavedState(record, [rest]))
+        states.shared[each.key] = states.compared[each.key] = Encoded.of(each.key, SavedState(record, [rest]))
     for component in components:
         record = ComponentRecord(component.class_name, component.version, component.scope)
         if component.scope == "per_rank":
-            own[component.key] = _captured(component, record)
+            states.own[component.key] = _captured(component, record)
         elif component.compared or ranks.rank() == 0:
-            shared[component.key] = _captured(component, record)
+            states.shared[component.key] = _captured(component, record)
             if component.compared:
-                compared[component.key] = shared[component.key]
+                states.compared[component.key] = states.shared[component.key]
     taken = {key for component in components for key in component.keys}
     for key, saved in carried.items():
         if key not in taken:
-            shared[key] = Encoded.of(key, saved)
-    return shared, own, compared
+            states.shared[key] = Encoded.of(key, saved)
 
 
 def _captured(component: Component, record: ComponentRecord) -> Encoded:
     return Encoded.of(component.key, SavedState(record, [component.capture()]))
 
 
+def _sidecar_parts(states: _States) -> Iterator[Part]:
+    """The files of tensors beside the sidecars that this rank writes."""
+    sidecars = {rank_sidecar(ranks.rank()): states.own}
+    if ranks.rank() == 0:
+        sidecars[SHARED] = states.shared
+    for name, encoded in sidecars.items():
+        if arrays := sidecar_arrays(encoded):
+            layout = Layout.of([Piece.entire(array, tensor) for array, tensor in arrays.items()])
+            yield Part(f"{name}.safetensors", layout, list(arrays.values()))
+
+
+def _digest(compared: Mapping[str, Encoded]) -> int:
+    """A number, below 2**63, that two ranks share only if their states are the same, bit by bit."""
+    if ranks.world_size() == 1:
+        return 0
+    checksum = xxhash.xxh3_64()
+    for key, each in compared.items():
+        checksum.update(f"{key} {each.checksum()} ".encode())
+    return checksum.intdigest() >> 1
+
+
+def _reraise(failure: Exception | None) -> None:
+    if failure is not None:
+        raise failure
+
+
 def _warn_of_differences(compared: Mapping[str, Encoded]) -> None:
     """Say which states that must be the same on all ranks are not: only rank 0's is saved."""
-    if ranks.world_size() == 1:
-        return
     checksums = ranks.gather({key: each.checksum() for key, each in compared.items()})
     if ranks.rank() != 0:
         return

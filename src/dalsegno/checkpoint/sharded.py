@@ -35,6 +35,11 @@ class Sharded(Protocol):
     @property
     def class_name(self) -> str: ...
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """Whose ``step()`` alone changes these tensors, if there is one, and those that it updates."""
+        ...
+
     def capture(self) -> tuple[Tensors, State]:
         """The tensors by name (not copied), and all else; the same names and the same rest on every rank."""
         ...
@@ -65,6 +70,7 @@ class ModelState:
     """
 
     key = "model"
+    optimizer = None  # a forward may change buffers
 
     def __init__(self, model: nn.Module) -> None:
         self._model = unwrapped(model)
@@ -165,14 +171,14 @@ class OptimizerState:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model = unwrapped(model)
-        self._optimizer = optimizer
+        self.optimizer: torch.optim.Optimizer = optimizer
 
     @property
     def class_name(self) -> str:
-        return _class_name(self._optimizer)
+        return _class_name(self.optimizer)
 
     def capture(self) -> tuple[Tensors, State]:
-        packed = self._optimizer.state_dict()
+        packed = self.optimizer.state_dict()
         named = [each for group in self._named_groups() for each in group]
         tensors: Tensors = {}
         sharded: dict[str, list[str]] = {}
@@ -235,10 +241,10 @@ class OptimizerState:
                 for name in fitting
             }
             state = {fitting[name]: values for name, values in saved.items()} | rest["other"]
-            self._optimizer.load_state_dict({"state": state, "param_groups": self._groups(rest["groups"])})
+            self.optimizer.load_state_dict({"state": state, "param_groups": self._groups(rest["groups"])})
             # load_state_dict casts state to the parameter's type, moves it to its device and mangles strings.
             for name, values in saved.items():
-                own = self._optimizer.state[named[fitting[name]][1]]
+                own = self.optimizer.state[named[fitting[name]][1]]
                 for kind, value in values.items():
                     is_on_cpu = kind in rest["on_cpu"].get(name, ())
                     own[kind] = value if is_on_cpu else _exactly(value, own.get(kind))
@@ -247,7 +253,7 @@ class OptimizerState:
 
     def _groups(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The groups with their saved hyperparameters, and parameters by number; others than were saved keep theirs."""
-        own, position, groups = self._optimizer.param_groups, itertools.count(), []
+        own, position, groups = self.optimizer.param_groups, itertools.count(), []
         for group, here in zip(saved if len(saved) == len(own) else own, own, strict=True):
             placed = {key: _placed_like(value, here.get(key)) for key, value in group.items()}
             names = {"param_names": here["param_names"]} if "param_names" in here else {}
@@ -262,7 +268,7 @@ class OptimizerState:
                 (names.get(id(each), f"group[{number}].params[{position}]"), each)
                 for position, each in enumerate(group["params"])
             ]
-            for number, group in enumerate(self._optimizer.param_groups)
+            for number, group in enumerate(self.optimizer.param_groups)
         ]
 
 

@@ -14,19 +14,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import xxhash
 
-from dalsegno import files
 from dalsegno.component import State
 from dalsegno.errors import DamagedCheckpoint
 
 from .codec import Arrays, Json, decode, encode
-from .layout import MappedFile, Piece, StagedFile
-from .manifest import Checkpoint, ComponentRecord, FileRecord, read_json
+from .layout import MappedFile
+from .manifest import Checkpoint, ComponentRecord, read_json
+from .staging import Document
 
 FORMAT = 1
 SHARED = "shared"
@@ -43,27 +42,6 @@ class SavedState:
 
     record: ComponentRecord
     states: Sequence[State]
-
-
-class Staged(Protocol):
-    """A file of a checkpoint, complete in memory."""
-
-    @property
-    def name(self) -> str: ...
-
-    def write_to(self, directory: Path) -> FileRecord: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    """A small file, as its bytes."""
-
-    name: str
-    data: bytes
-
-    def write_to(self, directory: Path) -> FileRecord:
-        files.write_durably(directory / self.name, self.data)
-        return FileRecord(len(self.data), xxhash.xxh3_128_hexdigest(self.data))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +71,8 @@ class Encoded:
         return checksum.hexdigest()
 
 
-def stage_sidecar(name: str, encoded: Mapping[str, Encoded], arrays_file: StagedFile) -> list[Staged]:
-    """The files of a sidecar; nothing in them is shared with the components any more."""
+def sidecar_document(name: str, encoded: Mapping[str, Encoded]) -> Document:
+    """The JSON of a sidecar."""
     states = {
         key: {
             "class": each.record.class_name,
@@ -105,14 +83,12 @@ def stage_sidecar(name: str, encoded: Mapping[str, Encoded], arrays_file: Staged
         for key, each in encoded.items()
     }
     text = json.dumps({"format": FORMAT, "states": states}, allow_nan=False, separators=(",", ":"))
-    document = Document(f"{name}.json", text.encode())
-    arrays = dict(pair for key, each in encoded.items() for pair in each.named_arrays(key))
-    if not arrays:
-        return [document]
-    spans = arrays_file.lay_out([Piece.entire(array, tensor) for array, tensor in arrays.items()])
-    for span, tensor in zip(spans, arrays.values(), strict=True):
-        arrays_file.fill(span, tensor)
-    return [document, arrays_file]
+    return Document(f"{name}.json", text.encode())
+
+
+def sidecar_arrays(encoded: Mapping[str, Encoded]) -> dict[str, torch.Tensor]:
+    """The tensors beside it, by the name that each has there."""
+    return dict(pair for key, each in encoded.items() for pair in each.named_arrays(key))
 
 
 def read_sidecar(checkpoint: Checkpoint, name: str) -> dict[str, SavedState]:

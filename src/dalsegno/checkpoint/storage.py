@@ -1,16 +1,17 @@
 """Model and optimizer through PyTorch's Distributed Checkpoint (DCP), which plans, deduplicates and reshards.
 
-DCP's own storage pickles its metadata, and what is no tensor. Ours takes tensors only: writing fills staged files that
-somebody else streams to disk, reading maps them; what lies where stands in the :class:`~.index.Index`.
+DCP's own storage pickles its metadata, and what is no tensor. Ours takes tensors only: saving lays out files, which
+somebody else fills and streams to disk; reading maps them; what lies where stands in the :class:`~.index.Index`.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -26,34 +27,66 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.checkpoint.utils import find_tensor_shard
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from dalsegno import ranks
 from dalsegno.errors import DamagedCheckpoint, RankFailed
 
 from .index import Index, StoredPiece, StoredTensor
-from .layout import MappedFile, Piece, StagedFile
+from .layout import Layout, MappedFile, Piece
 from .manifest import Checkpoint
 
 Tensors = dict[str, dict[str, torch.Tensor]]
 """By component and name; DTensors for what is spread over the ranks."""
 
 
-def stage(tensors: Tensors, staged_file: Callable[[str], StagedFile]) -> tuple[list[StagedFile], Index | None]:
-    """Copy this rank's part of ``tensors`` into staged files. Collective.
+@dataclass(frozen=True, slots=True)
+class FilePlan:
+    """A file of this rank: where its tensors lie, and which they are. ``parts``: component, name, and DCP's name for
+    this rank's part of it."""
 
-    Args:
-        tensors: the same keys on every rank. What is replicated is staged once, by the rank with the least to do.
-        staged_file: gives the file of that name, which the caller keeps from save to save.
+    name: str
+    layout: Layout
+    parts: Sequence[tuple[str, str, MetadataIndex]]
 
-    Returns:
-        This rank's files, one for each component it has a part of; and, on rank 0, the index over all ranks' files.
+    def tensors(self, of: Tensors) -> list[torch.Tensor]:
+        """This rank's parts, in the order of the layout. Not copies."""
+        return [_part(of[component][name], index) for component, name, index in self.parts]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What this rank writes: a file for each component it has a part of; on rank 0, the index over all ranks' files."""
+
+    files: Sequence[FilePlan]
+    index: bytes | None
+
+
+def plan(tensors: Tensors) -> Plan:
+    """Share ``tensors``, the same keys on every rank, among the ranks. Collective.
+
+    What is replicated is written once, by the rank with the least to do. Takes tens of microseconds for each tensor of
+    each rank, on rank 0: so a plan is kept for as long as :func:`signature` stays the same on all ranks.
     """
-    writer = ShardWriter(staged_file)
+    planned = _Planned()
     planner = DefaultSavePlanner(flatten_sharded_tensors=False)
     with _errors_as_they_were():
-        dcp_save(tensors, storage_writer=writer, planner=planner, no_dist=not ranks.initialized())
-    return writer.files, writer.index
+        dcp_save(tensors, storage_writer=planned, planner=planner, no_dist=not ranks.initialized())
+    return Plan(planned.files, planned.index)
+
+
+def signature(tensors: Tensors) -> object:
+    """Equal for tensors that are laid out and shared alike."""
+    return (
+        ranks.world_size(),
+        [
+            (component, name, tensor.dtype, tensor.shape, *_spread(tensor))
+            for component, its in tensors.items()
+            for name, tensor in its.items()
+        ],
+    )
 
 
 def load(tensors: Tensors, checkpoint: Checkpoint, index: Index) -> None:
@@ -65,13 +98,12 @@ def load(tensors: Tensors, checkpoint: Checkpoint, index: Index) -> None:
         dcp_load(tensors, storage_reader=reader, planner=planner, no_dist=not ranks.initialized())
 
 
-class ShardWriter(StorageWriter):
-    """Fills one staged file for each component."""
+class _Planned(StorageWriter):
+    """Lays out one file for each component, and writes none."""
 
-    def __init__(self, staged_file: Callable[[str], StagedFile]) -> None:
-        self._staged_file = staged_file
-        self.files: list[StagedFile] = []
-        self.index: Index | None = None
+    def __init__(self) -> None:
+        self.files: list[FilePlan] = []
+        self.index: bytes | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self.files, self.index = [], None
@@ -91,9 +123,9 @@ class ShardWriter(StorageWriter):
             by_component.setdefault(item.index.fqn.partition(".")[0], []).append(item)
         results: list[WriteResult] = []
         for component, items in by_component.items():
-            file = self._staged_file(f"{component}/shard-{ranks.rank():05d}.safetensors")
+            file = _laid_out(f"{component}/shard-{ranks.rank():05d}.safetensors", items)
             self.files.append(file)
-            results += _fill(file, items, planner)
+            results += _placed(file, items)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -106,9 +138,9 @@ class ShardWriter(StorageWriter):
         for name, stored in metadata.state_dict_metadata.items():
             assert isinstance(stored, TensorStorageMetadata)
             if len(pieces[name]) != len(stored.chunks):  # an exception in a DCP thread can vanish: count
-                raise RuntimeError(f"{name}: {len(pieces[name])} of {len(stored.chunks)} pieces were staged")
+                raise RuntimeError(f"{name}: {len(pieces[name])} of {len(stored.chunks)} pieces were laid out")
             tensors[name] = StoredTensor(stored.properties.dtype, tuple(stored.size), tuple(pieces[name]))
-        self.index = Index(tensors)
+        self.index = Index(tensors).to_bytes()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -179,17 +211,26 @@ class ShardReader(StorageReader):
         return True
 
 
-def _fill(file: StagedFile, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-    spans = file.lay_out(list(_pieces(items)))
+def _laid_out(name: str, items: list[WriteItem]) -> FilePlan:
+    parts = [(*item.index.fqn.split(".", 1), item.index) for item in items]
+    return FilePlan(name, Layout.of(list(_pieces(items))), cast(list[tuple[str, str, MetadataIndex]], parts))
+
+
+def _placed(file: FilePlan, items: list[WriteItem]) -> list[WriteResult]:
     results = []
-    for item, span in zip(items, spans, strict=True):
-        tensor = planner.resolve_data(item)
-        assert isinstance(tensor, torch.Tensor) and item.tensor_data is not None
-        file.fill(span, tensor)
-        chunk = item.tensor_data.chunk
-        stored = StoredPiece(file.name, span, tuple(chunk.offsets), tuple(chunk.sizes))
-        results.append(WriteResult(item.index, span[1] - span[0], stored))
+    for item, span, piece in zip(items, file.layout.spans, file.layout.pieces, strict=True):
+        stored = StoredPiece(file.name, span, piece.offsets, piece.shape)
+        results.append(WriteResult(item.index, piece.size, stored))
     return results
+
+
+def _part(tensor: torch.Tensor, index: MetadataIndex) -> torch.Tensor:
+    part = find_tensor_shard(tensor, index) if isinstance(tensor, DTensor) else tensor
+    return part.detach() if part.requires_grad else part
+
+
+def _spread(tensor: torch.Tensor) -> tuple[object, ...]:
+    return (tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else ()
 
 
 def _pieces(items: list[WriteItem]) -> Iterator[Piece]:

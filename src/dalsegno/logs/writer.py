@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
@@ -37,6 +38,7 @@ class RecordLog:
         self._claimed = self._path
         self._configured = PurePosixPath(self._path.relative_to(self._root))
         self._descriptor: int | None = None
+        self._closing = threading.Lock()  # the number of a closed descriptor may be another file's
         self._offset = 0
         self._records = 0
         self._last_step: int | None = None
@@ -94,18 +96,24 @@ class RecordLog:
         self._last_step = step if isinstance(step, int) else self._last_step
 
     def state(self) -> dict[str, Any]:
-        """Force all records to the disk, then tell how far the log has come: what :meth:`open` takes."""
+        """How far the log has come: what :meth:`open` takes. Whoever keeps it calls :meth:`make_durable` too."""
         descriptor = self._opened()
-        files.fsync(descriptor, self._path)
         tail = tail_hash(descriptor, self._offset)
         path = self._path.relative_to(self._root).as_posix()
         return Position(path, self._offset, self._records, self._last_step, tail).to_state()
 
+    def make_durable(self) -> None:
+        """Force all records to the disk; nothing happens if the log is closed. On any thread, beside appends."""
+        with self._closing:
+            if self._descriptor is not None:
+                files.fsync(self._descriptor, self._path)
+
     def close(self) -> None:
         """Close the file. Closing twice is nothing."""
-        if self._descriptor is not None:
+        with self._closing:
             descriptor, self._descriptor = self._descriptor, None
-            os.close(descriptor)
+            if descriptor is not None:
+                os.close(descriptor)
         if self._open_here.get(self._claimed) is self:
             del self._open_here[self._claimed]
 

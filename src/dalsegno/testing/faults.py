@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -90,10 +91,10 @@ class _KillAtEvent(Callback):
 
 class _KillAtOperation:
     def __init__(self, operation: str, count: int, path: str, strike: Strike) -> None:
-        self._operation, self._left, self._path, self._strike = operation, count, path, strike
+        self._operation, self._count, self._path, self._strike = operation, count, path, strike
+        self._seen = itertools.count(1)  # one step each, whatever the thread: saves have one of their own
 
     def __call__(self, operation: str, path: Path) -> None:
-        if self._operation in ("any", operation) and self._path in str(path):
-            self._left -= 1
-            if self._left == 0:
-                self._strike()
+        is_meant = self._operation in ("any", operation) and self._path in str(path)
+        if is_meant and next(self._seen) == self._count:
+            self._strike()

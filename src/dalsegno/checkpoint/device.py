@@ -1,0 +1,114 @@
+"""Copies out of CUDA memory that training need not wait for.
+
+They run on a stream of their own, beside the next forward and backward. Only the optimizer changes what it updates, so
+its next step waits for them, on the device; what a forward may change, a model's buffers, is copied on the current
+stream, before anything that comes later. The thread that writes the file waits for both.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+logger = logging.getLogger("dalsegno")
+
+
+class DeviceCopies:
+    """Starts copies from devices into host memory. One for each place where state is captured."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._steady: set[int] = set()
+        self._under_way: dict[torch.device, list[torch.cuda.Event]] = {}
+        self._hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def begin(self, optimizers: Iterable[Optimizer]) -> None:
+        """What follows is one capture. Nobody but these changes what they hold, and only in ``step()``."""
+        if not torch.cuda.is_available():
+            return
+        self._steady.clear()
+        for optimizer in optimizers:
+            if hasattr(optimizer, "register_step_pre_hook"):
+                self._steady.update(_memory_of(each) for each in _tensors_of(optimizer))
+                if optimizer not in self._hooked:
+                    self._hooked.add(optimizer)
+                    optimizer.register_step_pre_hook(self._before_step)
+        for device, stream in self._streams.items():
+            stream.wait_stream(torch.cuda.current_stream(device))
+
+    def copy(self, place: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Fill ``place`` with ``tensor``; it is there when what :meth:`end` gives has returned."""
+        if tensor.device.type != "cuda":
+            place.copy_(tensor)
+        elif _memory_of(tensor) in self._steady:
+            stream = self._stream(tensor.device)
+            with torch.cuda.stream(stream):
+                place.copy_(tensor, non_blocking=True)
+            tensor.record_stream(stream)  # its memory must not be used for anything else before
+        else:
+            self._stream(tensor.device)
+            place.copy_(tensor, non_blocking=True)
+
+    def end(self) -> Callable[[], None]:
+        """The capture is complete. What is returned waits until all copies are, on any thread."""
+        self._under_way = {
+            device: [torch.cuda.current_stream(device).record_event(), stream.record_event()]
+            for device, stream in self._streams.items()
+        }
+        events = [event for both in self._under_way.values() for event in both]
+
+        def wait() -> None:
+            for event in events:
+                event.synchronize()
+
+        return wait
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._streams:
+            self._streams[device] = stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream(device))
+        return self._streams[device]
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        # Never taken off again: a hook that removes itself breaks the walk over the hooks.
+        for device, events in self._under_way.items():
+            for event in events:
+                torch.cuda.current_stream(device).wait_event(event)
+        self._under_way = {}
+
+
+def pin(memory: torch.Tensor) -> Callable[[], object]:
+    """Page-lock host memory, where there is CUDA: copies into it then run beside everything else.
+
+    Returns:
+        What undoes it. To be called before the memory is given back.
+    """
+    if not torch.cuda.is_available() or not len(memory):
+        return lambda: None
+    address = memory.data_ptr()
+    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    status = int(cudart.cudaHostRegister(address, len(memory), 1))  # 1: portable, good for every device
+    if status != 0:
+        logger.debug("cudaHostRegister gave %d; copies from the GPU into this memory make the training wait", status)
+        return lambda: None
+    return partial(cudart.cudaHostUnregister, address)
+
+
+def _tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+    for state in optimizer.state.values():
+        if isinstance(state, dict):
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage().data_ptr()

@@ -1,0 +1,213 @@
+"""Where the bytes of a checkpoint's file come from: memory that holds a copy, or the tensors themselves.
+
+A copy lets the training go on while its bytes are on their way. The memory is kept from save to save, since fresh
+pages cost ten times what a copy into them does. Where there is no room for a copy, or none is wanted, the tensors are
+streamed as they are, through two small pieces of memory; until that is done nothing may change them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import xxhash
+
+from dalsegno import files
+
+from .device import DeviceCopies, pin
+from .layout import Layout
+from .manifest import FileRecord
+
+Advance = Callable[[int], object]
+"""Told how many more bytes are about to be written. What it raises breaks the writing off."""
+
+_TOUCHED_AT_ONCE = 2 << 20  # bytes: a huge page, and about a millisecond
+_SMALL = 1 << 15  # elements: torch copies no more than that on the calling thread alone
+
+
+class Outgoing(Protocol):
+    """A file of a checkpoint that is ready to be written."""
+
+    @property
+    def name(self) -> str:
+        """Relative to the checkpoint."""
+        ...
+
+    @property
+    def length(self) -> int:
+        """In bytes."""
+        ...
+
+    def write_to(self, directory: Path, advance: Advance) -> FileRecord:
+        """Write it, durably, and give its size and checksum."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A small file, as its bytes."""
+
+    name: str
+    data: bytes
+
+    @property
+    def length(self) -> int:
+        return len(self.data)
+
+    def write_to(self, directory: Path, advance: Advance) -> FileRecord:
+        advance(self.length)
+        files.write_durably(directory / self.name, self.data)
+        return FileRecord(self.length, xxhash.xxh3_128_hexdigest(self.data))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFile:
+    """A file of tensors, in pieces that go straight to the disk."""
+
+    name: str
+    length: int
+    pieces: Callable[[], Iterator[memoryview]]
+
+    def write_to(self, directory: Path, advance: Advance) -> FileRecord:
+        checksum = xxhash.xxh3_128()
+
+        def hashed() -> Iterator[memoryview]:
+            left = self.length
+            for piece in self.pieces():
+                content = piece[:left]
+                advance(len(content))
+                checksum.update(content)
+                left -= len(content)
+                yield piece
+
+        files.write_direct(directory / self.name, hashed(), self.length)
+        return FileRecord(self.length, checksum.hexdigest())
+
+
+class Buffer:
+    """Memory in which a file is put together as it will lie on disk."""
+
+    def __init__(self) -> None:
+        self._memory = memoryview(b"")
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._layout: Layout | None = None
+        self._places: list[torch.Tensor] = []
+        self._touched = 0  # bytes from the beginning that the kernel has given real memory for
+        self._pinned: weakref.finalize[..., Buffer] | None = None
+
+    def missing(self, layout: Layout) -> int:
+        """Bytes of fresh memory that ``layout`` would take."""
+        return layout.length if layout.length > len(self._memory) else 0
+
+    def lay_out(self, layout: Layout) -> None:
+        """Make room for ``layout``. The header is there then, the tensors are still to come."""
+        if layout is self._layout:
+            return
+        if self.missing(layout):
+            self._places = []
+            self._reserve(layout.length)
+        self._memory[: len(layout.header)] = layout.header
+        self._places = [
+            self._bytes[slice(*span)].view(piece.dtype).view(piece.shape)
+            for span, piece in zip(layout.spans, layout.pieces, strict=True)
+        ]
+        self._layout = layout
+
+    def touch(self) -> Iterator[None]:
+        """Have the kernel give the memory, a little at each turn: so that the first copy need not wait for it."""
+        if self._layout is None:
+            return
+        address = self._bytes.data_ptr()
+        self._touched = max(self._touched, len(self._layout.header))
+        while self._touched < len(self._memory):
+            count = min(_TOUCHED_AT_ONCE, len(self._memory) - self._touched)
+            ctypes.memset(address + self._touched, 0, count)  # lets other threads run, as no slice assignment does
+            self._touched += count
+            yield
+        self._pin()
+
+    def copy(self, tensors: Sequence[torch.Tensor], devices: DeviceCopies) -> None:
+        """Copy the tensors of the layout to their places, from whatever device and with whatever strides."""
+        assert self._layout is not None
+        self._touched = len(self._memory)
+        self._pin()
+        small: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        for place, span, tensor in zip(self._places, self._layout.spans, tensors, strict=True):
+            if tensor.device.type != "cpu":
+                devices.copy(place, tensor)
+            elif tensor.numel() <= _SMALL:
+                small[0].append(place)
+                small[1].append(tensor)
+            elif tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+                # One memory move. torch's copy waits for threads of its own, ten times as long on a busy machine.
+                self._memory[slice(*span)] = tensor.view(-1).view(torch.uint8).numpy().data
+            else:
+                place.copy_(tensor)
+        if small[0]:
+            torch._foreach_copy_(*small)
+
+    def pieces(self) -> Iterator[memoryview]:
+        """The file, for a direct write."""
+        assert self._layout is not None
+        end = _whole_pages(self._layout.length)
+        for begin in range(0, end, files.DIRECT_PIECE):
+            yield self._memory[begin : min(begin + files.DIRECT_PIECE, end)]
+
+    def _reserve(self, length: int) -> None:
+        if self._pinned is not None:
+            self._pinned()
+        self._memory, self._bytes = memoryview(b""), torch.empty(0, dtype=torch.uint8)  # not both at once
+        self._memory, self._bytes = _fresh(length)
+        self._touched, self._pinned = 0, None
+
+    def _pin(self) -> None:
+        if self._pinned is None:
+            self._pinned = weakref.finalize(self, pin(self._bytes))
+            self._pinned.atexit = False
+
+
+def streamed(layout: Layout, tensors: Sequence[torch.Tensor]) -> Iterator[memoryview]:
+    """The file of these tensors as they are, for a direct write, without a copy of the whole."""
+    bounces = [_fresh(min(files.DIRECT_PIECE, _whole_pages(layout.length))) for _ in range(2)]
+    number, filled = 0, 0
+    for raw in _in_file_order(layout, tensors):
+        begin = 0
+        while begin < len(raw):
+            memory, place = bounces[number % 2]
+            count = min(len(memory) - filled, len(raw) - begin)
+            part = raw[begin : begin + count]
+            if part.device.type == "cpu":
+                memory[filled : filled + count] = part.numpy().data
+            else:
+                place[filled : filled + count].copy_(part)
+            begin, filled = begin + count, filled + count
+            if filled == len(memory):
+                yield memory
+                number, filled = number + 1, 0
+    if filled:
+        yield bounces[number % 2][0][: _whole_pages(filled)]
+
+
+def _in_file_order(layout: Layout, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    yield torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
+    for number in sorted(range(len(tensors)), key=lambda number: layout.spans[number]):
+        tensor = tensors[number]
+        if tensor.numel():
+            yield tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def _fresh(length: int) -> tuple[memoryview, torch.Tensor]:
+    memory = mmap.mmap(-1, _whole_pages(length))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory), torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _whole_pages(length: int) -> int:
+    return -(-length // files.PAGE) * files.PAGE
