@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from .errors import Locked as Locked
     from .errors import NotFound as NotFound
     from .errors import RankFailed as RankFailed
+    from .errors import SaveFailed as SaveFailed
     from .errors import StateMismatch as StateMismatch
     from .errors import UnknownDialect as UnknownDialect
     from .errors import UnknownName as UnknownName
@@ -164,6 +165,7 @@ _HOMES = {
         "Locked",
         "NotFound",
         "RankFailed",
+        "SaveFailed",
         "StateMismatch",
         "UnknownDialect",
         "UnknownName",
