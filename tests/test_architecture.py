@@ -36,6 +36,8 @@ FLOORS = [
         "timeline",
         "foreign",
         "registration",
+        "listening",
+        "background",
     ],
     # from callbacks to what a loop fires; what ranks agree on
     [

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .analysis import sweep_settings as sweep_settings
     from .analysis import write_report as write_report
     from .args import TrainingArguments as TrainingArguments
+    from .background import Background as Background
     from .callback import Callback as Callback
     from .callback import global_callbacks as global_callbacks
     from .checkpoint import export_model as export_model
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from .contexts import StepSkippedContext as StepSkippedContext
     from .contexts import TrainBeginContext as TrainBeginContext
     from .contexts import TrainEndContext as TrainEndContext
+    from .dialects.hf.base import TrainerCallback as TrainerCallback
     from .dialects.instructlab.functions import functions as functions
     from .errors import CannotSave as CannotSave
     from .errors import ConfigurationError as ConfigurationError
@@ -78,6 +80,7 @@ if TYPE_CHECKING:
     from .errors import UnknownName as UnknownName
     from .events import Event as Event
     from .foreign import adapt as adapt
+    from .listening import on as on
     from .own_loop import Run as Run
     from .registration import GlobalHandle as GlobalHandle
     from .registration import register_global_callback as register_global_callback
@@ -116,6 +119,7 @@ _HOMES = {
         "write_report",
     ),
     "args": ("TrainingArguments",),
+    "background": ("Background",),
     "callback": (
         "Callback",
         "global_callbacks",
@@ -153,6 +157,7 @@ _HOMES = {
         "TrainBeginContext",
         "TrainEndContext",
     ),
+    "dialects.hf.base": ("TrainerCallback",),
     "dialects.instructlab.functions": ("functions",),
     "errors": (
         "CannotSave",
@@ -172,6 +177,7 @@ _HOMES = {
     ),
     "events": ("Event",),
     "foreign": ("adapt",),
+    "listening": ("on",),
     "registration": (
         "GlobalHandle",
         "register_global_callback",

@@ -66,6 +66,8 @@ class Callback:
     makes_wishes: bool = True
     """False: no handler ever sets a flag of ``ctx.control``. One that may, at any step, makes several ranks agree at
     every step, which costs a small reduction."""
+    observes: bool = True
+    """False: its handlers need more than what is in the context, so that a snapshot of it, later, would not do."""
     ranks: Literal["all", "zero"] = "all"
     """``"zero"``: handlers run on rank 0 only. Such a callback must not call a collective."""
 

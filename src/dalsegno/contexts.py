@@ -60,7 +60,7 @@ class Context:
     def copy(self) -> Self:
         """The context and the run's state as they are now, to keep after the handler has returned."""
         kept = copy.copy(self)
-        kept.state = copy.copy(self.state)
+        kept.state = self.state.copy()
         return kept
 
 

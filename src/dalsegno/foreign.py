@@ -80,6 +80,7 @@ class Adapted(Callback):
     """At which event which method is called, in this order."""
     silent: ClassVar[Sequence[str]] = ()
     """Handlers of the library that nothing here calls."""
+    observes = False
 
     def __init__(self, foreign: object, name: str | None = None) -> None:
         """

@@ -15,8 +15,8 @@ def check_callbacks(callbacks: Iterable[object]) -> list[Callback]:
     """The callbacks, foreign ones adapted, if each is one and no two would save under the same key.
 
     Raises:
-        ConfigurationError: for a class, a handler with other parameters than ``(self, ctx)``, or only one of
-            ``state_dict`` and ``load_state_dict``.
+        ConfigurationError: for a class, a handler that is async or has other parameters than ``(self, ctx)``, or only
+            one of ``state_dict`` and ``load_state_dict``.
         UnknownDialect: for something that is no callback of any known kind.
         DuplicateKey: if the same callback is given twice, or two have one key; the message says to set ``name``.
         UnknownName: for a misspelt handler.
@@ -35,13 +35,22 @@ def check_callbacks(callbacks: Iterable[object]) -> list[Callback]:
                 "set name= on one of them"
             )
         checked[callback.key] = callback
-        callback.handled_events()
+        _check_handlers(callback)
         _check_state(callback)
     return list(checked.values())
 
 
 def _class(callback: Callback) -> str:
     return type(inspect.unwrap(callback)).__name__  # type: ignore[arg-type]
+
+
+def _check_handlers(callback: Callback) -> None:
+    for event in callback.handled_events():
+        if inspect.iscoroutinefunction(getattr(callback, event.handler)):
+            raise ConfigurationError(
+                f"{callback.key}.{event.handler} is async, and nobody here would await it; "
+                "dalsegno.Background(callback) does"
+            )
 
 
 def _check_state(callback: Callback) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from .errors import ConfigurationError
@@ -43,6 +43,12 @@ class Clock:
 
     def seconds(self) -> float:
         return self._before + (0.0 if self._started is None else time.monotonic() - self._started)
+
+    def stopped(self) -> Clock:
+        """Another one, which stays where this one is now."""
+        copy = Clock()
+        copy._before = self.seconds()
+        return copy
 
     def state_dict(self) -> dict[str, float]:
         return {"seconds": self.seconds()}
@@ -89,6 +95,10 @@ class TrainerState:
     def elapsed(self) -> float:
         """Seconds of training so far, over all legs."""
         return self.clock.seconds()
+
+    def copy(self) -> TrainerState:
+        """As it is now, to keep."""
+        return replace(self, clock=self.clock.stopped(), evaluations_owed=list(self.evaluations_owed))
 
     def state_dict(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _NOT_SAVED}

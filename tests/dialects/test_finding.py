@@ -34,6 +34,10 @@ def cerebras() -> Any:
     return Callback
 
 
+def huggingface() -> Any:
+    return ds.TrainerCallback
+
+
 def instructlab() -> Any:
     from instructlab.training import TrainerCallback
 
@@ -41,7 +45,13 @@ def instructlab() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("base", "dialect"), [(kempner, "kempnerforge"), (cerebras, "cerebras"), (instructlab, "instructlab")]
+    ("base", "dialect"),
+    [
+        (kempner, "kempnerforge"),
+        (cerebras, "cerebras"),
+        (huggingface, "huggingface"),
+        (instructlab, "instructlab"),
+    ],
 )
 def test_by_the_module_of_a_base_class(base: Any, dialect: str) -> None:
     derived = type("Derived", (type("Own", (base(),), {}),), {})()
@@ -72,6 +82,7 @@ def misspelt(base: Any, method: str) -> Any:
     [
         (kempner, "on_step_ended", "on_step_end"),
         (cerebras, "on_train_batch_ends", "on_train_batch_end"),
+        (huggingface, "on_step_ended", "on_step_end"),
         (instructlab, "on_evaluated", "on_evaluate"),
     ],
 )
@@ -87,6 +98,7 @@ def test_a_misspelt_method(base: Any, method: str, nearest: str, tmp_path: Path)
         (kempner, "on_eval_end", "(metrics, step)"),
         (cerebras, "on_before_backward", "(trainer, model, outputs)"),
         (cerebras, "on_save_checkpoint", "(trainer, state_dict)"),
+        (huggingface, "on_log", "(args, state, control, model=, "),
         (instructlab, "on_save", "(context)"),
     ],
 )
@@ -159,7 +171,12 @@ except ds.UnknownDialect as error:
 
 @pytest.mark.parametrize(
     ("deleted", "gone"),
-    [("kempner.py", {"kempnerforge"}), ("cerebras", {"cerebras"}), (".", {"kempnerforge", "cerebras", "instructlab"})],
+    [
+        ("kempner.py", {"kempnerforge"}),
+        ("cerebras", {"cerebras"}),
+        ("hf", {"huggingface"}),
+        (".", {"kempnerforge", "cerebras", "huggingface", "instructlab"}),
+    ],
 )
 def test_without_a_dialect_native_runs_and_the_others_go_on(deleted: str, gone: set[str], tmp_path: Path) -> None:
     copy = tmp_path / "copy" / "dalsegno"
@@ -175,5 +192,5 @@ def test_without_a_dialect_native_runs_and_the_others_go_on(deleted: str, gone: 
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    for dialect in ("cerebras", "instructlab", "kempnerforge"):
+    for dialect in ("cerebras", "huggingface", "instructlab", "kempnerforge"):
         assert (repr(dialect) in done.stdout) == (dialect not in gone)

@@ -17,7 +17,7 @@ import torch
 
 from dalsegno.checkpoint import Checkpoint, CheckpointManager, read_tensors, saved_states
 from dalsegno.errors import NotFound
-from dalsegno.logs import EventPosition, Position, read_records, timeless
+from dalsegno.logs import EventPosition, Position, is_wall_clock, read_records
 
 _CLOCK = "clock"  # the component that holds the seconds trained
 _TITLES = {
@@ -149,7 +149,7 @@ def _log_names(output_dir: Path) -> set[str]:
 def _record_difference(mine: Mapping[str, Any] | None, yours: Mapping[str, Any] | None, where: str) -> str | None:
     if mine is None or yours is None:
         return f"{where}: only in the {'second' if mine is None else 'first'}"
-    return _first_difference(timeless(mine), timeless(yours), where)
+    return _first_difference(mine, yours, where)
 
 
 def _first_difference(mine: Any, yours: Any, where: str) -> str | None:
@@ -158,7 +158,7 @@ def _first_difference(mine: Any, yours: Any, where: str) -> str | None:
         return f"{where}: {_short(mine)} and {_short(yours)}"
     if isinstance(mine, Mapping):
         ignored = _BYTES.get(frozenset(mine), set())
-        keys = [key for key in {**mine, **yours} if key not in ignored]
+        keys = [key for key in {**mine, **yours} if key not in ignored and not is_wall_clock(str(key))]
         pairs = [(mine.get(key), yours.get(key), f"{where}.{key}") for key in keys]
     elif isinstance(mine, (list, tuple)):
         pairs = [(a, b, f"{where}[{index}]") for index, (a, b) in enumerate(zip_longest(mine, yours))]

@@ -1,0 +1,43 @@
+"""Loaders, as callbacks are shown them. One that the user has given is shown as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+
+class Batches:
+    """The run's own data: how many batches an epoch has. To read it here would be to take them from the training."""
+
+    def __init__(self, feed: Any) -> None:
+        self._feed = feed
+
+    def __len__(self) -> int:
+        """On this rank.
+
+        Raises:
+            TypeError: where it is unknown.
+        """
+        count: int | None = self._feed.microbatches_per_epoch()
+        if count is None:
+            raise TypeError("the length of the data is unknown")
+        return count
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError("a callback cannot read the run's own data; give the Trainer a loader of your own")
+
+
+def as_loader(given: Any) -> Any:
+    return Batches(given) if hasattr(given, "microbatches_per_epoch") else given
+
+
+def loaders_of(given: Any) -> dict[str, Any]:
+    """By the name of the set: of a loader, several by name, or the trainer's own list."""
+    if isinstance(given, Mapping):
+        return {name: as_loader(loader) for name, loader in given.items()}
+    if isinstance(given, list):
+        return {name: as_loader(feed) for name, _, feed in given}
+    return {} if given is None else {"eval": as_loader(given)}
