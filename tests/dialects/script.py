@@ -42,6 +42,7 @@ def play(
             "logging_steps": 2,
             "eval_steps": 3,
             "save_steps": 4,
+            "save_in_background": False,
             "num_train_epochs": 2,
             **settings,
         },

@@ -276,6 +276,17 @@ def test_who_stops_is_known(tmp_path: Path) -> None:
     assert (result.global_step, result.reason, result.stopped_by) == (2, "stopped", "Enough")
 
 
+def test_a_checkpoint_written_in_the_background_is_told_with_its_own_step(tmp_path: Path) -> None:
+    told: list[int] = []
+
+    class Note(ds.TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            told.append(state.global_step)
+
+    small_trainer(tmp_path, Note(), max_steps=9, save_steps=4, save_in_background=True).train()
+    assert told == [4, 8, 9]
+
+
 # --- state ------------------------------------------------------------------------------------------------------------
 
 

@@ -94,7 +94,7 @@ def there(output_dir: Path, settings: dict[str, Any], *callbacks: Any) -> None:
 def here(output_dir: Path, settings: dict[str, Any], *callbacks: Any) -> ds.TrainResult:
     trainer = ds.Trainer(
         Outputs(),
-        ds.TrainingArguments(output_dir, **SHARED, **settings),
+        ds.TrainingArguments(output_dir, **{"save_in_background": False, **SHARED, **settings}),
         train_dataset=tiny_regression_data(20),
         eval_dataset=tiny_regression_data(8, seed=1),
         callbacks=callbacks,

@@ -19,7 +19,7 @@ from typing import Any
 
 from dalsegno.callback import Answer, Binder
 from dalsegno.component import State, Stateful
-from dalsegno.contexts import Context, LogContext
+from dalsegno.contexts import Context, LogContext, SaveContext
 from dalsegno.events import Event
 from dalsegno.foreign import Adapted
 
@@ -128,6 +128,14 @@ class HuggingFace(Adapted):
         def with_metrics(_: Any, ctx: Any) -> Answer:
             return plain(_, ctx, partial(function, metrics={**ctx.metrics, "epoch": ctx.state.epoch}))
 
+        def saved(_: Any, ctx: SaveContext) -> Answer:
+            """Theirs waits for it: the state is that of the step which is saved."""
+            if ctx.step == ctx.state.global_step:
+                return plain(_, ctx)
+            then = ctx.copy()
+            then.state.global_step = ctx.step
+            return plain(_, then)
+
         def flow(_: Any, ctx: Context) -> Answer:
             """Theirs stops the training at its last step, which here it comes to by itself."""
             control = ctx.control
@@ -145,6 +153,7 @@ class HuggingFace(Adapted):
             "on_log_step": with_open_logs,
             "on_train_metrics": with_metrics,
             "on_evaluate": with_metrics,
+            "on_save": saved,
             "on_predict": with_metrics,
         }
         if any(cls.__name__ == "DefaultFlowCallback" for cls in type(self.__wrapped__).__mro__):

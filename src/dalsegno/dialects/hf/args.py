@@ -10,7 +10,7 @@ from typing import Any
 
 from dalsegno import ranks
 from dalsegno.contexts import Context
-from dalsegno.schedule import Every
+from dalsegno.schedule import AnyOccasion, Every, When
 
 _NEVER = sys.maxsize  # steps: none is a multiple of it
 
@@ -51,6 +51,7 @@ class Strategy(StrEnum):
     NO = "no"
     STEPS = "steps"
     EPOCH = "epoch"
+    BEST = "best"
 
 
 class Arguments:
@@ -118,10 +119,16 @@ class Arguments:
         }
 
 
-def _schedule(every: Every) -> tuple[Strategy, int]:
-    if every.steps:
-        return Strategy.STEPS, every.steps
-    return Strategy.EPOCH if every.epochs else Strategy.NO, _NEVER
+def _schedule(when: When) -> tuple[Strategy, int]:
+    """The nearest to it that they have a name for. What goes by the clock, or comes at the end, comes at no step."""
+    parts = when.parts if isinstance(when, AnyOccasion) else (when,)
+    periods = [part for part in parts if isinstance(part, Every)]
+    steps = [period.steps for period in periods if period.steps]
+    if steps or not when:
+        return (Strategy.STEPS, min(steps)) if steps else (Strategy.NO, _NEVER)
+    if any(period.epochs for period in periods):
+        return Strategy.EPOCH, _NEVER
+    return (Strategy.BEST if when.on_best else Strategy.STEPS), _NEVER
 
 
 def _their_default(name: str) -> Any:

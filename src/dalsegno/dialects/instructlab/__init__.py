@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -103,6 +104,9 @@ class InstructLab(Adapted):
             if ctx.kind == "train":
                 submit(partial(function, company.context(method)))
 
+        def call_saved(_: Any, ctx: Any) -> None:
+            submit(partial(function, replace(company.context(method), step=ctx.step)))  # others may have passed since
+
         def call_once_a_step(_: Any, ctx: Any) -> None:
             if self._ended is not company.step:
                 self._ended = company.step
@@ -114,6 +118,7 @@ class InstructLab(Adapted):
             Event.TRAIN_METRICS: learn,
             Event.LOG: call_in_training,
             Event.BEFORE_SAVE: call_once_a_step,
+            Event.SAVE: call_saved,
             Event.STEP_DONE: call_once_a_step,
         }
         return special.get(event, call)
