@@ -94,3 +94,43 @@ def test_norms_of_parameters(tmp_path: Path) -> None:
         log.parameters("spectral_norm")
     with pytest.raises(ds.UnknownName, match="unknown metric of parameters 'grad'; did you mean 'grad_norm'"):
         log.parameters("grad")
+
+
+def test_a_file_beside_runs_hides_none_of_them(tmp_path: Path) -> None:
+    """As an export does, that was written there."""
+    log_in(tmp_path / "a")
+    log_in(tmp_path / "b")
+    log_in(tmp_path, "exported.json", 2.0)
+    assert [run.name for run in ds.open_log(tmp_path)] == ["exported", "a", "b"]
+
+
+def test_event_files_below_a_log_are_of_the_same_run(tmp_path: Path) -> None:
+    log_in(tmp_path / "run", "metrics.jsonl")
+    (tmp_path / "run" / "tensorboard").mkdir()
+    (tmp_path / "run" / "tensorboard" / "events.out.tfevents.1").write_bytes(b"")
+    assert ds.open_log(tmp_path / "run").name == "run"
+    assert [run.name for run in ds.open_log(tmp_path)] == ["run"]
+
+
+def test_what_was_skipped_in_several_runs(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        file = log_in(tmp_path / name) / "logs" / "train.jsonl"
+        file.write_text(file.read_text() + '{"glo')
+    folder = ds.open_log(tmp_path)
+    for read in (lambda: list(folder.records()), folder.frame):
+        read()
+        assert folder.skipped.count == 2
+        assert [sentence.split(",")[0] for sentence in folder.skipped.sentences] == [
+            "a: line 3: broken off",
+            "b: line 3: broken off",
+        ]
+
+
+def test_a_run_is_the_same_from_wherever_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = log_in(tmp_path / "a")
+    (run / "run.json").write_text("{}")
+    monkeypatch.chdir(run / "logs")
+    assert ds.open_log(".").output_dir == run
+    log_in(tmp_path, "exported.json")
+    monkeypatch.chdir(run)
+    assert ds.open_log(Path("..") / "exported.json").output_dir is None

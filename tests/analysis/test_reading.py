@@ -190,6 +190,30 @@ def test_other_programs_count_steps_too(tmp_path: Path, name: str) -> None:
     assert log.metrics() == ["loss"]
 
 
+@pytest.mark.parametrize("step", ["NaN", '"NaN"', "-Infinity", "1e30", "99999999999999999999", "true", "null"])
+def test_what_no_steps_can_be_counted_by(tmp_path: Path, step: str) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"global_step": 1, "loss": 2.0}\n{"global_step": ' + step + ', "loss": 1.0}\n')
+    log = ds.open_log(path)
+    assert log.metric("loss").steps.tolist() == [1]
+    assert log.skipped.sentences == ["line 2: no number under 'global_step'"]
+
+
+def test_what_windows_puts_before_a_text(tmp_path: Path) -> None:
+    state = '{"max_steps": 9, "log_history": [{"step": 1, "epoch": 0.5, "loss": 2.0}]}'
+    texts = {
+        "log.jsonl": '{"step": 1, "loss": 2.0}\n',
+        "log.json": '[{"step": 1, "loss": 2.0}]',
+        "trainer_state.json": state,
+        "metrics.csv": "step,loss\n1,2.0\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text.replace("\n", "\r\n"), encoding="utf-8-sig", newline="")
+        log = ds.open_log(tmp_path / name)
+        assert (log.metric("loss").values.tolist(), log.skipped.count) == ([2.0], 0), name
+    assert ds.open_log(tmp_path / "trainer_state.json").header == {"max_steps": 9}
+
+
 def test_a_step_of_an_unusual_name(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"seen": 64, "loss": 1.0}\n{"seen": 128, "loss": 0.5}\n')

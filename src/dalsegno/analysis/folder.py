@@ -13,8 +13,10 @@ from dalsegno.logs.values import Record
 
 from .blocks import concatenate
 from .card import cards
-from .formats.find import LOOKED_FOR, source_of_file, sources_of_folder
+from .extras import need
+from .formats.find import LOOKED_FOR, loose_sources, source_of_file, source_of_run
 from .formats.source import Skipped, Source
+from .formats.tensorboard import EventFiles
 from .lineage import Life
 from .log import TrainingLog
 from .series import ParameterSeries, Series
@@ -46,14 +48,10 @@ def open_log(path: str | os.PathLike[str], step_key: str | None = None) -> Train
         raise NotFound(f"{path}: no such file or folder")
     if path.is_file():
         return TrainingLog(_name_of(path), path, source_of_file(path, step_key))
-    sources = sources_of_folder(path, step_key)
-    if len(sources) == 1:
-        return TrainingLog(_name_of(path), path, sources[0])
-    runs = [TrainingLog(source.path.stem, source.path, source) for source in sources]
-    runs = runs or list(_runs_below(path, path, step_key, DEPTH))
+    runs = list(_runs_in(path, path, step_key, DEPTH))
     if not runs:
         raise NotFound(f"{path}: no log in it; looked for {LOOKED_FOR}, here and in the folders below")
-    return RunFolder(path, runs)
+    return runs[0] if runs[0].path == path else RunFolder(path, runs)
 
 
 def open_logs(paths: Iterable[str | os.PathLike[str]], step_key: str | None = None) -> list[TrainingLog]:
@@ -89,17 +87,24 @@ class RunFolder(TrainingLog):
         raise UnknownName(f"run in {self.path}", name, [run.name for run in self.runs])
 
     def records(self, kind: str | None = None) -> Iterator[Record]:
+        self.skipped = Skipped()
         for run in self.runs:
             for record in run.records(kind):
                 yield {"run": run.name, **record}
+            self._note(run)
 
     def metrics(self) -> list[str]:
         return list(dict.fromkeys(name for run in self.runs for name in run.metrics()))
 
     def frame(self) -> pl.DataFrame:
+        need("polars", "frames are made")
         import polars as pl
 
-        frames = [run.frame().select(pl.lit(run.name).alias("run"), pl.exclude("run")) for run in self.runs]
+        self.skipped = Skipped()
+        frames = []
+        for run in self.runs:
+            frames.append(run.frame().select(pl.lit(run.name).alias("run"), pl.exclude("run")))
+            self._note(run)
         return concatenate(frames)
 
     def series(self, names: Iterable[str], kind: str | None = None) -> dict[str, Series]:
@@ -120,6 +125,13 @@ class RunFolder(TrainingLog):
     def _repr_html_(self) -> str:
         return cards(self.runs)
 
+    def _note(self, run: TrainingLog) -> None:
+        """What the reading of one run has left out."""
+        told = run.skipped
+        for sentence in told.sentences:
+            self.skipped.note(f"{run.name}: {sentence}")
+        self.skipped.count += told.count - len(told.sentences)
+
     def _refuse(self) -> NoReturn:
         names = ", ".join(run.name for run in self.runs)
         raise ConfigurationError(f"{self.path} holds {len(self.runs)} runs ({names}); ask one of them")
@@ -132,18 +144,27 @@ class _Nothing(Source):
         return iter(())
 
 
-def _runs_below(root: Path, folder: Path, step_key: str | None, depth: int) -> Iterator[TrainingLog]:
-    for path in sorted(child for child in folder.iterdir() if child.is_dir() and child.name not in NOT_RUNS):
-        if path.name.startswith("."):
-            continue
-        sources = sources_of_folder(path, step_key)
-        name = path.relative_to(root)
-        if len(sources) == 1:
-            yield TrainingLog(name.as_posix(), path, sources[0])
-        for source in sources if len(sources) > 1 else ():
-            yield TrainingLog((name / source.path.stem).as_posix(), source.path, source)
-        if not sources and depth > 1:
-            yield from _runs_below(root, path, step_key, depth - 1)
+def _runs_in(root: Path, folder: Path, step_key: str | None, depth: int) -> Iterator[TrainingLog]:
+    """The run that ``folder`` is; otherwise those that its files are, and those in the folders below it."""
+    name = folder.relative_to(root)
+    whole = _name_of(folder) if folder == root else name.as_posix()
+    if run := source_of_run(folder, step_key):
+        yield TrainingLog(whole, folder, run)
+        return
+    loose = loose_sources(folder, step_key)
+    below = [run for child in _folders_in(folder) if depth for run in _runs_in(root, child, step_key, depth - 1)]
+    if len(loose) == 1 and all(isinstance(run.source, EventFiles) for run in below):  # which are of the same run, then
+        yield TrainingLog(whole, folder, loose[0])
+        return
+    for source in loose:
+        yield TrainingLog((name / source.path.stem).as_posix(), source.path, source)
+    yield from below
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    """Those in which there may be runs."""
+    named = (path for path in folder.iterdir() if path.name not in NOT_RUNS and not path.name.startswith("."))
+    return sorted(path for path in named if path.is_dir())
 
 
 def _name_of(path: Path) -> str:

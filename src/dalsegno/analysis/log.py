@@ -62,7 +62,8 @@ class TrainingLog:
     @property
     def output_dir(self) -> Path | None:
         """The run's folder, where there is one with a ``run.json``."""
-        folders = [self.path, self.path.parent, self.path.parent.parent]
+        path = self.path.resolve()
+        folders = [path, path.parent, path.parent.parent]
         return next((folder for folder in folders if (folder / "run.json").is_file()), None)
 
     @property

@@ -26,6 +26,9 @@ class Format:
 JSON_LINES = Format(head=b"", before_first=b"", before_next=b"", after=b"\n", foot=b"")
 JSON_ARRAY = Format(head=b"[", before_first=b"\n", before_next=b",\n", after=b"", foot=b"\n]\n")
 
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+"""Some programs for Windows begin a text file with it."""
+
 _BY_SUFFIX = {".jsonl": JSON_LINES, ".json": JSON_ARRAY}
 
 
@@ -45,5 +48,5 @@ def format_of(path: Path) -> Format:
 
 def strip_line(line: bytes) -> bytes:
     """The record in a line of either shape, or empty where the line holds only a bracket."""
-    record = line.strip().removesuffix(b",")
+    record = line.strip().removeprefix(_BYTE_ORDER_MARK).removesuffix(b",")
     return b"" if record in (b"[", b"]") else record

@@ -54,10 +54,8 @@ def source_of_file(path: Path, step_key: str | None = None) -> Source:
     )
 
 
-def sources_of_folder(folder: Path, step_key: str | None = None) -> list[Source]:
-    """The log of a run's folder; several, if there are files that may each be one; none, if it is no such folder."""
-    if run := _run_log(folder, step_key):
-        return [run]
+def loose_sources(folder: Path, step_key: str | None = None) -> list[Source]:
+    """The files of a folder that may each be a log, although their names do not say so."""
     for place in (folder / "logs", folder):
         loose = [path for path in _json_files(place) if _has_steps(path, step_key)]
         if loose:
@@ -65,7 +63,8 @@ def sources_of_folder(folder: Path, step_key: str | None = None) -> list[Source]
     return []
 
 
-def _run_log(folder: Path, step_key: str | None) -> Source | None:
+def source_of_run(folder: Path, step_key: str | None = None) -> Source | None:
+    """The log of a run's folder; None if it is none."""
     own = [path for place in (folder / "logs", folder) for path in _json_files(place) if _OWN_LOG.fullmatch(path.name)]
     if own:
         return source_of_file(max(own, key=_own_number), step_key)

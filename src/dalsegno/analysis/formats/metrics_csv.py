@@ -26,7 +26,7 @@ class MetricsCsv(Source):
         self._step_key = step_key
 
     def records(self, skipped: Skipped) -> Iterator[Record]:
-        with self.path.open(encoding="utf-8", errors="replace", newline="") as file:
+        with self.path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
             lines = _whole_lines(file, skipped)
             names = next(csv.reader(lines), [])
             if not names:

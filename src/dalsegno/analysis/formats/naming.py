@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dalsegno.analysis.blocks import KINDS, is_number
+from dalsegno.analysis.blocks import KINDS, WHOLE, is_number
 from dalsegno.logs.values import Record
 
 STEPS = (
@@ -65,7 +65,7 @@ class Naming:
         if renames:  # what already has the name is kept beside it: some count both "step" and "global_step"
             taken = {ours: f"{ours}_" for ours in renames.values()}
             record = {renames.get(name) or taken.get(name, name): value for name, value in record.items()}
-        if not is_number(record.get("global_step")):
+        if not _is_step(record.get("global_step")):
             return None
         return record if record.get("kind") in KINDS else {**record, "kind": kind_of(record)}
 
@@ -89,6 +89,11 @@ def is_of_evaluation(name: str) -> bool:
 def loss_of(names: Container[str]) -> str | None:
     """The name of the loss among these; None if there is none that looks like it."""
     return next((name for name in LOSSES if name in names), None)
+
+
+def _is_step(value: Any) -> bool:
+    """Whether steps can be counted so: not by NaN, nor by more than an array of integers holds."""
+    return is_number(value) and abs(value) < WHOLE
 
 
 def _first(names: tuple[str, ...], record: Mapping[str, Any]) -> str | None:

@@ -22,7 +22,7 @@ class TrainerState(Source):
     program = "Hugging Face"
 
     def records(self, skipped: Skipped) -> Iterator[Record]:
-        text = self.path.read_text(encoding="utf-8", errors="replace")
+        text = self.path.read_text(encoding="utf-8-sig", errors="replace")
         if header := _header(text):
             yield {"kind": HEADER, **header}
         history = _HISTORY.search(text)
