@@ -105,6 +105,35 @@ def test_time_of_a_short_run_is_in_minutes() -> None:
     assert panel.curves[0].x[-1] == pytest.approx(5 * 990 / 60)
 
 
+def test_time_of_a_trial_is_in_seconds() -> None:
+    ((panel,),) = panels([MadeUpLog("a", falling(3))], None, View(x="time"), compare=False)
+    assert panel.x_label == "seconds since the first record"
+    assert panel.curves[0].x[-1] == pytest.approx(5 * 20)
+
+
+@pytest.mark.parametrize("perplexity", [False, True])
+@pytest.mark.parametrize("log", [False, True])
+def test_the_largest_numbers_leave_room_around_them(log: bool, perplexity: bool, tmp_path: Path) -> None:
+    values = [1.0, 705.0, 2.0] if perplexity else [1.0, 1.7e308, 3e-308, -1.7e308]
+    runs, view = [MadeUpLog("a", series(values))], View(log=log, perplexity=perplexity)
+    plot_logs(runs, view=view).save(tmp_path / "plot.png")
+    assert "× not finite" in sketch_logs(runs, view=view)
+
+
+def test_a_logarithmic_scale_of_nothing(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    picture = plot_logs([MadeUpLog("a", series([-1.0, -2.0]))], view=View(log=True))
+    picture.save(tmp_path / "plot.png")
+    assert axes_of(picture)[0].get_yscale() == "log"
+    assert not recwarn.list
+
+
+def test_what_lies_outside_is_counted_where_one_looks() -> None:
+    values = np.full(100, 2.0)
+    values[[10, 50]] = 9.0
+    (axes,) = axes_of(plot_logs([MadeUpLog("a", series(values))], view=View(xlim=(300, None), ylim=(0, 5))))
+    assert [text.get_text() for text in axes.texts] == ["not shown: 1 above"]
+
+
 def test_perplexity_is_of_losses_only() -> None:
     log = MadeUpLog("a", series([0.0, 1.0, 2.0]), series([5.0, 5.0, 5.0], name="grad_norm"))
     (first,), (second,) = panels([log], ["loss", "grad_norm"], View(perplexity=True), compare=False)

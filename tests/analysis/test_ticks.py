@@ -31,6 +31,7 @@ def test_they_are_round(low: float, high: float, expected: list[float]) -> None:
 def test_powers_and_their_labels() -> None:
     assert log_ticks(0.5, 2e4, 5) == [1, 10, 100, 1000, 10000]
     assert log_ticks(1.5, 9, 5) == [2, 5]
+    assert log_ticks(2.105, 2.16, 5) == pytest.approx([2.12, 2.14, 2.16])
     assert [tick_label(*pair) for pair in [(1500, 500), (0.25, 0.05), (2e9, 1e9), (0, 1e-9), (3e-5, 1e-5)]] == [
         "1,500",
         "0.25",

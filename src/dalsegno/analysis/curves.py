@@ -25,8 +25,10 @@ TOKENS = ("tokens", "tokens_seen", "num_input_tokens_seen", "num_tokens", "total
 """How programs call the number of tokens so far."""
 MOST_DOTS = 200
 """Evaluations that are drawn as single points; more of them make a line."""
-HOURS_FROM = 2 * 3600.0
-"""Seconds from which on time is told in hours, not in minutes."""
+UNITS_OF_TIME = ((2 * 3600.0, "hours", 3600.0), (120.0, "minutes", 60.0), (0.0, "seconds", 1.0))
+"""From how many seconds on time is told in which unit, and how many seconds that has."""
+HUGE = 1e280
+"""Values beyond are drawn as infinite ones are: no scale has room around the largest numbers."""
 LABELS = {
     "tok_per_sec": "tokens per second",
     "peak_mem": "peak memory (bytes)",
@@ -177,14 +179,14 @@ class _Axis:
     def __init__(self, log: Log, view: View, longest: float) -> None:
         self.log = log
         self._view = view
-        self._in_hours = longest >= HOURS_FROM
+        self._time, self._unit = next((name, unit) for least, name, unit in UNITS_OF_TIME if longest >= least)
         self._tokens = _tokens(log) if view.x == "tokens" else None
         self._began = float(_times(log).min()) if view.x == "time" else 0.0
 
     @property
     def label(self) -> str:
         if self._view.x == "time":
-            return f"{'hours' if self._in_hours else 'minutes'} since the first record"
+            return f"{self._time} since the first record"
         return {"step": "step", "epoch": "epoch", "tokens": "tokens"}[self._view.x]
 
     def of(self, series: Series) -> Floats:
@@ -196,7 +198,7 @@ class _Axis:
         known = series.epochs if self._view.x == "epoch" else series.times
         if known is None or not len(known):
             raise _no_axis(self.log, self._view.x)
-        return known if self._view.x == "epoch" else (known - self._began) / (3600 if self._in_hours else 60)
+        return known if self._view.x == "epoch" else (known - self._began) / self._unit
 
     def of_steps(self, steps: Floats, beside: Series) -> Floats:
         """Of any steps, from those of a series."""
@@ -256,10 +258,11 @@ def _lost(axis: _Axis, metric: str, view: View) -> list[LostCurve]:
 
 def _seen(series: Series, view: View) -> Floats:
     """The values that are drawn."""
-    if not (view.perplexity and _is_loss(series.name)):
-        return series.values
-    with np.errstate(over="ignore"):
-        return np.exp(series.values)
+    values = series.values
+    if view.perplexity and _is_loss(series.name):
+        with np.errstate(over="ignore"):
+            values = np.exp(values)
+    return np.where(np.abs(values) > HUGE, np.copysign(np.inf, values), values)
 
 
 def _title(logs: Sequence[Log]) -> str:

@@ -177,7 +177,7 @@ def _legend(panel: Panel) -> list[Line2D]:
 def _scale_values(line: list[Axes], panels: Sequence[Panel], view: View) -> None:
     """The scale that the panels of a row share; and how many values lie outside of it, said in each."""
     curves = [curve for panel in panels for curve in panel.curves]
-    span = value_range(curves, view)
+    span = value_range(curves, view) or ((1.0, 10.0) if view.log else None)
     if span is not None:
         line[0].set_ylim(*_with_air(*span, log=view.log))
     if view.log:
@@ -188,7 +188,9 @@ def _scale_values(line: list[Axes], panels: Sequence[Panel], view: View) -> None
         line[0].set_ylim(*view.ylim)
     low, high = line[0].get_ylim()
     for axes, panel in zip(line, panels, strict=True):
-        values = np.concatenate([curve.values[np.isfinite(curve.values)] for curve in panel.curves] or [np.empty(0)])
+        left, right = axes.get_xlim()
+        here = [curve.values[(curve.x >= left) & (curve.x <= right)] for curve in panel.curves]
+        values = np.concatenate([np.empty(0), *(each[np.isfinite(each)] for each in here)])
         outside = [(int((values > high).sum()), "above"), (int((values < low).sum()), "below")]
         told = ", ".join(f"{count:,} {where}" for count, where in outside if count)
         if told:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, LogFormatter
 from numpy.typing import NDArray
 
 from .figure import INK, Picture, plain
@@ -35,11 +35,13 @@ def draw_mesh(series: ParameterSeries, title: str) -> Picture:
     axes.xaxis.set_major_formatter(FuncFormatter(plain))
     axes.set_title(f"{series.run}: {title} of each parameter", loc="left", fontsize=11, fontweight="bold", color=INK)
     axes.spines[:].set_visible(False)
+    axes.tick_params(axis="x", labelsize=9)
     axes.tick_params(length=0, labelcolor=INK)
     bar = figure.colorbar(mesh, ax=axes, pad=0.01, aspect=40, format=FuncFormatter(lambda value, _: f"{value:g}"))
     bar.set_label(f"{title} (log scale)", color=INK)
     bar.outline.set_visible(False)
-    bar.ax.tick_params(labelsize=8, labelcolor=INK)
+    bar.ax.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.6)))
+    bar.ax.tick_params(which="both", labelsize=8, labelcolor=INK)
     return Picture(figure)
 
 

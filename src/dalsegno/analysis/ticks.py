@@ -17,10 +17,13 @@ def nice_ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def log_ticks(low: float, high: float, most: int) -> list[float]:
-    """Powers of ten from ``low`` to ``high``, both over 0; with 2 and 5 times these, where there are few."""
+    """Powers of ten from ``low`` to ``high``, both over 0; with 2 and 5 times these, where there are few, and as
+    :func:`nice_ticks` has them within a narrow range."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for factors in ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 5), (1,)):
         found = [factor * 10.0**power for power in powers for factor in factors if low <= factor * 10.0**power <= high]
+        if len(found) < 2:
+            return nice_ticks(low, high, most)
         if len(found) <= most:
             return found
     return found[:: -(-len(found) // most)]

@@ -10,12 +10,15 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TextIO
+from typing import Any, Literal, NamedTuple, TextIO
 
 from dalsegno.logs.values import to_json
 
 NOTHING = "–"
 """What stands where there is no value."""
+
+FOLDED = 12
+"""Characters that a column of texts keeps on a narrow terminal."""
 
 
 def number(value: float | int | None) -> str:
@@ -27,6 +30,11 @@ def number(value: float | int | None) -> str:
 
 def text(value: object) -> str:
     return NOTHING if value is None else str(value)
+
+
+def visible(text: str) -> str:
+    """``text`` with its control characters spelled out: what stands in a log shall not steer a terminal."""
+    return text if text.isprintable() else "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def moment(seconds: float | None) -> str:
@@ -77,7 +85,9 @@ class Column(NamedTuple):
 def print_table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], file: TextIO | None = None) -> None:
     """A row a line under a header. A key that a row lacks is shown as nothing."""
     file = file or sys.stdout
-    cells = [[column.show(row.get(column.key)) for column in columns] for row in rows]
+    cells = [
+        ["\n".join(map(visible, column.show(row.get(column.key)).split("\n"))) for column in columns] for row in rows
+    ]
     if not file.isatty():
         _print_unshortened(columns, cells, file)
         return
@@ -87,11 +97,30 @@ def print_table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], fi
 
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
     for column in columns:
-        table.add_column(Text(column.title), justify="right" if column.right else "left", overflow="fold")
+        side: Literal["left", "right"] = "right" if column.right else "left"
+        table.add_column(Text(column.title), justify=side, no_wrap=column.right, overflow="fold")
     for row, shown in zip(rows, cells, strict=True):
         styles = [column.style(row.get(column.key)) if column.style else "" for column in columns]
         table.add_row(*(Text(cell, style=style) for cell, style in zip(shown, styles, strict=True)))
-    Console(file=file, highlight=False, emoji=False).print(table)
+    console = Console(file=file, highlight=False, emoji=False)
+    console.width = max(console.width, _least_width(columns, cells))
+    console.print(table)
+
+
+def _least_width(columns: Sequence[Column], cells: Sequence[Sequence[str]]) -> int:
+    """Numbers are never folded, and texts not to nothing: on a terminal that is narrower, lines go on in the next."""
+    widths = _widths(columns, cells)
+    return sum(
+        (width if column.right else min(width, FOLDED)) + 2 for column, width in zip(columns, widths, strict=True)
+    )
+
+
+def _widths(columns: Sequence[Column], cells: Sequence[Sequence[str]]) -> list[int]:
+    """How wide each column is by itself."""
+    from rich.cells import cell_len
+
+    lines = [[column.title for column in columns], *cells]
+    return [max(cell_len(line[place]) for line in lines) for place in range(len(columns))]
 
 
 def _print_unshortened(columns: Sequence[Column], cells: Sequence[Sequence[str]], file: TextIO) -> None:
@@ -99,7 +128,7 @@ def _print_unshortened(columns: Sequence[Column], cells: Sequence[Sequence[str]]
     from rich.cells import cell_len
 
     lines = [[column.title for column in columns], *([cell.replace("\n", " ") for cell in row] for row in cells)]
-    widths = [max(cell_len(line[place]) for line in lines) for place in range(len(columns))]
+    widths = _widths(columns, lines[1:])
     for line in lines:
         padded = []
         for column, cell, width in zip(columns, line, widths, strict=True):
@@ -129,7 +158,7 @@ def print_json_line(value: Any, file: TextIO | None = None) -> None:
 
 def in_words(record: Mapping[str, Any]) -> str:
     """``loss 3.21  grad_norm 0.53``; texts as they are, lists and dicts as how many they are."""
-    return "  ".join(f"{name} {_in_a_word(value)}" for name, value in record.items())
+    return "  ".join(f"{visible(name)} {_in_a_word(value)}" for name, value in record.items())
 
 
 def _in_a_word(value: Any) -> str:
@@ -137,4 +166,4 @@ def _in_a_word(value: Any) -> str:
         return json.dumps(value)
     if isinstance(value, (int, float)):
         return number(value)
-    return f"({len(value)})" if isinstance(value, (list, dict)) else str(value)
+    return f"({len(value)})" if isinstance(value, (list, dict)) else visible(str(value))

@@ -106,6 +106,19 @@ def test_export_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "there is no folder" in error(capsys, "export", run, "--to", "csv", "-o", str(tmp_path / "x" / "y.csv"))
 
 
+def test_diff_takes_one_run_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "holds 4 runs; name the one to compare" in error(capsys, "diff", str(GOLDEN / "killed"), str(GOLDEN))
+
+
+def test_a_text_in_a_record_is_shown_in_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.jsonl").write_text(json.dumps({"step": 1, "a\x07": 2.0, "note": "\x1b[31mtwo\nlines"}) + "\n")
+    for words in (["show"], ["show", "--metrics", "note"], ["tail"]):
+        assert main(["logs", words[0], str(tmp_path), *words[1:]]) == 0
+        out = capsys.readouterr().out
+        assert r"\x1b[31mtwo\nlines" in out
+        assert not {"\x1b", "\x07"} & set(out)
+
+
 def train(step: int, **metrics: Any) -> dict[str, Any]:
     return {"timestamp": 1.7e9 + step, "global_step": step, "epoch": 0.0, "loss": 1.0, **metrics}
 

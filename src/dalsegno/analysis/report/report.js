@@ -79,7 +79,7 @@ function smoothed(curve) {
 
 function told(value) {
   if (value === null || value === undefined) return "not finite";
-  if (value && (Math.abs(value) >= 1e7 || Math.abs(value) < 1e-4)) return value.toExponential(3);
+  if (value && (Math.abs(value) >= 1e7 || Math.abs(value) < 1e-4)) return value.toExponential(3).replace(/\.?0+e/, "e");
   return Number.isInteger(value) ? value.toLocaleString("en") : String(Number(value.toPrecision(5)));
 }
 
@@ -97,6 +97,7 @@ function logTicks(low, high) {
     for (const factor of [1, 2, 5]) found.push(factor * 10 ** power);
   }
   const inside = found.filter((value) => value >= low && value <= high);
+  if (inside.length < 2) return ticks(low, high, 5);
   return inside.length > 7 ? inside.filter((value) => Number.isInteger(Math.round(Math.log10(value) * 1e6) / 1e6)) : inside;
 }
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dalsegno.errors import ConfigurationError
+
 from .arguments import add_json
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     Raises:
         NotFound: if there is no such log.
+        ConfigurationError: for a folder of several runs.
     """
     from itertools import islice
 
@@ -42,6 +45,9 @@ def run(arguments: argparse.Namespace) -> int:
     from dalsegno.cli.tables import Column, print_json, print_table
 
     first, second = (open_log(path, arguments.step_key) for path in (arguments.first, arguments.second))
+    for log in (first, second):
+        if len(log) > 1:
+            raise ConfigurationError(f"{log.path} holds {len(log)} runs; name the one to compare")
     found = diff_records(_with_header(first), _with_header(second))
     if arguments.quiet:
         return 1 if any(True for _ in found) else 0

@@ -80,7 +80,7 @@ def _tree(log: TrainingLog, lives: Sequence[Life], tails: bool) -> Iterator[str]
         for line in more:
             yield f"{stem}{line}"
         for tail in life.cut_off:
-            path = tail.path.relative_to(log.output_dir) if log.output_dir else tail.path
+            path = tail.path.resolve().relative_to(log.output_dir) if log.output_dir else tail.path
             steps = f"steps {tail.first_step:,} to {tail.last_step:,}"
             yield f"{stem}cut off then: {_count(len(tail.records), 'record')}, {steps}: {path}"
             if tails:

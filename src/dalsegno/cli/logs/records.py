@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dalsegno.analysis.blocks import is_number
-from dalsegno.cli.tables import in_words, number
+from dalsegno.cli.tables import in_words, number, visible
 
 KNOWN = ("run", "kind", "global_step", "epoch", "timestamp")
 """What a line says of a record beside its metrics."""
@@ -34,7 +34,7 @@ class RecordTable:
             self._begin(record)
         run = [str(record["run"]).ljust(NARROW)] if self._several else []
         cells = [*run, record["kind"].ljust(5), f"{record['global_step']:,}".rjust(9), _cell(record, "epoch", 8)]
-        cells += [_cell(record, name, max(len(name), NARROW)) for name in self._metrics or ()]
+        cells += [_cell(record, name, max(len(visible(name)), NARROW)) for name in self._metrics or ()]
         if self._rest:
             cells.append(in_words(_others(record, self._metrics or ())))
         print("  ".join(cells).rstrip())
@@ -45,7 +45,7 @@ class RecordTable:
             self._metrics = [name for name, value in _others(record, ()).items() if is_number(value)]
         run = ["run".ljust(NARROW)] if self._several else []
         head = [*run, "kind".ljust(5), "step".rjust(9), "epoch".rjust(8)]
-        print("  ".join([*head, *(name.rjust(NARROW) for name in self._metrics)]).rstrip())
+        print("  ".join([*head, *(visible(name).rjust(NARROW) for name in self._metrics)]).rstrip())
 
 
 def told(record: Mapping[str, Any], metrics: Sequence[str] | None) -> str:
@@ -62,4 +62,6 @@ def _others(record: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 def _cell(record: Mapping[str, Any], name: str, width: int) -> str:
     value = record.get(name)
-    return "".rjust(width) if value is None else (number(value) if is_number(value) else str(value)).rjust(width)
+    return (
+        "".rjust(width) if value is None else (number(value) if is_number(value) else visible(str(value))).rjust(width)
+    )
