@@ -22,7 +22,7 @@ from .beginning import Beginning, Resume
 from .boundary import Boundary
 from .callback import Callback, components_of, global_callbacks
 from .callbacks import default_callbacks
-from .checkpoint import SETTINGS, CheckpointManager, ModelState, OptimizerState
+from .checkpoint import SETTINGS, CheckpointManager, ModelState, OptimizerState, load_parts
 from .component import Component, Stateful
 from .data import Feed
 from .dispatcher import Dispatcher
@@ -161,7 +161,7 @@ class Assembly:
             return
         checkpoint = self._manager.find(self.args.directory / best)
         assert checkpoint is not None, "a path is found, or an error"
-        self._manager.load_sharded(checkpoint, self._sharded[:1])
+        load_parts(checkpoint, self._sharded[:1])
 
     def _components(self) -> list[Component]:
         others = [Component(key, target) for key, target in self._others.items()]
@@ -230,6 +230,8 @@ class Assembly:
         checkpoint = beginning.choose(resume, has_trained=self._has_trained)
         if checkpoint is None:
             self.random_state.start()
+            if resume.load_components:
+                beginning.load_parts(resume, self._sharded, self._components())
             return None
         self._has_trained = True  # whatever becomes of it, the model is not what it was
         beginning.load(checkpoint, resume, self._sharded, self._components())

@@ -11,16 +11,30 @@ from pathlib import Path
 from . import ranks, timeline
 from .boundary import Boundary
 from .changes import check_allowed
-from .checkpoint import SETTINGS, Checkpoint, CheckpointManager, LoadReport, Sharded
+from .checkpoint import (
+    CALLBACKS,
+    SETTINGS,
+    Checkpoint,
+    CheckpointManager,
+    LoadReport,
+    ModelState,
+    Sharded,
+    load_parts,
+    load_weights,
+    weights_are_at,
+)
 from .component import Component
 from .data import Feed
 from .dispatcher import Dispatcher
-from .errors import ConfigurationError, DamagedCheckpoint
+from .errors import ConfigurationError, DamagedCheckpoint, UnknownName
 from .remote import Mirror
 from .settings import Settings
 from .state import TrainerState
 
 logger = logging.getLogger("dalsegno")
+
+_OF_THE_COURSE = ("trainer", "clock", "loader", "rng", "meter", SETTINGS)
+"""Components that say where a run stands: a new one does not begin there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +50,18 @@ class Resume:
     allow_changes: Collection[str] = ()
     """What may differ from the checkpoint although its state belongs to it: names from ``changes.REFUSED``."""
 
+    load_components: Collection[str] = ()
+    """Only these, from the path, into a new run that begins at step 0."""
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "allow_changes", check_allowed(self.allow_changes))
+        names = [self.load_components] if isinstance(self.load_components, str) else list(self.load_components)
+        object.__setattr__(self, "load_components", names)
+        if names and isinstance(self.origin, bool):
+            raise ConfigurationError(
+                f"load_components={names}: say from where: resume_from_checkpoint= a checkpoint, or a folder of "
+                f"safetensors; it is {self.origin}"
+            )
 
 
 class Beginning:
@@ -67,6 +91,8 @@ class Beginning:
     def choose(self, resume: Resume, *, has_trained: bool) -> Checkpoint | None:
         """The verified checkpoint that the leg goes on from; None: it begins at step 0. Fires on_before_load.
 
+        With parts to load, a checkpoint of this run's own all the same, if there is one: the run has begun with them.
+
         Args:
             resume: what the user asks for.
             has_trained: whether the model in memory is another one than at the beginning.
@@ -77,7 +103,7 @@ class Beginning:
             ConfigurationError: if the leg would begin at step 0, but the model is trained already.
         """
         checkpoint = self._found(resume, has_trained)
-        if self._on.before_load:
+        if self._on.before_load and (checkpoint is not None or not resume.load_components):
             self._on.before_load.fill(*((checkpoint.path, checkpoint.step) if checkpoint else (None, 0)))
             self._on.before_load.fire()
         return checkpoint
@@ -102,12 +128,54 @@ class Beginning:
         if SETTINGS in report.fresh:
             report.notes.append("settings: this checkpoint does not know its own, so nothing was compared")
         self._settings.put_in_force(report.changes)
-        self._leave_behind(checkpoint, report, chosen=resume.origin is not True)
+        self._leave_behind(checkpoint, report, chosen=resume.origin is not True and not resume.load_components)
         logger.info("resumed from %s\n%s", checkpoint.path, report.table())
         self._warn(report)
         if self._on.load:
             self._on.load.fill(checkpoint.path, checkpoint.step, report)
             self._on.load.fire()
+
+    def load_parts(self, resume: Resume, sharded: Sequence[Sharded], components: Sequence[Component]) -> None:
+        """Load what ``resume`` names, and nothing else, as the beginning of a new run. Fires on_before_load, on_load.
+
+        Raises:
+            UnknownName: for a name that is none of this run's parts, or that the checkpoint has not.
+            StateMismatch: before anything is changed, if what was saved does not fit what is here.
+        """
+        path = Path(str(resume.origin))
+        parts = [component for component in components if component.key not in _OF_THE_COURSE]
+        known = [*(each.key for each in sharded), *(each.key for each in parts)]
+        keys = {_key_of(name, known) for name in resume.load_components}
+        if ranks.from_rank_zero(lambda: Checkpoint.is_at(path)):
+            checkpoint = self._manager.find(path)
+            assert checkpoint is not None, "a path is found, or an error"
+            there = checkpoint.manifest.components.keys()
+            found = [each.key for each in parts if there & {*each.keys}]
+            _expect_all(keys, [*there & {each.key for each in sharded}, *found], path)
+            self._say_where_from(path)
+            report = load_parts(
+                checkpoint,
+                [each for each in sharded if each.key in keys],
+                [each for each in parts if each.key in keys],
+                allowed=resume.allow_changes,
+            )
+        else:
+            model = next(each for each in sharded if isinstance(each, ModelState))
+            _expect_all(keys, [model.key], path)
+            self._say_where_from(path)
+            report = load_weights(path, model, allowed=resume.allow_changes)
+        if "optimizer" in keys:
+            self._settings.put_back_rates()
+        logger.info("begun with parts of %s\n%s", path, report.table())
+        self._warn(report)
+        if self._on.load:
+            self._on.load.fill(path, 0, report)
+            self._on.load.fire()
+
+    def _say_where_from(self, path: Path) -> None:
+        if self._on.before_load:
+            self._on.before_load.fill(path, 0)
+            self._on.before_load.fire()
 
     def _warn(self, report: LoadReport) -> None:
         beware = [str(change) for change in report.changes if change.verdict != "said"]
@@ -122,12 +190,23 @@ class Beginning:
                 )
             ranks.from_rank_zero(partial(timeline.start_over, self._output_dir))
             return None
-        checkpoint = self._newest(resume) if resume.origin is True else self._manager.find(Path(resume.origin))
+        if resume.origin is True or resume.load_components:
+            checkpoint = self._newest(resume)
+        else:
+            checkpoint = self._at(Path(resume.origin))
         if checkpoint is None and has_trained:
             raise ConfigurationError(
                 "the last train() broke off inside a step, and there is no checkpoint to go back to; build a new one"
             )
         return checkpoint
+
+    def _at(self, path: Path) -> Checkpoint | None:
+        if ranks.from_rank_zero(lambda: weights_are_at(path)):
+            raise ConfigurationError(
+                f"resume_from_checkpoint={str(path)!r}: these are weights, and no run to go on with; give "
+                'load_components=("model",), too, and a new run begins with them'
+            )
+        return self._manager.find(path)
 
     def _newest(self, resume: Resume) -> Checkpoint | None:
         try:
@@ -154,3 +233,17 @@ class Beginning:
             moved = self._manager.abandon_after(step if is_own else None, place)
             if moved:
                 report.notes.append(f"{len(moved)} later checkpoint(s) are now in {place}")
+
+
+def _key_of(name: str, known: Sequence[str]) -> str:
+    """The key of the component that ``name`` means: a callback's may be given without what all of theirs begin with."""
+    key = next((key for key in (name, f"{CALLBACKS}{name}") if key in known), None)
+    if key is None:
+        raise UnknownName("component in load_components", name, [each.removeprefix(CALLBACKS) for each in known])
+    return key
+
+
+def _expect_all(keys: Collection[str], there: Collection[str], path: Path) -> None:
+    for key in keys:
+        if key not in there:
+            raise UnknownName(f"component in {path}:", key, there)

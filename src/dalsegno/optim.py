@@ -83,13 +83,14 @@ class AsBuilt:
 
     def put_back_rates(self) -> None:
         """Let the schedules go on from their present place, at the learning rates that were built."""
-        shares = [_shares(each) for each in self._schedulers]
+        if not self._schedulers:
+            return
+        shares = _shares(self._schedulers[-1])
         for scheduler, base_lrs in zip(self._schedulers, self._base_lrs, strict=True):
             scheduler.base_lrs = list(base_lrs)
         for group, built in zip(self._optimizer.param_groups, self._groups, strict=True):
             group["initial_lr"] = built.get("initial_lr", built["lr"])
-        if shares:
-            self._set_rates(shares[-1])
+        self._set_rates(shares)
 
     def follow_schedule(self) -> None:
         """Give the groups the rates that the schedule gives for its present place: it may be another schedule now."""

@@ -66,10 +66,11 @@ class Run(run.Run):
         callbacks: as for the Trainer.
         evaluate: called when an evaluation is due, on all ranks; returns the metrics, reduced already.
         state: whatever else has ``state_dict`` and ``load_state_dict``, by name.
-        resume_from_checkpoint: as in ``Trainer.train``, like the next three.
+        resume_from_checkpoint: as in ``Trainer.train``, like the next four.
         strict: whether a damaged newest checkpoint is an error.
         strict_callbacks: whether a callback that came or went is an error.
         allow_changes: what may differ from what was saved.
+        load_components: what to begin a new run with, from the path.
 
     Raises:
         EventNotFired: for a callback that needs an event which a hand-written loop cannot fire.
@@ -90,6 +91,7 @@ class Run(run.Run):
         strict: bool = False,
         strict_callbacks: bool = False,
         allow_changes: Collection[str] = (),
+        load_components: Collection[str] = (),
     ) -> None:
         schedulers = lr_scheduler if isinstance(lr_scheduler, (list, tuple)) else [lr_scheduler] if lr_scheduler else []
         self._assembly = parts = Assembly(
@@ -124,7 +126,7 @@ class Run(run.Run):
         )
         self._optimizer = optimizer
         self._lr: float | torch.Tensor | None = None  # that the newest update used
-        self._resume = Resume(resume_from_checkpoint, strict, strict_callbacks, allow_changes)
+        self._resume = Resume(resume_from_checkpoint, strict, strict_callbacks, allow_changes, load_components)
         self._held = ExitStack()
         if self._on.init_end:
             self._on.init_end.fire()

@@ -108,6 +108,10 @@ class Settings:
             self._built.follow_schedule()
         self._built.put_back(*(names - {"lr"}))
 
+    def put_back_rates(self) -> None:
+        """The learning rates of this run, where only the optimizer's state is another's."""
+        self._built.put_back_rates()
+
     def state_dict(self) -> dict[str, Any]:
         args, brought = self._args, self._brought
         values = {name: value for name, value in args.to_dict().items() if self._has_effect(name)}

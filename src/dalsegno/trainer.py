@@ -196,6 +196,7 @@ class Trainer:
         strict: bool = False,
         strict_callbacks: bool = False,
         allow_changes: Collection[str] = (),
+        load_components: Collection[str] = (),
     ) -> TrainResult:
         """Bring the run in ``output_dir`` to its end: nothing happens if it is there already.
 
@@ -207,16 +208,20 @@ class Trainer:
             strict_callbacks: a saved callback that is not here, or one here that was not saved, is an error.
             allow_changes: what may differ from what was saved, although it is an error else: ``"dataset"``,
                 ``"model"``, ``"optimizer"``. The error says what differs, and what becomes of it.
+            load_components: load only these, say ``("model",)``, and begin a new run with them: from the checkpoint of
+                another run at the path or, the model, from a file or folder of safetensors there. Once this run has
+                checkpoints of its own, it goes on from the newest of them.
 
         Raises:
-            UnknownName: for another name in ``allow_changes``.
+            UnknownName: for another name in ``allow_changes``, or one in ``load_components`` that is not there.
             Locked: if another live process trains in this ``output_dir``.
             NotFound: if there is no checkpoint at the path.
             DamagedCheckpoint: if the one at the path is damaged, or there are some, but not one is whole.
             StateMismatch: if what was saved does not fit what is here; nothing has been changed then.
             EmptyDataset: if there is not a single batch.
         """
-        assembly, resume = self._assembly, Resume(resume_from_checkpoint, strict, strict_callbacks, allow_changes)
+        resume = Resume(resume_from_checkpoint, strict, strict_callbacks, allow_changes, load_components)
+        assembly = self._assembly
         with assembly.opened():
             resumed_from = assembly.restore(resume)
             finished = assembly.finished()

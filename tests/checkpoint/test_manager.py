@@ -16,7 +16,7 @@ import torch
 from checkpoint.parts import Notes, RankNotes, Saved
 from checkpoint.sameness import assert_same
 from dalsegno import files
-from dalsegno.checkpoint import CheckpointManager
+from dalsegno.checkpoint import CheckpointManager, load_parts
 from dalsegno.checkpoint.manifest import Manifest, _checksum_of
 from dalsegno.component import Component
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint, NotFound, StateMismatch
@@ -386,7 +386,7 @@ def test_model_only_and_what_has_no_place(tmp_path: Path) -> None:
     saved.save(manager, 1)
     checkpoint = manager.find()
     assert checkpoint is not None
-    manager.load_sharded(checkpoint, again.sharded[:1])
+    load_parts(checkpoint, again.sharded[:1])
     assert torch.equal(again.model[0].weight, saved.model[0].weight) and again.notes.state is None  # type: ignore[index]
     report = manager.load(checkpoint, again.sharded[:1], [])
     assert report.notes == ["optimizer: is in the checkpoint, but nothing takes it; it is not carried forward"]

@@ -87,7 +87,14 @@ def leg(output_dir: Path, cast: str, stop_at: int, kill_at: int | None = None, *
     parallel = "ddp" if ranks.world_size() > 1 else "none"
     note_taker = Listener({"on_load": note}, name="note taker")
     trainer = small_trainer(
-        output_dir, note_taker, *callbacks, model=Line(), parallel=parallel, max_steps=stop_at, save_steps=2
+        output_dir,
+        note_taker,
+        *callbacks,
+        model=Line(),
+        parallel=parallel,
+        max_steps=stop_at,
+        save_steps=2,
+        save_in_background=False,  # so that a kill finds the checkpoints that are due by then
     )
     result: ds.TrainResult = trainer.train(**how)
     return told | {"end": result.global_step, "steps": {callback.key: callback.steps for callback in callbacks}}

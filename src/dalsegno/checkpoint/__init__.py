@@ -11,22 +11,27 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .export import Exported, export_model
     from .inspect import read_tensors, saved_states
-    from .loading import SETTINGS, LoadReport
+    from .loading import CALLBACKS, SETTINGS, LoadReport
     from .manager import CheckpointManager
     from .manifest import Checkpoint, Manifest
+    from .restoring import load_parts
     from .sharded import ModelState, OptimizerState, Sharded, unwrapped
+    from .weights import load_weights, weights_are_at
 
 _HOMES = {
     "export": ("Exported", "export_model"),
     "inspect": ("read_tensors", "saved_states"),
-    "loading": ("SETTINGS", "LoadReport"),
+    "loading": ("CALLBACKS", "SETTINGS", "LoadReport"),
     "manager": ("CheckpointManager",),
     "manifest": ("Checkpoint", "Manifest"),
+    "restoring": ("load_parts",),
     "sharded": ("ModelState", "OptimizerState", "Sharded", "unwrapped"),
+    "weights": ("load_weights", "weights_are_at"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "CALLBACKS",
     "SETTINGS",
     "Checkpoint",
     "CheckpointManager",
@@ -37,9 +42,12 @@ __all__ = [
     "OptimizerState",
     "Sharded",
     "export_model",
+    "load_parts",
+    "load_weights",
     "read_tensors",
     "saved_states",
     "unwrapped",
+    "weights_are_at",
 ]
 
 if not TYPE_CHECKING:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from dalsegno import files
-from dalsegno.errors import DamagedCheckpoint
+from dalsegno.errors import DamagedCheckpoint, StateMismatch
 
 from .manifest import opened
 
@@ -49,6 +49,8 @@ DTYPES: dict[str, torch.dtype] = {str(dtype).removeprefix("torch."): dtype for d
 
 
 KNOWN = frozenset(DTYPES.values())
+
+_DTYPES_OF_SAFETENSORS = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -162,15 +164,41 @@ class MappedFile:
 
     def spans(self) -> dict[str, tuple[int, int]]:
         """Where each tensor lies, read from the file's own header."""
+        begin, header = self._header()
+        return {name: (begin + span[0], begin + span[1]) for name, (_, _, span) in header.items()}
+
+    def entries(self) -> dict[str, tuple[torch.dtype, tuple[int, ...], tuple[int, int]]]:
+        """Type, shape and place of each tensor, read from the header; each lies in the file and is as long as it says.
+
+        Raises:
+            DamagedCheckpoint: if that is not so.
+            StateMismatch: for an element type that only other readers of safetensors know.
+        """
+        begin, header = self._header()
+        entries = {}
+        for name, (kind, shape, span) in header.items():
+            if kind not in _DTYPES_OF_SAFETENSORS:
+                raise StateMismatch(f"{self.path}: {name} is of type {kind!r}, which is not known here")
+            dtype, place = _DTYPES_OF_SAFETENSORS[kind], (begin + span[0], begin + span[1])
+            if not is_shape(shape):
+                raise DamagedCheckpoint(f"{self.path}: {name} has the shape {shape!r}")
+            self.tensor(place, dtype, shape)
+            entries[name] = (dtype, tuple(shape), place)
+        return entries
+
+    def _header(self) -> tuple[int, dict[str, tuple[Any, Any, list[int]]]]:
+        """Where the tensors begin; and of each its type, shape, and offsets from there, as the header tells them."""
         length = int.from_bytes(self._memory[:8], "little")
         if length > len(self._memory) - 8:
             raise DamagedCheckpoint(f"{self.path}: its header is cut off")
         try:
             header = json.loads(self._memory[8 : 8 + length])
             header.pop("__metadata__", None)
-            offsets = {name: entry["data_offsets"] for name, entry in header.items()}
+            entries = {
+                name: (entry.get("dtype"), entry.get("shape"), entry["data_offsets"]) for name, entry in header.items()
+            }
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise DamagedCheckpoint(f"{self.path}: its header is not one of safetensors ({error!r})") from error
-        if not all(is_shape(span) and len(span) == 2 for span in offsets.values()):
+        if not all(is_shape(span) and len(span) == 2 for _, _, span in entries.values()):
             raise DamagedCheckpoint(f"{self.path}: its header has data_offsets that are none")
-        return {name: (8 + length + begin, 8 + length + end) for name, (begin, end) in offsets.items()}
+        return 8 + length, entries

@@ -1,4 +1,4 @@
-"""Giving saved states back: to model and optimizer, to components under their keys, and whatever is left to nobody."""
+"""Giving saved states back to components under their keys, and what came of it; whatever is left goes to nobody."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from dalsegno import ranks
-from dalsegno.changes import Change, Value, compare
+from dalsegno.changes import Change
 from dalsegno.component import Component, State
 from dalsegno.errors import DamagedCheckpoint, StateMismatch
 
-from . import storage
-from .index import Index
 from .manifest import Checkpoint, ComponentRecord
-from .sharded import OptimizerState, Prepared, Sharded
 from .sidecar import SHARED, SavedState, rank_sidecar, read_sidecar
 
 CALLBACKS = "callbacks."
@@ -120,45 +117,6 @@ def refuse_changed_callbacks(saved: SavedStates, components: Iterable[Component]
         )
 
 
-def changes_of(
-    saved: SavedStates, stored: Index, sharded: Sequence[Sharded], settings: Mapping[str, Value] | None
-) -> list[Change]:
-    """What is otherwise than it was when the checkpoint was saved: settings, and what does not fit of the rest."""
-    changes, parts = [], list[Change]()
-    if settings is not None and SETTINGS in saved:
-        with _blaming(saved, SETTINGS):
-            changes = compare(saved.state(SETTINGS), settings)
-    for each in (each for each in sharded if each.key in saved):
-        was, now = saved.record(each.key).class_name, each.class_name
-        with _blaming(saved, each.key):
-            lines = each.differences(stored, saved.state(each.key))
-        if each.key == OptimizerState.key and _kind(was) != _kind(now):
-            parts.append(Change.of_part(each.key, was, now))
-        elif lines and not parts:  # an optimizer of a model that does not fit does not fit either
-            parts.append(Change.of_part(each.key, now, now, lines))
-    return [*parts, *changes]
-
-
-def restore_sharded(saved: SavedStates, stored: Index, sharded: Sequence[Sharded]) -> None:
-    """Load what fits of model and optimizer, whatever the number of ranks that saved them. Collective."""
-
-    def prepare() -> dict[str, Prepared]:
-        prepared = {}
-        for each in sharded:
-            with _blaming(saved, each.key):
-                prepared[each.key] = each.prepare(stored, saved.state(each.key))
-        return prepared
-
-    prepared = ranks.together(prepare)
-    storage.load({key: each.tensors for key, each in prepared.items()}, saved.checkpoint, stored)
-
-    def take_over() -> None:
-        for each in prepared.values():
-            each.take_over()
-
-    ranks.together(take_over)
-
-
 def prepare_components(
     saved: SavedStates,
     components: Sequence[Component],
@@ -205,20 +163,6 @@ def left_over(saved: SavedStates, components: Sequence[Component], report: LoadR
     taken = {key for component in components for key in component.keys}
     report.carried.extend(key for key in saved if key not in taken and saved.record(key).scope != "sharded")
     return ranks.together(lambda: {key: saved.all_of(key) for key in report.carried} if ranks.rank() == 0 else {})
-
-
-@contextmanager
-def _blaming(saved: SavedStates, key: str) -> Iterator[None]:
-    """A state that is not what dalsegno writes is the checkpoint's fault."""
-    try:
-        yield
-    except (KeyError, TypeError, AttributeError) as error:
-        raise DamagedCheckpoint(f"{saved.path}: the state of {key} is not what dalsegno writes ({error!r})") from error
-
-
-def _kind(class_name: str) -> str:
-    """A class without the modules between, which a library may rename: ``torch.AdamW``."""
-    return f"{class_name.partition('.')[0]}.{class_name.rpartition('.')[2]}"
 
 
 @contextmanager

@@ -9,26 +9,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from dalsegno import files, ranks
-from dalsegno.changes import Value, refuse
+from dalsegno.changes import Value
 from dalsegno.component import Component, State
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint
 from dalsegno.retention import Entry, Keep
 
-from . import folder, index
+from . import folder
 from .codec import encode
 from .flight import Flight, Preparation
-from .index import Index
-from .loading import (
-    LoadReport,
-    SavedStates,
-    changes_of,
-    left_over,
-    prepare_components,
-    refuse_changed_callbacks,
-    restore_components,
-    restore_sharded,
-)
+from .loading import LoadReport, SavedStates, left_over
 from .manifest import Checkpoint, FileRecord, Manifest
+from .restoring import restore
 from .saving import Stage, manifest_of
 from .sharded import Sharded
 from .sidecar import SavedState
@@ -228,31 +219,18 @@ class CheckpointManager:
             StateMismatch: before anything is changed, if a state does not fit what it is for.
             DamagedCheckpoint: if a file holds what dalsegno cannot have written.
         """
-        saved, report = SavedStates(checkpoint), LoadReport()
-        if strict_callbacks:
-            refuse_changed_callbacks(saved, components)
-        stored = ranks.together(lambda: Index.read(checkpoint.file(index.FILE_NAME)))
-        report.changes.extend(ranks.together(lambda: changes_of(saved, stored, sharded, settings)))
-        refuse(report.changes, allowed, checkpoint.path)
-        replaced = {change.setting for change in report.changes if change.saved != change.now}  # by another class
-        known = [each for each in sharded if each.key in saved and each.key not in replaced]
-        report.fresh.extend(each.key for each in sharded if each not in known)
-        prepared = prepare_components(saved, components, report, adapt or {})
-        restore_sharded(saved, stored, known)
-        report.restored.extend(each.key for each in known)
-        restore_components(prepared, report)
-        self._carried = left_over(saved, components, report)
-        for key in saved:
-            if saved.record(key).scope == "sharded" and key not in {each.key for each in sharded}:
-                report.notes.append(f"{key}: is in the checkpoint, but nothing takes it; it is not carried forward")
-        return report
-
-    def load_sharded(self, checkpoint: Checkpoint, sharded: Sequence[Sharded]) -> None:
-        """Restore these only, say the model of the best checkpoint."""
         saved = SavedStates(checkpoint)
-        stored = ranks.together(lambda: Index.read(checkpoint.file(index.FILE_NAME)))
-        refuse(ranks.together(lambda: changes_of(saved, stored, sharded, None)), (), checkpoint.path)
-        restore_sharded(saved, stored, sharded)
+        report = restore(
+            saved,
+            sharded,
+            components,
+            strict_callbacks=strict_callbacks,
+            settings=settings or {},
+            allowed=allowed,
+            adapt=adapt or {},
+        )
+        self._carried = left_over(saved, components, report)
+        return report
 
     def entries(self) -> list[Entry]:
         """All checkpoints, oldest first, as policies see them. One that cannot be read is left out, with a warning."""

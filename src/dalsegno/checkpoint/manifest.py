@@ -160,6 +160,11 @@ class Checkpoint:
         manifest = Manifest.read(path)
         return cls(path, manifest.step, manifest)
 
+    @staticmethod
+    def is_at(path: Path) -> bool:
+        """Whether there is one, whole or not: whether there is a manifest."""
+        return (path / FILE_NAME).exists()
+
     def verify(self, names: Iterable[str]) -> None:
         """Read these of the manifest's files, several at once, and compare them with what it says.
 

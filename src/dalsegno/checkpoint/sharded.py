@@ -44,8 +44,11 @@ class Sharded(Protocol):
         """The tensors by name (not copied), and all else; the same names and the same rest on every rank."""
         ...
 
-    def differences(self, stored: Index, rest: State) -> list[str]:
-        """Every way in which what is stored does not fit, a line for each; empty if it fits."""
+    def differences(self, stored: Index, rest: State, *, any_dtype: bool = False) -> list[str]:
+        """Every way in which what is stored does not fit, a line for each; empty if it fits.
+
+        ``any_dtype``: another element type fits, too.
+        """
         ...
 
     def prepare(self, stored: Index, rest: State) -> Prepared:
@@ -83,7 +86,7 @@ class ModelState:
         tensors, tied, extra = self._sorted()
         return tensors, {"tied": tied, "extra": extra}
 
-    def differences(self, stored: Index, rest: State) -> list[str]:
+    def differences(self, stored: Index, rest: State, *, any_dtype: bool = False) -> list[str]:
         tensors, tied, extra = self._sorted()
         here = {**tensors, **{alias: tensors[name] for alias, name in tied.items()}}
         there = _with_aliases(stored.of(self.key), rest)
@@ -95,12 +98,12 @@ class ModelState:
             *(
                 f"{name}: saved as{_form(there[name])}, here{_form(here[name])}"
                 for name in here.keys() & there.keys()
-                if _form(here[name]) != _form(there[name])
+                if here[name].shape != there[name].shape or (here[name].dtype != there[name].dtype and not any_dtype)
             ),
             *(
                 f"{alias}: here it is {name} itself, saved were two tensors"
                 for alias, name in tied.items()
-                if rest["tied"].get(alias, alias) != rest["tied"].get(name, name)
+                if {alias, name} <= there.keys() and rest["tied"].get(alias, alias) != rest["tied"].get(name, name)
             ),
         ]
         return sorted(lines)
@@ -128,6 +131,18 @@ class ModelState:
             self._model.load_state_dict(state, strict=False)
 
         return Prepared(targets, take_over)
+
+    def names(self) -> set[str]:
+        """Of all tensors, also those that are further names of others."""
+        tensors, tied, _ = self._sorted()
+        return {*tensors, *tied}
+
+    def tied_names(self) -> list[list[str]]:
+        """The names of each tensor that has several; first the one under which it is saved."""
+        names: dict[str, list[str]] = {}
+        for alias, name in self._sorted()[1].items():
+            names.setdefault(name, [name]).append(alias)
+        return list(names.values())
 
     def _raw(self) -> dict[str, Any]:
         """The model's own state dict, its parameters themselves."""
@@ -208,7 +223,7 @@ class OptimizerState:
             ],
         }
 
-    def differences(self, stored: Index, rest: State) -> list[str]:
+    def differences(self, stored: Index, rest: State, *, any_dtype: bool = False) -> list[str]:
         groups = [[name for name, _ in group] for group in self._named_groups()]
         saved = [group["params"] for group in rest["groups"]]
         lines = []

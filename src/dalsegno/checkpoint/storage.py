@@ -11,7 +11,8 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, Protocol, cast
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -36,7 +37,6 @@ from dalsegno.errors import DamagedCheckpoint, RankFailed
 
 from .index import Index, StoredPiece, StoredTensor
 from .layout import Layout, MappedFile, Piece
-from .manifest import Checkpoint
 
 Tensors = dict[str, dict[str, torch.Tensor]]
 """By component and name; DTensors for what is spread over the ranks."""
@@ -89,11 +89,22 @@ def signature(tensors: Tensors) -> object:
     )
 
 
-def load(tensors: Tensors, checkpoint: Checkpoint, index: Index) -> None:
-    """Fill ``tensors`` from a verified checkpoint, in place, whatever the number of ranks that wrote it. Collective."""
+class Files(Protocol):
+    """Where an index's tensors lie: a verified checkpoint, or somebody else's files."""
+
+    def file(self, name: str) -> Path:
+        """The path of a file that the index names."""
+        ...
+
+
+def load(tensors: Tensors, files: Files, index: Index) -> None:
+    """Fill ``tensors``, in place, whatever the number of ranks that wrote what is stored. Collective.
+
+    Each rank reads only what it needs.
+    """
     planner = DefaultLoadPlanner(flatten_sharded_tensors=False)
     wanted = {f"{component}.{name}": stored for component in tensors for name, stored in index.of(component).items()}
-    reader = ShardReader(checkpoint, Index(wanted))
+    reader = ShardReader(files, Index(wanted))
     with _errors_as_they_were():
         dcp_load(tensors, storage_reader=reader, planner=planner, no_dist=not ranks.initialized())
 
@@ -150,8 +161,8 @@ class _Planned(StorageWriter):
 class ShardReader(StorageReader):
     """Copies out of mapped files; each rank maps only those that it needs a part of."""
 
-    def __init__(self, checkpoint: Checkpoint, index: Index) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, files: Files, index: Index) -> None:
+        self._files = files
         self._index = index
         self._pieces = {
             MetadataIndex(name, piece.offsets): piece
@@ -199,7 +210,7 @@ class ShardReader(StorageReader):
     def _box(self, item: ReadItem) -> torch.Tensor:
         piece = self._pieces[item.storage_index]
         if piece.file not in self._mapped:
-            self._mapped[piece.file] = MappedFile(self._checkpoint.file(piece.file))
+            self._mapped[piece.file] = MappedFile(self._files.file(piece.file))
         dtype = self._index.tensors[item.storage_index.fqn].dtype
         tensor = self._mapped[piece.file].tensor(piece.span, dtype, piece.shape)
         for dimension, (begin, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):

@@ -1,0 +1,119 @@
+"""Model and optimizer as they lie on disk, in a checkpoint or elsewhere: whether they fit, and loading what does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from dalsegno import ranks
+from dalsegno.changes import Change, Value, compare
+from dalsegno.component import State
+from dalsegno.errors import DamagedCheckpoint
+
+from . import index, storage
+from .index import Index
+from .layout import name_of
+from .loading import SETTINGS, SavedStates
+from .sharded import OptimizerState, Prepared, Sharded
+from .storage import Files
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What is there to be loaded into model and optimizer.
+
+    Attributes:
+        files: where the tensors lie.
+        index: the tensors.
+        rests: what is no tensor, for each part that is there, by its key.
+        classes: of what each part was saved, where that is known.
+    """
+
+    files: Files
+    index: Index
+    rests: Mapping[str, State]
+    classes: Mapping[str, str]
+
+    @classmethod
+    def of(cls, saved: SavedStates) -> Stored:
+        """Those of a verified checkpoint. Collective."""
+        keys = [key for key in saved if saved.record(key).scope == "sharded"]
+        return ranks.together(
+            lambda: cls(
+                saved.checkpoint,
+                Index.read(saved.checkpoint.file(index.FILE_NAME)),
+                {key: saved.state(key) for key in keys},
+                {key: saved.record(key).class_name for key in keys},
+            )
+        )
+
+
+def misfits(stored: Stored, sharded: Sequence[Sharded], *, any_dtype: bool = False) -> list[Change]:
+    """Which parts do not fit what is stored for them, tensor by tensor. ``any_dtype``: one may be cast to another."""
+    found: list[Change] = []
+    for each in sharded:
+        if each.key not in stored.rests:
+            continue
+        was, now = stored.classes.get(each.key, each.class_name), each.class_name
+        with _blaming(each.key):
+            lines = each.differences(stored.index, stored.rests[each.key], any_dtype=any_dtype)
+        if each.key == OptimizerState.key and _kind(was) != _kind(now):
+            found.append(Change.of_part(each.key, was, now))
+        elif lines and not found:  # an optimizer of a model that does not fit does not fit either
+            found.append(Change.of_part(each.key, now, now, lines))
+    return found
+
+
+def changed_settings(saved: SavedStates, now: Mapping[str, Value]) -> list[Change]:
+    """What the run is trained with otherwise than when the checkpoint was saved."""
+    if SETTINGS not in saved:
+        return []
+    with _blaming(SETTINGS):
+        return compare(saved.state(SETTINGS), now)
+
+
+def restore_sharded(stored: Stored, sharded: Sequence[Sharded]) -> list[str]:
+    """Load what fits of each part, whatever the number of ranks that saved it; says what was cast. Collective."""
+
+    def prepare() -> dict[str, Prepared]:
+        prepared = {}
+        for each in sharded:
+            with _blaming(each.key):
+                prepared[each.key] = each.prepare(stored.index, stored.rests[each.key])
+        return prepared
+
+    prepared = ranks.together(prepare)
+    storage.load({key: each.tensors for key, each in prepared.items()}, stored.files, stored.index)
+
+    def take_over() -> None:
+        for each in prepared.values():
+            each.take_over()
+
+    ranks.together(take_over)
+    return [note for key, each in prepared.items() for note in _casts(key, each, stored.index)]
+
+
+def _casts(key: str, prepared: Prepared, stored: Index) -> list[str]:
+    there = stored.of(key)
+    pairs = Counter((there[name].dtype, tensor.dtype) for name, tensor in prepared.tensors.items())
+    return [
+        f"{key}: {count} tensor(s) were {name_of(was)} and are {name_of(now)} here: cast"
+        for (was, now), count in pairs.items()
+        if was != now
+    ]
+
+
+@contextmanager
+def _blaming(key: str) -> Iterator[None]:
+    """A state that is not what dalsegno writes is the checkpoint's fault."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpoint(f"the saved state of {key} is not what dalsegno writes ({error!r})") from error
+
+
+def _kind(class_name: str) -> str:
+    """A class without the modules between, which a library may rename: ``torch.AdamW``."""
+    return f"{class_name.partition('.')[0]}.{class_name.rpartition('.')[2]}"

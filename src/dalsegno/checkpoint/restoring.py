@@ -1,0 +1,76 @@
+"""A checkpoint loaded into a run, or a part of it: all is compared and prepared before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from dalsegno import ranks
+from dalsegno.changes import Value, refuse
+from dalsegno.component import Component, State
+
+from .loading import LoadReport, SavedStates, prepare_components, refuse_changed_callbacks, restore_components
+from .manifest import Checkpoint
+from .parts import Stored, changed_settings, misfits, restore_sharded
+from .sharded import Sharded
+
+
+def restore(
+    saved: SavedStates,
+    sharded: Sequence[Sharded],
+    components: Sequence[Component],
+    *,
+    strict_callbacks: bool,
+    settings: Mapping[str, Value],
+    allowed: Collection[str],
+    adapt: Mapping[str, Callable[[State], State]],
+) -> LoadReport:
+    """Restore everything; arguments and errors are those of :meth:`CheckpointManager.load`. Collective."""
+    if strict_callbacks:
+        refuse_changed_callbacks(saved, components)
+    stored, report = Stored.of(saved), LoadReport()
+    report.changes.extend(ranks.together(lambda: [*misfits(stored, sharded), *changed_settings(saved, settings)]))
+    refuse(report.changes, allowed, saved.path)
+    _restore(saved, stored, sharded, components, report, adapt)
+    for key in stored.rests:
+        if key not in {each.key for each in sharded}:
+            report.notes.append(f"{key}: is in the checkpoint, but nothing takes it; it is not carried forward")
+    return report
+
+
+def load_parts(
+    checkpoint: Checkpoint,
+    sharded: Sequence[Sharded],
+    components: Sequence[Component] = (),
+    *,
+    allowed: Collection[str] = (),
+) -> LoadReport:
+    """Restore these only from a verified checkpoint, say the model. Tensors of another type are cast. Collective.
+
+    Raises:
+        StateMismatch: before anything is changed, if a state does not fit what it is for.
+        DamagedCheckpoint: if a file holds what dalsegno cannot have written.
+    """
+    saved, report = SavedStates(checkpoint), LoadReport()
+    stored = Stored.of(saved)
+    report.changes.extend(ranks.together(lambda: misfits(stored, sharded, any_dtype=True)))
+    refuse(report.changes, allowed, checkpoint.path)
+    _restore(saved, stored, sharded, components, report, {})
+    return report
+
+
+def _restore(
+    saved: SavedStates,
+    stored: Stored,
+    sharded: Sequence[Sharded],
+    components: Sequence[Component],
+    report: LoadReport,
+    adapt: Mapping[str, Callable[[State], State]],
+) -> None:
+    """Load what fits, and write into ``report`` what it was."""
+    replaced = {change.setting for change in report.changes if change.saved != change.now}  # by another class
+    known = [each for each in sharded if each.key in saved and each.key not in replaced]
+    report.fresh.extend(each.key for each in sharded if each not in known)
+    prepared = prepare_components(saved, components, report, adapt)
+    report.notes.extend(restore_sharded(stored, known))
+    report.restored.extend(each.key for each in known)
+    restore_components(prepared, report)

@@ -1,0 +1,92 @@
+"""Runs that begin with another run's parts. At the top of a module, so that ranks can import them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import dalsegno as ds
+from dalsegno import ranks
+from dalsegno.checkpoint.storage import ShardReader
+from dalsegno.events import Event
+from dalsegno.testing import FaultPlan, tiny_regression_data
+from support.listeners import Listener
+from support.small import arguments
+
+
+class Tied(nn.Module):
+    """Odd sizes, so that two ranks share unevenly, and a weight with two names. Returns the mean squared error."""
+
+    def __init__(self, heads: int = 1) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 7), nn.Linear(7, 8)
+        self.back = nn.Linear(7, 8, bias=False)
+        self.back.weight = self.second.weight
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, heads)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """x: (batch, 8), y: (batch, 1)."""
+        deep = torch.tanh(self.first(x))
+        heads = self.head(self.norm(self.second(deep) + self.back(deep)))
+        return nn.functional.mse_loss(heads.sum(1, keepdim=True), y)
+
+
+def tuned(
+    output_dir: Path, origin: Path, *callbacks: ds.Callback, heads: int = 1, kill_at: int | None = None, **how: Any
+) -> dict[str, Any]:
+    """Begin with the model at ``origin`` and train four steps; what was loaded, from how many elements, and the end."""
+    if kill_at is not None:
+        FaultPlan(event=Event.OPTIMIZER_STEP, count=kill_at).arm()
+    torch.manual_seed(7)
+    told: dict[str, Any] = {"read": 0, "loads": []}
+
+    def note(ctx: Any) -> None:
+        told["loads"].append((Path(ctx.path).name, ctx.step))
+        told["report"] = ctx.report
+        told["lr"] = [group["lr"] for group in ctx.optimizer.param_groups]
+        if not told.get("weights"):
+            told["weights"] = {name: whole(each) for name, each in ctx.model.state_dict().items()}
+
+    box = ShardReader._box
+
+    def counted(self: ShardReader, item: Any) -> Tensor:
+        part = box(self, item)
+        told["read"] += part.numel()
+        return part
+
+    ShardReader._box = counted  # type: ignore[method-assign]
+    args = arguments(
+        output_dir,
+        max_steps=4,
+        save_steps=2,
+        save_in_background=False,  # so that a kill finds the checkpoints that are due by then
+        parallel=how.pop("parallel", "none"),
+        lr_scheduler_type=how.pop("schedule", "linear"),
+    )
+    listener = Listener({"on_load": note}, name="listener")
+    data = tiny_regression_data(16)
+    trainer = ds.Trainer(Tied(heads), args, train_dataset=data, callbacks=[listener, *callbacks])
+    for name in ("ProgressCallback", "InfoCallback", "DefaultMetrics"):
+        trainer.remove_callback(name)
+    settings = {"load_components": ("model",), **how}
+    result = trainer.train(origin, **settings)
+    ShardReader._box = box  # type: ignore[method-assign]
+    return told | {"steps": result.global_step, "rank": ranks.rank(), "trained": trainer.state.global_step}
+
+
+def tuned_until(output_dir: Path, origin: Path, kill_at: int) -> None:
+    tuned(output_dir, origin, kill_at=kill_at)
+
+
+def tuned_in_parallel(output_dir: Path, origin: Path, parallel: str) -> dict[str, Any]:
+    return tuned(output_dir, origin, parallel=parallel)
+
+
+def whole(tensor: Tensor) -> Any:
+    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.detach().clone().numpy()
