@@ -82,3 +82,11 @@ def test_one_reading_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert log.metric("loss").values.tolist() == [1.0] * 5
     log.summary()
     assert len(readings) == 1
+
+
+@pytest.mark.filterwarnings("error")
+def test_times_and_epochs_that_nobody_knows(tmp_path: Path) -> None:
+    summary = log_of(
+        tmp_path, [{"loss": 1.0, "epoch": "NaN", "timestamp": 1.7e9}, {"loss": 2.0, "epoch": "NaN"}]
+    ).summary()
+    assert (summary.epoch, summary.began, summary.changed) == (None, 1.7e9, 1.7e9)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dalsegno.logs.clock import is_wall_clock
 
@@ -95,7 +96,7 @@ def summarize(
             its turn, and then forgotten.
     """
     clock = series["global_step"]
-    ends = [] if clock.times is None else [float(np.nanmin(clock.times)), float(np.nanmax(clock.times))]
+    ends, epochs = _ends(clock.times), _ends(clock.epochs)
     loss = loss_of(series)
     of_loss = _summary(series, [loss] if loss else [])
     evaluation = [name for name in series if is_of_evaluation(name) and name != loss]
@@ -106,7 +107,7 @@ def summarize(
         state=state_of(lives, kinds.get("final", 0) > 0, of_loss is None or bool(np.isfinite(of_loss.final))),
         records=kinds,
         step=int(clock.steps.max()) if len(clock) else None,
-        epoch=float(np.nanmax(clock.epochs)) if clock.epochs is not None else None,
+        epoch=epochs[1] if epochs else None,
         loss=of_loss,
         evaluation=tuple(each for name in evaluation if (each := _summary(series, [name])) is not None),
         grad_norm=_summary(series, GRADIENT),
@@ -152,6 +153,12 @@ def summarize_metric(series: Series) -> MetricSummary | None:
         average=float(values.mean() if everything else np.nanmean(known)) if any_known else None,
         not_finite=0 if everything else int((~finite).sum()),
     )
+
+
+def _ends(values: NDArray[np.float64] | None) -> list[float]:
+    """The lowest and the highest, NaN left out; empty if there is nothing else."""
+    ends = [] if values is None else [float(np.fmin.reduce(values)), float(np.fmax.reduce(values))]
+    return [] if np.isnan(ends).any() else ends
 
 
 def _should_rise(name: str) -> bool:
