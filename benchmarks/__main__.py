@@ -10,7 +10,19 @@ import traceback
 
 from .row import Row, table
 
-NAMES = ("events", "loop", "dialects", "imports", "save", "resume_data", "rewind", "list_checkpoints", "logs", "plots")
+NAMES = (
+    "events",
+    "loop",
+    "dialects",
+    "imports",
+    "save",
+    "load",
+    "resume_data",
+    "rewind",
+    "list_checkpoints",
+    "logs",
+    "plots",
+)
 """Modules of this package, in the table's order; each has a ``run() -> list[Row]``."""
 
 

@@ -148,3 +148,11 @@ def test_a_part_of_a_dataset_is_another_one() -> None:
     objects = Items([np.array(["a", {"b": 1}], dtype=object) for _ in range(3)])
     again = Items([np.array(["a", {"b": 1}], dtype=object) for _ in range(3)])
     assert same(fingerprint(objects), fingerprint(again))
+
+
+def test_nobody_waits_long_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(0, 100, 6))
+    monkeypatch.setattr("dalsegno.data.fingerprint.time.monotonic", lambda: next(clock))
+    data = Items(TEXTS)
+    assert fingerprint(data)["samples"] is None
+    assert len(data.asked) == 2

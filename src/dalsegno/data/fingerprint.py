@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,9 @@ SAMPLES = 4
 
 PASSES = 3
 """How often each is looked at. Where it is another one each time, samples say nothing about the dataset."""
+
+PATIENCE = 10.0
+"""Seconds. A dataset whose samples take longer to come is known by its length alone."""
 
 _TOLERANCE = 1e-3  # another machine rounds otherwise; another sample differs by far more
 
@@ -88,7 +92,11 @@ def _looked_at(data: Any, length: int, num_workers: int) -> list[list[Any]] | No
     )
     try:
         with preserved_generators():
-            seen = [list(look) for look in looks]
+            began, seen = time.monotonic(), []
+            for look in looks:
+                seen.append(list(look))
+                if time.monotonic() - began > PATIENCE:
+                    return None
     except Exception:  # training is going to say what is wrong with it
         return None
     once = seen[: len(places)]
