@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.data import IterableDataset
 
 import dalsegno as ds
+from dalsegno import files
 from dalsegno.checkpoint import CheckpointManager, saved_states
 from dalsegno.events import Event
 from dalsegno.logs import RunFile, read_records
-from dalsegno.testing import FaultPlan, check_resume, compare_runs, run_ranks
+from dalsegno.testing import FaultPlan, check_resume, compare_runs, run_ranks, tiny_regression_data
 from support.listeners import Journal, Listener
 from support.own_loops import OwnLoop
 from support.small import small_trainer
@@ -293,3 +295,31 @@ def test_sigterm_to_one_rank_of_two_at_random_instants(tmp_path: Path, quick: bo
     run_ranks(train_to, 2, tmp_path / "parts", steps, quick)
     run_ranks(train_to, 2, tmp_path / "whole", steps, quick)
     assert_same(tmp_path / "whole", tmp_path / "parts")
+
+
+# --- what is measured after it was saved ------------------------------------------------------------------------------
+
+
+class Endless(IterableDataset[Any]):
+    """Twenty samples, and nobody knows before that these are all: the epoch's end comes after its last step's."""
+
+    def __iter__(self) -> Iterator[Any]:
+        data = tiny_regression_data(20)
+        return (data[index] for index in range(20))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_save_before_the_evaluation_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """It is told what came out, if it is there: a save that failed has lost nothing else."""
+
+    def watch(operation: str, path: Path) -> None:
+        if fails and operation == "write" and "step-00000005.partial" in str(path):
+            raise OSError("no disk today")
+
+    monkeypatch.setattr(files, "watcher", watch)
+    parts = {"train_dataset": Endless(), "eval_dataset": tiny_regression_data(8, seed=1)}
+    trainer = small_trainer(tmp_path, parts=parts, max_steps=10, save_steps=5, eval_strategy="epoch", eval_steps=500)
+    assert trainer.train().reason == "finished"
+    entries = {entry.step: set(entry.metrics) for entry in CheckpointManager(tmp_path).entries()}
+    assert set(entries) == ({10} if fails else {5, 10})
+    assert all("eval_loss" in metrics for metrics in entries.values())

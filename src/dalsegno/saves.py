@@ -123,10 +123,11 @@ class Saves:
             self.collect()
 
     def amend(self, metrics: Mapping[str, float]) -> None:
-        """Let this step's checkpoint know, if the leg that made it broke its evaluation off. Collective."""
+        """Let this step's checkpoint know, if it was saved before the evaluation. Collective."""
         step = self._state.global_step
         if self._asked_step == step:
             self.collect()
+        if self._published_step == step:
             self._saver.amend(step, metrics=metrics, is_best=self._is_best())
 
     def _is_best(self) -> bool:
