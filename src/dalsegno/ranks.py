@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar, cast
@@ -131,12 +132,15 @@ def together(work: Callable[[], T]) -> T:
 class SideGroup:
     """The ranks once more, for a thread beside the training: what it says there never meets what the training says.
 
-    To be made on all ranks, once for each process group: see :func:`side_group`. It goes over gloo, so that no GPU is
-    kept waiting. When another rank is gone, its methods raise.
+    It goes over gloo, so that no GPU is kept waiting. When another rank is gone, its methods raise. To be had from
+    :func:`side_group`.
     """
 
     def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo", timeout=_PATIENCE) if initialized() else None
+        # Only torch's registry keeps the group: it must be gone, and its threads with it, once it has been destroyed.
+        # One that still runs when the interpreter ends brings the whole process down.
+        group = dist.new_group(backend="gloo", timeout=_PATIENCE) if initialized() else None
+        self._group = None if group is None else weakref.ref(group)
 
     def decide(self, value: T, judge: Callable[[list[T]], R]) -> R:
         """Rank 0 is given every rank's ``value``, in rank order, and every rank is told what ``judge`` makes of it.
@@ -145,22 +149,26 @@ class SideGroup:
         """
         if self._group is None:
             return judge([value])
+        group = self._group()
+        if group is None:
+            raise errors.RankFailed("the process group has been destroyed")
         gathered: list[Any] | None = [None] * world_size() if rank() == 0 else None
-        dist.gather_object(value, gathered, dst=0, group=self._group)
+        dist.gather_object(value, gathered, dst=0, group=group)
         box: list[Any] = [judge(gathered) if gathered is not None else None]
-        dist.broadcast_object_list(box, src=0, group=self._group)
+        dist.broadcast_object_list(box, src=0, group=group)
         return box[0]  # type: ignore[no-any-return]
 
 
 _PATIENCE = datetime.timedelta(minutes=60)  # for a rank that is alive, and still has a lot to write
-_side_groups: dict[object, SideGroup] = {}
+_side_groups: weakref.WeakKeyDictionary[Any, SideGroup] = weakref.WeakKeyDictionary()
 
 
 def side_group() -> SideGroup:
     """This process's :class:`SideGroup`. Collective the first time."""
-    world = dist.group.WORLD if initialized() else None
+    if not initialized():
+        return SideGroup()
+    world = dist.group.WORLD
     if world not in _side_groups:
-        _side_groups.clear()  # those of a process group that has been left
         _side_groups[world] = SideGroup()
     return _side_groups[world]
 

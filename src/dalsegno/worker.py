@@ -7,8 +7,11 @@ never keeps the process alive.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
+import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -124,6 +127,13 @@ class Worker:
             logger.warning("%s: a call failed; the training goes on", self.name, exc_info=True)
         finally:
             self.counts.ran += 1
+
+
+def step_aside() -> None:
+    """Give the calling thread, and those that it starts, the lowest priority: training comes first."""
+    if sys.platform == "linux":  # where a priority is a thread's, not the whole process's
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def _finish(result: Any) -> None:

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +19,7 @@ from pathlib import Path
 
 from dalsegno import files, ranks
 from dalsegno.errors import SaveFailed
+from dalsegno.worker import step_aside
 
 from .manifest import FileRecord, Manifest
 from .resources import free_disk, human
@@ -211,13 +210,6 @@ class Preparation:
             for _ in self._turns:
                 if not self._is_wanted:
                     return
-
-
-def step_aside() -> None:
-    """Give the calling thread, and those that it starts, the lowest priority: training comes first."""
-    if sys.platform == "linux":  # where a priority is a thread's, not the whole process's
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def _described(error: Exception) -> str:

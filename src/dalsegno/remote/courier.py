@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import sys
 import threading
 import time
+
+from dalsegno.worker import step_aside
 
 from .upload import Uploader
 
@@ -114,10 +113,3 @@ class Courier:
                 kind,
                 error,
             )
-
-
-def step_aside() -> None:
-    """Give the calling thread the lowest priority: training comes first."""
-    if sys.platform == "linux":  # where a priority is a thread's, not the whole process's
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
