@@ -50,7 +50,14 @@ def build(output_dir, callback):
     print("building in", output_dir)
     return ds.Trainer(
         TinyRegression(),
-        ds.TrainingArguments(output_dir=output_dir, max_steps=12, save_steps=3, logging_steps=1, use_cpu=True),
+        ds.TrainingArguments(
+            output_dir=output_dir,
+            max_steps=12,
+            save_steps=3,
+            save_in_background=False,  # so that a kill between two steps always costs as many
+            logging_steps=1,
+            use_cpu=True,
+        ),
         train_dataset=tiny_regression_data(),
         callbacks=[callback, JsonLogger()],
     )

@@ -18,6 +18,7 @@ from support.small import small_trainer
 def main(output_dir: Path, wait_for_a_signal: bool) -> None:
     torch.set_num_threads(1)
     settings = {"per_device_train_batch_size": 2, "logging_steps": 1, "save_steps": 2, "parallel": "auto"}
+    settings["save_in_background"] = False  # so that what a kill costs is certain
     steps = 1_000_000 if wait_for_a_signal else 7
     trainer = small_trainer(output_dir, JsonLogger(), DataOrder(), max_steps=steps, **settings)
     if ranks.rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and not wait_for_a_signal:
