@@ -69,6 +69,7 @@ FLOORS = [
         "run",
         "loop",
         "optim",
+        "feeds",
         "changes",
     ],
     # what listens to it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, MutableMapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,16 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from . import loop, ranks
+from . import loop
 from .args import TrainingArguments
 from .assembly import Assembly
 from .beginning import Resume
 from .callback import Callback
-from .data import EvalFeed, Feed, eval_feed, eval_loader_feed, loader_feed, train_feed
+from .data import Feed
 from .draw import LossWeight
 from .errors import ConfigurationError, UnknownName
 from .evaluation import LossEvaluation
+from .feeds import Collator, evaluation_sets, training_feed
 from .foreign import adapt
 from .forward import Forward, LossFunction
 from .optim import PlateauStep, default_optimizer, default_scheduler
@@ -44,8 +45,6 @@ _MEANT = {
     "tokenizer": "processing_class",
     "collate_fn": "data_collator",
 }
-
-Collator = Callable[[list[Any]], Any]
 
 
 class Trainer:
@@ -106,7 +105,7 @@ class Trainer:
         self.args = args
         device = join_ranks(args.use_cpu)
         _check_writable(args.directory)
-        self._feed = _train_feed(args, train_dataset, train_dataloader, data_collator)
+        feed = training_feed(args, train_dataset, train_dataloader, data_collator)
         model.to(device)
         if args.torch_compile:
             model.compile(backend=args.torch_compile_backend)
@@ -117,8 +116,8 @@ class Trainer:
         else:
             _check_steps_alone(optimizer)
             parallel.adopt(optimizer)
-        feeds = list(_eval_feeds(args, eval_dataset, eval_dataloader, data_collator))
-        schedulers = _schedulers(lr_scheduler, optimizer, args, self._feed)
+        sets = evaluation_sets(args, eval_dataset, eval_dataloader, data_collator)
+        schedulers = _schedulers(lr_scheduler, optimizer, args, feed)
         plateaus = [each for each in schedulers if isinstance(each, ReduceLROnPlateau)]
         scaler = torch.amp.GradScaler(device.type) if args.fp16 else None
         self._loss_weight = loss_weight
@@ -127,7 +126,7 @@ class Trainer:
             model=model,
             optimizer=optimizer,
             schedulers=schedulers,
-            feed=self._feed,
+            feed=feed,
             callbacks=callbacks,
             core=[PlateauStep(plateaus, args.best_metric_name)] if plateaus else [],
             others={
@@ -143,8 +142,8 @@ class Trainer:
             ),
             surroundings={
                 "processing_class": processing_class,
-                "train_dataloader": train_dataloader if train_dataloader is not None else self._feed,
-                "eval_dataloader": eval_dataloader if eval_dataloader is not None else feeds,
+                "train_dataloader": train_dataloader if train_dataloader is not None else feed,
+                "eval_dataloader": eval_dataloader if eval_dataloader is not None else sets,
                 "trainer": self,
             },
         )
@@ -171,8 +170,8 @@ class Trainer:
             between_batches=self._assembly.boundary.between_batches,
         )
         self._collator = data_collator
-        self._assembly.boundary.evaluations = [self._evaluation(name, prefix, feed) for name, prefix, feed in feeds]
-        _check_best(args, [evaluation.name for evaluation in self._assembly.boundary.evaluations])
+        self._assembly.boundary.evaluations = [self._evaluation(*each) for each in sets]
+        _check_best(args, [each.name for each in sets])
         if on.init_end:
             on.init_end.fire()
 
@@ -241,7 +240,7 @@ class Trainer:
         What the model says to each batch is handed to ``on_prediction_step``; ``on_predict`` gets the metrics.
         """
         metrics: dict[str, float] = {}
-        for name, prefix, feed in _eval_feeds(self.args, test_dataset, None, self._collator):
+        for name, prefix, feed in evaluation_sets(self.args, test_dataset, None, self._collator):
             metrics |= self._evaluation(name, prefix.replace("eval", "test", 1), feed)()
         on = self._assembly.on
         if on.predict:
@@ -310,57 +309,6 @@ def _check_best(args: TrainingArguments, sets: Sequence[str]) -> None:
     if sets != ["eval"]:
         names = ", ".join(f"eval_{name}_loss" for name in sets)
         raise ConfigurationError(f"load_best_model_at_end=True: say by metric_for_best_model= which decides: {names}")
-
-
-def _train_feed(args: TrainingArguments, dataset: Any, loader: Iterable[Any] | None, collator: Collator | None) -> Feed:
-    if (dataset is None) == (loader is None):
-        raise ConfigurationError("give train_dataset= or train_dataloader=, one of them")
-    if loader is not None:
-        return loader_feed(loader, seed=args.shuffle_seed, world_size=ranks.world_size())
-    return train_feed(
-        dataset,
-        batch_size=args.per_device_train_batch_size,
-        seed=args.shuffle_seed,
-        rank=ranks.rank(),
-        world_size=ranks.world_size(),
-        drop_last=args.dataloader_drop_last,
-        collate_fn=collator,
-        persistent_workers=args.dataloader_persistent_workers,
-        **_workers(args),
-    )
-
-
-def _eval_feeds(
-    args: TrainingArguments, datasets: Any, loaders: Any, collator: Collator | None
-) -> Iterator[tuple[str, str, EvalFeed]]:
-    """Name, prefix of the metrics, and data of each evaluation set."""
-    if datasets is not None and loaders is not None:
-        raise ConfigurationError("give eval_dataset= or eval_dataloader=, not both")
-    sources = datasets if datasets is not None else loaders
-    if sources is None:
-        return
-    for name, source in sources.items() if isinstance(sources, dict) else [("", sources)]:
-        if datasets is None:
-            feed = eval_loader_feed(source, seed=args.seed, world_size=ranks.world_size())
-        else:
-            feed = eval_feed(
-                source,
-                batch_size=args.per_device_eval_batch_size,
-                seed=args.seed,
-                rank=ranks.rank(),
-                world_size=ranks.world_size(),
-                collate_fn=collator,
-                **_workers(args),
-            )
-        yield name or "eval", f"eval_{name}" if name else "eval", feed
-
-
-def _workers(args: TrainingArguments) -> dict[str, Any]:
-    return {
-        "num_workers": args.dataloader_num_workers,
-        "pin_memory": args.dataloader_pin_memory and torch.cuda.is_available() and not args.use_cpu,
-        "prefetch_factor": args.dataloader_prefetch_factor,
-    }
 
 
 def _schedulers(given: Any, optimizer: Optimizer, args: TrainingArguments, feed: Feed) -> list[Any]:

@@ -34,8 +34,8 @@ def test_the_function_gets_settings_callbacks_and_its_own_arguments(tmp_path: Pa
     trainer = config.build()
     assert trainer.args.max_steps == 2
     assert [each.given["every"] for each in trainer.callbacks if isinstance(each, sample.Beat)] == [4]
-    assert trainer._feed.microbatches_per_epoch() == 5
     assert trainer.train().reason == "finished"
+    assert trainer.state.epoch == pytest.approx(2 / 5), "two steps of 8 samples, of 40"
 
 
 def test_a_file_in_toml(tmp_path: Path) -> None:

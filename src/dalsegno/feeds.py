@@ -1,0 +1,93 @@
+"""Feeds: what TrainingArguments make of the data that a Trainer is given, for this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from . import ranks
+from .args import TrainingArguments
+from .data import EvalFeed, Feed, eval_feed, eval_loader_feed, loader_feed, train_feed
+from .errors import ConfigurationError
+
+Collator = Callable[[list[Any]], Any]
+
+
+class EvaluationSet(NamedTuple):
+    """What the model is measured on, alone or beside others."""
+
+    name: str
+    prefix: str
+    """Of its metrics' names."""
+    feed: EvalFeed
+
+
+def training_feed(
+    args: TrainingArguments, dataset: Any, loader: Iterable[Any] | None, collator: Collator | None
+) -> Feed:
+    """
+    Raises:
+        ConfigurationError: if there is not just one of dataset and loader, or it is none.
+        EmptyDataset: if there is not a single batch.
+    """
+    if (dataset is None) == (loader is None):
+        raise ConfigurationError("give train_dataset= or train_dataloader=, one of them")
+    if loader is not None:
+        return loader_feed(loader, seed=args.shuffle_seed, world_size=ranks.world_size())
+    return train_feed(
+        dataset,
+        batch_size=args.per_device_train_batch_size,
+        seed=args.shuffle_seed,
+        rank=ranks.rank(),
+        world_size=ranks.world_size(),
+        drop_last=args.dataloader_drop_last,
+        collate_fn=collator,
+        persistent_workers=args.dataloader_persistent_workers,
+        **_workers(args),
+    )
+
+
+def evaluation_sets(
+    args: TrainingArguments, datasets: Any, loaders: Any, collator: Collator | None
+) -> list[EvaluationSet]:
+    """One of a dataset or a loader, several of a dict of them, none of None.
+
+    Raises:
+        ConfigurationError: if there are both datasets and loaders, or something else.
+        EmptyDataset: if there is not a single sample in one.
+    """
+    if datasets is not None and loaders is not None:
+        raise ConfigurationError("give eval_dataset= or eval_dataloader=, not both")
+    given = datasets if datasets is not None else loaders
+    if given is None:
+        return []
+
+    def feed(source: Any) -> EvalFeed:
+        if datasets is None:
+            return eval_loader_feed(source, seed=args.seed, world_size=ranks.world_size())
+        return eval_feed(
+            source,
+            batch_size=args.per_device_eval_batch_size,
+            seed=args.seed,
+            rank=ranks.rank(),
+            world_size=ranks.world_size(),
+            collate_fn=collator,
+            **_workers(args),
+        )
+
+    if not isinstance(given, dict):
+        return [EvaluationSet("eval", "eval", feed(given))]
+    return [
+        EvaluationSet(name or "eval", f"eval_{name}" if name else "eval", feed(source))
+        for name, source in given.items()
+    ]
+
+
+def _workers(args: TrainingArguments) -> dict[str, Any]:
+    return {
+        "num_workers": args.dataloader_num_workers,
+        "pin_memory": args.dataloader_pin_memory and torch.cuda.is_available() and not args.use_cpu,
+        "prefetch_factor": args.dataloader_prefetch_factor,
+    }
