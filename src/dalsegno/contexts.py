@@ -55,6 +55,7 @@ class Context:
     processing_class: Any
     train_dataloader: Any
     eval_dataloader: Any
+    """What is evaluated on, by name where there are several sets. May be read, but not while it is evaluated on."""
     trainer: TrainerLike
 
     def copy(self) -> Self:

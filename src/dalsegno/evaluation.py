@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from . import ranks
 from .data import EvalFeed
 from .dispatcher import Dispatcher
 from .draw import LossWeight, draws
+from .errors import ConfigurationError
 from .forward import Forward, to_device
 
 
@@ -48,6 +50,7 @@ class LossEvaluation:
         module = self._forward.module
         modes = [(part, part.training) for part in module.modules()]  # a frozen part may stay in evaluation mode
         module.eval()
+        self._feed.is_evaluated = True
         try:
             with torch.no_grad():
                 loss_sum, weight, samples = self._sums()
@@ -55,6 +58,7 @@ class LossEvaluation:
             for part, training in modes:
                 part.training = training
             self._feed.close()
+            self._feed.is_evaluated = False
         seconds = time.monotonic() - began
         return {
             f"{self._prefix}_loss": ranks.sum_floats([loss_sum])[0] / weight if weight else float("nan"),
@@ -78,3 +82,47 @@ class LossEvaluation:
             weight += draw.total
             samples += draw.samples
         return float(torch.stack(losses).sum()) if losses else 0.0, weight, samples
+
+
+class EvalBatches:
+    """An evaluation set for callbacks to read: this rank's batches, from the first, on the model's device.
+
+    Not while the set is evaluated: there is one place in it, and it is in use.
+    """
+
+    def __init__(self, feed: EvalFeed, device: torch.device) -> None:
+        self._feed = feed
+        self._device = device
+
+    def __len__(self) -> int:
+        """
+        Raises:
+            TypeError: where it is unknown.
+        """
+        count = self._feed.microbatches_per_epoch()
+        if count is None:
+            raise TypeError("the length of this evaluation set is unknown")
+        return count
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[Any]:
+        """
+        Raises:
+            ConfigurationError: while the set is evaluated.
+        """
+        if self._feed.is_evaluated:
+            raise ConfigurationError(
+                "eval_dataloader is being evaluated on just now; read it in on_evaluate, or in any event but "
+                "on_prediction_step and those of the forward"
+            )
+        return self._batches()
+
+    def _batches(self) -> Iterator[Any]:
+        try:
+            for microbatch in self._feed:
+                yield to_device(microbatch.batch, self._device)
+        finally:
+            if not self._feed.is_evaluated:  # else this was left off, and an evaluation has taken its place
+                self._feed.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from . import ranks
 from .args import TrainingArguments
 from .data import EvalFeed, Feed, eval_feed, eval_loader_feed, loader_feed, train_feed
 from .errors import ConfigurationError
+from .evaluation import EvalBatches
 
 Collator = Callable[[list[Any]], Any]
 
@@ -83,6 +84,12 @@ def evaluation_sets(
         EvaluationSet(name or "eval", f"eval_{name}" if name else "eval", feed(source))
         for name, source in given.items()
     ]
+
+
+def readable(sets: Sequence[EvaluationSet], device: torch.device) -> EvalBatches | dict[str, EvalBatches]:
+    """The evaluation sets as callbacks are shown them: the only one, or several by name."""
+    loaders = {each.name: EvalBatches(each.feed, device) for each in sets}
+    return loaders.get("eval", loaders) if len(loaders) == 1 else loaders
 
 
 def _workers(args: TrainingArguments) -> dict[str, Any]:

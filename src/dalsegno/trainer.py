@@ -23,7 +23,7 @@ from .data import Feed
 from .draw import LossWeight
 from .errors import ConfigurationError, UnknownName
 from .evaluation import LossEvaluation
-from .feeds import Collator, evaluation_sets, training_feed
+from .feeds import Collator, evaluation_sets, readable, training_feed
 from .foreign import adapt
 from .forward import Forward, LossFunction
 from .optim import PlateauStep, default_optimizer, default_scheduler
@@ -143,7 +143,7 @@ class Trainer:
             surroundings={
                 "processing_class": processing_class,
                 "train_dataloader": train_dataloader if train_dataloader is not None else feed,
-                "eval_dataloader": eval_dataloader if eval_dataloader is not None else sets,
+                "eval_dataloader": eval_dataloader if eval_dataloader is not None else readable(sets, device),
                 "trainer": self,
             },
         )

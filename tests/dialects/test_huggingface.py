@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import dalsegno as ds
 from dalsegno.testing import FaultPlan, assert_resume_equivalent, tiny_regression_data
@@ -99,7 +100,7 @@ def test_keywords_are_theirs(tmp_path: Path) -> None:
         assert sorted(kwargs) == sorted([*PLAIN, *added.get(name, [])]), name
     given = recorder.calls["step_end"]
     assert (len(given["train_dataloader"]), len(given["eval_dataloader"])) == (5, 2)
-    with pytest.raises(TypeError, match="cannot read the run's own data"):
+    with pytest.raises(TypeError, match="cannot read the data that is trained on"):
         iter(given["train_dataloader"])
 
 
@@ -143,6 +144,23 @@ def test_each_evaluation_set_has_its_own_loader(tmp_path: Path) -> None:
     sets = {"big": tiny_regression_data(40, seed=1), "small": tiny_regression_data(8, seed=2)}
     small_trainer(tmp_path, Note(), max_steps=1, eval_steps=1, parts={"eval_dataset": sets}).train()
     assert [length for length, _ in seen] == [5, 1]
+
+
+def test_what_is_evaluated_on_can_be_read(tmp_path: Path) -> None:
+    losses: list[float] = []
+
+    class Measure(ds.TrainerCallback):
+        def on_evaluate(
+            self, args: Any, state: Any, control: Any, *, metrics: Any, model: Any, eval_dataloader: Any, **kwargs: Any
+        ) -> None:
+            with torch.no_grad():
+                own = [float(model.eval()(**batch)) for batch in eval_dataloader]
+            model.train()
+            losses.extend([metrics["eval_loss"], sum(own) / len(own)])
+
+    sets = {"eval_dataset": tiny_regression_data(16, seed=1)}
+    small_trainer(tmp_path, Measure(), max_steps=1, eval_steps=1, parts=sets).train()
+    assert losses[0] == pytest.approx(losses[1])
 
 
 def captured(output_dir: Path, event: str, **settings: Any) -> tuple[Any, Any, Any]:

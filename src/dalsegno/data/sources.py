@@ -98,6 +98,8 @@ class EvalFeed:
 
     def __init__(self, feed: MapFeed | LoaderFeed) -> None:
         self._feed = feed
+        self.is_evaluated = False
+        """Just now, so that nobody else may read it."""
 
     @property
     def lockstep(self) -> bool:

@@ -130,8 +130,4 @@ class Company(Callback):
 def _loader_of(ctx: EvaluateBeginContext) -> Any:
     """What is evaluated: of several sets the one of that name."""
     loaders = ctx.eval_dataloader
-    if isinstance(loaders, dict):
-        return loaders[ctx.name]
-    if isinstance(loaders, list):
-        return next((feed for name, _, feed in loaders if name == ctx.name), loaders)
-    return loaders
+    return loaders[ctx.name] if isinstance(loaders, dict) else loaders

@@ -1,4 +1,4 @@
-"""Loaders, as callbacks are shown them. One that the user has given is shown as it is."""
+"""Loaders, as callbacks are shown them: as they are, but for the training's own data."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Batches:
         return True
 
     def __iter__(self) -> NoReturn:
-        raise TypeError("a callback cannot read the run's own data; give the Trainer a loader of your own")
+        raise TypeError("a callback cannot read the data that is trained on; give the Trainer a loader of your own")
 
 
 def as_loader(given: Any) -> Any:
@@ -35,9 +35,7 @@ def as_loader(given: Any) -> Any:
 
 
 def loaders_of(given: Any) -> dict[str, Any]:
-    """By the name of the set: of a loader, several by name, or the trainer's own list."""
+    """By the name of the set: of the only loader, or of several by name."""
     if isinstance(given, Mapping):
-        return {name: as_loader(loader) for name, loader in given.items()}
-    if isinstance(given, list):
-        return {name: as_loader(feed) for name, _, feed in given}
-    return {} if given is None else {"eval": as_loader(given)}
+        return dict(given)
+    return {} if given is None else {"eval": given}
