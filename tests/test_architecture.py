@@ -62,6 +62,7 @@ FLOORS = [
         "draw",
         "forward",
         "evaluation",
+        "generation",
         "step",
         "takeback",
         "saves",

@@ -10,13 +10,15 @@ from typing import Any
 import apprise
 import pytest
 import torch
+from torch import Tensor, nn
 from torchmetrics.regression import MeanAbsoluteError
 
 import dalsegno as ds
 from dalsegno import callbacks
 from dalsegno.callback import global_callbacks
 from dalsegno.component import Stateful
-from dalsegno.testing import compare_runs, tiny_regression_data
+from dalsegno.testing import TinyRegression, compare_runs, tiny_regression_data
+from support.languages import Letters
 from support.listeners import Listener
 from support.small import same, small_trainer, weights
 
@@ -44,7 +46,22 @@ RECIPES: dict[str, Callable[[], ds.Callback]] = {
     "Notify": lambda: callbacks.Notify("json://127.0.0.1:9/"),
     "ScaleLoss": lambda: callbacks.ScaleLoss(1.0),
     "ScopedFlags": lambda: callbacks.ScopedFlags({"cudnn.benchmark": True}),
+    "TextgenCallback": lambda: callbacks.TextgenCallback(
+        ["the cat", "a"], generation_config={"do_sample": True}, generation_steps=4, max_new_tokens=3
+    ),
 }
+
+
+class Model(TinyRegression):
+    """One that all of them can listen to: given ids alone, it has logits for what follows."""
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        if y is not None:
+            return super().forward(x, y)
+        letters = len(Letters.alphabet)
+        logits: Tensor = self.layers(nn.functional.one_hot(x % 8, 8).float()) * torch.arange(letters)
+        return logits
+
 
 every_builtin = pytest.mark.parametrize("name", sorted({*callbacks.__all__, *RECIPES}))
 
@@ -57,10 +74,12 @@ def build(name: str) -> ds.Callback:
 
 
 def trainer(output_dir: Path, *own: ds.Callback, max_steps: int = STEPS, schedule: str = "linear") -> ds.Trainer:
+    torch.manual_seed(0)
     return small_trainer(
         output_dir,
         *own,
-        parts={"eval_dataset": tiny_regression_data(6, seed=1)},
+        model=Model(),
+        parts={"eval_dataset": tiny_regression_data(6, seed=1), "processing_class": Letters()},
         max_steps=max_steps,
         lr_scheduler_type=schedule,
         logging_steps=2,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from . import ranks
 from .data import EvalFeed
@@ -14,6 +17,21 @@ from .dispatcher import Dispatcher
 from .draw import LossWeight, draws
 from .errors import ConfigurationError
 from .forward import Forward, to_device
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; afterwards each part is in the mode it was in, and sharded ones in shards."""
+    modes = [(part, part.training) for part in model.modules()]  # a frozen part may stay in evaluation mode
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for part, training in modes:
+            part.training = training
+            if isinstance(part, FSDPModule):
+                part.reshard()  # without a backward pass FSDP2 leaves the root whole
 
 
 class LossEvaluation:
@@ -47,16 +65,11 @@ class LossEvaluation:
     def __call__(self) -> dict[str, float]:
         """Run the model over the whole set, in evaluation mode. Collective."""
         began = time.monotonic()
-        module = self._forward.module
-        modes = [(part, part.training) for part in module.modules()]  # a frozen part may stay in evaluation mode
-        module.eval()
         self._feed.is_evaluated = True
         try:
-            with torch.no_grad():
+            with evaluating(self._forward.module):
                 loss_sum, weight, samples = self._sums()
         finally:
-            for part, training in modes:
-                part.training = training
             self._feed.close()
             self._feed.is_evaluated = False
         seconds = time.monotonic() - began

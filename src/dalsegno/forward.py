@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .args import TrainingArguments
 from .dispatcher import Dispatcher
 from .errors import ConfigurationError
 
@@ -96,6 +97,11 @@ def _describe(returned: Any) -> str:
     if isinstance(returned, torch.Tensor):
         return f"a tensor of shape {tuple(returned.shape)}"
     return f"a {type(returned).__name__}"
+
+
+def autocast_dtype(args: TrainingArguments) -> torch.dtype | None:
+    """The type of number of forward passes; None: that of the model's own weights."""
+    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -18,7 +18,7 @@ from . import ranks
 WORD = 2**64 - 1
 
 # What a seed is for. Part of the numbers it is mixed from, so that no two uses ever share one.
-ORDER, SAMPLE, WORKER, LOADER, RANK = 1, 2, 3, 4, 5
+ORDER, SAMPLE, WORKER, LOADER, RANK, TEXT = 1, 2, 3, 4, 5, 6
 
 
 def mix(*numbers: int) -> int:
@@ -58,6 +58,18 @@ def preserved_generators() -> Iterator[None]:
         yield
     finally:
         restore_generators(before)
+
+
+@contextlib.contextmanager
+def seeded_generators(seed: int, device: torch.device) -> Iterator[None]:
+    """Whatever is drawn inside follows from ``seed``, on ``device`` too; afterwards the generators are as before."""
+    devices = [device] if device.type == "cuda" else []
+    with preserved_generators(), torch.random.fork_rng(devices):
+        seed_generators(seed)
+        for each in devices:
+            with torch.cuda.device(each):
+                torch.cuda.manual_seed(seed)
+        yield
 
 
 class RandomState:

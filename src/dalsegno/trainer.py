@@ -25,7 +25,7 @@ from .errors import ConfigurationError, UnknownName
 from .evaluation import LossEvaluation
 from .feeds import Collator, evaluation_sets, readable, training_feed
 from .foreign import adapt
-from .forward import Forward, LossFunction
+from .forward import Forward, LossFunction, autocast_dtype
 from .optim import PlateauStep, default_optimizer, default_scheduler
 from .parallel import spread
 from .parallel.torchrun import join_ranks
@@ -148,8 +148,7 @@ class Trainer:
             },
         )
         on = self._assembly.on
-        autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-        forward = Forward(on, parallel.module, loss_fn, device, autocast)
+        forward = Forward(on, parallel.module, loss_fn, device, autocast_dtype(args))
         self._update = Update(
             on,
             self.state,

@@ -37,6 +37,7 @@ from .scale_loss import ScaleLoss
 from .scoped_flags import ScopedFlags
 from .slow_rank_detector import SlowRankDetector
 from .tb_logger import TBLogger
+from .textgen_callback import TextgenCallback
 from .weight_norm_logger import WeightNormLogger
 
 
@@ -79,5 +80,6 @@ __all__ = [
     "ScopedFlags",
     "SlowRankDetector",
     "TBLogger",
+    "TextgenCallback",
     "WeightNormLogger",
 ]

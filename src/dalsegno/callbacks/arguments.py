@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from dalsegno.errors import ConfigurationError, UnknownName
 
@@ -40,4 +40,12 @@ def one_of(owner: str, name: str, value: str, allowed: Sequence[str]) -> str:
         raise ConfigurationError(f"{owner}: {name}={value!r}; allowed are {', '.join(map(repr, allowed))}")
     if value not in allowed:
         raise UnknownName(f"{owner}: {name}", value, allowed)
+    return value
+
+
+def writer(owner: str, value: Any, *needed: str) -> Any:
+    """``value``, an object with torch's methods to write for TensorBoard, or None."""
+    missing = [] if value is None else [name for name in needed if not hasattr(value, name)]
+    if missing:
+        raise ConfigurationError(f"{owner}: summary_writer={value!r}; it has no {missing[0]}")
     return value

@@ -12,7 +12,7 @@ from dalsegno.callback import Callback
 from dalsegno.contexts import LogContext, TrainBeginContext, TrainEndContext
 from dalsegno.errors import ConfigurationError
 
-from .arguments import flag
+from .arguments import flag, writer
 from .default_metrics import peak_memory
 
 logger = logging.getLogger("dalsegno")
@@ -46,11 +46,9 @@ class PeakMemory(Callback):
         enable_memory_snapshot: bool = False,
         file_prefix: str = "memory_snapshot",
     ) -> None:
-        if summary_writer is not None and not hasattr(summary_writer, "add_scalar"):
-            raise ConfigurationError(f"PeakMemory: summary_writer={summary_writer!r}; it has no add_scalar")
         if not isinstance(file_prefix, str) or not file_prefix or "/" in file_prefix:
             raise ConfigurationError(f"PeakMemory: file_prefix={file_prefix!r}; needs a file's name, without folders")
-        self._writer = summary_writer
+        self._writer = writer("PeakMemory", summary_writer, "add_scalar")
         self._show_details = flag("PeakMemory", "show_details", show_details)
         self._do_log = flag("PeakMemory", "do_log", do_log)
         self._snapshot = flag("PeakMemory", "enable_memory_snapshot", enable_memory_snapshot)

@@ -12,6 +12,7 @@ from dalsegno.callback import Callback
 from dalsegno.contexts import LoadContext, LogContext, TrainBeginContext, TrainEndContext
 from dalsegno.errors import ConfigurationError
 
+from .arguments import writer
 from .resumable_summary_writer import ResumableSummaryWriter
 
 
@@ -70,12 +71,8 @@ class TBLogger(Callback):
         name: str | None = None,
     ) -> None:
         self.name = name
-        if summary_writer is not None and not isinstance(summary_writer, ResumableSummaryWriter):
-            for needed in ("add_scalar", "add_text"):
-                if not hasattr(summary_writer, needed):
-                    raise ConfigurationError(f"TBLogger: summary_writer={summary_writer!r}; it has no {needed}")
         self._own = ResumableSummaryWriter() if summary_writer is None else None
-        self._writer: Any = self._own or summary_writer
+        self._writer = self._own or writer("TBLogger", summary_writer, "add_scalar", "add_text")
         self._scalars = dict(DEFAULT_SCALARS)
         for tag, given in (scalars or {}).items():
             self._scalars.pop(tag, None)

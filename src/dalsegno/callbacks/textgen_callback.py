@@ -1,0 +1,163 @@
+"""TextgenCallback: what the model writes, at each evaluation."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from dalsegno.contexts import EvaluateContext, TrainBeginContext, TrainEndContext
+from dalsegno.errors import ConfigurationError, NotFound
+from dalsegno.forward import autocast_dtype
+from dalsegno.generation import TextGenerator
+from dalsegno.randomness import TEXT, mix
+
+from .arguments import flag, number, whole, writer
+from .record_callback import RecordCallback
+
+
+class TextgenCallback(RecordCallback):
+    """Lets the model go on with some texts, at evaluations, so that one can read how it learns.
+
+    The texts go to the console, into ``logs/texts.jsonl``, and to TensorBoard if there is a writer. Models of
+    transformers generate by their own ``generate``; others by a sampler that needs their logits: see
+    :class:`dalsegno.generation.Sampler`. The tokenizer is the trainer's ``processing_class``.
+
+    Random numbers are drawn from a seed of each step's own, so a resumed run writes what the unbroken one would, and
+    the training's are not touched. All ranks take part, as a sharded model needs them; rank 0 writes. Before the
+    training one token is tried, with the longest text there could be, so that what cannot work fails at once.
+
+    Args:
+        prompts: beginnings of texts; or a YAML file that holds a list of them.
+        summary_writer: gets the texts as ``text/0`` and so on: a :class:`ResumableSummaryWriter` that is among the
+            trainer's callbacks too, or any object with torch's ``add_text``.
+        generation_config: a mapping with settings of transformers' ``GenerationConfig``, such as ``{"do_sample": True,
+            "temperature": 0.8, "top_p": 0.95}``, or such a config. Models without ``generate`` know ``do_sample``,
+            ``temperature``, ``top_k``, ``top_p``, ``max_length`` and ``eos_token_id``.
+        generation_steps: so many steps lie between two evaluations with texts, or more. None: each has them.
+        max_new_tokens: of a continuation, whatever ``generation_config`` says.
+
+    Raises:
+        ConfigurationError: for a value that cannot work, or a file in YAML where PyYAML is not installed.
+        NotFound: if there is no such file.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[str] | str | Path,
+        summary_writer: Any = None,
+        generation_config: Mapping[str, Any] | Any = None,
+        generation_steps: int | None = None,
+        max_new_tokens: int = 200,
+    ) -> None:
+        super().__init__("logs/texts.jsonl")
+        self._prompts = _texts(prompts)
+        self._board = writer("TextgenCallback", summary_writer, "add_text")
+        self._settings = _checked(generation_config)
+        steps = 1 if generation_steps is None else generation_steps
+        self._steps_apart = whole("TextgenCallback", "generation_steps", steps)
+        self._most = whole("TextgenCallback", "max_new_tokens", max_new_tokens)
+        self._generator: TextGenerator | None = None  # while training runs
+        self._last_step: int | None = None
+
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        super().on_train_begin(ctx)
+        dtype = autocast_dtype(ctx.args)
+        self._generator = TextGenerator(ctx.model, ctx.processing_class, self._settings, self._most, dtype)
+        self._generator.rehearse(self._prompts)
+
+    def on_evaluate(self, ctx: EvaluateContext) -> None:
+        step = ctx.state.global_step
+        if self._generator is None or (self._last_step is not None and step - self._last_step < self._steps_apart):
+            return  # the second: also at another set of the same evaluation
+        self._last_step = step
+        continued = self._generator(self._prompts, mix(TEXT, ctx.args.seed, step))
+        if not ctx.state.is_world_process_zero:
+            return
+        texts = [{"prompt": prompt, "text": text} for prompt, text in zip(self._prompts, continued, strict=True)]
+        self.write(ctx, {"texts": texts})
+        for index, text in enumerate(texts):
+            whole_text = f"{text['prompt']}|{text['text']}"
+            if self._board is not None:
+                self._board.add_text(f"text/{index}", _as_code(whole_text), step)
+            _say(f"{step:>9}  text: {_visible(whole_text)}")
+
+    def on_train_end(self, ctx: TrainEndContext) -> None:
+        super().on_train_end(ctx)
+        self._generator = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"log": super().state_dict(), "last_step": self._last_step}
+
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict(state["log"])
+        self._last_step = state["last_step"]
+
+
+def _texts(given: Sequence[str] | str | Path) -> list[str]:
+    """
+    Raises:
+        ConfigurationError: for anything that is no list of texts; says which of them is none.
+    """
+    is_file = isinstance(given, (str, Path))
+    source = f"TextgenCallback: prompts={str(given)!r}" if is_file else "TextgenCallback: prompts"
+    texts = _read(Path(given), source) if isinstance(given, (str, Path)) else given
+    if not isinstance(texts, Sequence) or isinstance(texts, (str, bytes)) or not texts:
+        raise ConfigurationError(f"{source}: {texts!r}; needs a list of texts, or a YAML file that holds one")
+    for index, text in enumerate(texts):
+        if not isinstance(text, str) or not text:
+            raise ConfigurationError(f"{source}[{index}]: {text!r}; needs a text" + ", in quotes" * is_file)
+    return list(texts)
+
+
+def _read(path: Path, source: str) -> Any:
+    try:
+        import yaml
+    except ImportError:
+        raise ConfigurationError(f"{source}: YAML is read with PyYAML; pip install 'dalsegno[yaml]'") from None
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise NotFound(f"{source}: there is no such file; a prompt itself goes into a list") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigurationError(f"{source}: {error}") from error
+
+
+def _checked(settings: Any) -> Any:
+    """What means the same for every model is looked at now."""
+    if settings is None or hasattr(settings, "to_diff_dict"):  # transformers' own, which has been checked by itself
+        return settings
+    if not isinstance(settings, Mapping):
+        raise ConfigurationError(f"TextgenCallback: generation_config={settings!r}; needs a mapping")
+    owner = "TextgenCallback: generation_config"
+    if "max_new_tokens" in settings:
+        raise ConfigurationError(f"{owner} holds max_new_tokens; give it as TextgenCallback(max_new_tokens=…)")
+    if "do_sample" in settings:
+        flag(owner, "do_sample", settings["do_sample"])
+    if "temperature" in settings:
+        number(owner, "temperature", settings["temperature"], over=0)
+    if "top_k" in settings:
+        whole(owner, "top_k", settings["top_k"], least=0)
+    if "top_p" in settings and number(owner, "top_p", settings["top_p"], over=0) > 1:
+        raise ConfigurationError(f"{owner}: top_p={settings['top_p']!r}; needs a number over 0 and up to 1")
+    return settings
+
+
+def _visible(text: str) -> str:
+    """With control characters spelled out, as a model may write any, and further lines set in."""
+    lines = ["".join(each if each.isprintable() else repr(each)[1:-1] for each in line) for line in text.split("\n")]
+    return f"\n{' ' * 17}".join(lines)
+
+
+def _as_code(text: str) -> str:
+    """As Markdown that shows the text as it is."""
+    return "\n".join(f"    {line}" for line in text.split("\n"))
+
+
+def _say(text: str) -> None:
+    """To the console, above a progress bar if there is one; what its encoding lacks is spelled out."""
+    encoding = sys.stdout.encoding or "utf-8"
+    tqdm.write(text.encode(encoding, "backslashreplace").decode(encoding), file=sys.stdout)
