@@ -5,8 +5,9 @@ Names are found when they are first used: importing dalsegno imports no torch.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from .lazy import handed_out
 
 if TYPE_CHECKING:
     from .analysis import DetectorSettings as DetectorSettings
@@ -200,16 +201,6 @@ _HOMES = {
     ),
     "trainer": ("Trainer",),
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> object:
-        if name not in _HOME_OF:
-            raise AttributeError(f"module 'dalsegno' has no attribute {name!r}")
-        found = getattr(importlib.import_module(f".{_HOME_OF[name]}", __name__), name)
-        globals()[name] = found
-        return found
-
-    def __dir__() -> list[str]:
-        return sorted(_HOME_OF)
+    __getattr__, __dir__ = handed_out(__name__, _HOMES)

@@ -5,8 +5,9 @@ Names are found when they are first used: who sums up a log of a thousand record
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from dalsegno.lazy import handed_out
 
 from .smooth import smooth as smooth  # at once: else the name would be the module's
 
@@ -56,21 +57,12 @@ _HOMES = {
     "report": ("write_report",),
     "rewound": ("Restart", "Tail"),
     "series": ("ParameterSeries", "Series"),
+    "smooth": ("smooth",),
     "spikes": ("Spike", "find_spikes"),
     "summary": ("MetricSummary", "Summary"),
     "sweep": ("Candidate", "sweep_settings"),
     "view": ("View",),
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> object:
-        if name not in _HOME_OF:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = getattr(importlib.import_module(f".{_HOME_OF[name]}", __name__), name)
-        globals()[name] = found
-        return found
-
-    def __dir__() -> list[str]:
-        return sorted([*_HOME_OF, "smooth"])
+    __getattr__, __dir__ = handed_out(__name__, _HOMES)

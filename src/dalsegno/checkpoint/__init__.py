@@ -5,8 +5,9 @@ What only looks at them, say a command, must not wait for torch: so these names 
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from dalsegno.lazy import handed_out
 
 if TYPE_CHECKING:
     from .export import Exported, export_model
@@ -28,7 +29,6 @@ _HOMES = {
     "sharded": ("ModelState", "OptimizerState", "Sharded", "unwrapped"),
     "weights": ("load_weights", "weights_are_at"),
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "CALLBACKS",
@@ -51,10 +51,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> object:
-        if name not in _HOME_OF:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = getattr(importlib.import_module(f".{_HOME_OF[name]}", __name__), name)
-        globals()[name] = found
-        return found
+    __getattr__, __dir__ = handed_out(__name__, _HOMES)

@@ -1,0 +1,28 @@
+"""Names that a package hands out when they are first used, so that to import it costs nothing of what they need."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Mapping
+
+
+def handed_out(
+    package: str, homes: Mapping[str, Iterable[str]]
+) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+    """``__getattr__`` and ``__dir__`` for a package (PEP 562).
+
+    Args:
+        package: its ``__name__``.
+        homes: which of its modules hold which names.
+    """
+    home_of = {name: home for home, names in homes.items() for name in names}
+
+    def find(name: str) -> object:
+        if name not in home_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        found = getattr(importlib.import_module(f".{home_of[name]}", package), name)
+        setattr(sys.modules[package], name, found)
+        return found
+
+    return find, lambda: sorted(home_of)
