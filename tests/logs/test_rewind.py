@@ -56,8 +56,8 @@ def test_nothing_is_cut_before_its_archive_is_on_the_disk(log: RecordLog, monkey
     monkeypatch.setattr(files, "watcher", lambda operation, path: seen.append((operation, path.name)))
     log.open(state)
     archive = [
-        ("write", f".{log.path.name}.tmp"),
-        ("fsync", f".{log.path.name}.tmp"),
+        ("write", f".{log.path.name}.0001.tmp"),
+        ("fsync", f".{log.path.name}.0001.tmp"),
         ("rename", f"{log.path.name}.0001"),
     ]
     positions = [seen.index(operation) for operation in [*archive, ("fsync", "rewound"), ("truncate", log.path.name)]]

@@ -16,10 +16,11 @@ from typing import Any
 from dalsegno import files
 from dalsegno.errors import StateMismatch
 
+from .archive import archive_tail, archive_whole, free_place
+
 logger = logging.getLogger("dalsegno")
 
 _MARK = "tfevents"  # TensorBoard reads whatever has this in its name
-COPY_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,25 +93,15 @@ def _event_files(folder: Path) -> list[Path]:
 
 def _archive(path: Path, kept: int) -> Path:
     """Move what follows the first ``kept`` bytes; the copy is on the disk before the file is cut."""
-    directory = path.parent.parent / "rewound"
-    files.make_directory(directory)
-    target = files.numbered(directory, path.name.replace(_MARK, "rewound"))
+    target = free_place(path.parent.parent, path.name.replace(_MARK, "rewound"))
     if kept == 0:
-        files.rename(path, target)
-        files.fsync_directory(path.parent)
+        archive_whole(path, target)
         return target
-    source = os.open(path, os.O_RDWR)
-    copy = os.open(temporary := target.with_name(f".{target.name}.tmp"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    descriptor = os.open(path, os.O_RDWR)
     try:
-        start = kept
-        while piece := os.pread(source, COPY_BYTES, start):
-            files.write_all(copy, piece, temporary)
-            start += len(piece)
-        files.fsync(copy, temporary)
-        files.rename(temporary, target)
-        files.truncate(source, kept, path)
-        files.fsync(source, path)
+        archive_tail(descriptor, kept, target)
+        files.truncate(descriptor, kept, path)
+        files.fsync(descriptor, path)
     finally:
-        os.close(copy)
-        os.close(source)
+        os.close(descriptor)
     return target

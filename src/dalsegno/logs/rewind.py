@@ -16,16 +16,15 @@ from typing import Any, Literal
 
 import xxhash
 
-from dalsegno import files
 from dalsegno.errors import StateMismatch
 
+from .archive import archive_tail, archive_whole, free_place
 from .formats import format_of, strip_line
 from .values import decode
 
 logger = logging.getLogger("dalsegno")
 
 TAIL_BYTES = 4096
-COPY_BYTES = 1 << 20
 
 Action = Literal["started", "unchanged", "rewound", "shorter", "differs", "gone", "restarted"]
 
@@ -137,9 +136,8 @@ def _start_over(path: Path) -> RewindReport:
     shape = format_of(path)
     if not path.exists() or _holds_nothing(path, shape.head + shape.foot):
         return _fresh("started", path)
-    target = _archive_place(path)
-    files.rename(path, target)
-    files.fsync_directory(path.parent)
+    target = free_place(path.parent, path.name)
+    archive_whole(path, target)
     logger.info("%s: no checkpoint knows these records; they are now in %s", path, target)
     return _fresh("restarted", path, target)
 
@@ -154,26 +152,10 @@ def _archive_rest(path: Path, descriptor: int, offset: int) -> Path | None:
     foot = format_of(path).foot
     if foot.startswith(os.pread(descriptor, len(foot) + 1, offset)):
         return None
-    target = _archive_place(path)
-    temporary = target.with_name(f".{path.name}.tmp")
-    copy = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    try:
-        start = offset
-        while piece := os.pread(descriptor, COPY_BYTES, start):
-            files.write_all(copy, piece, temporary)
-            start += len(piece)
-        files.fsync(copy, temporary)
-    finally:
-        os.close(copy)
-    files.rename(temporary, target)
-    logger.info("%s: %d bytes that came after the checkpoint are now in %s", path, start - offset, target)
+    target = free_place(path.parent, path.name)
+    archive_tail(descriptor, offset, target)
+    logger.info("%s: %d bytes that came after the checkpoint are now in %s", path, target.stat().st_size, target)
     return target
-
-
-def _archive_place(path: Path) -> Path:
-    directory = path.parent / "rewound"
-    files.make_directory(directory)
-    return files.numbered(directory, path.name)
 
 
 def _keep_shorter(path: Path, descriptor: int, saved: Position) -> RewindReport:

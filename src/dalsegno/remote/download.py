@@ -14,6 +14,7 @@ from dalsegno import files, timeline
 from dalsegno.checkpoint import folder
 from dalsegno.checkpoint.manifest import FILE_NAME, Checkpoint
 from dalsegno.errors import DamagedCheckpoint
+from dalsegno.logs.archive import free_place
 
 from .snapshot import CHECKPOINTS, is_checkpoint_file
 from .store import Store
@@ -153,9 +154,7 @@ def _bring_file(store: Store, run: Path, name: str, is_ahead: bool) -> None:
     try:
         _receive(store, name, temporary)
         if target.exists() and not _begins_with(temporary, target):
-            rewound = target.parent / "rewound"
-            files.make_directory(rewound)
-            files.rename(target, files.numbered(rewound, target.name))
+            files.rename(target, free_place(target.parent, target.name))
         files.rename(temporary, target)
     finally:
         files.remove(temporary)
