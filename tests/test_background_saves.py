@@ -5,9 +5,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import dalsegno as ds
 from dalsegno import files, ranks
 from dalsegno.checkpoint import Checkpoint, CheckpointManager, saved_states
 from dalsegno.testing import compare_runs, run_ranks
+from support.disks import small_disk
 from support.listeners import Listener
 from support.runs import busy_ddp
 from support.small import small_trainer
@@ -197,25 +197,14 @@ def train_well(output_dir: Path) -> None:
     busy_ddp(output_dir).train()
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real one, of 256 kB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", place], capture_output=True, check=False)
-    if made.returncode:
-        pytest.skip(f"no tmpfs can be mounted here: {made.stderr.decode().strip()}")
-    yield place
-    subprocess.run(["umount", place], check=True)
-
-
 @pytest.mark.parametrize("background", [True, False])
-def test_a_disk_that_is_really_full(small_disk: Path, background: bool) -> None:
+def test_a_disk_that_is_really_full(tmp_path: Path, background: bool) -> None:
     """What fitted is whole; what did not is an error with figures, and leaves no half checkpoint."""
-    trainer = small_trainer(small_disk, max_steps=1000, save_steps=1, max_failed_saves=2, save_in_background=background)
-    with pytest.raises(ds.SaveFailed, match=r"(it takes .* are free on the disk|No space left)"):
-        trainer.train()
-    names = checkpoints(small_disk)
-    assert names and not [name for name in names if name.endswith(".partial")]
-    assert CheckpointManager(small_disk).find() is not None
-    assert os.statvfs(small_disk).f_bavail * 4096 < 200_000
+    with small_disk(tmp_path / "disk", kilobytes=256) as disk:
+        trainer = small_trainer(disk, max_steps=1000, save_steps=1, max_failed_saves=2, save_in_background=background)
+        with pytest.raises(ds.SaveFailed, match=r"(it takes .* are free on the disk|No space left)"):
+            trainer.train()
+        names = checkpoints(disk)
+        assert names and not [name for name in names if name.endswith(".partial")]
+        assert CheckpointManager(disk).find() is not None
+        assert os.statvfs(disk).f_bavail * 4096 < 200_000

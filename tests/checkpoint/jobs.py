@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -272,3 +273,27 @@ def find_while_ranks_fail_differently(directory: Path) -> str:
         CheckpointManager(directory).find()  # a collective: both ranks are here again
         return f"{type(error).__name__}: {error}"
     return "found"
+
+
+def save_notes_of(directory: Path, size: int) -> str:
+    """Save a state of so many bytes on each rank."""
+    notes = RankNotes(torch.zeros(size, dtype=torch.uint8))
+    try:
+        CheckpointManager(directory).save(1, [], [Component("callbacks.Mine", notes)])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "saved"
+
+
+def save_where_one_rank_begins_anew(directory: Path) -> list[int]:
+    """How often this rank has planned after each of three saves, the last one with a new manager on rank 1."""
+    original, asked, counts = DefaultSavePlanner.create_local_plan, itertools.count(1), []
+    DefaultSavePlanner.create_local_plan = lambda planner: (next(asked), original(planner))[1]
+    saved, manager = Saved(), CheckpointManager(directory)
+    for step in (1, 2, 3):
+        if step == 3 and ranks.rank() == 1:
+            manager = CheckpointManager(directory)
+        saved.save(manager, step)
+        counts.append(next(asked) - 1)
+        asked = itertools.count(counts[-1] + 1)
+    return counts

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _SHARE = 0.9
@@ -19,9 +22,9 @@ def has_memory_for(count: int) -> bool:
 
 
 def available_memory() -> int | None:
-    """Bytes that may be taken without swapping: the host's, or what the tightest control group (v2) leaves."""
-    limits = [limit for limit in (_of_host(), *map(_of_group, _groups())) if limit is not None]
-    return min(limits, default=None)
+    """Bytes that may be taken without swapping: the host's, or what control groups and ``ulimit -v`` leave of them."""
+    limits = [_of_host(), _of_process(), *map(_of_group, _groups())]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def free_disk(directory: Path) -> int:
@@ -45,29 +48,51 @@ def _of_host() -> int | None:
         return None
 
 
-def _groups() -> list[Path]:
-    """This process's control group and those around it."""
+def _of_process() -> int | None:
+    """What its limit of address space leaves."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except OSError:
+        return None
+    return None if limit == resource.RLIM_INFINITY else max(0, limit - pages * resource.getpagesize())
+
+
+class _Names(NamedTuple):
+    """What a version of control groups calls its files, and, in ``memory.stat``, the files that can be dropped."""
+
+    limit: str
+    used: str
+    droppable: tuple[str, str]
+
+
+_V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+_V2 = _Names("memory.max", "memory.current", ("inactive_file", "active_file"))
+
+
+def _groups() -> Iterator[Path]:
+    """This process's control groups, of both versions, and those around them."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return []
-    own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
-    if own is None:
-        return []
-    group = _CGROUPS / own
-    return [each for each in (group, *group.parents) if each.is_relative_to(_CGROUPS)]
+        return
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number == "0" or "memory" in controllers.split(","):
+            root = _CGROUPS if number == "0" else _CGROUPS / "memory"
+            group = root / path.lstrip("/")
+            yield from (each for each in (group, *group.parents) if each.is_relative_to(root))
 
 
 def _of_group(group: Path) -> int | None:
     """What its limit leaves; what it holds of files can be dropped, and counts as free."""
+    names = _V2 if (group / _V2.limit).exists() else _V1
     try:
-        limit = (group / "memory.max").read_text().strip()
+        limit = (group / names.limit).read_text().strip()
         if limit == "max":
             return None
-        used = int((group / "memory.current").read_text())
-        lines = (group / "memory.stat").read_text().splitlines()
-        counts = dict(line.split(maxsplit=1) for line in lines)
-        files = int(counts["inactive_file"]) + int(counts["active_file"])
-        return max(0, int(limit) - used + files)
+        used = int((group / names.used).read_text())
+        counts = dict(line.split(maxsplit=1) for line in (group / "memory.stat").read_text().splitlines())
+        return max(0, int(limit) - used + sum(int(counts[name]) for name in names.droppable))
     except (OSError, ValueError, KeyError):
         return None
