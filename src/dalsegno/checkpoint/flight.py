@@ -77,7 +77,7 @@ class Flight:
         self._is_rank_zero = ranks.rank() == 0
         self._length, self._written = captured.length, 0
         self._moved = time.monotonic()  # when a piece was written last; for ever in the future once all are
-        self._is_given_up = False
+        self._is_given_up = self._is_published = False
         self._landed = threading.Event()
         self._thread = threading.Thread(target=self._fly, name=f"dalsegno-save-{step}", daemon=True)
         self._thread.start()
@@ -119,16 +119,16 @@ class Flight:
     # -- on the thread ----------------------------------------------------------------------------------------------
 
     def _fly(self) -> None:
-        if self._captured.is_copy:
-            step_aside()
         try:
+            if self._captured.is_copy:
+                step_aside()
             reason = self._bring_to_disk()
-        except Exception as error:  # a rank is gone, and this one will hear of it too
-            reason = _described(error)
-        if reason is not None:
-            self.failure = SaveFailed(f"{self.path.name} was not saved: {reason}")
+            failure = None if reason is None else f"{self.path.name} was not saved: {reason}"
+        except BaseException as error:  # whatever it is, somebody waits for the end of this
+            failure = self._alone_with(error)
+        self.failure = None if failure is None else SaveFailed(failure)
         self._landed.set()
-        if reason is None and self._is_rank_zero:
+        if failure is None and self._is_rank_zero:
             with _only_said(f"after {self.path.name} was saved"):
                 self._afterwards()
 
@@ -136,10 +136,17 @@ class Flight:
         reason = self._group.decide(self._length, self._make_room)
         return reason or self._group.decide(self._write(), self._finish)
 
+    def _alone_with(self, error: BaseException) -> str | None:
+        """What this rank can say when the others cannot be reached any more, as the training is about to find too."""
+        if self._is_published:
+            return None
+        verdict = "was not saved" if self._is_rank_zero else "may not have been saved"
+        return f"{self.path.name} {verdict}: the ranks have lost each other ({_described(error)})"
+
     def _write(self) -> Report:
         try:
             return self._captured.write_to(self._partial, self._advance), None
-        except Exception as error:
+        except BaseException as error:  # the other ranks wait for what is said here
             return {}, _described(error)
         finally:
             self._moved = float("inf")
@@ -176,6 +183,7 @@ class Flight:
         if not reasons:
             try:
                 publish(self._manifest_of([records for records, _ in reports]), self._partial, self.path)
+                self._is_published = True
             except Exception as error:
                 reasons = [_described(error)]
         if reasons:
@@ -212,7 +220,7 @@ class Preparation:
                     return
 
 
-def _described(error: Exception) -> str:
+def _described(error: BaseException) -> str:
     return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 

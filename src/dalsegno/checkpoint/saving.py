@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import importlib.metadata
@@ -198,12 +199,20 @@ class Stage:
 
 
 def publish(finished: Manifest, directory: Path, final: Path) -> None:
-    """Make ``directory``, into which all ranks have written, the checkpoint ``final``. On rank 0."""
+    """Make ``directory``, into which all ranks have written, the checkpoint ``final``. On rank 0.
+
+    If the disk does not confirm the name, it is taken back: what is told to have failed is not there.
+    """
     for folder in sorted({(directory / name).parent for name in finished.files} | {directory}):
         files.fsync_directory(folder)
     files.write_durably(directory / manifest.FILE_NAME, finished.to_bytes())
     files.fsync_directory(directory)
-    files.rename(directory, final)
+    try:
+        files.rename(directory, final)
+    except BaseException:
+        with contextlib.suppress(OSError):  # as when it has not got that name
+            files.rename(final, directory)
+        raise
 
 
 def manifest_of(
