@@ -49,6 +49,7 @@ FLOORS = [
         "randomness",
         "dialects",
         "pieces",
+        "gradients",
         "spectral",
         "flops",
     ],

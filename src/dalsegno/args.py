@@ -102,6 +102,9 @@ class TrainingArguments:
     """Forward under bfloat16 autocast."""
     fp16: bool = False
     """Forward under float16 autocast, with a gradient scaler."""
+    fuse_optim_with_backward: bool = False
+    """Update each parameter as soon as its gradient is there, and free that at once: saves the memory of all gradients.
+    Needs ``max_grad_norm=0``."""
     torch_compile: bool = False
     """Compile the model (in place, so that no name changes)."""
     torch_compile_backend: str = "inductor"
@@ -195,6 +198,8 @@ class TrainingArguments:
                 raise ConfigurationError(f"{name}={value!r}; needs a {kind} of at least {least:g}")
         if self.bf16 and self.fp16:
             raise ConfigurationError("bf16=True and fp16=True; choose one of them")
+        if self.fuse_optim_with_backward:
+            self._check_fused()
         if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs == 0):
             raise ConfigurationError("max_steps=0 or num_train_epochs=0 trains nothing; max_steps=-1 means: by epochs")
         if self.save_total_limit is not None and (type(self.save_total_limit) is not int or self.save_total_limit < 1):
@@ -206,6 +211,18 @@ class TrainingArguments:
         if self.load_best_model_at_end and not (self.evaluation and self.saving):
             raise ConfigurationError(
                 "load_best_model_at_end=True needs evaluations and checkpoints; see eval_steps, save_steps"
+            )
+
+    def _check_fused(self) -> None:
+        if self.max_grad_norm:
+            raise ConfigurationError(
+                f"fuse_optim_with_backward=True and max_grad_norm={self.max_grad_norm:g}: the norm of all gradients is "
+                "known when all are there, and by then the weights are updated; max_grad_norm=0 clips nothing"
+            )
+        if self.fp16:
+            raise ConfigurationError(
+                "fuse_optim_with_backward=True and fp16=True: whether a step is skipped is known when all gradients "
+                "are there, and by then the weights are updated; use bf16=True"
             )
 
     def _check_policies(self) -> None:

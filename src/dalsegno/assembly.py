@@ -64,7 +64,7 @@ class Assembly:
         data: Any,
         brought: Brought,
         surroundings: Mapping[str, Any],
-        unfired: Iterable[Event] = (),
+        unfired: Mapping[Event, str] | None = None,
     ) -> None:
         self.args = args
         self.feed = feed

@@ -10,7 +10,7 @@ the event says is put together only for somebody::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import MethodType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
@@ -79,12 +79,17 @@ class Dispatcher:
         surroundings: Callable[[type[Context]], Context],
         *,
         is_rank_zero: bool = True,
-        unfired: Iterable[Event] = (),
+        unfired: Mapping[Event, str] | None = None,
     ) -> None:
-        """``surroundings`` makes a context of a given class; ``unfired`` are the events this loop cannot fire."""
+        """
+        Args:
+            surroundings: makes a context of a given class.
+            is_rank_zero: whether handlers run here that run on rank 0 only.
+            unfired: the events that this loop cannot fire, with who cannot, and what to do, in words.
+        """
         self._surroundings = surroundings
         self._is_rank_zero = is_rank_zero
-        self._unfired = frozenset(unfired)
+        self._unfired = dict(unfired or {})
         self._companions: dict[Any, Callback] = {}
         self.callbacks: list[Callback] = []
         self.channels: dict[Event, Channel[Any]] = {}
@@ -188,7 +193,4 @@ class Dispatcher:
     def _refuse_unfired(self, callback: Callback) -> None:
         for event in callback.handled_events():
             if event in self._unfired:
-                raise EventNotFired(
-                    f"{callback.key} needs {event.handler}, which a loop around dalsegno.Run cannot fire; "
-                    "use dalsegno.Trainer for it, or another callback"
-                )
+                raise EventNotFired(f"{callback.key} needs {event.handler}, which {self._unfired[event]}")

@@ -33,20 +33,23 @@ from .draw import Draw
 from .events import Event
 from .settings import Brought
 
-UNFIRED = (
-    Event.BEFORE_FORWARD,
-    Event.AFTER_FORWARD,
-    Event.BEFORE_BACKWARD,
-    Event.AFTER_BACKWARD,
-    Event.MICROBATCH_END,
-    Event.GRADIENTS_READY,
-    Event.STEP_SKIPPED,
-    Event.BEFORE_ZERO_GRAD,
-    Event.AFTER_ZERO_GRAD,
-    Event.BEFORE_SCHEDULER_STEP,
-    Event.AFTER_SCHEDULER_STEP,
-    Event.PREDICTION_STEP,
-    Event.PREDICT,
+UNFIRED = dict.fromkeys(
+    [
+        Event.BEFORE_FORWARD,
+        Event.AFTER_FORWARD,
+        Event.BEFORE_BACKWARD,
+        Event.AFTER_BACKWARD,
+        Event.MICROBATCH_END,
+        Event.GRADIENTS_READY,
+        Event.STEP_SKIPPED,
+        Event.BEFORE_ZERO_GRAD,
+        Event.AFTER_ZERO_GRAD,
+        Event.BEFORE_SCHEDULER_STEP,
+        Event.AFTER_SCHEDULER_STEP,
+        Event.PREDICTION_STEP,
+        Event.PREDICT,
+    ],
+    "a loop around dalsegno.Run cannot fire; use dalsegno.Trainer for it, or another callback",
 )
 """What happens inside a loop that is not ours. A callback that needs one of them is refused when it is given."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,11 +47,12 @@ def parameter_pieces(model: nn.Module) -> list[Piece]:
 
 def gradient_pieces(model: nn.Module) -> list[Piece]:
     """Of all gradients of parameters that are trained."""
-    return [
-        Piece(name, _local_gradient(parameter), shard_groups(parameter), parameter.grad is not None)
-        for name, parameter in named_parameters(model)
-        if parameter.requires_grad
-    ]
+    return [gradient_piece(name, each) for name, each in named_parameters(model) if each.requires_grad]
+
+
+def gradient_piece(name: str, parameter: nn.Parameter) -> Piece:
+    """Of one gradient."""
+    return Piece(name, _local_gradient(parameter), shard_groups(parameter), parameter.grad is not None)
 
 
 def cleaned(name: str) -> str:
@@ -87,7 +89,7 @@ class Readings:
 
 def norms(pieces: Sequence[Piece]) -> Readings:
     """The L2 norm, in fp32, of every tensor that exists. A collective where tensors are sharded."""
-    measured = reduced(pieces, _squared_norms)
+    measured = reduced(pieces, squared_norms)
     existing = [number for number, piece in enumerate(pieces) if piece.exists]
     values = measured.sqrt().float()
     chosen = values if len(existing) == len(pieces) else values[torch.tensor(existing, dtype=torch.long)]
@@ -110,23 +112,32 @@ def reduced(pieces: Sequence[Piece], measure: Callable[[list[Tensor]], Tensor]) 
     """
     if not pieces:
         return torch.zeros(0, dtype=torch.float64)
+    return summed(measure([piece.local for piece in pieces]), [piece.groups for piece in pieces])
+
+
+def summed(measured: Tensor, groups: Sequence[tuple[ProcessGroup, ...]]) -> Tensor:
+    """What this rank has measured of its parts of some tensors, summed over the ranks that share each.
+
+    Args:
+        measured: shape (number of tensors, …); may be changed.
+        groups: of each tensor.
+    """
     by_groups: dict[tuple[ProcessGroup, ...], list[int]] = defaultdict(list)
-    for number, piece in enumerate(pieces):
-        by_groups[piece.groups].append(number)
-    parts, order = [], []
-    for groups, members in by_groups.items():
-        measured = measure([pieces[number].local for number in members])
-        for group in groups:
-            dist.all_reduce(measured, group=group)
-        parts.append(measured)
-        order += members
-    together = torch.cat([part.to(parts[0].device) for part in parts])
-    if order == list(range(len(pieces))):
-        return together
-    return together[torch.tensor(order).argsort().to(together.device)]
+    for number, its in enumerate(groups):
+        by_groups[its].append(number)
+    for its, members in by_groups.items():
+        if not its:
+            continue
+        chosen: Any = slice(None) if len(members) == len(groups) else torch.tensor(members, device=measured.device)
+        part = measured[chosen]
+        for group in its:
+            dist.all_reduce(part, group=group)
+        measured[chosen] = part
+    return measured
 
 
-def _squared_norms(tensors: list[Tensor]) -> Tensor:
+def squared_norms(tensors: list[Tensor]) -> Tensor:
+    """Shape (number of tensors,), float64."""
     double = any(tensor.dtype == torch.float64 for tensor in tensors)
     dtype = torch.float64 if double else torch.float32  # the norm itself cannot narrow
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)).double().square()

@@ -29,6 +29,7 @@ _OF_LOOP = {
     "max_grad_norm",
     "bf16",
     "fp16",
+    "fuse_optim_with_backward",
     "torch_compile",
     "torch_compile_backend",
     "parallel",

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from . import ranks
 from .dispatcher import Dispatcher
 from .draw import Draw
+from .events import Event
 from .forward import Forward, Outputs, to_device
 from .parallel import Parallel
 from .state import TrainerState
@@ -61,6 +62,7 @@ class Update:
         self._scaler = scaler
         self._scale = 1.0  # the scaler's, as of the last step
         self._max_grad_norm = max_grad_norm
+        self._listens_to_metrics = False
         self._device = device
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         # DDP and FSDP average gradients over the ranks; shares are to be summed.
@@ -70,6 +72,7 @@ class Update:
         """Before a leg's first step: training mode, and no gradients that an earlier leg broke off with."""
         self._forward.module.train()
         self._optimizer.zero_grad()
+        self._listens_to_metrics = self._on.listens_anywhere(Event.TRAIN_METRICS)  # to ask for a norm is collective
         self._scale = 1.0 if self._scaler is None else self._scaler.get_scale()
 
     def __call__(self, draw: Draw) -> Updated:
@@ -141,10 +144,12 @@ class Update:
             on.after_backward.fire()
         return counted
 
+    def wants_norm(self) -> bool:
+        """Whether this step asks for the total norm of the gradients; the same answer on all ranks."""
+        return bool(self._max_grad_norm) or self._state.will_log or self._listens_to_metrics
+
     def _clip(self) -> torch.Tensor | None:
-        if self._max_grad_norm or self._state.will_log or self._on.train_metrics:
-            return self._parallel.clip(self._parameters, self._max_grad_norm)
-        return None
+        return self._parallel.clip(self._parameters, self._max_grad_norm) if self.wants_norm() else None
 
     def _step(self) -> bool:
         """Whether the weights were changed."""

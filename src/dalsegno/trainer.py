@@ -23,11 +23,12 @@ from .data import Feed
 from .draw import LossWeight
 from .errors import ConfigurationError, UnknownName
 from .evaluation import LossEvaluation
+from .events import Event
 from .feeds import Collator, evaluation_sets, readable, training_feed
 from .foreign import adapt
 from .forward import Forward, LossFunction, autocast_dtype
 from .optim import PlateauStep, default_optimizer, default_scheduler
-from .parallel import spread
+from .parallel import InBackward, spread
 from .parallel.torchrun import join_ranks
 from .registration import check_callbacks
 from .result import TrainResult
@@ -45,6 +46,9 @@ _MEANT = {
     "tokenizer": "processing_class",
     "collate_fn": "data_collator",
 }
+
+_WITH_ALL_GRADIENTS = (Event.GRADIENTS_READY, Event.PRE_OPTIMIZER_STEP)
+_FUSED = "fuse_optim_with_backward=True cannot fire: no moment has all gradients; do without one of the two"
 
 
 class Trainer:
@@ -146,8 +150,11 @@ class Trainer:
                 "eval_dataloader": eval_dataloader if eval_dataloader is not None else readable(sets, device),
                 "trainer": self,
             },
+            unfired=dict.fromkeys(_WITH_ALL_GRADIENTS, _FUSED) if args.fuse_optim_with_backward else {},
         )
         on = self._assembly.on
+        if args.fuse_optim_with_backward:
+            parallel = InBackward(parallel, model, optimizer, lambda: self._update.wants_norm())
         forward = Forward(on, parallel.module, loss_fn, device, autocast_dtype(args))
         self._update = Update(
             on,

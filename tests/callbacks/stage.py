@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from torch import nn
+from torch.optim import SGD
 
 from dalsegno.args import TrainingArguments
 from dalsegno.callback import Callback
@@ -21,6 +22,8 @@ class Stage:
         self.state = TrainerState(is_world_process_zero=rank == 0)
         self.control = TrainerControl()
         self._model = model or nn.Linear(1, 1)
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        self._optimizer = SGD(trained, lr=0.0)
         self.on = Dispatcher(self._surroundings, is_rank_zero=rank == 0)
         self.on.bind(callbacks)
 
@@ -31,7 +34,7 @@ class Stage:
             state=self.state,
             control=self.control,
             model=self._model,
-            optimizer=nothing,
+            optimizer=self._optimizer,
             lr_scheduler=nothing,
             processing_class=None,
             train_dataloader=None,
@@ -49,11 +52,12 @@ class Stage:
         self.on.log.fire()
 
     def update(self, step: int, *, evaluates: bool) -> None:
-        """The moment before the update that makes the count of steps ``step``, and the count."""
+        """The update that makes the count of steps ``step``, and the count."""
         self.state.global_step, self.state.will_evaluate = step - 1, evaluates
-        self.on.pre_optimizer_step.fill(None)
-        self.on.pre_optimizer_step.fire()
+        self._optimizer.step()
         self.state.global_step = step
+        self.on.step_end.fill(0.0, None, None)
+        self.on.step_end.fire()
 
     def evaluate(self, name: str = "eval") -> None:
         self.on.evaluate.fill({}, name)

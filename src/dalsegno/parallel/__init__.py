@@ -10,9 +10,10 @@ from dalsegno import ranks
 from .base import Parallel
 from .ddp import DataParallel
 from .fsdp import FullySharded
+from .in_backward import InBackward
 from .single import Single
 
-__all__ = ["DataParallel", "FullySharded", "Parallel", "Single", "spread"]
+__all__ = ["DataParallel", "FullySharded", "InBackward", "Parallel", "Single", "spread"]
 
 
 def spread(model: nn.Module, way: str, device: torch.device) -> Parallel:
