@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -20,6 +21,25 @@ KINDS = ("train", "eval", "final", "user")
 WHOLE = 1 << 63
 
 
+@dataclass(frozen=True, slots=True)
+class Column:
+    """The numbers under one name in n records."""
+
+    present: NDArray[np.bool_] | None
+    """Which records have one: shape (n,); None if all have."""
+    values: NDArray[np.float64]
+    """Of those that have: shape (m,)."""
+
+    def at(self, here: NDArray[np.bool_] | None) -> NDArray[np.float64]:
+        """The values in these records (None: in all); NaN where there is none."""
+        if self.present is None:
+            values = self.values
+        else:
+            values = np.full(len(self.present), np.nan)
+            values[self.present] = self.values
+        return values if here is None else values[here]
+
+
 class Block(Protocol):
     """n records, one below the other, each with a step; the header is none of them."""
 
@@ -33,8 +53,8 @@ class Block(Protocol):
         """The names under which there are numbers, in the log's order."""
         ...
 
-    def numbers(self, name: str) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-        """Values, and where there are any; both of shape (n,). Texts, lists and truth values are none."""
+    def column(self, name: str) -> Column:
+        """The numbers under one of these names. Texts, lists and truth values are none."""
         ...
 
     def frame(self) -> pl.DataFrame:
@@ -57,10 +77,11 @@ class RecordBlock:
     def numeric(self) -> list[str]:
         return list({name: None for record in self._records for name, value in record.items() if is_number(value)})
 
-    def numbers(self, name: str) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    def column(self, name: str) -> Column:
         found = [_as_float(record.get(name)) for record in self._records]
-        present = np.array([value is not None for value in found], np.bool_)
-        return np.array([np.nan if value is None else value for value in found]), present
+        known = [value for value in found if value is not None]
+        present = None if len(known) == len(found) else np.array([value is not None for value in found])
+        return Column(present, np.array(known))
 
     def frame(self) -> pl.DataFrame:
         import polars as pl
@@ -94,14 +115,12 @@ class FrameBlock:
             if kind.is_numeric() and self._frame[name].null_count() < len(self._frame)
         ]
 
-    def numbers(self, name: str) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    def column(self, name: str) -> Column:
         import polars as pl
 
-        if name not in self._frame.columns or not self._frame.schema[name].is_numeric():
-            return np.full(len(self), np.nan), np.zeros(len(self), np.bool_)
         column = self._frame[name]
-        present = column.is_not_null().to_numpy() if column.null_count() else np.ones(len(self), np.bool_)
-        return column.cast(pl.Float64).to_numpy(), present
+        present = column.is_not_null().to_numpy() if column.null_count() else None
+        return Column(present, column.drop_nulls().cast(pl.Float64).to_numpy())
 
     def frame(self) -> pl.DataFrame:
         return self._frame

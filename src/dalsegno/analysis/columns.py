@@ -8,26 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .blocks import KINDS, Block
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """The numbers under one name in n records."""
-
-    present: NDArray[np.bool_] | None
-    """Which records have one: shape (n,); None if all have."""
-    values: NDArray[np.float64]
-    """Of those that have: shape (m,)."""
-
-    def at(self, here: NDArray[np.bool_] | None) -> NDArray[np.float64]:
-        """The values in these records (None: in all); NaN where there is none."""
-        if self.present is None:
-            values = self.values
-        else:
-            values = np.full(len(self.present), np.nan)
-            values[self.present] = self.values
-        return values if here is None else values[here]
+from .blocks import KINDS, Block, Column
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,28 +42,31 @@ def read_columns(blocks: Iterable[Block], wanted: Collection[str], also: Callabl
     block at a time is in memory."""
     kinds: list[NDArray[np.uint8]] = []
     names: dict[str, None] = {}
-    pieces: dict[str, list[tuple[int, NDArray[np.float64], NDArray[np.bool_]]]] = {}
+    pieces: dict[str, list[tuple[int, Column]]] = {}
     total = 0
     for block in blocks:
         here = block.numeric()
         names.update(dict.fromkeys(here))
         for name in [name for name in here if name in wanted or also(name)]:
-            values, present = block.numbers(name)
-            pieces.setdefault(name, []).append((total, values[present], present))
+            pieces.setdefault(name, []).append((total, block.column(name)))
         kinds.append(block.kinds())
         total += len(block)
-    columns = {name: _column(pieces.pop(name), total) for name in list(pieces)}
+    columns = {name: _joined(pieces.pop(name), total) for name in list(pieces)}
     for name in wanted:
         columns.setdefault(name, Column(np.zeros(total, np.bool_), np.array([])))
     return Columns(np.concatenate([np.array([], np.uint8), *kinds]), columns, list(names))
 
 
-def _column(pieces: list[tuple[int, NDArray[np.float64], NDArray[np.bool_]]], total: int) -> Column:
-    values = np.concatenate([values for _, values, _ in pieces])
+def _joined(pieces: list[tuple[int, Column]], total: int) -> Column:
+    """One column of all, of ``total`` records; each piece comes with the place of its first record."""
+    values = np.concatenate([piece.values for _, piece in pieces])
     values.setflags(write=False)  # series show it, and it is kept
     if len(values) == total:
         return Column(None, values)
     present = np.zeros(total, np.bool_)
-    for begin, _, here in pieces:
-        present[begin : begin + len(here)] = here
+    for begin, piece in pieces:
+        if piece.present is None:
+            present[begin : begin + len(piece.values)] = True
+        else:
+            present[begin : begin + len(piece.present)] = piece.present
     return Column(present, values)

@@ -120,14 +120,14 @@ def _median_and_noise(windows: Floats) -> tuple[Floats, Floats]:
 
 
 def _medians(rows: Floats) -> Floats:
-    """Of each row, NaN left out; NaN for a row of nothing else. The slow way only for rows that need it.
+    """Of each row, NaN left out; NaN for a row of nothing else.
 
-    (``np.median`` imports numpy.ma when it is first used, which takes as long as all else of a short log.)
+    Sorted whole: processors sort short rows faster than they find what is in their middle. (``np.median`` imports
+    numpy.ma when it is first used, which takes as long as all else of a short log.)
     """
-    low, high = (rows.shape[1] - 1) // 2, rows.shape[1] // 2
-    parts = np.partition(rows, (low, high), axis=1)
-    medians: Floats = (parts[:, low] + parts[:, high]) / 2
-    for row in np.flatnonzero(np.isnan(rows).any(axis=1)):
-        known = np.sort(rows[row][~np.isnan(rows[row])])
-        medians[row] = (known[(len(known) - 1) // 2] + known[len(known) // 2]) / 2 if len(known) else np.nan
+    ordered = np.sort(rows, axis=1)  # NaN comes last
+    known = rows.shape[1] - np.isnan(ordered).sum(axis=1)
+    every = np.arange(len(rows))
+    low, high = ordered[every, np.maximum(known - 1, 0) // 2], ordered[every, known // 2]
+    medians: Floats = low / 2 + high / 2  # their sum may be more than any float
     return medians

@@ -40,16 +40,27 @@ def read_records(path: Path, report: ReadReport | None = None) -> Iterator[Recor
         raise NotFound(f"{path}: no such log") from error
     with file:
         for number, line in enumerate(file, start=1):
-            if not (text := strip_line(line)):
-                continue
             try:
-                record = decode(text)
-                if not isinstance(record, dict):
-                    raise ValueError(f"a {type(record).__name__}, not an object")
+                record = record_in(line)
             except ValueError as error:
                 report.skipped.append(f"line {number}: {error}")
                 if warn:
                     logger.warning("%s: skipped %s", path, report.skipped[-1])
                 continue
-            report.records += 1
-            yield record
+            if record is not None:
+                report.records += 1
+                yield record
+
+
+def record_in(line: bytes) -> Record | None:
+    """The record in a line; None in one that rightly holds none: it is blank, or an array's bracket.
+
+    Raises:
+        ValueError: if there is something else: a part of a record, or of no log at all.
+    """
+    if not (text := strip_line(line)):
+        return None
+    record = decode(text)
+    if not isinstance(record, dict):
+        raise ValueError(f"a {type(record).__name__}, not an object")
+    return record

@@ -1,4 +1,4 @@
-"""FrameReader: lines of JSON as a Polars frame, ten times as fast as one by one, and only if nothing is lost by it.
+"""FrameReader: lines of JSON as Polars frames, ten times as fast as one by one, and only if nothing is lost by it.
 
 Polars is told the types of all names that have been seen so far. It refuses values of other types, but leaves out names
 it has not been told of, and takes numbers for texts where it expects these. Both show in the number of quotation marks:
@@ -8,24 +8,47 @@ NaN), they have to be read one by one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dalsegno.logs.formats import strip_line
-from dalsegno.logs.values import Record, decode
+from dalsegno.logs.reader import record_in
+from dalsegno.logs.values import Record
 
 from .naming import BOOKKEEPING, HEADER, Naming, is_of_evaluation
 
 if TYPE_CHECKING:
     import polars as pl
 
+THREADS = 2
+"""Chunks that are read at the same time: Polars keeps all processors busy only while it is at the lines themselves."""
+
 SAMPLES = 24
 """Lines of each chunk from which names and types are learnt."""
 
+PART = 1 << 20
+"""Bytes of the parts of a chunk in which Polars refuses something: only one of them is then read one by one."""
+
 PIECE = 1 << 20
 """Bytes that are looked through at a time: they stay in the processor's cache."""
+
+Types = Mapping[str, type]
+"""By name: bool, int, float, or str, which stands for all else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Whole lines of a log."""
+
+    lines: bytes
+    count: int
+    """How many lines, blank ones included."""
+    frame: pl.DataFrame | None
+    """Their records, under our names, without headers; None if they have to be read one by one."""
 
 
 class FrameReader:
@@ -35,60 +58,98 @@ class FrameReader:
         self._naming = naming
         self._types: dict[str, type] = {}
 
-    def read(self, chunk: bytes) -> pl.DataFrame | None:
-        """The records of whole lines, under our names; None if they have to be read one by one."""
-        import polars as pl
-
-        lines = _without_array(chunk)
-        self.learn(_samples(lines))
+    def read(self, chunks: Iterable[bytes]) -> Iterator[Part]:
+        """All of the chunks, in their order. They hold whole lines each."""
+        threads = ThreadPoolExecutor(THREADS, "log reader")
+        ahead: deque[Future[tuple[list[Part], Types]]] = deque()
         try:
-            frame = self._read(lines)
-            if frame is None:
-                self._learn_all(lines)
-                frame = self._read(lines)
-        except pl.exceptions.PolarsError:
-            return None
-        return None if frame is None else self._renamed(frame)
+            for place, chunk in enumerate(chunks):
+                self.learn(_samples(chunk))
+                ahead.append(threads.submit(_read_chunk, chunk, dict(self._types), self._naming))
+                if place == 0 or len(ahead) > THREADS:  # most names come up in the first: the others shall know them
+                    yield from self._learnt(ahead.popleft())
+            while ahead:
+                yield from self._learnt(ahead.popleft())
+        finally:
+            threads.shutdown(cancel_futures=True)
 
     def learn(self, records: Iterable[Record]) -> None:
         """Take notice of the names and types in ``records``."""
         for record in records:
-            for name, value in record.items():
-                if value is not None:
-                    self._learn(name, _type_of(value))
+            if record.get("kind") != HEADER:
+                types = {name: _type_of(value) for name, value in record.items() if value is not None}
+                self._types = _joined(self._types, types)
 
-    def _learn_all(self, lines: bytes) -> None:
-        """Have Polars look at all lines for names: this takes three times as long as to read them."""
-        import polars as pl
+    def _learnt(self, reading: Future[tuple[list[Part], Types]]) -> list[Part]:
+        parts, types = reading.result()
+        self._types = _joined(self._types, types)
+        return parts
 
-        types: dict[Any, type] = {pl.Int64: int, pl.Float64: float, pl.Boolean: bool}
-        for name, kind in pl.read_ndjson(lines, infer_schema_length=None).schema.items():
-            if kind != pl.Null:
-                self._learn(name, types.get(kind, str))
 
-    def _learn(self, name: str, kind: type) -> None:
-        known = self._types.get(name, kind)
-        self._types[name] = _both(known, kind)
+def _read_chunk(chunk: bytes, types: Types, naming: Naming) -> tuple[list[Part], Types]:
+    """The chunk, as one part if possible, and what is known of the types by then."""
+    frame, types = _read(chunk, types, naming)
+    if frame is not None or len(chunk) <= PART:
+        return [Part(chunk, count_byte(chunk, b"\n"), frame)], types
+    parts, begin = [], 0
+    while begin < len(chunk):
+        end = chunk.find(b"\n", begin + PART) + 1 or len(chunk)
+        lines = chunk[begin:end]
+        frame, types = _read(lines, types, naming)
+        parts.append(Part(lines, count_byte(lines, b"\n"), frame))
+        begin = end
+    return parts, types
 
-    def _read(self, lines: bytes) -> pl.DataFrame | None:
-        """None if something is missing. Raises PolarsError if there is something that Polars refuses."""
-        import polars as pl
 
-        types: dict[type, Any] = {int: pl.Int64, float: pl.Float64, bool: pl.Boolean, str: pl.String}
-        if not self._types:
-            return None
-        frame = pl.read_ndjson(lines, schema={name: types[kind] for name, kind in self._types.items()})
-        return frame if _is_complete(frame, lines) else None
+def _read(lines: bytes, types: Types, naming: Naming) -> tuple[pl.DataFrame | None, Types]:
+    bare = _without_array(lines)
+    frame = _complete(bare, types)
+    if frame is None:
+        bare = _without_headers(bare)
+        types = _joined(types, _all_types(bare))
+        frame = _complete(bare, types)
+    return (None if frame is None else _renamed(frame, naming)), types
 
-    def _renamed(self, frame: pl.DataFrame) -> pl.DataFrame | None:
-        renames = self._naming.renames()
-        if any(ours in frame.columns for ours in renames.values()):
-            return None
-        frame = frame.rename(renames, strict=False)
-        frame = frame.with_columns(_kind(frame).alias("kind"))
-        if (frame["kind"] == HEADER).any():
-            frame = frame.filter(frame["kind"] != HEADER)
-        return frame if "global_step" in frame.columns and not frame["global_step"].null_count() else None
+
+def _complete(lines: bytes, types: Types) -> pl.DataFrame | None:
+    """All that is in the lines; None if there is something that Polars refuses, or leaves out."""
+    import polars as pl
+
+    kinds: dict[type, Any] = {int: pl.Int64, float: pl.Float64, bool: pl.Boolean, str: pl.String}
+    if not types:
+        return None
+    try:
+        frame = pl.read_ndjson(lines, schema={name: kinds[kind] for name, kind in types.items()})
+    except pl.exceptions.PolarsError:
+        return None
+    cells = sum(len(frame) - frame[name].null_count() for name in frame.columns)
+    texts = sum(len(frame) - frame[name].null_count() for name in frame.columns if frame.schema[name] == pl.String)
+    left = count_byte(lines, b'"') - 2 * (cells + texts)
+    return frame if left == 0 or left == 2 * lines.count(b"null") else None
+
+
+def _all_types(lines: bytes) -> Types:
+    """Has Polars look at all lines for names, which takes three times as long as to read them."""
+    import polars as pl
+
+    types: dict[Any, type] = {pl.Int64: int, pl.Float64: float, pl.Boolean: bool}
+    try:
+        schema = pl.read_ndjson(lines, infer_schema_length=None).schema
+    except pl.exceptions.PolarsError:
+        return {}
+    return {name: types.get(kind, str) for name, kind in schema.items() if kind != pl.Null}
+
+
+def _renamed(frame: pl.DataFrame, naming: Naming) -> pl.DataFrame | None:
+    """None if a name of ours is already another's, or a record has no step."""
+    renames = naming.renames()
+    if any(ours in frame.columns for ours in renames.values()):
+        return None
+    frame = frame.rename(renames, strict=False)
+    frame = frame.with_columns(_kind(frame).alias("kind"))
+    if (frame["kind"] == HEADER).any():
+        frame = frame.filter(frame["kind"] != HEADER)
+    return frame if "global_step" in frame.columns and not frame["global_step"].null_count() else None
 
 
 def _kind(frame: pl.DataFrame) -> pl.Expr:
@@ -123,15 +184,6 @@ def _any(names: list[str]) -> pl.Expr:
     return pl.any_horizontal(pl.col(name).is_not_null() for name in names) if names else pl.lit(False)
 
 
-def _is_complete(frame: pl.DataFrame, lines: bytes) -> bool:
-    import polars as pl
-
-    cells = sum(len(frame) - frame[name].null_count() for name in frame.columns)
-    texts = sum(len(frame) - frame[name].null_count() for name in frame.columns if frame.schema[name] == pl.String)
-    left = count_byte(lines, b'"') - 2 * (cells + texts)
-    return left == 0 or left == 2 * lines.count(b"null")
-
-
 def count_byte(data: bytes, byte: bytes) -> int:
     """How often it is there: as ``data.count(byte)``, but fast where it is everywhere."""
     view = memoryview(data)
@@ -150,26 +202,40 @@ def _without_array(chunk: bytes) -> bytes:
     return lines.replace(b",\n", b"\n") if first.rstrip().endswith(b",") else lines
 
 
+def _without_headers(lines: bytes) -> bytes:
+    """Their names are nowhere else: a column for each would be empty in all of the log."""
+    return b"".join(line for line in lines.splitlines(keepends=True) if b'"header"' not in line or not _is_header(line))
+
+
+def _is_header(line: bytes) -> bool:
+    record = _record(line)
+    return record is not None and record.get("kind") == HEADER
+
+
 def _samples(lines: bytes) -> list[Record]:
     """Records from all over the chunk, the last one too."""
     begins = {lines.rfind(b"\n", 0, place) + 1 for place in range(0, len(lines), max(1, len(lines) // SAMPLES))}
     begins.add(lines.rfind(b"\n", 0, max(0, len(lines) - 1)) + 1)
-    found = []
-    for begin in sorted(begins):
-        end = lines.find(b"\n", begin)
-        try:
-            record = decode(strip_line(lines[begin : end if end >= 0 else None]))
-        except ValueError:
-            continue
-        found += [record] if isinstance(record, dict) else []
-    return found
+    ends = ((begin, lines.find(b"\n", begin)) for begin in sorted(begins))
+    records = (_record(lines[begin : end if end >= 0 else None]) for begin, end in ends)
+    return [record for record in records if record is not None]
+
+
+def _record(line: bytes) -> Record | None:
+    try:
+        return record_in(line)
+    except ValueError:
+        return None
 
 
 def _type_of(value: Any) -> type:
-    """One of bool, int, float and str, which stands for all else."""
     if isinstance(value, int) and not isinstance(value, bool):
         return int if abs(value) < 1 << 63 else float
     return type(value) if isinstance(value, (bool, float)) else str
+
+
+def _joined(some: Types, others: Types) -> dict[str, type]:
+    return {**some, **{name: _both(some.get(name, kind), kind) for name, kind in others.items()}}
 
 
 def _both(one: type, other: type) -> type:

@@ -10,21 +10,17 @@ import os
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dalsegno.analysis.blocks import Block, FrameBlock, RecordBlock
 from dalsegno.errors import ConfigurationError, NotFound
-from dalsegno.logs.formats import strip_line
-from dalsegno.logs.values import Record, decode
+from dalsegno.logs.reader import record_in
+from dalsegno.logs.values import Record
 
-from .json_frames import FrameReader, count_byte
+from .json_frames import FrameReader
 from .naming import FIRST, HEADER, Naming, no_step
 from .source import Skipped, Source
 
-if TYPE_CHECKING:
-    import polars as pl
-
-CHUNK = 16 << 20
+CHUNK = 8 << 20
 """Bytes that are read at a time."""
 
 FIRST_CHUNK = 1 << 20
@@ -67,18 +63,15 @@ class JsonLines(Source):
         naming = self.naming()
         reader = FrameReader(naming)
         number = 1
-        for chunk in read_chunks(self.path):
-            for lines, frame in _read_frames(reader, chunk):
-                if frame is not None:
-                    yield FrameBlock(frame)
-                    number += count_byte(lines, b"\n")
-                    continue
-                split = lines.splitlines(keepends=True)
-                records = list(decode_lines(split, number, skipped))
+        for part in reader.read(read_chunks(self.path)):
+            if part.frame is not None:
+                yield FrameBlock(part.frame)
+            else:
+                records = list(decode_lines(part.lines.splitlines(keepends=True), number, skipped))
                 reader.learn(record for _, record in records)
                 found = named(records, naming, skipped)
                 yield RecordBlock([record for record in found if record["kind"] != HEADER])
-                number += len(split)
+            number += part.count
 
     def naming(self) -> Naming:
         """How this log's records are to be read: from the first one that has a step."""
@@ -114,21 +107,6 @@ def read_chunks(path: Path, size: int = CHUNK) -> Iterator[bytes]:
             begin, wanted = begin + len(data), size
 
 
-def _read_frames(reader: FrameReader, chunk: bytes) -> Iterator[tuple[bytes, pl.DataFrame | None]]:
-    """The lines with their frame, or parts of them with theirs, if they have one: so that few have to be read one by
-    one for the sake of one that Polars refuses."""
-    frame = reader.read(chunk)
-    if frame is not None or len(chunk) <= FIRST_CHUNK:
-        yield chunk, frame
-        return
-    begin = 0
-    while begin < len(chunk):
-        end = chunk.find(b"\n", begin + FIRST_CHUNK) + 1 or len(chunk)
-        part = chunk[begin:end]
-        yield part, reader.read(part)
-        begin = end
-
-
 def _read_lines(descriptor: int, begin: int, wanted: int) -> bytes:
     """Whole lines, up to ``wanted`` bytes if that is enough for one; the rest of the file if that has no end of a line.
 
@@ -148,17 +126,14 @@ def _read_lines(descriptor: int, begin: int, wanted: int) -> bytes:
 def decode_lines(lines: Iterable[bytes], number: int, skipped: Skipped) -> Iterator[tuple[int, Record]]:
     """The records in lines, each with the number of its line. What holds no record is noted."""
     for place, line in enumerate(lines, start=number):
-        if not (text := strip_line(line)):
-            continue
         try:
-            record = decode(text)
-            if not isinstance(record, dict):
-                raise ValueError(f"a {type(record).__name__}, not an object")
+            record = record_in(line)
         except ValueError as error:
             torn = "" if line.endswith(b"\n") else "broken off, "
             skipped.note(f"line {place}: {torn}{error}")
             continue
-        yield place, record
+        if record is not None:
+            yield place, record
 
 
 def named(records: Iterable[tuple[int, Record]], naming: Naming, skipped: Skipped) -> Iterator[Record]:
