@@ -45,6 +45,7 @@ RECIPES: dict[str, Callable[[], ds.Callback]] = {
     ),
     "Notify": lambda: callbacks.Notify("json://127.0.0.1:9/"),
     "ScaleLoss": lambda: callbacks.ScaleLoss(1.0),
+    "SkipSamples": lambda: callbacks.SkipSamples(0),
     "ScopedFlags": lambda: callbacks.ScopedFlags({"cudnn.benchmark": True}),
     "TextgenCallback": lambda: callbacks.TextgenCallback(
         ["the cat", "a"], generation_config={"do_sample": True}, generation_steps=4, max_new_tokens=3

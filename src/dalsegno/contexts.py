@@ -40,6 +40,9 @@ class TrainerLike(Protocol):
     def stop(self, reason: str = ..., *, save: bool = True) -> None:
         """Ask for the end of training at this step's end."""
 
+    def skip_samples(self, samples: int) -> int:
+        """Pass over samples of the epoch that begins. In on_epoch_begin, on all ranks; how many it has been."""
+
 
 @dataclass(slots=True)
 class Context:

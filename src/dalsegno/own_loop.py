@@ -190,6 +190,13 @@ class Run(run.Run):
         """Ask for a checkpoint at this step's end; on any rank."""
         self.control.should_save = True
 
+    def skip_samples(self, samples: int) -> int:
+        """Read past so many samples (on all ranks together) of the epoch that begins, in whole batches.
+
+        To be called in on_epoch_begin, on all ranks alike; gives how many that were.
+        """
+        return self._feed.skip(samples)
+
     def between_batches(self) -> None:
         """To be called in ``evaluate``, between two batches and equally often on all ranks: where a signal or the
         clock ends the run, this leads out of the evaluation, which the next leg then does from its beginning."""

@@ -266,6 +266,17 @@ class Trainer:
         """Ask for a checkpoint at this step's end; from any thread, on any rank."""
         self.control.should_save = True
 
+    def skip_samples(self, samples: int) -> int:
+        """Pass over so many samples (on all ranks together) of the epoch that begins: see ``SkipSamples``.
+
+        To be called in on_epoch_begin, on all ranks alike. Of a map dataset nothing is loaded; all else is read past,
+        in whole micro-batches.
+
+        Returns:
+            How many that were: fewer where the epoch ends, more where the last micro-batch goes beyond.
+        """
+        return self._assembly.feed.skip(samples)
+
     def add_callback(self, callback: object) -> None:
         """Let one more callback listen, after the others."""
         self._assembly.set_callbacks([*self._assembly.own_callbacks, adapt(callback)])

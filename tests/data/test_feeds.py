@@ -104,6 +104,27 @@ def test_the_ranks_end_together_and_share_each_sample_once(
     assert dealt.total() == (length - length % (batch_size * world_size) if drop_last and length >= 16 else length)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None, max_examples=15)
+@given(length=st.integers(1, 30), skipped=st.integers(0, 35), world_size=st.integers(1, 3), resumes=st.booleans())
+@example(length=17, skipped=17, world_size=2, resumes=True)
+def test_skipping_leaves_what_comes_later(kind: str, length: int, skipped: int, world_size: int, resumes: bool) -> None:
+    whole = [value for m in feeds(lambda: KINDS[kind](length), 3 * world_size, 1)[0] for value in values(m)]
+    ranks = feeds(lambda: KINDS[kind](length), 3, world_size)
+    (passed,) = {feed.skip(skipped) for feed in ranks}
+    assert passed == (
+        min(skipped, length) if kind == "map" else min(-(-skipped // (3 * world_size)) * 3 * world_size, length)
+    )
+    if resumes:
+        states = [feed.state_dict() for feed in ranks]
+        ranks = feeds(lambda: KINDS[kind](length), 3, world_size)
+        for feed, state in zip(ranks, states, strict=True):
+            feed.load_state_dict(state)
+    assert all(feed.started == (passed > 0) for feed in ranks)
+    rest = [value for feed in ranks for m in feed for value in values(m)]
+    assert sorted(rest) == sorted(whole[passed:])
+
+
 @pytest.mark.parametrize("kind", ["map", "stream", "stream with a state"])
 @pytest.mark.parametrize(("before", "after"), [((3, 1), (3, 2)), ((3, 2), (3, 1)), ((2, 3), (1, 2)), ((2, 2), (4, 1))])
 def test_the_number_of_ranks_changes_in_mid_epoch(kind: str, before: tuple[int, int], after: tuple[int, int]) -> None:

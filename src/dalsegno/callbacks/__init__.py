@@ -35,6 +35,7 @@ from .resumable_summary_writer import ResumableSummaryWriter
 from .samples_streamed_info import SamplesStreamedInfo
 from .scale_loss import ScaleLoss
 from .scoped_flags import ScopedFlags
+from .skip_samples import SkipSamples
 from .slow_rank_detector import SlowRankDetector
 from .tb_logger import TBLogger
 from .textgen_callback import TextgenCallback
@@ -78,6 +79,7 @@ __all__ = [
     "SamplesStreamedInfo",
     "ScaleLoss",
     "ScopedFlags",
+    "SkipSamples",
     "SlowRankDetector",
     "TBLogger",
     "TextgenCallback",

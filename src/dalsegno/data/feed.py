@@ -70,6 +70,15 @@ class Feed(Protocol):
         """Go back to the beginning of the current epoch."""
         ...
 
+    def skip(self, samples: int) -> int:
+        """Pass over so many samples of the rest of the current epoch, as if they had been consumed.
+
+        Returns:
+            How many that were, over all ranks: fewer where the epoch ends; more where only whole micro-batches can be
+            passed over.
+        """
+        ...
+
     def close(self) -> None:
         """End the worker processes, if there are any. Iterating afterwards starts new ones."""
         ...

@@ -125,6 +125,14 @@ class LoaderFeed:
         self._microbatches = self._samples = 0
         self._exhausted, self._iterator = False, None
 
+    def skip(self, samples: int) -> int:
+        """Read past them, in whole micro-batches; each rank past its share."""
+        passed, rest = 0, iter(self)
+        while passed < samples and (microbatch := next(rest, None)) is not None:
+            known = microbatch.global_samples
+            passed += microbatch.samples * self._world_size if known is None else known
+        return passed
+
     def close(self) -> None:
         self._iterator = None
         if isinstance(self._loader, DataLoader):

@@ -71,6 +71,14 @@ class MapFeed:
     def restart(self) -> None:
         self._cursor = 0
 
+    def skip(self, samples: int) -> int:
+        """At once, and exactly; with ``drop_last`` in whole micro-batches, as there are no others."""
+        whole = self._sampler.global_batch
+        wanted = -(-samples // whole) * whole if self._sampler.drop_last else samples
+        passed = min(wanted, self._sampler.samples - self._cursor)
+        self._cursor += passed
+        return passed
+
     def close(self) -> None:
         self._loader._iterator = None  # where torch keeps persistent workers; others end with their iterator
 
