@@ -159,6 +159,22 @@ def test_the_last_save_must_not_fail_silently(tmp_path: Path, watch: Watch) -> N
     assert small_trainer(tmp_path, max_steps=6, save_steps=4).train().reason == "finished"
 
 
+def test_who_wants_no_checkpoint_hears_of_no_failed_one(
+    tmp_path: Path, watch: Watch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has been said when it failed, and the result tells which is the newest."""
+    watch(full("step-00000004.partial"))
+
+    def stop(ctx: Any) -> None:
+        if ctx.step == 5:
+            ctx.control.stop("seen enough", save=False)
+
+    result = small_trainer(tmp_path, Listener({"on_step_end": stop}), max_steps=9, save_steps=2).train()
+    assert (result.reason, result.why, result.global_step) == ("aborted", "seen enough", 5)
+    assert result.checkpoint == tmp_path / "checkpoints/step-00000002"
+    assert caplog.text.count("step-00000004 was not saved") == 1
+
+
 def test_leaving_by_an_error_waits_for_the_save(tmp_path: Path, watch: Watch) -> None:
     left = threading.Event()
 

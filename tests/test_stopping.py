@@ -222,6 +222,15 @@ def test_the_evaluation_of_the_last_step(tmp_path: Path) -> None:
     assert len(RunFile(tmp_path / "parts").load().legs) == 2
 
 
+def test_a_run_that_goes_on_behind_that_evaluation(tmp_path: Path) -> None:
+    """Its last checkpoint was taken before it, says that it is owed, and is what the longer run goes on from."""
+    for folder, senders in {"whole": [], "parts": [raise_at(signal.SIGTERM, "on_prediction_step", 12 + 3)]}.items():
+        for sender in [*senders, None]:
+            stoppable_trainer(tmp_path / folder, *([sender] if sender else []), max_steps=8).train()
+        assert stoppable_trainer(tmp_path / folder, max_steps=20).train().reason == "finished"
+    assert_same(tmp_path / "whole", tmp_path / "parts")
+
+
 def best_flags(output_dir: Path) -> dict[int, tuple[bool, float]]:
     entries = CheckpointManager(output_dir).entries()
     return {entry.step: (entry.best, entry.metrics["eval_near_loss"]) for entry in entries}

@@ -144,12 +144,12 @@ class Assembly:
             is_best=is_best,
             background=self.args.save_in_background,
             published=partial(self._note_published, step, time.monotonic()),
+            settled=self._mirror.look,
         )
 
     def _note_published(self, step: int, began: float) -> None:
         """On rank 0, on the thread that has saved."""
         RunFile(self.args.directory).progress(step)
-        self._mirror.look()
         self._time_limit.allow_for(time.monotonic() - began)
 
     def amend(self, step: int, *, metrics: Mapping[str, float], is_best: bool) -> None:

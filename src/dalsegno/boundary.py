@@ -115,6 +115,8 @@ class Boundary:
             wishes = wishes.and_also(agreement.now())
         if wishes.stop or wishes.abort:
             self._leave()
+        if wishes.abort:
+            self.saves.forgo()
         if wishes.end_epoch:
             self._state.epoch_is_cut = True
         if wishes.landed:

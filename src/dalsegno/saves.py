@@ -84,6 +84,7 @@ class Saves:
     def begin_leg(self) -> None:
         """No failure of a former leg is left."""
         self._failures: list[SaveFailed] = []  # in a row
+        self._is_wanted = True
         self._is_prepared = not (self._args.saving and self._args.save_in_background)
 
     def go_on_from(self, checkpoint: Path | None, step: int = 0) -> None:
@@ -159,6 +160,10 @@ class Saves:
             on.save.fill(flight.path, flight.step, flight.is_best)
             on.save.fire()
 
+    def forgo(self) -> None:
+        """All ranks have agreed to end this leg without a checkpoint: that the last one has failed is no error then."""
+        self._is_wanted = False
+
     def settle(self) -> None:
         """Before a leg ends by itself: wait for the last save, tell of it, and let nothing be lost silently.
 
@@ -166,7 +171,7 @@ class Saves:
             SaveFailed: if it has failed.
         """
         self.collect()
-        if self._failures:
+        if self._failures and self._is_wanted:
             raise self._failures[-1]
 
     def leave(self) -> None:

@@ -295,6 +295,16 @@ def test_the_one_that_was_resumed_from_stays(tmp_path: Path) -> None:
     assert steps_in(manager) == [2, 10]
 
 
+def test_one_that_is_damaged_at_a_glance_does_not_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An older one is kept in its place; it stays itself, for who wants to look at it."""
+    three_saved(tmp_path)
+    manager = CheckpointManager(tmp_path, keep=Latest(1))
+    (manager.path_of(10) / "shared.json").unlink()
+    assert manager.prune() == [manager.path_of(1)]
+    assert manager.path_of(10).is_dir() and steps_in(manager) == [2]
+    assert "step-00000010 is left out: shared.json: No such file or directory" in caplog.text
+
+
 def test_files_of_others_are_not_deleted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     three_saved(tmp_path)
     manager = CheckpointManager(tmp_path, keep=Latest(1))

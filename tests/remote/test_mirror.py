@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
 
 import dalsegno as ds
-from dalsegno.checkpoint import Checkpoint, saved_states
+from dalsegno.checkpoint import Checkpoint, folder, saved_states
 from dalsegno.checkpoint.survey import survey, verified
 from dalsegno.remote import snapshot
 from dalsegno.remote.store import Store
 from remote import jobs
 from remote.there import steps_at, training
+from support.listeners import Listener
 
 URL = "memory://runs/a"
 
@@ -109,6 +112,27 @@ def test_prunes_are_followed_also_of_what_other_hosts_have_sent(there: Store, tm
     jobs.train(URL, tmp_path / "two", 8, save_total_limit=2)
     assert steps_at(there) == [6, 8]
     assert not any("step-00000004" in name for name in there.sizes())
+
+
+def test_a_prune_is_followed_before_the_next_checkpoint(
+    there: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even one that takes so long that what is new has been sent meanwhile, if anybody was told of it already."""
+    delete, deadline = folder.delete, time.monotonic() + 60
+
+    def delete_late(path: Path) -> bool:
+        until = time.monotonic() + 0.5
+        while 4 not in steps_at(there) and time.monotonic() < until:
+            time.sleep(0.01)
+        return delete(path)
+
+    def wait(ctx: Any) -> None:
+        while ctx.step == 5 and steps_at(there) != [4]:
+            assert time.monotonic() < deadline, steps_at(there)
+            time.sleep(0.01)
+
+    monkeypatch.setattr(folder, "delete", delete_late)
+    jobs.trainer(URL, tmp_path, 6, Listener({"on_step_end": wait}), save_total_limit=1).train()
 
 
 def test_going_back_and_starting_over_leave_a_timeline_there_too(there: Store, tmp_path: Path) -> None:

@@ -18,11 +18,12 @@ from . import folder
 from .codec import encode
 from .flight import Flight, Preparation
 from .loading import LoadReport, SavedStates, left_over
-from .manifest import Checkpoint, FileRecord, Manifest
+from .manifest import Checkpoint, FileRecord
 from .restoring import restore
 from .saving import Stage, manifest_of
 from .sharded import Sharded
 from .sidecar import SavedState
+from .survey import Condition, survey
 
 logger = logging.getLogger("dalsegno")
 
@@ -83,6 +84,7 @@ class CheckpointManager:
         is_best: bool = False,
         background: bool = True,
         published: Callable[[], object] = int,
+        settled: Callable[[], object] = int,
     ) -> Flight:
         """Take every state, and send it on its way to the disk; what the policy does not keep is deleted afterwards.
 
@@ -97,6 +99,7 @@ class CheckpointManager:
             background: go on as soon as the state is copied. False: when it is published, or has failed; that takes no
                 memory for a copy.
             published: called on rank 0, on another thread, once it is published.
+            settled: the same, once what is not kept has been deleted too.
 
         Raises:
             CannotSave: on every rank, if a state holds what cannot be saved.
@@ -112,6 +115,12 @@ class CheckpointManager:
             self._trusted = final.resolve()
             published()
 
+        def thin_out() -> None:
+            try:
+                self._delete_what_is_not_kept()
+            finally:
+                settled()
+
         self._flight = Flight(
             captured,
             final,
@@ -119,7 +128,7 @@ class CheckpointManager:
             is_best=is_best,
             manifest_of=functools.partial(manifest_of, step, captured, metrics or {}, is_best),
             published=publish,
-            afterwards=self._delete_what_is_not_kept,
+            afterwards=thin_out,
         )
         return self._flight
 
@@ -233,7 +242,7 @@ class CheckpointManager:
         return report
 
     def entries(self) -> list[Entry]:
-        """All checkpoints, oldest first, as policies see them. One that cannot be read is left out, with a warning."""
+        """All that are whole at a glance, oldest first, as policies see them. Others are left out, with a warning."""
         return ranks.from_rank_zero(self._entries)
 
     def abandon_after(self, step: int | None, into: Path) -> list[Path]:
@@ -261,6 +270,9 @@ class CheckpointManager:
     def prune(self) -> list[Path]:
         """Delete what the policy does not keep; never the newest, the last verified one, or files that are not ours.
 
+        One that is damaged at a glance (a file is missing, or has another size) stays, and does not count: another one
+        is kept in its place.
+
         Returns:
             The deleted checkpoints.
         """
@@ -277,15 +289,13 @@ class CheckpointManager:
         ranks.from_rank_zero(remove)
 
     def _entries(self) -> list[Entry]:
-        found = []
-        for path in reversed(folder.newest_first(self.directory)):
-            try:
-                its = Manifest.read(path)
-            except DamagedCheckpoint as error:
-                logger.warning("%s is left out: %s", path.name, error)
-            else:
-                found.append(Entry(its.step, its.metrics, its.best))
-        return found
+        entries = []
+        for found in survey(self.directory) if folder.newest_first(self.directory) else []:
+            if found.entry is not None:
+                entries.append(found.entry)
+            elif found.condition in (Condition.DAMAGED, Condition.UNREADABLE, Condition.NEWER):
+                logger.warning("%s is left out: %s", found.path.name, found.problem)
+        return entries
 
     def _delete_what_is_not_kept(self) -> list[Path]:
         if self._keep is None:
