@@ -69,8 +69,9 @@ def _outcome(job: Job, plan: FaultPlan | None, end: LegEnd, course: Course) -> l
     half = job.output_dir / "checkpoints" / plan.path
     if not half.is_dir() or (half / "manifest.json").exists():
         raise RankFailed(f"{half}: killed {plan}, which should have left half a checkpoint there")
+    step = course.save_struck(plan)
     return [
-        f"killed with SIGKILL while saving step {end.last}, before write {plan.count} of {course.writes[end.last]}",
+        f"killed with SIGKILL while saving step {step}, before write {plan.count} of {course.writes[step]}",
         f"half a checkpoint was left behind, without a manifest: {half.name}",
     ]
 

@@ -42,13 +42,21 @@ class Course:
         if ahead := sorted(step for step in self.writes if step > steps_done):
             step = chance.choice(ahead)
             count = chance.randint(1, self.writes[step])
-            plans.append(FaultPlan(operation="write", path=f"step-{step:08d}.partial", count=count))
+            plans.append(FaultPlan(operation="write", path=_partial(step), count=count))
         return plans
+
+    def save_struck(self, plan: FaultPlan) -> int:
+        """The step whose save is cut short by a plan of :meth:`moments`; training may be steps ahead of it."""
+        return next(step for step in self.writes if plan.path == _partial(step))
 
     def _between_saves(self) -> list[int]:
         """Where a kill costs steps: after the first checkpoint, before the last, and not just at one."""
         saves = sorted(self.writes)
         return [step for step in range(saves[0], saves[-1]) if step not in self.writes] if saves else []
+
+
+def _partial(step: int) -> str:
+    return f"step-{step:08d}.partial"
 
 
 class CourseRecorder(Callback):
