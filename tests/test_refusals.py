@@ -89,7 +89,7 @@ CALLBACKS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "nan flops": (
         lambda: DefaultMetrics(peak_hardware_flops=NAN),
         ConfigurationError,
-        "DefaultMetrics: peak_hardware_flops=nan; needs FLOP/s of one device, a number over 0, or None",
+        "DefaultMetrics: peak_hardware_flops=nan; needs a finite number over 0",
     ),
     "a field that is taken": (
         lambda: JsonLogger(epoch=3),

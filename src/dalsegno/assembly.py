@@ -36,6 +36,7 @@ from .lock import DirectoryLock, is_seen
 from .logs import Leg, RunFile
 from .meter import Meter
 from .optim import AsBuilt
+from .pieces import device_of
 from .randomness import RandomState
 from .registration import check_callbacks
 from .remote import mirror_of
@@ -72,7 +73,7 @@ class Assembly:
             is_local_process_zero=ranks.local_rank() == 0, is_world_process_zero=ranks.rank() == 0
         )
         self.control = TrainerControl()
-        self.meter = Meter(next((parameter.device for parameter in model.parameters()), "cpu"))
+        self.meter = Meter(device_of(model))
         self.random_state = RandomState(args.seed)
         self.own_callbacks = _with_defaults(check_callbacks(callbacks))
         self.on = Dispatcher(

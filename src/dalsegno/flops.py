@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from torch.utils.hooks import RemovableHandle
 
+from .args import TrainingArguments
+
 TRAINING = 3
 """Times the forward pass: the backward pass takes two more, one for the gradients of the inputs and one for those of
 the weights. Operations that activation checkpointing does again are not the model's, and do not count."""
@@ -45,9 +47,9 @@ KNOWN_PEAKS: Mapping[str, float] = {
 first that fits counts."""
 
 
-def known_peak(device: torch.device) -> float | None:
-    """FLOP/s of one device in 16-bit matrix products; None where that is not known."""
-    if device.type != "cuda":
+def known_peak(device: torch.device, args: TrainingArguments) -> float | None:
+    """FLOP/s of one device in 16-bit matrix products; None where that is not known, or the run is not in 16 bits."""
+    if device.type != "cuda" or not (args.bf16 or args.fp16):
         return None
     name = torch.cuda.get_device_name(device)
     return next((peak for part, peak in KNOWN_PEAKS.items() if part in name), None)

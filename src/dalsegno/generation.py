@@ -14,6 +14,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from . import ranks
 from .errors import ConfigurationError, UnknownName
 from .evaluation import evaluating
+from .pieces import device_of
 from .randomness import seeded_generators
 
 Ids = list[int]
@@ -52,7 +53,7 @@ class TextGenerator:
         self._tokenizer: Tokenizer = _checked(tokenizer)
         self._most = most
         self._dtype = dtype
-        self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self._device = device_of(model)
         self._special = set(getattr(self._tokenizer, "all_special_ids", ()))
         if is_of_transformers(model):
             self._generate: Continue = _Generate(model, settings, self._device, self._tokenizer)

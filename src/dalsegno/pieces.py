@@ -41,7 +41,7 @@ def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def parameter_pieces(model: nn.Module) -> list[Piece]:
     """Of all parameters, frozen ones too."""
     return [
-        Piece(name, _dense(parameter.detach()), shard_groups(parameter)) for name, parameter in named_parameters(model)
+        Piece(name, dense(parameter.detach()), shard_groups(parameter)) for name, parameter in named_parameters(model)
     ]
 
 
@@ -55,11 +55,24 @@ def gradient_piece(name: str, parameter: nn.Parameter) -> Piece:
     return Piece(name, _local_gradient(parameter), shard_groups(parameter), parameter.grad is not None)
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model lies; the CPU, for one without parameters."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
 def cleaned(name: str) -> str:
     """A parameter's name without the traces of torch.compile, activation checkpointing and the like."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, dense and real."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if local.is_sparse:
+        local = local.coalesce().values()
+    return torch.view_as_real(local) if local.is_complex() else local
 
 
 def shard_groups(tensor: Tensor) -> tuple[ProcessGroup, ...]:
@@ -150,11 +163,4 @@ def _local_gradient(parameter: nn.Parameter) -> Tensor:
         return torch.zeros((), device=parameter.device)
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
-    return _dense(gradient)
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if local.is_sparse:
-        local = local.coalesce().values()
-    return torch.view_as_real(local) if local.is_complex() else local
+    return dense(gradient)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import resource
 import sys
 import time
@@ -12,8 +11,10 @@ import torch
 from dalsegno import ranks
 from dalsegno.callback import Callback
 from dalsegno.contexts import Context, LogContext, RollbackContext, TrainBeginContext, TrainEndContext
-from dalsegno.errors import ConfigurationError
 from dalsegno.flops import PER_PARAMETER, TRAINING, CountedForward, known_peak
+from dalsegno.pieces import device_of
+
+from .arguments import number
 
 
 class DefaultMetrics(Callback):
@@ -40,13 +41,9 @@ class DefaultMetrics(Callback):
     """
 
     def __init__(self, peak_hardware_flops: float | None = None) -> None:
-        peak = peak_hardware_flops
-        if peak is not None and not (_is_number(peak) and 0 < peak < math.inf):
-            raise ConfigurationError(
-                f"DefaultMetrics: peak_hardware_flops={peak!r}; needs FLOP/s of one device, a number over 0, or None"
-            )
-        self._peak_hardware_flops = peak
-        self._peak: float | None = peak
+        given = peak_hardware_flops
+        self._given = None if given is None else number("DefaultMetrics", "peak_hardware_flops", given, over=0)
+        self._peak: float | None = None
         self._forward: CountedForward | None = None
         self._parameters = 0
         self._device = torch.device("cpu")
@@ -54,10 +51,8 @@ class DefaultMetrics(Callback):
         self._tokens_before = 0
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
-        self._device = next((parameter.device for parameter in ctx.model.parameters()), torch.device("cpu"))
-        self._peak = self._peak_hardware_flops
-        if self._peak is None and (ctx.args.bf16 or ctx.args.fp16):
-            self._peak = known_peak(self._device)
+        self._device = device_of(ctx.model)
+        self._peak = self._given or known_peak(self._device, ctx.args)
         self._parameters = sum(parameter.numel() for parameter in ctx.model.parameters())
         if self._peak is not None and not ctx.args.torch_compile:  # a compiled model hides what it does
             self._forward = CountedForward(ctx.model)
@@ -105,7 +100,3 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return resident if sys.platform == "darwin" else resident * 1024  # Linux counts in KiB
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 
-from torch import device as torch_device
-
 from dalsegno import ranks
 from dalsegno.callback import Callback
 from dalsegno.contexts import LogContext, RollbackContext, TrainBeginContext, TrainEndContext
 from dalsegno.flops import TRAINING, CountedForward, known_peak
+from dalsegno.pieces import device_of
 
 from .arguments import number
 
@@ -43,9 +42,7 @@ class FlopUtilization(Callback):
         self._samples = 0
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
-        place = next((parameter.device for parameter in ctx.model.parameters()), torch_device("cpu"))
-        is_half = ctx.args.bf16 or ctx.args.fp16
-        self._peak = self._given or (known_peak(place) if is_half else None)
+        self._peak = self._given or known_peak(device_of(ctx.model), ctx.args)
         self._forward = None if ctx.args.torch_compile else CountedForward(ctx.model)
         self._began, self._samples = time.perf_counter(), ctx.state.samples_seen
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from dalsegno.contexts import Context, PreOptimizerStepContext, StepEndContext
-from dalsegno.pieces import Piece, Readings, named_parameters, norms, parameter_pieces, reduced
+from dalsegno.pieces import Piece, Readings, dense, named_parameters, norms, parameter_pieces, reduced
 
 from .arguments import whole
 from .record_callback import RecordCallback
@@ -81,8 +80,8 @@ def _signal_to_noise(ctx: Context) -> Readings:
         beta1, beta2 = betas[id(parameter)]  # type: ignore[misc]
         step = torch.as_tensor(state["step"]).double()  # 1 - 0.999^step has few digits in fp32
         groups = trained[name].groups
-        means.append(Piece(name, _local(state["exp_avg"]) / (1 - beta1**step), groups))
-        squares.append(Piece(name, _local(state["exp_avg_sq"]) / (1 - beta2**step), groups))
+        means.append(Piece(name, dense(state["exp_avg"]) / (1 - beta1**step), groups))
+        squares.append(Piece(name, dense(state["exp_avg_sq"]) / (1 - beta2**step), groups))
     if not means:
         return Readings([], torch.zeros(0))
     signal, power = norms(means).values.double().square(), reduced(squares, _sums)
@@ -91,7 +90,3 @@ def _signal_to_noise(ctx: Context) -> Readings:
 
 def _sums(tensors: list[Tensor]) -> Tensor:
     return torch.stack([tensor.sum(dtype=torch.float64) for tensor in tensors])
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -10,6 +10,7 @@ import torch
 from dalsegno.callback import Callback
 from dalsegno.contexts import EvaluateBeginContext, LogContext, PredictionStepContext
 from dalsegno.errors import ConfigurationError
+from dalsegno.pieces import device_of
 
 
 class Metric(Protocol):
@@ -67,11 +68,11 @@ class ModelEvalMetrics(Callback):
     def on_evaluate_begin(self, ctx: EvaluateBeginContext) -> None:
         self._prefix = "eval" if ctx.name == "eval" else f"eval_{ctx.name}"
         self._measuring = True
-        place = next((parameter.device for parameter in ctx.model.parameters()), torch.device("cpu"))
+        device = device_of(ctx.model)
         for metric in self._metrics.values():
             metric.reset()
             if isinstance(metric, torch.nn.Module):
-                metric.to(place)
+                metric.to(device)
 
     def on_prediction_step(self, ctx: PredictionStepContext) -> None:
         if self._measuring and ctx.samples:

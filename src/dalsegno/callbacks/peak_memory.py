@@ -11,6 +11,7 @@ from dalsegno import ranks
 from dalsegno.callback import Callback
 from dalsegno.contexts import LogContext, TrainBeginContext, TrainEndContext
 from dalsegno.errors import ConfigurationError
+from dalsegno.pieces import device_of
 
 from .arguments import flag, writer
 from .default_metrics import peak_memory
@@ -57,7 +58,7 @@ class PeakMemory(Callback):
         self._peaks: list[int] = []  # of all ranks, as of the last record
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
-        self._device = next((each.device for each in ctx.model.parameters()), torch.device("cpu"))
+        self._device = device_of(ctx.model)
         self._peaks = []
         if self._snapshot and self._device.type == "cuda":
             torch.cuda.memory._record_memory_history(max_entries=100_000)

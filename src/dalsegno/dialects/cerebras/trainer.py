@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dalsegno.contexts import Context
+from dalsegno.pieces import device_of
 
 
 class Stand:
@@ -40,8 +41,7 @@ class Backend(Stand):
     is_tracing = False
 
     def __init__(self, model: nn.Module) -> None:
-        parameter = next(model.parameters(), None)
-        self.torch_device = self.device = parameter.device if parameter is not None else torch.device("cpu")
+        self.torch_device = self.device = device_of(model)
         self.is_cpu = self.device.type == "cpu"
         self.is_gpu = self.device.type == "cuda"
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from dalsegno import ranks
 from dalsegno.contexts import Context
+from dalsegno.pieces import device_of
 from dalsegno.schedule import AnyOccasion, Every, When
 
 _NEVER = sys.maxsize  # steps: none is a multiple of it
@@ -85,8 +86,7 @@ class Arguments:
 
     @property
     def device(self) -> Any:
-        parameter = next(iter(self._model.parameters()), None)
-        return "cpu" if parameter is None else parameter.device
+        return device_of(self._model)
 
     @property
     def n_gpu(self) -> int:

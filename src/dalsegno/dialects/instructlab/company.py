@@ -20,6 +20,7 @@ from dalsegno.contexts import (
     StepEndContext,
     TrainBeginContext,
 )
+from dalsegno.pieces import device_of
 
 from .context import TrainingContext
 
@@ -37,7 +38,7 @@ class Company(Callback):
         args, model = context.args, context.model
         self._state = context.state
         self._alone = ranks.world_size() == 1
-        self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self._device = device_of(model)
         self._always: dict[str, Any] = {
             "output_dir": str(args.directory),
             "model_name_or_path": str(getattr(getattr(model, "config", None), "name_or_path", None) or ""),
