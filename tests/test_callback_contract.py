@@ -3,75 +3,27 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import apprise
 import pytest
 import torch
-from torch import Tensor, nn
-from torchmetrics.regression import MeanAbsoluteError
 
 import dalsegno as ds
 from dalsegno import callbacks
 from dalsegno.callback import global_callbacks
 from dalsegno.component import Stateful
-from dalsegno.testing import TinyRegression, compare_runs, tiny_regression_data
+from dalsegno.testing import compare_runs, tiny_regression_data
+from support.builtins import RECIPES, Model, build
 from support.languages import Letters
 from support.listeners import Listener
 from support.small import same, small_trainer, weights
 
 STEPS = 12
 
-# Those that can only be built with arguments, or do nothing interesting without.
-RECIPES: dict[str, Callable[[], ds.Callback]] = {
-    "DivergenceDetector": lambda: callbacks.DivergenceDetector(warmup=2, threshold=100.0),
-    "JsonLogger": lambda: callbacks.JsonLogger(run="contract"),
-    "DefaultMetrics": lambda: callbacks.DefaultMetrics(peak_hardware_flops=1e12),
-    "ProgressCallback": lambda: callbacks.ProgressCallback(use_tqdm=False),
-    "ProgressCallback with bars": lambda: callbacks.ProgressCallback(use_tqdm=True),
-    "InfoCallback": lambda: callbacks.InfoCallback(verbose=True),
-    "ComputeNorm": lambda: callbacks.ComputeNorm(per_layer=True),
-    "EarlyStopping": lambda: callbacks.EarlyStopping(patience=100),
-    "ExpertLoadBalance": lambda: callbacks.ExpertLoadBalance(every=2, router=r"layers\.3$"),
-    "GarbageCollection": lambda: callbacks.GarbageCollection(every=2),
-    "GradHistogram": lambda: callbacks.GradHistogram(every=2),
-    "LearningDynamics": lambda: callbacks.LearningDynamics(every=2),
-    "LogOptimizerParamGroup": lambda: callbacks.LogOptimizerParamGroup(["lr", "weight_decay"]),
-    "PeakMemory": lambda: callbacks.PeakMemory(do_log=True),
-    "ModelEvalMetrics": lambda: callbacks.ModelEvalMetrics(
-        {"error": MeanAbsoluteError()}, select=lambda outputs, batch: (batch["y"], batch["y"])
-    ),
-    "Notify": lambda: callbacks.Notify("json://127.0.0.1:9/"),
-    "ScaleLoss": lambda: callbacks.ScaleLoss(1.0),
-    "SkipSamples": lambda: callbacks.SkipSamples(0),
-    "ScopedFlags": lambda: callbacks.ScopedFlags({"cudnn.benchmark": True}),
-    "TextgenCallback": lambda: callbacks.TextgenCallback(
-        ["the cat", "a"], generation_config={"do_sample": True}, generation_steps=4, max_new_tokens=3
-    ),
-}
-
-
-class Model(TinyRegression):
-    """One that all of them can listen to: given ids alone, it has logits for what follows."""
-
-    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
-        if y is not None:
-            return super().forward(x, y)
-        letters = len(Letters.alphabet)
-        logits: Tensor = self.layers(nn.functional.one_hot(x % 8, 8).float()) * torch.arange(letters)
-        return logits
-
-
 every_builtin = pytest.mark.parametrize("name", sorted({*callbacks.__all__, *RECIPES}))
-
-
-def build(name: str) -> ds.Callback:
-    recipe = RECIPES.get(name) or getattr(callbacks, name)
-    callback = recipe()
-    assert isinstance(callback, ds.Callback)
-    return callback
 
 
 def trainer(output_dir: Path, *own: ds.Callback, max_steps: int = STEPS, schedule: str = "linear") -> ds.Trainer:

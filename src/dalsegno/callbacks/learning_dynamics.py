@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dalsegno.contexts import Context, PreOptimizerStepContext, StepEndContext
-from dalsegno.pieces import Piece, Readings, dense, named_parameters, norms, parameter_pieces, reduced
+from dalsegno.pieces import Piece, Readings, dense, named_parameters, norms, parameter_pieces, read_together, reduced
 
 from .arguments import whole
 from .record_callback import RecordCallback
@@ -58,7 +58,7 @@ class LearningDynamics(RecordCallback):
         measured, self._measured = self._measured, []
         if not measured or not self.writing:
             return
-        weights, ratios, snr = (each.read() for each in measured)
+        weights, ratios, snr = read_together(measured)
         self.write(ctx, {"weight_norms": weights, "update_ratios": ratios} | ({"gradient_snr": snr} if snr else {}))
 
 

@@ -12,13 +12,13 @@ from torch.utils.hooks import RemovableHandle
 
 from dalsegno import ranks
 from dalsegno.callback import Callback
-from dalsegno.contexts import MicrobatchBeginContext, StepEndContext, TrainBeginContext, TrainEndContext
+from dalsegno.contexts import StepEndContext, TrainBeginContext, TrainEndContext
 from dalsegno.errors import ConfigurationError
 from dalsegno.pieces import cleaned
 
 from .arguments import flag
 
-_AT_ONCE = 4096  # findings looked at together where nothing is logged for long
+_NONE = 2**62
 
 
 class NaNChecker(Callback):
@@ -42,12 +42,15 @@ class NaNChecker(Callback):
     def __init__(self, gradients: bool = True) -> None:
         self._gradients = flag("NaNChecker", "gradients", gradients)
         self._handles: list[RemovableHandle] = []
-        self._findings: list[tuple[int, str, Tensor]] = []  # step, what, whether all is finite; in order
-        self._broken: tuple[int, str] | None = None
-        self._step = 0
+        self._what: list[str] = []  # of this step, in order
+        self._finite: list[Tensor] = []  # whether all of it is
+        self._steps: list[tuple[int, int, list[str]]] = []
+        """Of the steps since the last reading: the number of the first finding, the step, what was looked at."""
+        self._first: Tensor | None = None
+        """The number of the first broken finding, or _NONE; on the device."""
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
-        self._findings, self._broken = [], None
+        self._what, self._finite, self._steps, self._first = [], [], [], None
         if getattr(ctx.model, "_compiled_call_impl", None) is not None:
             raise ConfigurationError(
                 "NaNChecker: a compiled model has no modules left to look into; torch_compile=False"
@@ -56,15 +59,10 @@ class NaNChecker(Callback):
             shown = cleaned(f"{name}.").removesuffix(".") or type(module).__name__
             self._handles.append(module.register_forward_hook(self._looking_at(shown)))
 
-    def on_microbatch_begin(self, ctx: MicrobatchBeginContext) -> None:
-        self._step = ctx.state.global_step + 1
-
     def on_step_end(self, ctx: StepEndContext) -> None:
-        if not (ctx.state.will_log or ctx.state.will_save or len(self._findings) > _AT_ONCE):
-            return
-        self._read()
-        if self._broken is not None:
-            step, what = self._broken
+        self._note_step(ctx.step)
+        if (ctx.state.will_log or ctx.state.will_save) and (broken := self._read()) is not None:
+            step, what = broken
             ctx.control.stop(f"{what} is not finite, first in step {step}, on rank {ranks.rank()}", save=False)
 
     def on_train_end(self, ctx: TrainEndContext) -> None:
@@ -76,22 +74,43 @@ class NaNChecker(Callback):
             if not torch.is_grad_enabled():  # an evaluation's
                 return
             for tensor in _tensors(outputs):
-                self._findings.append((self._step, f"the output of {name}", tensor.detach().isfinite().all()))
+                self._note(f"the output of {name}", tensor)
                 if self._gradients and tensor.requires_grad:
                     tensor.register_hook(partial(self._note_gradient, name))  # type: ignore[no-untyped-call]
 
         return look
 
     def _note_gradient(self, name: str, gradient: Tensor) -> None:
-        what = f"the gradient of the output of {name}"
-        self._findings.append((self._step, what, gradient.detach().isfinite().all()))
+        self._note(f"the gradient of the output of {name}", gradient)
 
-    def _read(self) -> None:
-        findings, self._findings = self._findings, []
-        if findings and self._broken is None:
-            finite = torch.stack([each.to(findings[0][2].device) for *_, each in findings]).tolist()
-            broken = (found[:2] for found, is_finite in zip(findings, finite, strict=True) if not is_finite)
-            self._broken = next(broken, None)
+    def _note(self, what: str, tensor: Tensor) -> None:
+        self._what.append(what)
+        self._finite.append(tensor.detach().isfinite().all())
+
+    def _note_step(self, step: int) -> None:
+        """Make one number of this step's findings, where they lie."""
+        what, finite, self._what, self._finite = self._what, self._finite, [], []
+        if not finite:
+            return
+        begins = 0
+        if self._steps:
+            begins, _, before = self._steps[-1]
+            begins += len(before)
+            what = before if what == before else what  # most steps are alike
+        self._steps.append((begins, step, what))
+        place = finite[0].device
+        together = torch.stack([each if each.device == place else each.to(place) for each in finite])
+        first = torch.where(together.all(), _NONE, begins + together.byte().argmin())
+        self._first = first if self._first is None else torch.minimum(self._first, first)
+
+    def _read(self) -> tuple[int, str] | None:
+        """Step and name of the first that was broken."""
+        steps, first, self._steps, self._first = self._steps, self._first, [], None
+        number = _NONE if first is None else int(first)
+        for begins, step, what in steps:
+            if begins <= number < begins + len(what):
+                return step, what[number - begins]
+        return None
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
