@@ -6,8 +6,6 @@ import errno
 import fcntl
 import json
 import os
-import secrets
-import socket
 import struct
 import sys
 import time
@@ -81,7 +79,7 @@ class DirectoryLock:
 
     def _take(self, descriptor: int) -> None:
         holder, folder = Holder.read(descriptor), self._path.parent
-        is_here = holder is not None and holder.host == socket.gethostname()
+        is_here = holder is not None and holder.host == os.uname().nodename
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_alive = False
@@ -95,7 +93,7 @@ class DirectoryLock:
         if holder is not None and not is_here and not (self._take_over or holder.is_surely_dead()):
             raise Locked(
                 f"{folder}: in use by {holder}, and whether that one still lives cannot be seen from this host "
-                f"({socket.gethostname()}); if it does not, delete {self._path.name} there, or train with "
+                f"({os.uname().nodename}); if it does not, delete {self._path.name} there, or train with "
                 "TrainingArguments(take_over_lock=True) once"
             )
 
@@ -129,7 +127,7 @@ class Holder:
     @classmethod
     def here(cls) -> Holder:
         """This process."""
-        return cls(socket.gethostname(), os.getpid(), time.time(), secrets.token_hex(8), _lives_of_this_job())
+        return cls(os.uname().nodename, os.getpid(), time.time(), os.urandom(8).hex(), _lives_of_this_job())
 
     @classmethod
     def read(cls, descriptor: int) -> Holder | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dalsegno.cli import COMMANDS, main
+from dalsegno.cli import COMMANDS, demo, main
 
 HEAVY = ("torch", "numpy", "safetensors", "matplotlib", "multiprocessing", "dataclasses")
 
@@ -59,14 +59,14 @@ def test_an_interrupt_is_one_line_and_130(monkeypatch: pytest.MonkeyPatch, capsy
     def interrupt(arguments: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(COMMANDS["demo"], "run", interrupt)
+    monkeypatch.setattr(demo, "run", interrupt)
     assert main(["demo"]) == 130
     assert capsys.readouterr().err == "\ndalsegno: interrupted\n"
 
 
 def test_a_reader_that_goes_away_is_no_difference(tmp_path: Path) -> None:
     """Exit status 1 means that something differs, and nothing else does."""
-    code = "import sys; from dalsegno.cli import COMMANDS, main\nCOMMANDS['demo'].run = lambda _: print(flush=True)\n"
+    code = "import sys; from dalsegno.cli import demo, main\ndemo.run = lambda _: print(flush=True)\n"
     child = subprocess.Popen(
         [sys.executable, "-c", f"{code}sys.stdin.read(); sys.exit(main(['demo']))"],
         stdin=subprocess.PIPE,

@@ -102,11 +102,11 @@ class FrameBlock:
         return len(self._frame)
 
     def kinds(self) -> NDArray[np.uint8]:
-        import polars as pl
-
-        places = {kind: place for place, kind in enumerate(KINDS)}
-        column = self._frame["kind"].replace_strict(places, default=len(KINDS), return_dtype=pl.UInt8)
-        return column.to_numpy()
+        column = self._frame["kind"]
+        places = np.full(len(column), len(KINDS), np.uint8)
+        for place, kind in enumerate(KINDS):
+            places[(column == kind).to_numpy()] = place
+        return places
 
     def numeric(self) -> list[str]:
         return [

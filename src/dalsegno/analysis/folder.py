@@ -12,7 +12,6 @@ from dalsegno.logs import Leg
 from dalsegno.logs.values import Record
 
 from .blocks import concatenate
-from .card import cards
 from .extras import need
 from .formats.find import LOOKED_FOR, loose_sources, source_of_file, source_of_run
 from .formats.source import Skipped, Source
@@ -123,6 +122,8 @@ class RunFolder(TrainingLog):
         self._refuse()
 
     def _repr_html_(self) -> str:
+        from .card import cards
+
         return cards(self.runs)
 
     def _note(self, run: TrainingLog) -> None:

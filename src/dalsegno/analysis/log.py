@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -152,7 +153,8 @@ class TrainingLog:
             run=self.name,
             program=self.source.program,
             kinds=self._columns.count_kinds(),
-            series=_Asked(["global_step", *told], self._series),
+            clock=self._series("global_step"),
+            series=_Asked(told, self._curve),
             lives=self.lineage(),
             skipped=self.skipped.count,
         )
@@ -213,12 +215,17 @@ class TrainingLog:
         return card(self)
 
     def _series(self, name: str, kind: str | None = None) -> Series:
-        columns, here = self._columns.columns, self._columns.of_kind(name, kind)
+        columns, here = self._columns.columns, self._columns.of_kind(name, kind).present
         epochs, times = (
-            columns[other].at(here.present) if len(columns[other].values) else None for other in ("epoch", "timestamp")
+            columns[other].at(here) if len(columns[other].values) else None for other in ("epoch", "timestamp")
         )
-        steps = columns["global_step"].at(here.present).astype(np.int64)
-        return Series(name=name, run=self.name, steps=steps, values=here.values, epochs=epochs, times=times)
+        return replace(self._curve(name, kind), epochs=epochs, times=times)
+
+    def _curve(self, name: str, kind: str | None = None) -> Series:
+        """Without epochs and times."""
+        here = self._columns.of_kind(name, kind)
+        steps = self._columns.columns["global_step"].at(here.present).astype(np.int64)
+        return Series(name=name, run=self.name, steps=steps, values=here.values)
 
     def _read(self, names: Iterable[str], also: Callable[[str], bool] = lambda name: False) -> None:
         """Have these columns, all others that ``also`` is true of, and the bookkeeping, as they are in the file now."""

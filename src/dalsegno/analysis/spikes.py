@@ -107,8 +107,7 @@ def _usual(values: Floats, window: int) -> tuple[Floats, Floats]:
     medians, deviations = (np.concatenate(part) for part in zip(*parts, strict=True))
     deviations = np.maximum(deviations, LEAST_NOISE * np.abs(medians))
     deviations[deviations == 0] = np.finfo(np.float64).tiny
-    of_record = np.arange(n - window) // stride
-    usual[window:], noise[window:] = medians[of_record], deviations[of_record]
+    usual[window:], noise[window:] = (np.repeat(each, stride)[: n - window] for each in (medians, deviations))
     return usual, noise
 
 

@@ -87,15 +87,21 @@ def is_told(name: str) -> bool:
 
 
 def summarize(
-    run: str, program: str, kinds: dict[str, int], series: Mapping[str, Series], lives: Sequence[Life], skipped: int
+    *,
+    run: str,
+    program: str,
+    kinds: dict[str, int],
+    clock: Series,
+    series: Mapping[str, Series],
+    lives: Sequence[Life],
+    skipped: int,
 ) -> Summary:
     """
     Args:
         kinds: how many records of each.
-        series: the metrics that are told; ``global_step`` is the one of all records. Each is asked for when it is
-            its turn, and then forgotten.
+        clock: steps, epochs and times of all records.
+        series: the metrics that are told. Each is asked for when it is its turn, and then forgotten.
     """
-    clock = series["global_step"]
     ends, epochs = _ends(clock.times), _ends(clock.epochs)
     loss = loss_of(series)
     of_loss = _summary(series, [loss] if loss else [])

@@ -2,31 +2,25 @@
 
 Each command is a module with ``describe(parser)`` and ``run(arguments) -> exit status``, or a group of commands: a
 package with ``COMMANDS`` of its own. Only here are imports allowed inside of functions: torch takes more than a second
-to import, and ``dalsegno --help`` shall not wait for it. What a command needs it imports when it runs.
+to import, and ``dalsegno --help`` shall not wait for it. What a command needs it imports when it runs, and of the
+commands only the one that is called is imported at all.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 from dalsegno.errors import DalsegnoError, UnknownName
 
-from . import callbacks, check_resume, checkpoints, demo, logs, train
-
-COMMANDS: dict[str, ModuleType] = {
-    "demo": demo,
-    "train": train,
-    "callbacks": callbacks,
-    "check-resume": check_resume,
-    "logs": logs,
-    "checkpoints": checkpoints,
-}
+COMMANDS = ("demo", "train", "callbacks", "check-resume", "logs", "checkpoints")
+"""In the order of their help."""
 
 FAILED = 2
 """Exit status: what was asked for could not be done. 1 is a command's own "no"."""
@@ -40,8 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a bar of question marks is better than none
     try:
-        _check_names(words, COMMANDS)
-        arguments = _parser().parse_args(words)
+        arguments = _parser(words).parse_args(words)
         status: int = arguments.run(arguments)
         return status
     except DalsegnoError as error:
@@ -55,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dalsegno",
         description="Training runs that survive being killed.",
@@ -63,42 +56,36 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
-    _add_commands(parser, COMMANDS)
+    _add_commands(parser, sys.modules[__name__], words)
     return parser
 
 
-def _add_commands(parser: argparse.ArgumentParser, commands: Mapping[str, ModuleType]) -> None:
+def _add_commands(parser: argparse.ArgumentParser, group: ModuleType, words: Sequence[str], called: str = "") -> None:
+    """The one command of the group that ``words`` begin with; all of them where they begin with an option.
+
+    Raises:
+        UnknownName: if they begin with something else. (argparse would list all that there are, and name none.)
+    """
+    names: Sequence[str] = group.COMMANDS
+    if words and not words[0].startswith("-"):
+        if words[0] not in names:
+            raise UnknownName(f"{called}command", words[0], names)
+        names = words[:1]
     places = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name, module in commands.items():
-        summary = (module.__doc__ or "").partition("\n")[0]
+    for name in names:
+        module = importlib.import_module(f"{group.__name__}.{name.replace('-', '_')}")
         command = places.add_parser(
             name,
-            help=summary,
+            help=(module.__doc__ or "").partition("\n")[0],
             description=module.__doc__,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        if inner := _commands_of(module):
-            _add_commands(command, inner)
+        if hasattr(module, "COMMANDS"):
+            _add_commands(command, module, words[1:], f"{called}{name} ")
         else:
             module.describe(command)
             command.set_defaults(run=module.run)
-
-
-def _check_names(words: Sequence[str], commands: Mapping[str, ModuleType], group: str = "") -> None:
-    """argparse would list all commands there are, and name none that may have been meant."""
-    if not words or words[0].startswith("-"):
-        return
-    if words[0] not in commands:
-        raise UnknownName(f"{group}command", words[0], commands)
-    if inner := _commands_of(commands[words[0]]):
-        _check_names(words[1:], inner, f"{group}{words[0]} ")
-
-
-def _commands_of(module: ModuleType) -> Mapping[str, ModuleType]:
-    """The commands of a group; none where the module is a command itself."""
-    inner: Mapping[str, ModuleType] = getattr(module, "COMMANDS", {})
-    return inner
 
 
 class _Version(argparse.Action):

@@ -1,13 +1,30 @@
-"""Logs: one record a line, cut back on resume to what the checkpoint knew. Nothing here imports torch."""
+"""Logs: one record a line, cut back on resume to what the checkpoint knew. Nothing here imports torch.
+
+Who only reads a log need not wait for what writes one: so these names are imported when they are first used.
+"""
 
 from __future__ import annotations
 
-from .clock import is_wall_clock, timeless
-from .event_files import EventPosition
-from .legs import Leg, RunFile, RunRecord
-from .reader import ReadReport, read_records
-from .rewind import Position, RewindReport
-from .writer import RecordLog
+from typing import TYPE_CHECKING
+
+from dalsegno.lazy import handed_out
+
+if TYPE_CHECKING:
+    from .clock import is_wall_clock, timeless
+    from .event_files import EventPosition
+    from .legs import Leg, RunFile, RunRecord
+    from .reader import ReadReport, read_records
+    from .rewind import Position, RewindReport
+    from .writer import RecordLog
+
+_HOMES = {
+    "clock": ("is_wall_clock", "timeless"),
+    "event_files": ("EventPosition",),
+    "legs": ("Leg", "RunFile", "RunRecord"),
+    "reader": ("ReadReport", "read_records"),
+    "rewind": ("Position", "RewindReport"),
+    "writer": ("RecordLog",),
+}
 
 __all__ = [
     "EventPosition",
@@ -22,3 +39,6 @@ __all__ = [
     "read_records",
     "timeless",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = handed_out(__name__, _HOMES)

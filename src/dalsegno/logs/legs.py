@@ -6,8 +6,6 @@ import dataclasses
 import json
 import logging
 import os
-import secrets
-import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -91,7 +89,7 @@ class RunFile:
                 started=time.time(),
                 from_checkpoint=from_checkpoint,
                 world_size=world_size,
-                host=socket.gethostname(),
+                host=os.uname().nodename,
                 pid=os.getpid(),
                 first_step=first_step,
                 last_step=first_step,
@@ -131,7 +129,7 @@ class RunFile:
             files.rename(self.path, aside)
             logger.warning("%s; it is now %s, and the list of legs starts anew", error, aside.name)
             run = None
-        return run or RunRecord(run_id=secrets.token_hex(8), created=time.time())
+        return run or RunRecord(run_id=os.urandom(8).hex(), created=time.time())
 
     def _write(self, run: RunRecord) -> None:
         data = {"format": FORMAT, **to_json(dataclasses.asdict(run))}

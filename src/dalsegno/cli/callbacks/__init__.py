@@ -5,6 +5,5 @@ These are the names that a configuration may use: see 'dalsegno train --help'.
 
 from __future__ import annotations
 
-from . import list, show
-
-COMMANDS = {"list": list, "show": show}
+COMMANDS = ("list", "show")
+"""In the order of their help."""

@@ -6,6 +6,5 @@ the newest is taken.
 
 from __future__ import annotations
 
-from . import diff, export, list, prune, show, verify
-
-COMMANDS = {"list": list, "verify": verify, "show": show, "diff": diff, "prune": prune, "export": export}
+COMMANDS = ("list", "verify", "show", "diff", "prune", "export")
+"""In the order of their help."""

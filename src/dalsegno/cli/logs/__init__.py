@@ -6,20 +6,8 @@ Lightning, TensorBoard, and JSON lines of any kind.
 
 from __future__ import annotations
 
-from . import compare, detect, diff, export, heatmap, lineage, list, plot, report, show, spikes, summary, tail
-
-COMMANDS = {
-    "list": list,
-    "summary": summary,
-    "show": show,
-    "tail": tail,
-    "plot": plot,
-    "heatmap": heatmap,
-    "compare": compare,
-    "diff": diff,
-    "spikes": spikes,
-    "detect": detect,
-    "lineage": lineage,
-    "export": export,
-    "report": report,
-}
+COMMANDS = (
+    *("list", "summary", "show", "tail", "plot", "heatmap", "compare", "diff", "spikes", "detect", "lineage", "export"),
+    "report",
+)
+"""In the order of their help."""
