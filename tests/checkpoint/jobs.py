@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
 import os
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -297,3 +298,45 @@ def save_where_one_rank_begins_anew(directory: Path) -> list[int]:
         counts.append(next(asked) - 1)
         asked = itertools.count(counts[-1] + 1)
     return counts
+
+
+def load_while_a_file_fails(directory: Path, what: str) -> str:
+    """Load a model of two tensors, between which something happens to their file. What is said then."""
+    model = nn.Linear(1000, 1000)
+    manager, sharded = CheckpointManager(directory), [ModelState(model)]
+    manager.save(1, sharded, [])
+    checkpoint = manager.find()
+    assert checkpoint is not None
+    original, read = DefaultLoadPlanner.commit_tensor, os.preadv
+
+    def fail(*args: Any) -> int:
+        number = errno.EIO if what == "no disk" else errno.ESTALE
+        raise OSError(number, os.strerror(number))
+
+    def commit(*args: Any) -> None:
+        original(*args)
+        if what == "cut":
+            os.truncate(checkpoint.file("model/shard-00000.safetensors"), 5000)
+        else:
+            os.preadv = fail
+
+    DefaultLoadPlanner.commit_tensor = commit
+    try:
+        manager.load(checkpoint, sharded, [])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        os.preadv = read
+    return "loaded"
+
+
+def load_and_empty_the_files(directory: Path) -> list[float]:
+    """The tensor in a callback's state, looked at when nothing is left of the checkpoint's files."""
+    manager, saved = CheckpointManager(directory), Saved(seed=1)
+    checkpoint = manager.find()
+    assert checkpoint is not None
+    manager.load(checkpoint, saved.sharded, saved.components)
+    for path in checkpoint.path.rglob("*.safetensors"):
+        os.truncate(path, 0)
+    state: list[float] = saved.notes.state["tensor"].tolist()
+    return state

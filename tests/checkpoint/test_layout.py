@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from checkpoint.sameness import bits
 from dalsegno import files
 from dalsegno.checkpoint.device import DeviceCopies
-from dalsegno.checkpoint.layout import DTYPES, Layout, MappedFile, Piece
+from dalsegno.checkpoint.layout import DTYPES, Layout, Piece, StoredFile
 from dalsegno.checkpoint.staging import Buffer, TensorFile, streamed
 from dalsegno.errors import DamagedCheckpoint
 
@@ -85,16 +85,16 @@ def test_safetensors_reads_it(tmp_path: Path, source: Source) -> None:
 
 def test_whatever_their_strides(tmp_path: Path, source: Source) -> None:
     tensors = of_every_shape()
-    mapped = MappedFile(write(tmp_path, tensors, source))
-    for name, span in mapped.spans().items():
-        assert torch.equal(mapped.tensor(span, tensors[name].dtype, tensors[name].shape), tensors[name]), name
+    stored = StoredFile(write(tmp_path, tensors, source))
+    for name, span in stored.spans().items():
+        assert torch.equal(stored.tensor(span, tensors[name].dtype, tensors[name].shape), tensors[name]), name
 
 
 def test_tensors_begin_at_a_page_and_lie_aligned(tmp_path: Path, source: Source) -> None:
     path = write(
         tmp_path, {"odd": torch.ones(3, dtype=torch.uint8), "wide": torch.ones(2, dtype=torch.float64)}, source
     )
-    spans = MappedFile(path).spans()
+    spans = StoredFile(path).spans()
     assert spans == {"wide": (4096, 4112), "odd": (4112, 4115)}
     assert path.stat().st_size == 4115
 
@@ -170,10 +170,10 @@ def test_a_file_that_is_no_safetensors(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "bad.safetensors"
     path.write_bytes(content)
     with pytest.raises(DamagedCheckpoint, match=r"bad\.safetensors"):
-        MappedFile(path).spans()
+        StoredFile(path).spans()
 
 
 def test_bytes_that_are_not_there(tmp_path: Path) -> None:
     path = write(tmp_path, {"x": torch.zeros(3)}, kept)
     with pytest.raises(DamagedCheckpoint, match=r"bytes 4096 to 9000 are no float32 of shape \[1226\]"):
-        MappedFile(path).tensor((4096, 9000), torch.float32, [1226])
+        StoredFile(path).tensor((4096, 9000), torch.float32, [1226])

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import dalsegno as ds
 from dalsegno import ranks
-from dalsegno.checkpoint.storage import ShardReader
+from dalsegno.checkpoint.layout import StoredFile
 from dalsegno.events import Event
 from dalsegno.testing import FaultPlan, tiny_regression_data
 from support.listeners import Listener
@@ -52,14 +52,13 @@ def tuned(
         if not told.get("weights"):
             told["weights"] = {name: whole(each) for name, each in ctx.model.state_dict().items()}
 
-    box = ShardReader._box
+    fill = StoredFile.fill
 
-    def counted(self: ShardReader, item: Any) -> Tensor:
-        part = box(self, item)
-        told["read"] += part.numel()
-        return part
+    def counted(self: StoredFile, target: Tensor, *rest: Any) -> None:
+        fill(self, target, *rest)
+        told["read"] += target.numel()
 
-    ShardReader._box = counted  # type: ignore[method-assign]
+    StoredFile.fill = counted  # type: ignore[method-assign]
     args = arguments(
         output_dir,
         max_steps=4,
@@ -75,7 +74,7 @@ def tuned(
         trainer.remove_callback(name)
     settings = {"load_components": ("model",), **how}
     result = trainer.train(origin, **settings)
-    ShardReader._box = box  # type: ignore[method-assign]
+    StoredFile.fill = fill  # type: ignore[method-assign]
     return told | {"steps": result.global_step, "rank": ranks.rank(), "trained": trainer.state.global_step}
 
 

@@ -22,7 +22,7 @@ from dalsegno.errors import CannotSave, ConfigurationError, NotFound
 
 from . import index, survey
 from .index import Index, StoredTensor
-from .layout import SAFETENSORS_NAMES, MappedFile, byte_count, name_of
+from .layout import SAFETENSORS_NAMES, StoredFile, byte_count, name_of
 from .loading import SavedStates
 from .manifest import Checkpoint
 
@@ -137,7 +137,7 @@ def byte_size(value: int | str) -> int:
 
 
 def assembled(name: str, stored: StoredTensor, checkpoint: Checkpoint) -> torch.Tensor:
-    """A whole tensor from its pieces; each file is mapped only while its piece is copied.
+    """A whole tensor from its pieces; each file is open only while its piece is copied.
 
     Raises:
         DamagedCheckpoint: if a piece does not lie where the index says.
@@ -147,7 +147,8 @@ def assembled(name: str, stored: StoredTensor, checkpoint: Checkpoint) -> torch.
         box = whole
         for dimension, (begin, length) in enumerate(zip(piece.offsets, piece.shape, strict=True)):
             box = box.narrow(dimension, begin, length)
-        box.copy_(MappedFile(checkpoint.file(piece.file)).tensor(piece.span, stored.dtype, piece.shape))
+        all_of_it = [(0, length) for length in piece.shape]
+        StoredFile(checkpoint.file(piece.file)).fill(box, piece.span, stored.dtype, piece.shape, all_of_it)
     return whole
 
 

@@ -1,4 +1,4 @@
-"""One file of tensors: laid out, and mapped back.
+"""One file of tensors: laid out, and read back.
 
 The file is plain safetensors, so any reader of that format opens it. Its header is padded with spaces until the
 tensors begin at a page boundary; they follow without gaps, wide element types first, so that each lies aligned. What a
@@ -9,8 +9,8 @@ types that not every reader of safetensors knows travel as bytes, with one more 
 from __future__ import annotations
 
 import json
-import mmap
 import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +50,7 @@ DTYPES: dict[str, torch.dtype] = {str(dtype).removeprefix("torch."): dtype for d
 
 KNOWN = frozenset(DTYPES.values())
 
+_LARGEST_HEADER = 100_000_000  # bytes: what other readers of safetensors take, too
 _DTYPES_OF_SAFETENSORS = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 
 
@@ -134,8 +135,11 @@ def _header(placed: Sequence[tuple[Piece, tuple[int, int]]]) -> bytes:
     return (len(text) + padding).to_bytes(8, "little") + text + b" " * padding
 
 
-class MappedFile:
-    """A file of tensors on disk, its bytes mapped into memory.
+class StoredFile:
+    """A file of tensors on disk. Whatever is read of it is a copy.
+
+    It is not mapped into memory: a page that could not be read would end the process at once, by SIGBUS, and whoever
+    keeps a tensor would depend on what becomes of the file.
 
     Raises:
         DamagedCheckpoint: if it is no plain file, or too short to be one of ours.
@@ -144,23 +148,80 @@ class MappedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         with opened(path) as descriptor:
-            if os.fstat(descriptor).st_size < 8:
+            self._length = os.fstat(descriptor).st_size
+            if self._length < 8:
                 raise DamagedCheckpoint(f"{path}: not a file of tensors")
-            self._memory = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+            self._descriptor = os.dup(descriptor)
+        weakref.finalize(self, os.close, self._descriptor)
 
     def tensor(self, span: tuple[int, int], dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """The tensor of ``dtype`` and ``shape`` at ``span``, without a copy: valid while the file is mapped."""
+        """The tensor of ``dtype`` and ``shape`` at ``span``."""
+        self._check(span, dtype, shape)
+        memory = torch.empty(span[1] - span[0], dtype=torch.uint8)
+        self._read(memory, span[0])
+        return memory.view(dtype).view(list(shape))
+
+    def fill(
+        self,
+        target: torch.Tensor,
+        span: tuple[int, int],
+        dtype: torch.dtype,
+        shape: Sequence[int],
+        box: Sequence[tuple[int, int]],
+    ) -> None:
+        """Copy a box of the tensor at ``span`` into ``target``, on whatever device. Costs little memory.
+
+        Args:
+            target: of the box's shape.
+            box: where it begins, and its length, in each dimension.
+        """
+        self._check(span, dtype, shape)
+        if not shape:
+            target.copy_(self.tensor(span, dtype, shape))
+            return
+        (first, count), *inner = box
+        row = byte_count(shape[1:], dtype)
+        begin = span[0] + first * row
+        is_whole_rows = all(each == (0, size) for each, size in zip(inner, shape[1:], strict=True))
+        if is_whole_rows and target.dtype == dtype and _is_plain_memory(target):
+            self._read(target.view(-1).view(torch.uint8), begin)
+            return
+        at_once = max(1, files.DIRECT_PIECE // max(1, row))
+        bounce = torch.empty(min(count, at_once) * row, dtype=torch.uint8)
+        for done in range(0, count, at_once):
+            rows = min(at_once, count - done)
+            memory = bounce[: rows * row]
+            self._read(memory, begin + done * row)
+            part = memory.view(dtype).view(rows, *shape[1:])
+            for dimension, (at, length) in enumerate(inner, 1):
+                part = part.narrow(dimension, at, length)
+            target[done : done + rows].copy_(part)
+
+    def _check(self, span: tuple[int, int], dtype: torch.dtype, shape: Sequence[int]) -> None:
         begin, end = span
-        if not 0 <= begin <= end <= len(self._memory) or end - begin != byte_count(shape, dtype):
+        if not 0 <= begin <= end <= self._length or end - begin != byte_count(shape, dtype):
             raise DamagedCheckpoint(
                 f"{self.path}: bytes {begin} to {end} are no {name_of(dtype)} of shape {list(shape)} in it"
             )
-        if begin == end:
-            return torch.empty(list(shape), dtype=dtype)
-        raw = torch.frombuffer(self._memory, dtype=torch.uint8, count=end - begin, offset=begin)
-        if begin % dtype.itemsize:
-            raw = raw.clone()
-        return raw.view(dtype).view(list(shape))
+
+    def _read(self, memory: torch.Tensor, begin: int) -> None:
+        """Fill ``memory``, plain bytes, with those of the file from ``begin`` on.
+
+        Raises:
+            DamagedCheckpoint: if the file has become shorter.
+            OSError: if it cannot be read, which says nothing about it.
+        """
+        place = memory.numpy().data
+        try:
+            while place:
+                count = os.preadv(self._descriptor, [place], begin)
+                if count == 0:
+                    raise DamagedCheckpoint(f"{self.path}: has lost its end while it was being read")
+                place, begin = place[count:], begin + count
+        except OSError as error:
+            if error.errno is None:
+                raise
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def spans(self) -> dict[str, tuple[int, int]]:
         """Where each tensor lies, read from the file's own header."""
@@ -182,17 +243,19 @@ class MappedFile:
             dtype, place = _DTYPES_OF_SAFETENSORS[kind], (begin + span[0], begin + span[1])
             if not is_shape(shape):
                 raise DamagedCheckpoint(f"{self.path}: {name} has the shape {shape!r}")
-            self.tensor(place, dtype, shape)
+            self._check(place, dtype, shape)
             entries[name] = (dtype, tuple(shape), place)
         return entries
 
     def _header(self) -> tuple[int, dict[str, tuple[Any, Any, list[int]]]]:
         """Where the tensors begin; and of each its type, shape, and offsets from there, as the header tells them."""
-        length = int.from_bytes(self._memory[:8], "little")
-        if length > len(self._memory) - 8:
+        length = int.from_bytes(self._bytes(0, 8), "little")
+        if length > self._length - 8:
             raise DamagedCheckpoint(f"{self.path}: its header is cut off")
+        if length > _LARGEST_HEADER:
+            raise DamagedCheckpoint(f"{self.path}: its header is larger than any of safetensors")
         try:
-            header = json.loads(self._memory[8 : 8 + length])
+            header = json.loads(self._bytes(8, length))
             header.pop("__metadata__", None)
             entries = {
                 name: (entry.get("dtype"), entry.get("shape"), entry["data_offsets"]) for name, entry in header.items()
@@ -202,3 +265,14 @@ class MappedFile:
         if not all(is_shape(span) and len(span) == 2 for _, _, span in entries.values()):
             raise DamagedCheckpoint(f"{self.path}: its header has data_offsets that are none")
         return 8 + length, entries
+
+    def _bytes(self, begin: int, length: int) -> bytes:
+        memory = torch.empty(length, dtype=torch.uint8)
+        self._read(memory, begin)
+        return memory.numpy().tobytes()
+
+
+def _is_plain_memory(tensor: torch.Tensor) -> bool:
+    """Whether its bytes lie one behind the other; where there is only one element, its stride may be any."""
+    is_packed = tensor.is_contiguous() and tensor.stride(-1) == 1
+    return is_packed and tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg()

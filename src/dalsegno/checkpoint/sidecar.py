@@ -23,7 +23,7 @@ from dalsegno.component import State
 from dalsegno.errors import DamagedCheckpoint
 
 from .codec import Arrays, Json, decode, encode
-from .layout import MappedFile
+from .layout import StoredFile
 from .manifest import Checkpoint, ComponentRecord, read_json
 from .staging import Document
 
@@ -100,15 +100,15 @@ def read_sidecar(checkpoint: Checkpoint, name: str) -> dict[str, SavedState]:
     path = checkpoint.file(f"{name}.json")
     content = read_json(path)
     arrays_name = f"{name}.safetensors"
-    mapped = MappedFile(checkpoint.file(arrays_name)) if arrays_name in checkpoint.manifest.files else None
-    spans = mapped.spans() if mapped else {}
+    stored = StoredFile(checkpoint.file(arrays_name)) if arrays_name in checkpoint.manifest.files else None
+    spans = stored.spans() if stored else {}
 
     def decoded(json: Json, key: str, number: int) -> State:
         def read_array(array: str, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
             span = spans.get(_array_name(key, number, array))
-            if mapped is None or span is None:
+            if stored is None or span is None:
                 raise DamagedCheckpoint(f"{path}: the tensor {array!r} of {key} is not beside it")
-            return mapped.tensor(span, dtype, shape)
+            return stored.tensor(span, dtype, shape)
 
         return decode(json, read_array, key)
 

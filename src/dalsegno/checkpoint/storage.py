@@ -1,7 +1,8 @@
 """Model and optimizer through PyTorch's Distributed Checkpoint (DCP), which plans, deduplicates and reshards.
 
 DCP's own storage pickles its metadata, and what is no tensor. Ours takes tensors only: saving lays out files, which
-somebody else fills and streams to disk; reading maps them; what lies where stands in the :class:`~.index.Index`.
+somebody else fills and streams to disk; reading copies out of them; what lies where stands in the
+:class:`~.index.Index`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from dalsegno import ranks
 from dalsegno.errors import DamagedCheckpoint, RankFailed
 
 from .index import Index, StoredPiece, StoredTensor
-from .layout import Layout, MappedFile, Piece
+from .layout import Layout, Piece, StoredFile
 
 Tensors = dict[str, dict[str, torch.Tensor]]
 """By component and name; DTensors for what is spread over the ranks."""
@@ -159,7 +160,7 @@ class _Planned(StorageWriter):
 
 
 class ShardReader(StorageReader):
-    """Copies out of mapped files; each rank maps only those that it needs a part of."""
+    """Copies out of files; each rank reads only what it needs."""
 
     def __init__(self, files: Files, index: Index) -> None:
         self._files = files
@@ -169,7 +170,7 @@ class ShardReader(StorageReader):
             for name, stored in index.tensors.items()
             for piece in stored.pieces
         }
-        self._mapped: dict[str, MappedFile] = {}
+        self._opened: dict[str, StoredFile] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
@@ -201,21 +202,19 @@ class ShardReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
             target = planner.resolve_tensor(item).detach()
-            target.copy_(self._box(item))
+            self._fill(target, item)
             planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def _box(self, item: ReadItem) -> torch.Tensor:
+    def _fill(self, target: torch.Tensor, item: ReadItem) -> None:
         piece = self._pieces[item.storage_index]
-        if piece.file not in self._mapped:
-            self._mapped[piece.file] = MappedFile(self._files.file(piece.file))
+        if piece.file not in self._opened:
+            self._opened[piece.file] = StoredFile(self._files.file(piece.file))
         dtype = self._index.tensors[item.storage_index.fqn].dtype
-        tensor = self._mapped[piece.file].tensor(piece.span, dtype, piece.shape)
-        for dimension, (begin, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-            tensor = tensor.narrow(dimension, begin, length)
-        return tensor
+        box = list(zip(item.storage_offsets, item.lengths, strict=True))
+        self._opened[piece.file].fill(target, piece.span, dtype, piece.shape, box)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -19,7 +19,7 @@ from dalsegno.errors import DamagedCheckpoint, NotFound
 
 from .export import INDEX, MODEL, WHOLE
 from .index import Index, StoredPiece, StoredTensor
-from .layout import MappedFile
+from .layout import StoredFile
 from .loading import LoadReport
 from .manifest import Checkpoint, read_json
 from .parts import Stored, misfits, restore_sharded
@@ -70,12 +70,12 @@ class Weights:
         return Stored(self, self.index, {MODEL: {"tied": tied, "extra": {}}}, {})
 
     def _are_equal(self, one: str, other: str) -> bool:
-        return torch.equal(self._mapped(one), self._mapped(other))
+        return torch.equal(self._read(one), self._read(other))
 
-    def _mapped(self, name: str) -> torch.Tensor:
+    def _read(self, name: str) -> torch.Tensor:
         stored = self.index.tensors[f"{MODEL}.{name}"]
         (piece,) = stored.pieces
-        return MappedFile(self.paths[piece.file]).tensor(piece.span, stored.dtype, stored.shape)
+        return StoredFile(self.paths[piece.file]).tensor(piece.span, stored.dtype, stored.shape)
 
 
 def load_weights(path: Path, model: ModelState, *, allowed: Collection[str] = ()) -> LoadReport:
@@ -152,5 +152,5 @@ def _weight_map(path: Path) -> dict[str, str]:
 def _tensors_in(name: str, path: Path) -> dict[str, StoredTensor]:
     return {
         tensor: StoredTensor(dtype, shape, (StoredPiece(name, span, (0,) * len(shape), shape),))
-        for tensor, (dtype, shape, span) in MappedFile(path).entries().items()
+        for tensor, (dtype, shape, span) in StoredFile(path).entries().items()
     }
