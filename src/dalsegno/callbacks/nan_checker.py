@@ -61,13 +61,20 @@ class NaNChecker(Callback):
 
     def on_step_end(self, ctx: StepEndContext) -> None:
         self._note_step(ctx.step)
-        if (ctx.state.will_log or ctx.state.will_save) and (broken := self._read()) is not None:
-            step, what = broken
-            ctx.control.stop(f"{what} is not finite, first in step {step}, on rank {ranks.rank()}", save=False)
+        if ctx.state.will_log or ctx.state.will_save:
+            self._judge(ctx)
 
     def on_train_end(self, ctx: TrainEndContext) -> None:
         while self._handles:
             self._handles.pop().remove()
+
+    def _judge(self, ctx: StepEndContext) -> None:
+        """On all ranks: what breaks on one of them is in the weights of all a step later."""
+        broken = self._read()
+        if ranks.agree_max([broken is not None])[0]:
+            found = ((*each, rank) for rank, each in enumerate(ranks.gather(broken)) if each is not None)
+            step, what, rank = min(found, key=lambda each: each[0])
+            ctx.control.stop(f"{what} is not finite, first in step {step}, on rank {rank}", save=False)
 
     def _looking_at(self, name: str) -> Any:
         def look(module: nn.Module, args: Any, outputs: Any) -> None:
