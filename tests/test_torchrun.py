@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -55,15 +54,17 @@ def test_max_restarts_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None
 
 def test_sigterm_to_torchrun_stops_the_run_in_time(tmp_path: Path) -> None:
     job = [str(HERE / "support/restarted_job.py"), str(tmp_path / "run"), "wait"]
-    started = subprocess.Popen([*COMMAND, *job], env=environment(), stderr=subprocess.DEVNULL)
+    started = subprocess.Popen(
+        [*COMMAND, *job], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert started.stdout is not None
     try:
-        while not (tmp_path / "run/checkpoints/step-00000002").exists():
-            assert started.poll() is None
-            time.sleep(0.05)
+        assert started.stdout.readline() == "saved step 2\n"
         started.send_signal(signal.SIGTERM)
         started.wait(60)
     finally:
         started.kill()
+        started.stdout.close()
     leg = RunFile(tmp_path / "run").load().legs[-1]
     assert (leg.reason, leg.by) == ("stopped", "signal")
     newest = CheckpointManager(tmp_path / "run").find()

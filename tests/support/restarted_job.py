@@ -1,4 +1,7 @@
-"""A script for torchrun: rank 1 dies in the first of the lives that ``--max-restarts`` gives."""
+"""A script for torchrun: rank 1 dies in the first of the lives that ``--max-restarts`` gives.
+
+With ``wait`` nobody dies: it says when its first checkpoint is there, and trains until it is told to stop.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,22 @@ from pathlib import Path
 
 import torch
 
+import dalsegno as ds
 from dalsegno import ranks
 from dalsegno.callbacks import JsonLogger
 from dalsegno.events import Event
 from dalsegno.testing import DataOrder, FaultPlan
 from support.small import small_trainer
+
+
+class FirstSave(ds.Callback):
+    """Tells of the first checkpoint."""
+
+    ranks = "zero"
+
+    def on_save(self, ctx: ds.SaveContext) -> None:
+        if ctx.step == 2:
+            print(f"saved step {ctx.step}", flush=True)
 
 
 def main(output_dir: Path, wait_for_a_signal: bool) -> None:
@@ -23,6 +37,8 @@ def main(output_dir: Path, wait_for_a_signal: bool) -> None:
     trainer = small_trainer(output_dir, JsonLogger(), DataOrder(), max_steps=steps, **settings)
     if ranks.rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and not wait_for_a_signal:
         FaultPlan(event=Event.AFTER_BACKWARD, count=6).arm()
+    if wait_for_a_signal:
+        trainer.add_callback(FirstSave())
     trainer.train()
     torch.distributed.destroy_process_group()
 
