@@ -14,7 +14,7 @@ from dalsegno.logs.values import Record
 from .blocks import concatenate
 from .extras import need
 from .formats.find import LOOKED_FOR, loose_sources, source_of_file, source_of_run
-from .formats.source import Skipped, Source
+from .formats.source import Skipped, Source, Unreadable
 from .formats.tensorboard import EventFiles
 from .lineage import Life
 from .log import TrainingLog
@@ -149,11 +149,16 @@ def _runs_in(root: Path, folder: Path, step_key: str | None, depth: int) -> Iter
     """The run that ``folder`` is; otherwise those that its files are, and those in the folders below it."""
     name = folder.relative_to(root)
     whole = _name_of(folder) if folder == root else name.as_posix()
-    if run := source_of_run(folder, step_key):
+    try:
+        run = source_of_run(folder, step_key)
+        loose = [] if run else loose_sources(folder, step_key)
+        folders = [] if run or not depth else _folders_in(folder)
+    except OSError as error:
+        run = Unreadable(folder, error)
+    if run:
         yield TrainingLog(whole, folder, run)
         return
-    loose = loose_sources(folder, step_key)
-    below = [run for child in _folders_in(folder) if depth for run in _runs_in(root, child, step_key, depth - 1)]
+    below = [run for child in folders for run in _runs_in(root, child, step_key, depth - 1)]
     if len(loose) == 1 and all(isinstance(run.source, EventFiles) for run in below):  # which are of the same run, then
         yield TrainingLog(whole, folder, loose[0])
         return

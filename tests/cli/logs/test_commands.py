@@ -33,15 +33,50 @@ def test_a_folder_without_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert "no log in it; looked for logs/train.jsonl" in error(capsys, *words)
 
 
-def test_one_log_that_cannot_be_read_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def one_is_bad(tmp_path: Path) -> Path:
+    """Of three runs one has no steps, and the log of another is a file that the system refuses to read."""
     for name, line in {"good": '{"step": 1, "loss": 2.0}', "bad": '{"loss": 2.0}'}.items():
         (tmp_path / name / "logs").mkdir(parents=True)
         (tmp_path / name / "logs" / "train.jsonl").write_text(line + "\n")
-    assert main(["logs", "list", "--json", str(tmp_path)]) == 1
+    (tmp_path / "locked" / "logs").mkdir(parents=True)
+    (tmp_path / "locked" / "logs" / "train.jsonl").symlink_to("/proc/self/mem")  # opens; its first byte cannot be read
+    return tmp_path
+
+
+def test_what_cannot_be_read_is_listed_too(one_is_bad: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["logs", "list", "--json", str(one_is_bad)]) == 2
+    rows = json.loads(capsys.readouterr().out)
+    states = [(row["run"], row["state"]) for row in rows]
+    assert states == [("bad", "unreadable"), ("good", "unknown"), ("locked", "unreadable")]
+    assert "nothing that looks like a step" in rows[0]["error"]
+
+
+@pytest.mark.parametrize("command", ["list", "summary", "detect", "spikes"])
+def test_one_log_that_cannot_be_read_hides_no_other(
+    command: str, one_is_bad: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["logs", command, str(one_is_bad)]) == 2
     told = capsys.readouterr()
-    assert [(row["run"], row["state"]) for row in json.loads(told.out)] == [("bad", "unreadable"), ("good", "unknown")]
-    assert "dalsegno: bad: " in told.err
-    assert "nothing that looks like a step" in told.err
+    assert "good" in told.out or (command, told.out) == ("spikes", "No record stands out.\n")
+    bad, locked = told.err.splitlines()
+    assert bad.startswith("dalsegno: bad: ")
+    assert "nothing that looks like a step" in bad
+    assert locked.startswith("dalsegno: locked: ")
+    assert "train.jsonl: cannot be read: " in locked
+
+
+def test_a_log_that_cannot_be_read_is_no_traceback(one_is_bad: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["show"], ["tail"], ["export", "--to", "csv"]):
+        assert "train.jsonl: cannot be read: " in error(capsys, *words, str(one_is_bad / "locked"))
+
+
+def test_detect_goes_on_where_a_run_has_no_such_metric(one_is_bad: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [str(one_is_bad / "good"), str(GOLDEN / "pair-a")]
+    assert main(["logs", "detect", "--metric", "grad_norm", "--good", *runs]) == 2
+    told = capsys.readouterr()
+    assert "of 1 good runs" in told.out
+    assert told.err.startswith("dalsegno: good: unknown metric of good 'grad_norm'")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from .json_array import JsonArray, decode_array
 from .json_lines import JsonLines, decode_lines
 from .metrics_csv import MetricsCsv
 from .naming import Naming
-from .source import Skipped, Source
+from .source import Skipped, Source, Unreadable
 from .tensorboard import EventFiles, event_files
 from .trainer_state import TrainerState
 
@@ -36,8 +36,10 @@ def source_of_file(path: Path, step_key: str | None = None) -> Source:
     Raises:
         ConfigurationError: if it is of no known format.
     """
-    with path.open("rb") as file:
-        beginning = file.read(BEGINNING).lstrip(b"\xef\xbb\xbf \t\r\n")
+    try:
+        beginning = _beginning(path).lstrip(b"\xef\xbb\xbf \t\r\n")
+    except OSError as error:
+        return Unreadable(path, error)
     if "tfevents" in path.name:
         return EventFiles(path)
     if path.suffix == ".csv":
@@ -98,6 +100,11 @@ def _progress(state: Path) -> int:
     return int(found[1]) if found else -1
 
 
+def _beginning(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(BEGINNING)
+
+
 def _a_record_a_line(beginning: bytes) -> bool:
     """Whether an array's bracket stands alone in its line, and the next line holds a whole record."""
     bracket, _, rest = beginning.partition(b"\n")
@@ -105,9 +112,11 @@ def _a_record_a_line(beginning: bytes) -> bool:
 
 
 def _has_steps(path: Path, step_key: str | None) -> bool:
-    """Whether a file of any name is a log: data sets are JSON lines, too."""
-    with path.open("rb") as file:
-        beginning = file.read(BEGINNING)
+    """Whether a file of any name is a log: data sets are JSON lines, too. Who cannot read it has to be told so."""
+    try:
+        beginning = _beginning(path)
+    except OSError:
+        return True
     records = [record for _, record in decode_lines(beginning.splitlines()[:FEW], 1, Skipped())]
     if beginning.lstrip().startswith(b"["):
         text = beginning.decode(errors="replace")

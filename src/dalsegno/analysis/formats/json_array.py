@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from dalsegno.errors import ConfigurationError
 from dalsegno.logs.values import Record, from_json
@@ -25,18 +24,14 @@ class JsonArray(Source):
 
     program = "JSON array"
 
-    def __init__(self, path: Path, step_key: str | None = None) -> None:
-        super().__init__(path)
-        self._step_key = step_key
-
     def records(self, skipped: Skipped) -> Iterator[Record]:
         text = self.path.read_text(encoding="utf-8", errors="replace")
         naming: Naming | None = None
         for number, record in enumerate(decode_array(text, text.find("[") + 1, skipped), start=1):
-            naming = naming or Naming.of(record, self._step_key)
+            naming = naming or Naming.of(record, self.step_key)
             if naming is None:
                 if number == FIRST:
-                    raise ConfigurationError(no_step(self.path, record, self._step_key))
+                    raise ConfigurationError(no_step(self.path, record, self.step_key))
             elif renamed := naming.apply(record):
                 yield renamed
                 continue

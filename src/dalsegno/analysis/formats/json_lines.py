@@ -44,10 +44,6 @@ class JsonLines(Source):
 
     program = "JSON lines"
 
-    def __init__(self, path: Path, step_key: str | None = None) -> None:
-        super().__init__(path)
-        self._step_key = step_key
-
     def records(self, skipped: Skipped) -> Iterator[Record]:
         naming = self.naming()
         number = 1
@@ -78,12 +74,12 @@ class JsonLines(Source):
         first: Record = {}
         for _, record in zip(range(FIRST), self._raw(), strict=False):
             if record.get("kind") != HEADER:
-                if naming := Naming.of(record, self._step_key):
+                if naming := Naming.of(record, self.step_key):
                     return naming
                 first = first or record
         if not first:
             return Naming("global_step", "timestamp", "epoch")
-        raise ConfigurationError(no_step(self.path, first, self._step_key))
+        raise ConfigurationError(no_step(self.path, first, self.step_key))
 
     def _raw(self) -> Iterator[Record]:
         for chunk in read_chunks(self.path, BEGINNING):

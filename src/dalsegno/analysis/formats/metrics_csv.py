@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 from dalsegno.errors import ConfigurationError
 from dalsegno.logs.values import Record
@@ -21,19 +20,15 @@ class MetricsCsv(Source):
 
     program = "Lightning"
 
-    def __init__(self, path: Path, step_key: str | None = None) -> None:
-        super().__init__(path)
-        self._step_key = step_key
-
     def records(self, skipped: Skipped) -> Iterator[Record]:
         with self.path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
             lines = _whole_lines(file, skipped)
             names = next(csv.reader(lines), [])
             if not names:
                 return
-            naming = Naming.of(dict.fromkeys(names, 0), self._step_key)
+            naming = Naming.of(dict.fromkeys(names, 0), self.step_key)
             if naming is None:
-                raise ConfigurationError(no_step(self.path, names, self._step_key))
+                raise ConfigurationError(no_step(self.path, names, self.step_key))
             for number, row in enumerate(csv.reader(lines), start=2):
                 if len(row) != len(names):
                     skipped.note(f"line {number}: {len(row)} fields under {len(names)} names")

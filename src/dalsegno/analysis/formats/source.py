@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 from dalsegno.analysis.blocks import Block, RecordBlock
+from dalsegno.errors import ConfigurationError
 from dalsegno.logs.values import Record
 
 from .naming import HEADER
@@ -49,8 +50,10 @@ class Source(ABC):
     program: ClassVar[str]
     """Whose format it is."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, step_key: str | None = None) -> None:
         self.path = path
+        self.step_key = step_key
+        """The name of the step in its records; None where it is one of the usual ones."""
 
     @abstractmethod
     def records(self, skipped: Skipped) -> Iterator[Record]:
@@ -70,3 +73,30 @@ class Source(ABC):
         """Changes when the log does."""
         status = self.path.stat()
         return (status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+class Unreadable(Source):
+    """A file or folder that may hold a log, and that the system does not let us open.
+
+    Raises:
+        ConfigurationError: whatever is asked of it.
+    """
+
+    program = "unreadable"
+
+    def __init__(self, path: Path, error: OSError) -> None:
+        super().__init__(path)
+        self._error = error
+
+    def records(self, skipped: Skipped) -> Iterator[Record]:
+        self._tell()
+
+    def changed(self) -> float:
+        self._tell()
+
+    def stamp(self) -> tuple[int, ...]:
+        self._tell()
+
+    def _tell(self) -> NoReturn:
+        error = self._error
+        raise ConfigurationError(f"{error.filename or self.path}: cannot be read: {error.strerror or error}")

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from dalsegno.errors import ConfigurationError
 
-from .arguments import add_json, add_runs
+from .arguments import add_json, add_metrics, add_runs
 from .pictures import add_output, output_path, write
-from .plot import add_metrics
 
 if TYPE_CHECKING:
     from dalsegno.analysis import TrainingLog
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 def describe(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     add_runs(parser)
-    add_metrics(parser, "default: the loss, and evaluation's")
+    add_metrics(parser, "which to look at; default: the loss, and evaluation's")
     parser.add_argument("--window", type=int, metavar="N", help="records to average; default: a twentieth, at most 50")
     parser.add_argument(
         "--sigmas",

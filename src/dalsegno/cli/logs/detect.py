@@ -1,7 +1,8 @@
 """Ask the divergence detector about past runs: would it have stopped them, and when?
 
 With runs marked by --good and --bad, false alarms and missed divergences are told; --sweep finds the settings that tell
-the two apart best. Exit status 1 if it fires in a run of unknown kind, or is wrong about a marked one.
+the two apart best. Exit status 1 if it fires in a run of unknown kind, or is wrong about a marked one; 2 if a run
+cannot be read, or has no such metric: the others are looked at all the same.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from dalsegno.errors import ConfigurationError
 
-from .arguments import add_json
+from .arguments import add_json, add_step_key, settings_of
 
 if TYPE_CHECKING:
-    from dalsegno.analysis import DetectorSettings, Series
+    from dalsegno.analysis import DetectorSettings, Series, TrainingLog
+
+    from .answers import Answers
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +36,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--patience", type=int, default=3, metavar="N", help="default: %(default)s")
     parser.add_argument("--warmup", type=int, default=10, metavar="N", help="default: %(default)s")
     parser.add_argument("--mode", choices=("min", "max"), default="min", help="max: for what should rise")
-    parser.add_argument("--step-key", metavar="NAME", help="what the records call the step, if it has an unusual name")
+    add_step_key(parser)
     add_json(parser)
 
 
@@ -41,28 +44,21 @@ def run(arguments: argparse.Namespace) -> int:
     """
     Raises:
         NotFound: if there is no run.
-        UnknownName: if a run does not have the metric.
         ConfigurationError: for a value that cannot work.
     """
     from dalsegno.analysis import DetectorSettings
 
-    settings = DetectorSettings(
-        smoothing=arguments.smoothing,
-        threshold=arguments.threshold,
-        relative_threshold=arguments.relative_threshold,
-        patience=arguments.patience,
-        warmup=arguments.warmup,
-        mode=arguments.mode,
-    )
-    marked = {
-        mark: _watched(paths, arguments)
-        for mark, paths in (("good", arguments.good), ("bad", arguments.bad), (None, arguments.runs))
-    }
-    if not any(marked.values()):
+    settings = settings_of(DetectorSettings, arguments)
+    named = {"good": arguments.good, "bad": arguments.bad, None: arguments.runs}
+    if not any(named.values()):
         raise ConfigurationError("name the runs to look at: RUN, --good RUN or --bad RUN")
-    if arguments.sweep:
-        return _sweep(marked, arguments)
-    return _detect(marked, settings, arguments)
+    asked = {mark: _watched(paths, arguments) for mark, paths in named.items()}
+    marked = {mark: [series for _, series in answers.given] for mark, answers in asked.items()}
+    failed = max(answers.status() for answers in asked.values())
+    if not any(marked.values()):
+        return failed
+    found = _sweep(marked, arguments) if arguments.sweep else _detect(marked, settings, arguments)
+    return failed or found
 
 
 def _detect(marked: dict[str | None, list[Series]], settings: DetectorSettings, arguments: argparse.Namespace) -> int:
@@ -137,17 +133,19 @@ def _sweep(marked: dict[str | None, list[Series]], arguments: argparse.Namespace
     return 1 if candidates[0].errors else 0
 
 
-def _watched(paths: list[Path], arguments: argparse.Namespace) -> list[Series]:
+def _watched(paths: list[Path], arguments: argparse.Namespace) -> Answers[Series]:
     from dalsegno.analysis import open_logs
 
-    found = []
-    for log in open_logs(paths, arguments.step_key):
+    from .answers import Answers
+
+    def watched(log: TrainingLog) -> Series:
         metric = arguments.metric or log.loss
         if metric is None:
             names = ", ".join(log.metrics()) or "nothing"
             raise ConfigurationError(f"{log.name} has no loss; choose with --metric from what it has: {names}")
-        found.append(log.metric(metric))
-    return found
+        return log.metric(metric)
+
+    return Answers(open_logs(paths, arguments.step_key), watched)
 
 
 def _verdict(mark: str | None, fired: bool) -> str:

@@ -1,16 +1,13 @@
 """List the runs in a folder: steps, losses, state, restarts, last change.
 
-Exit status 1 if there is a log that cannot be read.
+Exit status 2 if one of them cannot be read; the others are listed all the same.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from dalsegno.errors import DalsegnoError
 
 from .arguments import add_json, add_step_key
 
@@ -35,7 +32,13 @@ def run(arguments: argparse.Namespace) -> int:
     from dalsegno.analysis import open_log
     from dalsegno.cli.tables import Column, moment, number, print_json, print_table
 
-    rows = [_row(log) for log in open_log(arguments.folder, arguments.step_key)]
+    from .answers import Answers
+
+    runs = open_log(arguments.folder, arguments.step_key)
+    answers = Answers(runs, _row)
+    row_of = {log.path: row for log, row in answers.given}
+    row_of |= {log.path: {**_name(log), "state": "unreadable", "error": error} for log, error in answers.missing}
+    rows = [row_of[log.path] for log in runs]
     if arguments.json:
         print_json(rows)
     else:
@@ -51,21 +54,14 @@ def run(arguments: argparse.Namespace) -> int:
             Column("changed", "last change", moment),
         ]
         print_table(columns, rows)
-    unreadable = [row for row in rows if "error" in row]
-    for row in unreadable:
-        print(f"dalsegno: {row['run']}: {row['error']}", file=sys.stderr)
-    return 1 if unreadable else 0
+    return answers.status()
 
 
 def _row(log: TrainingLog) -> dict[str, Any]:
-    try:
-        summary = log.summary()
-    except (DalsegnoError, OSError) as error:
-        return {"run": log.name, "path": str(log.path), "state": "unreadable", "error": str(error)}
+    summary = log.summary()
     evaluation = next((metric for metric in summary.evaluation if "loss" in metric.name), None)
     return {
-        "run": log.name,
-        "path": str(log.path),
+        **_name(log),
         "state": summary.state,
         "step": summary.step,
         "epoch": summary.epoch,
@@ -75,3 +71,7 @@ def _row(log: TrainingLog) -> dict[str, Any]:
         "restarts": summary.restarts,
         "changed": summary.changed or log.source.changed(),
     }
+
+
+def _name(log: TrainingLog) -> dict[str, Any]:
+    return {"run": log.name, "path": str(log.path)}

@@ -11,23 +11,19 @@ import argparse
 
 from dalsegno.errors import ConfigurationError
 
-from .arguments import add_json, add_runs
+from .arguments import add_json, add_metrics, add_runs, settings_of
 from .pictures import add_output, output_path, write
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     add_runs(parser)
-    add_metrics(parser, "default: the loss")
+    add_metrics(parser, "which to look at; default: the loss")
     parser.add_argument("--compare", action="store_true", help="all runs in one panel")
     add_view(parser)
     parser.add_argument("--terminal", action="store_true", help="draw in the terminal itself")
     add_output(parser, "plot")
     add_json(parser)
-
-
-def add_metrics(parser: argparse.ArgumentParser, default: str) -> None:
-    parser.add_argument("--metrics", type=_names, metavar="A,B", help=f"which to look at; {default}")
 
 
 def add_view(parser: argparse.ArgumentParser) -> None:
@@ -53,15 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     from dalsegno.analysis import View, open_logs, plot_logs, sketch_logs
     from dalsegno.cli.tables import print_json
 
-    view = View(
-        x=arguments.x,
-        smooth=arguments.smooth,
-        log=arguments.log,
-        perplexity=arguments.perplexity,
-        xlim=arguments.xlim,
-        ylim=arguments.ylim,
-        ignore_outliers=arguments.ignore_outliers,
-    )
+    view = settings_of(View, arguments)
     if arguments.terminal and arguments.json:
         raise ConfigurationError("--terminal draws, --json prints what a program can read; leave one of them out")
     if arguments.terminal:
@@ -85,10 +73,6 @@ def _terminal() -> tuple[int, bool]:
 
     shown = sys.stdout.isatty()
     return shutil.get_terminal_size().columns if shown else 100, shown and not os.environ.get("NO_COLOR")
-
-
-def _names(text: str) -> list[str]:
-    return [name for part in text.split(",") if (name := part.strip())]
 
 
 def _limits(text: str) -> tuple[float | None, float | None]:

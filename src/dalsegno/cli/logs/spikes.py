@@ -7,15 +7,18 @@ not a finite number always does.
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING, Any
 
-from .arguments import add_json, add_runs
-from .plot import add_metrics
+from .arguments import add_json, add_metrics, add_runs
+
+if TYPE_CHECKING:
+    from dalsegno.analysis import TrainingLog
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     add_runs(parser)
-    add_metrics(parser, "default: the loss and grad_norm")
+    add_metrics(parser, "which to look at; default: the loss and grad_norm")
     parser.add_argument("--sigmas", type=float, default=6.0, metavar="S", help="default: %(default)g")
     parser.add_argument("--window", type=int, metavar="N", help="records that the median is of; default: 16 to 50")
     parser.add_argument("--mode", choices=("min", "max"), default="min", help="max: spikes fall, as an accuracy's do")
@@ -30,18 +33,21 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigurationError: for a value that cannot work.
     """
     from dataclasses import asdict
+    from functools import partial
 
     from dalsegno.analysis import find_spikes, open_logs
     from dalsegno.cli.tables import Column, number, print_json, print_table
 
-    rows = []
-    for log in open_logs(arguments.runs, arguments.step_key):
+    from .answers import Answers
+
+    def outstanding(log: TrainingLog) -> list[dict[str, Any]]:
         usual = [name for name in (log.loss, "grad_norm") if name in log.metrics()]
-        for metric in arguments.metrics or usual:
-            found = find_spikes(
-                log.metric(metric), window=arguments.window, sigmas=arguments.sigmas, mode=arguments.mode
-            )
-            rows += [{"run": log.name, "metric": metric, **asdict(spike)} for spike in found]
+        look = partial(find_spikes, window=arguments.window, sigmas=arguments.sigmas, mode=arguments.mode)
+        curves = log.series(arguments.metrics or usual)
+        return [{"run": log.name, "metric": name, **asdict(spike)} for name in curves for spike in look(curves[name])]
+
+    answers = Answers(open_logs(arguments.runs, arguments.step_key), outstanding)
+    rows = [row for _, of_run in answers.given for row in of_run]
     if arguments.json:
         print_json(rows)
     elif rows:
@@ -58,6 +64,6 @@ def run(arguments: argparse.Namespace) -> int:
             ],
             rows,
         )
-    else:
+    elif answers.given:
         print("No record stands out.")
-    return 0
+    return answers.status()

@@ -1,4 +1,7 @@
-"""Sum runs up: steps, losses, evaluation, gradients, speed, time, restarts, spikes."""
+"""Sum runs up: steps, losses, evaluation, gradients, speed, time, restarts, spikes.
+
+Exit status 2 if one of them cannot be read; the others are summed up all the same.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +32,13 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from dataclasses import asdict
 
-    from dalsegno.analysis import open_logs
+    from dalsegno.analysis import TrainingLog, open_logs
     from dalsegno.cli.tables import print_facts, print_json
 
-    summaries = [(log, log.summary()) for log in open_logs(arguments.runs, arguments.step_key)]
+    from .answers import Answers
+
+    answers = Answers(open_logs(arguments.runs, arguments.step_key), TrainingLog.summary)
+    summaries = answers.given
     if arguments.json or arguments.format == "json":
         print_json([{**asdict(summary), "path": str(log.path)} for log, summary in summaries])
     elif arguments.format == "one-line":
@@ -45,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
             if number:
                 print()
             print_facts(summary.run, _facts(summary, log))
-    return 0
+    return answers.status()
 
 
 def _facts(summary: Summary, log: TrainingLog) -> list[tuple[str, str]]:
