@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import dalsegno
+from dalsegno import callbacks
 
 ROOT = Path(__file__).parents[1]
 
@@ -36,9 +37,19 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")]), ids=lambda path: path.name
+    "page", sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]), ids=lambda path: path.name
 )
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
         if not target.startswith(("http://", "https://")):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_builtin_callback_has_a_page_that_can_be_found() -> None:
+    pages = {
+        path.read_text().splitlines()[0].removeprefix("# "): path for path in (ROOT / "docs/callbacks").glob("*.md")
+    }
+    assert set(callbacks.__all__) <= set(pages)
+    overview = (ROOT / "docs" / "callbacks.md").read_text()
+    for name, path in pages.items():
+        assert f"[`{name}`](callbacks/{path.name})" in overview
