@@ -42,6 +42,39 @@ def test_what_a_call_raises_is_logged_and_counted(error: BaseException, caplog: 
     assert record.exc_info is not None and record.exc_info[1] is error
 
 
+def test_a_thread_that_dies_is_replaced_and_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A logging handler that raises kills it while it tells of a call that failed."""
+    seen: list[int] = []
+    worker = Worker("observer", size=1, when_full="block")
+
+    class Broken(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise OSError("no space left")
+
+    def call(number: int) -> None:
+        if number % 2:
+            raise ValueError(number)
+        seen.append(number)
+
+    def ask() -> None:
+        for number in range(6):
+            worker.submit(lambda number=number: call(number))
+
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # which would tell of each dead thread
+    logger = logging.getLogger("dalsegno")
+    logger.addHandler(broken := Broken())
+    try:
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(30)
+        assert not asking.is_alive()
+        worker.close(10)
+    finally:
+        logger.removeHandler(broken)
+    assert seen == [0, 2, 4]
+    assert str(worker.counts) == "6 calls, 3 failed, 0 dropped"
+
+
 def test_async_functions_are_awaited(caplog: pytest.LogCaptureFixture) -> None:
     seen: list[int] = []
 

@@ -72,19 +72,13 @@ class Worker:
     def submit(self, call: Callable[[], object]) -> None:
         """Let ``call`` be done; what it returns is awaited if it can be. From one thread only."""
         with self._changed:
-            if len(self._waiting) >= self._size:
-                if self._when_full == "block":
-                    self._changed.wait_for(lambda: len(self._waiting) < self._size)
-                else:
-                    self._waiting.popleft()
-                    self._drop(1)
+            if self._when_full == "block":
+                self._changed.wait_for(self._has_room)
+            elif len(self._waiting) >= self._size:
+                self._waiting.popleft()
+                self._drop(1)
             self._waiting.append(call)
-            if self._thread is None:
-                self._told_to_end = threading.Event()
-                self._thread = threading.Thread(
-                    target=self._work, args=(self._told_to_end,), name=self.name, daemon=True
-                )
-                self._thread.start()
+            self._see_to_thread()
             self._changed.notify_all()
 
     def close(self, timeout: float) -> None:
@@ -92,12 +86,14 @@ class Worker:
 
         A call that is still going on is left alone. After this the worker may be given calls again.
         """
-        thread, self._thread = self._thread, None
-        if thread is None:
-            return
         with self._changed:
+            if self._waiting:
+                self._see_to_thread()
+            thread, self._thread = self._thread, None
             self._told_to_end.set()
             self._changed.notify_all()
+        if thread is None:
+            return
         thread.join(timeout)
         with self._changed:
             left = len(self._waiting)
@@ -108,6 +104,26 @@ class Worker:
 
     def _drop(self, calls: int) -> None:
         self.counts.dropped += calls
+
+    def _has_room(self) -> bool:
+        self._see_to_thread()  # else nobody would ever make room
+        return len(self._waiting) < self._size
+
+    def _see_to_thread(self) -> None:
+        """Let there be one: for the first call, or in place of one that has died."""
+        if self._thread is None:
+            self._told_to_end = threading.Event()
+            self._thread = threading.Thread(target=self._live, args=(self._told_to_end,), name=self.name, daemon=True)
+            self._thread.start()
+
+    def _live(self, told_to_end: threading.Event) -> None:
+        try:
+            self._work(told_to_end)
+        finally:  # what a logging handler raises ends it, too
+            with self._changed:
+                if self._thread is threading.current_thread():
+                    self._thread = None
+                self._changed.notify_all()
 
     def _work(self, told_to_end: threading.Event) -> None:
         while True:
