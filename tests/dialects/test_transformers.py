@@ -151,6 +151,7 @@ def test_their_flow_changes_nothing_but_a_last_evaluation(tmp_path: Path) -> Non
 
 MODULES = (
     "transformers.trainer_callback",
+    "transformers.trainer_jit_checkpoint",
     "transformers.integrations.integration_utils",
     "transformers.utils.notebook",
 )
@@ -171,7 +172,7 @@ def their_classes() -> dict[str, type[Any]]:
 
 
 INSTALLED = {"DefaultFlowCallback", "EarlyStoppingCallback", "MLflowCallback", "PrinterCallback", "ProgressCallback"}
-INSTALLED |= {"TensorBoardCallback", "WandbCallback", "KubeflowCallback"}
+INSTALLED |= {"JITCheckpointCallback", "TensorBoardCallback", "WandbCallback", "KubeflowCallback"}
 """Those that need nothing, or what the tests have."""
 
 

@@ -1,0 +1,58 @@
+"""Hugging Face's dialect on two ranks: what each is told, and who may end the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import dalsegno as ds
+from dalsegno.testing import run_ranks, tiny_regression_data
+from support.small import small_trainer
+
+
+def told_on_a_rank(output_dir: Path) -> dict[str, Any]:
+    """What a callback sees on this rank; rank 1's alone asks for an end, in a handler that returns a control."""
+    told: dict[str, Any] = {"records": []}
+
+    class Rank(ds.TrainerCallback):
+        steps = 0
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            told["rank"] = (args.world_size, args.process_index, state.is_world_process_zero, args.should_log)
+            told["batches"] = (len(kwargs["train_dataloader"]), len(kwargs["eval_dataloader"]))
+            told["begins at"] = (state.global_step, self.steps)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            self.steps += 1
+            control.should_training_stop |= args.process_index == 1 and state.global_step == 3
+            return control
+
+        def on_log(self, args: Any, state: Any, control: Any, *, logs: Any, **kwargs: Any) -> None:
+            told["records"].append({name: logs[name] for name in ("loss", "eval_loss", "epoch") if name in logs})
+
+        def state_dict(self) -> dict[str, int]:
+            return {"steps": self.steps}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.steps = state["steps"]
+
+    sets = {"eval_dataset": tiny_regression_data(8, seed=1)}
+    settings = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "parallel": "ddp"}
+    trainer = small_trainer(output_dir, Rank(), parts=sets, max_steps=5, logging_steps=1, eval_steps=2, **settings)
+    result = trainer.train()
+    told["end"] = (result.global_step, result.reason)
+    return told
+
+
+def test_two_ranks_are_told_the_same_and_stop_together(tmp_path: Path) -> None:
+    first, second = run_ranks(told_on_a_rank, 2, tmp_path)
+    assert (first["rank"], second["rank"]) == ((2, 0, True, True), (2, 1, False, False))
+    assert first["batches"] == second["batches"] == (5, 2)
+    assert first["records"] == second["records"]
+    assert sum("eval_loss" in record for record in first["records"]) == 1
+    assert first["end"] == second["end"] == (3, "stopped")
+
+    first, second = run_ranks(told_on_a_rank, 2, tmp_path)
+    assert first["begins at"] == second["begins at"] == (3, 3)
+    assert first["records"] == second["records"]
+    assert first["end"] == second["end"] == (5, "finished")
