@@ -1,4 +1,7 @@
-"""What a callback in Hugging Face's style costs here, beside the same one under their own ``CallbackHandler``."""
+"""What a callback in Hugging Face's style costs here, beside the same one under their own ``CallbackHandler``.
+
+Both in this process, in turns: what the machine does besides falls on both.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,9 @@ import dalsegno as ds
 from dalsegno.contexts import Context
 from dalsegno.dispatcher import Dispatcher
 
-from .peers import PeerMissing, ask
+from .peers.events import hf
 from .row import Row, duration, three_digits
-from .timing import seconds_each
+from .timing import ratio, seconds_each
 
 HANDLED = "event handled by 10 in Hugging Face's style"
 UNHANDLED = "event that 10 in Hugging Face's style do not handle"
@@ -26,26 +29,22 @@ class Listener(ds.TrainerCallback):
         pass
 
 
+OURS = {
+    HANDLED: ("if on.step_begin:\n on.step_begin.fire()", "on = dispatcher"),
+    UNHANDLED: ("if on.optimizer_step:\n on.optimizer_step.fire()", "on = dispatcher"),
+}
+"""Fired as the loop fires it."""
+
+
 def run() -> list[Row]:
-    ours = {name: median(seconds) for name, seconds in _ours().items()}
-    try:
-        theirs = ask("events", "hf")
-    except PeerMissing as missing:
-        return [Row(what, duration(seconds), f"HF Trainer {missing}") for what, seconds in ours.items()]
-    return [_row(HANDLED, ours[HANDLED], theirs["handled"]), _row(UNHANDLED, ours[UNHANDLED], theirs["unhandled"])]
-
-
-def _ours() -> dict[str, list[float]]:
-    """Seconds, round by round, of each kind of event, fired as the loop fires it."""
+    theirs, their_names = hf()
     with TemporaryDirectory() as folder:
-        on = _dispatcher(ds.TrainingArguments(folder))
-        return seconds_each(
-            {
-                HANDLED: ("if on.step_begin:\n on.step_begin.fire()", "on = dispatcher"),
-                UNHANDLED: ("if on.optimizer_step:\n on.optimizer_step.fire()", "on = dispatcher"),
-            },
-            {"dispatcher": on},
-        )
+        names = {"dispatcher": _dispatcher(ds.TrainingArguments(folder)), **their_names}
+        seconds = seconds_each({**OURS, **theirs}, names)
+    return [
+        _row(what, seconds[what], seconds[their_name])
+        for what, their_name in ((HANDLED, "handled"), (UNHANDLED, "unhandled"))
+    ]
 
 
 def _dispatcher(args: ds.TrainingArguments) -> Dispatcher:
@@ -56,7 +55,7 @@ def _dispatcher(args: ds.TrainingArguments) -> Dispatcher:
     return dispatcher
 
 
-def _row(what: str, ours: float, theirs: float) -> Row:
-    ratio = ours / theirs
-    peer = f"HF Trainer: {duration(theirs)}"
-    return Row(what, duration(ours), peer, f"{three_digits(ratio)} ×", f"≤ {OF_THEIRS} ×", ratio <= OF_THEIRS)
+def _row(what: str, ours: list[float], theirs: list[float]) -> Row:
+    times = ratio(ours, theirs)
+    peer = f"HF Trainer: {duration(median(theirs))}"
+    return Row(what, duration(median(ours)), peer, f"{three_digits(times)} ×", f"≤ {OF_THEIRS} ×", times <= OF_THEIRS)

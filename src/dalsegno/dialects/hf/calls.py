@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from dalsegno.callback import Answer
@@ -35,7 +36,8 @@ def hand_of(function: Callable[..., Any], company: Company) -> Hand:
     train_dataloader = company.train_dataloader
 
     def hand(adapted: Any, ctx: Context, /, **added: Any) -> Answer:
-        answer: Answer = function(
+        method = partial(function, **added) if added else function  # ** in the call itself costs every step
+        answer: Answer = method(
             args,
             state if ctx.state is live else state_at(ctx.state),
             ctx.control,
@@ -45,7 +47,6 @@ def hand_of(function: Callable[..., Any], company: Company) -> Hand:
             lr_scheduler=lr_scheduler,
             train_dataloader=train_dataloader,
             eval_dataloader=company.eval_dataloader,
-            **added,
         )
         return answer
 
