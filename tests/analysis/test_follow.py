@@ -133,6 +133,42 @@ def test_whatever_happens_it_ends_up_with_what_is_there(log: RecordLog) -> None:
             assert told == list(ds.open_log(log.path).records())
 
 
+def test_a_run_whose_log_goes_on_in_another_file(tmp_path: Path) -> None:
+    """As it does where somebody else has written in the first one."""
+    log = RecordLog("logs/train.jsonl", tmp_path)
+    log.open()
+    log.append(train(1))
+    saved = log.state()
+    log.append(train(2))
+    run = ds.open_log(tmp_path)
+    follow = Follower(run.source, run.path)
+    assert steps(follow.last(10)) == [1, 2]
+    log.close()
+    log.path.write_text(json.dumps(train(1, 7.0)) + "\n" * 100)
+    follow.new()
+    log.open(saved)
+    log.append(train(2, 3.0))
+    assert log.path.name == "train-2.jsonl"
+    assert steps(follow.new()) == [Cut(None), 2]
+    log.append(train(3))
+    assert steps(follow.new()) == [3]
+    log.close()
+
+
+def test_a_run_whose_log_is_in_each_checkpoint(tmp_path: Path) -> None:
+    """As that of Hugging Face's Trainer: a new one repeats what the last one told."""
+    for step in (10, 20):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        history = [{"step": each, "loss": 1.0} for each in range(5, step + 1, 5)]
+        state = {"global_step": step, "log_history": history}
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps(state))
+        if step == 10:
+            run = ds.open_log(tmp_path)
+            follow = Follower(run.source, run.path)
+            assert steps(follow.last(10)) == [5, 10]
+    assert steps(follow.new()) == [15, 20]
+
+
 def test_a_long_log_is_read_from_its_end(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text("".join(json.dumps(train(step)) + "\n" for step in range(1, 20_001)))

@@ -24,13 +24,13 @@ def leg(number: int, started: float, first_step: int, reason: str | None = "died
     )
 
 
-def archive(logs: Path, number: int, steps: range, began: float) -> None:
+def archive(logs: Path, number: int, steps: range, began: float, log: str = "train.jsonl") -> None:
     """A tail with a record every 5 steps, 1 second apart."""
     (logs / "rewound").mkdir(exist_ok=True)
     records = [
         {"timestamp": began + index, "global_step": step, "loss": 1.0 + step} for index, step in enumerate(steps)
     ]
-    (logs / "rewound" / f"train.jsonl.{number:04}").write_text("".join(json.dumps(each) + "\n" for each in records))
+    (logs / "rewound" / f"{log}.{number:04}").write_text("".join(json.dumps(each) + "\n" for each in records))
 
 
 def test_a_killed_run(tmp_path: Path) -> None:
@@ -64,3 +64,16 @@ def test_no_archive_and_an_empty_one(tmp_path: Path) -> None:
     archive(tmp_path, 1, range(0), began=0)
     assert read_tails(tmp_path / "train.jsonl") == []
     assert find_restarts([], []) == []
+
+
+def test_a_log_that_went_on_in_another_file(tmp_path: Path) -> None:
+    """What was cut off before it did belongs to it; what was cut off of others does not."""
+    archive(tmp_path, 1, range(300, 310), began=1, log="train-2.jsonl")
+    archive(tmp_path, 1, range(100, 110), began=1)
+    archive(tmp_path, 2, range(200, 210), began=1)
+    archive(tmp_path, 1, range(400, 410), began=1, log="train-3.jsonl")
+    archive(tmp_path, 1, range(500, 510), began=1, log="evaluate.jsonl")
+    tails = {
+        name: [tail.first_step for tail in read_tails(tmp_path / name)] for name in ("train.jsonl", "train-2.jsonl")
+    }
+    assert tails == {"train.jsonl": [100, 200], "train-2.jsonl": [100, 200, 300]}

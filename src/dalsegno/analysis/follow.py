@@ -6,12 +6,14 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import xxhash
 
 from dalsegno.logs.formats import strip_line
 from dalsegno.logs.values import Record
 
+from .formats.find import source_of_run
 from .formats.json_lines import JsonLines, decode_lines, named
 from .formats.naming import HEADER
 from .formats.source import Skipped, Source
@@ -38,8 +40,14 @@ class Follower:
     as a whole whenever they have changed.
     """
 
-    def __init__(self, source: Source) -> None:
-        self._reader = _Lines(source) if isinstance(source, JsonLines) else _Whole(source)
+    def __init__(self, source: Source, folder: Path | None = None) -> None:
+        """
+        Args:
+            folder: the run's, whose log may go on in another file, as in ``train-2.jsonl`` or in the newest
+                checkpoint's ``trainer_state.json``; None to stay with this one.
+        """
+        self._folder = folder
+        self._reader = _reader(source)
 
     def last(self, count: int) -> list[Record]:
         """The last ``count`` records that are there now."""
@@ -48,7 +56,22 @@ class Follower:
     def new(self) -> list[Record | Cut]:
         """What has come since the last call, or since :meth:`last`. Waits for nothing; a file that is gone has
         nothing new."""
-        return self._reader.new()
+        return self._reader.new() or self._elsewhere()
+
+    def _elsewhere(self) -> list[Record | Cut]:
+        """What is new in the file in which the log goes on, if that is another one by now."""
+        here = self._reader.source
+        try:
+            source = source_of_run(self._folder, here.step_key) if self._folder else None
+        except OSError:
+            return []
+        if source is None or source.path == here.path:
+            return []
+        if type(source) is type(here):
+            self._reader.source = source
+            return self._reader.new()
+        self._reader = _reader(source)
+        return [Cut(None), *self._reader.new()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,22 +84,26 @@ class _Seen:
     step: int | None
 
 
+def _reader(source: Source) -> _Lines | _Whole:
+    return _Lines(source) if isinstance(source, JsonLines) else _Whole(source)
+
+
 class _Lines:
     def __init__(self, source: JsonLines) -> None:
-        self._source = source
+        self.source = source
         self._seen: deque[_Seen] = deque(maxlen=REMEMBERED)
         self._end = 0
 
     def last(self, count: int) -> list[Record]:
         self._seen.clear()
-        with self._source.path.open("rb") as file:
+        with self.source.path.open("rb") as file:
             self._end = _begin_of_last_lines(file.fileno(), count)
             found = list(self._read(file.fileno()))
         return [record for record in found if record["kind"] != HEADER][-count:]
 
     def new(self) -> list[Record | Cut]:
         try:
-            file = self._source.path.open("rb")
+            file = self.source.path.open("rb")
         except FileNotFoundError:
             return []
         with file:
@@ -87,7 +114,7 @@ class _Lines:
         """The whole records behind the last one that was read."""
         place = self._end
         data = _from(descriptor, place)
-        naming = self._source.naming() if data.strip() else None
+        naming = self.source.naming() if data.strip() else None
         for line in data.splitlines(keepends=True):
             begin, place = place, place + len(line)
             text = strip_line(line)
@@ -115,7 +142,7 @@ class _Lines:
 
 class _Whole:
     def __init__(self, source: Source) -> None:
-        self._source = source
+        self.source = source
         self._stamp: tuple[int, ...] = ()
         self._records: list[Record] = []
 
@@ -125,9 +152,9 @@ class _Whole:
 
     def new(self) -> list[Record | Cut]:
         try:
-            if (stamp := self._source.stamp()) == self._stamp:
+            if (stamp := self.source.stamp()) == self._stamp:
                 return []
-            records = [record for record in self._source.records(Skipped()) if record["kind"] != HEADER]
+            records = [record for record in self.source.records(Skipped()) if record["kind"] != HEADER]
         except FileNotFoundError:
             return []
         known = self._records

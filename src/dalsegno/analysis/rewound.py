@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from dalsegno.logs import Leg, ReadReport, read_records
+from dalsegno.logs.formats import numbered
 from dalsegno.logs.values import Record
 
 from .series import Series
@@ -65,13 +66,25 @@ class Restart:
 
 
 def read_tails(log: Path) -> list[Tail]:
-    """The archived tails of a log file, oldest first. One without any record with a step is left out."""
+    """The archived tails of a log file, oldest first, and before them those of the files in which the log was before it
+    went on in this one (``train-2.jsonl``). One without any record with a step is left out."""
     tails = []
-    for path in sorted((log.parent / "rewound").glob(f"{log.name}.*")):
+    for path in _archived(log):
         records = [record for record in read_records(path, ReadReport()) if isinstance(record.get("global_step"), int)]
         if records:
             tails.append(Tail(path, tuple(records)))
     return tails
+
+
+def _archived(log: Path) -> list[Path]:
+    stem, number = numbered(log.stem)
+    found = []
+    for path in (log.parent / "rewound").glob(f"*{log.suffix}.*"):
+        name, _, place = path.name.rpartition(".")
+        its_stem, its_number = numbered(name.removesuffix(log.suffix))
+        if its_stem == stem and its_number <= number:
+            found.append((its_number, place, path))
+    return [path for *_, path in sorted(found)]
 
 
 def find_restarts(legs: Sequence[Leg], tails: Sequence[Tail]) -> list[Restart]:

@@ -46,6 +46,12 @@ def format_of(path: Path) -> Format:
         ) from None
 
 
+def numbered(stem: str) -> tuple[str, int]:
+    """``("train", 2)`` for ``train-2``, in which a log goes on when somebody else has written in ``train``, its 1."""
+    name, dash, number = stem.rpartition("-")
+    return (name, int(number)) if dash and number.isdecimal() else (stem, 1)
+
+
 def strip_line(line: bytes) -> bytes:
     """The record in a line of either shape, or empty where the line holds only a bracket."""
     record = line.strip().removeprefix(_BYTE_ORDER_MARK).removesuffix(b",")

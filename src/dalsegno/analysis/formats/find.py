@@ -7,6 +7,7 @@ from itertools import islice
 from pathlib import Path
 
 from dalsegno.errors import ConfigurationError
+from dalsegno.logs.formats import numbered
 
 from .json_array import JsonArray, decode_array
 from .json_lines import JsonLines, decode_lines
@@ -28,7 +29,7 @@ FEW = 5
 """Records of which one must have a step, in a file whose name does not say that it is a log."""
 
 _SIDE_LOG = re.compile(r"(gradient|parameter)_norms(-\d+)?\.jsonl?")
-_OWN_LOG = re.compile(r"train(-(?P<number>\d+))?\.jsonl?")
+_OWN_LOG = re.compile(r"train(-\d+)?\.jsonl?")
 
 
 def source_of_file(path: Path, step_key: str | None = None) -> Source:
@@ -69,7 +70,7 @@ def source_of_run(folder: Path, step_key: str | None = None) -> Source | None:
     """The log of a run's folder; None if it is none."""
     own = [path for place in (folder / "logs", folder) for path in _json_files(place) if _OWN_LOG.fullmatch(path.name)]
     if own:
-        return source_of_file(max(own, key=_own_number), step_key)
+        return source_of_file(max(own, key=lambda path: numbered(path.stem)), step_key)
     for name in ("trainer_logs.json", "logs/trainer_logs.json"):
         if (folder / name).is_file():
             return source_of_file(folder / name, step_key)
@@ -87,12 +88,6 @@ def source_of_run(folder: Path, step_key: str | None = None) -> Source | None:
 def _json_files(folder: Path) -> list[Path]:
     files = [path for path in sorted(folder.glob("*.json*")) if path.suffix in (".json", ".jsonl") and path.is_file()]
     return [path for path in files if not _SIDE_LOG.fullmatch(path.name)]
-
-
-def _own_number(path: Path) -> int:
-    """A log goes on in ``train-2`` when somebody else has written in ``train``: the highest is the one that lives."""
-    match = _OWN_LOG.fullmatch(path.name)
-    return int(match["number"] or 1) if match else 0
 
 
 def _progress(state: Path) -> int:

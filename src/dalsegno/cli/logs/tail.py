@@ -1,7 +1,7 @@
 """Show the last records of runs, and with -f the new ones as they come; several runs side by side.
 
-A log that is cut back while it is followed, since its run goes on from a checkpoint, is followed from there. It ends
-with Ctrl-C. With --json: a record a line.
+A log that is cut back while it is followed, since its run goes on from a checkpoint, is followed from there; one that
+goes on in another file, in that one. It ends with Ctrl-C. With --json: a record a line.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigurationError(f"--interval {arguments.interval}: needs seconds, a number over 0")
     logs = open_logs(arguments.runs, arguments.step_key)
     show = _Json(logs) if arguments.json else _SideBySide(logs, arguments.metrics)
-    followers = [Follower(log.source) for log in logs]
+    followers = [Follower(log.source, log.path if log.path.is_dir() else None) for log in logs]
     for place, follower in enumerate(followers):
         for record in follower.last(arguments.lines):
             show.record(place, record)
