@@ -195,6 +195,7 @@ class Assembly:
             raise ConfigurationError(f"output_dir={str(directory)!r}: cannot be written to: {error}") from error
         try:
             _expect_shared(directory, token)
+            self._mirror.claim(take_over=self.args.take_over_lock)
             yield
         finally:
             try:

@@ -79,23 +79,18 @@ class DirectoryLock:
 
     def _take(self, descriptor: int) -> None:
         holder, folder = Holder.read(descriptor), self._path.parent
-        is_here = holder is not None and holder.host == os.uname().nodename
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_alive = False
         except OSError as error:
             if error.errno not in (*_TAKEN, *_NO_LOCKS):
                 raise
-            is_alive = error.errno in _TAKEN or (is_here and holder is not None and _lives(holder.pid))
+            is_alive = error.errno in _TAKEN or (holder is not None and holder.lives_here())
         if is_alive:
             who = holder or "another process"
             raise Locked(f"{folder}: in use by {who}; wait for it, stop it, or use another output_dir")
-        if holder is not None and not is_here and not (self._take_over or holder.is_surely_dead()):
-            raise Locked(
-                f"{folder}: in use by {holder}, and whether that one still lives cannot be seen from this host "
-                f"({os.uname().nodename}); if it does not, delete {self._path.name} there, or train with "
-                "TrainingArguments(take_over_lock=True) once"
-            )
+        if holder is not None and not self._take_over:
+            holder.expect_dead(folder, self._path.name)
 
     def release(self) -> None:
         if self._descriptor is not None:
@@ -131,13 +126,42 @@ class Holder:
 
     @classmethod
     def read(cls, descriptor: int) -> Holder | None:
-        """None where the file says nothing, or nothing that can be understood."""
+        """As :meth:`parse`, of what a file says."""
+        return cls.parse(os.pread(descriptor, 4096, 0))
+
+    @classmethod
+    def parse(cls, data: bytes) -> Holder | None:
+        """None where it says nothing, or nothing that can be understood."""
         try:
-            said = json.loads(os.pread(descriptor, 4096, 0))
+            said = json.loads(data)
             lives = {str(kind): (str(job), int(life)) for kind, (job, life) in said.get("lives", {}).items()}
             return cls(str(said["host"]), int(said["pid"]), float(said["since"]), str(said.get("token", "")), lives)
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
+
+    def is_here(self) -> bool:
+        """Whether it is of this host."""
+        return self.host == os.uname().nodename
+
+    def is_me(self) -> bool:
+        """Whether it is this process, or has had its number in another life of this host."""
+        return self.is_here() and self.pid == os.getpid()
+
+    def lives_here(self) -> bool:
+        """Whether it is a live process of this host."""
+        return self.is_here() and _lives(self.pid)
+
+    def expect_dead(self, place: object, file_name: str) -> None:
+        """
+        Raises:
+            Locked: if it is of another host, and may live.
+        """
+        if not self.is_here() and not self.is_surely_dead():
+            raise Locked(
+                f"{place}: in use by {self}, and whether that one still lives cannot be seen from this host "
+                f"({os.uname().nodename}); if it does not, delete {file_name} there, or train with "
+                "TrainingArguments(take_over_lock=True) once"
+            )
 
     def is_surely_dead(self) -> bool:
         """Whether it was of a former life of the very job that this process is of: those are over before the next."""

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import socket
+import time
+import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +17,7 @@ from torch import nn
 import dalsegno as ds
 from dalsegno.callbacks import JsonLogger
 from golden.run import Average, Model, Waves, weights_of
+from support.listeners import Listener
 
 
 class Resumed(ds.Callback):
@@ -72,3 +79,37 @@ def train_large(output_dir: str, local_dir: Path, max_steps: int) -> dict[str, A
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ds.Trainer(model, args, train_dataset=Waves(), optimizer=optimizer, callbacks=[resumed]).train()
     return {"from": resumed.step, "table": model.table[:6].tolist()}
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that another process or thread does."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def train_on_host(host: str, url: str, local_dir: Path, max_steps: int, take_over: bool = False) -> str:
+    """On a host of that name, until there is a file ``stop`` in the folder. How it ended, or what it was told."""
+    new_names = 0x04000000  # CLONE_NEWUTS
+    if ctypes.CDLL(None, use_errno=True).unshare(new_names) == 0:
+        socket.sethostname(host)
+    else:  # that takes rights
+        names = types.SimpleNamespace(nodename=host)
+        os.uname = lambda: names  # type: ignore[assignment,return-value]
+
+    def stop(ctx: Any) -> None:
+        if (local_dir / "stop").exists():
+            ctx.control.stop("there is a file")
+
+    listener = Listener({"on_step_end": stop}, name="stopping")
+    try:
+        return (
+            trainer(
+                url, local_dir, max_steps, listener, take_over_lock=take_over, save_total_limit=2, logging_steps=500
+            )
+            .train()
+            .reason
+        )
+    except ds.Locked as error:
+        return f"Locked: {error}"

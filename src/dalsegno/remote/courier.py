@@ -6,8 +6,10 @@ import logging
 import threading
 import time
 
+from dalsegno.errors import Locked
 from dalsegno.worker import step_aside
 
+from .claim import Claim
 from .upload import Uploader
 
 logger = logging.getLogger("dalsegno")
@@ -24,11 +26,13 @@ class Courier:
 
     Args:
         uploader: knows what is to be sent, and says how far it is.
+        claim: nothing is sent where another one has taken over.
         step: the leg goes on from there; None: from nothing.
     """
 
-    def __init__(self, uploader: Uploader, step: int | None) -> None:
+    def __init__(self, uploader: Uploader, claim: Claim, step: int | None) -> None:
         self._uploader = uploader
+        self._claim = claim
         uploader.moved = self._advance
         self._step = step
         self._awake = threading.Event()
@@ -81,6 +85,9 @@ class Courier:
             is_leaving = self._is_leaving
             try:
                 self._send(is_leaving)
+            except Locked as error:
+                logger.error("%s; nothing more is sent from here", error)
+                return
             except Exception as error:  # whatever a filesystem of others raises: training goes on
                 self._note_failure(error)
                 pause = 1.0 if is_leaving else min(_LONGEST_PAUSE, 2.0 ** min(self._failures, 10))
@@ -90,6 +97,7 @@ class Courier:
                 return
 
     def _send(self, is_leaving: bool) -> None:
+        self._claim.check()
         if not self._has_left_behind:
             self._uploader.leave_behind(self._step)
             self._has_left_behind = True

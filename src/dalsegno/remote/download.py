@@ -16,7 +16,7 @@ from dalsegno.checkpoint.manifest import FILE_NAME, Checkpoint
 from dalsegno.errors import DamagedCheckpoint
 from dalsegno.logs.archive import free_place
 
-from .snapshot import CHECKPOINTS, is_checkpoint_file
+from .snapshot import CHECKPOINTS, is_rest
 from .store import Store
 from .upload import steps_in
 
@@ -52,7 +52,7 @@ def bring(store: Store, run: Path, newest_here: int | None) -> int | None:
         if is_ahead:
             _leave_behind(store, run, step)
         for name in names:
-            if not is_checkpoint_file(name) and not name.startswith("rewound/"):
+            if is_rest(name):
                 _bring_file(store, run, name, is_ahead)
         return step
     return None
@@ -147,7 +147,7 @@ def _set_behind(run: Path, dead: list[Path], url: str) -> None:
 
 def _bring_file(store: Store, run: Path, name: str, is_ahead: bool) -> None:
     target = run / name
-    if ".." in Path(name).parts or (target.exists() and not is_ahead):
+    if target.exists() and not is_ahead:
         return
     files.make_directory(target.parent)
     temporary = target.with_name(f".{target.name}.tmp")

@@ -7,20 +7,39 @@ what all have written.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from dalsegno import ranks
 from dalsegno.retention import Keep
 
 from . import download
+from .claim import Claim
 from .courier import Courier
 from .store import Store
 from .upload import Uploader
 
+logger = logging.getLogger("dalsegno")
+
+T = TypeVar("T")
+
 
 class Mirror(Protocol):
     """What a run tells whoever keeps a copy of it elsewhere."""
+
+    def claim(self, *, take_over: bool) -> None:
+        """From now on, until :meth:`end`, no other process is to train there. Collective.
+
+        Args:
+            take_over: what a process of another host has left there does not count.
+
+        Raises:
+            Locked: if another one does, or may do so on another host.
+            OSError: if nobody can tell.
+        """
+        ...
 
     def bring(self, newest_here: int | None) -> bool:
         """Bring the newest checkpoint from there, if it has come further than that of step ``newest_here``. Collective.
@@ -42,12 +61,14 @@ class Mirror(Protocol):
         ...
 
     def end(self) -> None:
-        """The leg ends: wait until all is there, as long as something moves. No collective."""
+        """The leg ends: wait until all is there, as long as something moves, and let go. No collective."""
         ...
 
 
 class NoMirror:
     """Nobody keeps a copy."""
+
+    def claim(self, *, take_over: bool) -> None: ...
 
     def bring(self, newest_here: int | None) -> bool:
         return False
@@ -75,21 +96,30 @@ class StoreMirror:
         self._store = store
         self._run = run
         self._keep = keep
+        self._claim = Claim(store)
         self._courier: Courier | None = None
 
+    def claim(self, *, take_over: bool) -> None:
+        self._look_at(lambda: self._claim.take(take_over=take_over))
+
     def bring(self, newest_here: int | None) -> bool:
-        def work() -> bool:
+        return self._look_at(lambda: download.bring(self._store, self._run, newest_here) is not None)
+
+    def _look_at(self, work: Callable[[], T]) -> T:
+        """``work`` on rank 0, before anything is trained."""
+
+        def noted() -> T:
             try:
-                return download.bring(self._store, self._run, newest_here) is not None
+                return work()
             except Exception as error:
                 error.add_note(f"while output_dir={self._store.url!r} was looked at; nothing was trained")
                 raise
 
-        return ranks.from_rank_zero_in_time(work)
+        return ranks.from_rank_zero_in_time(noted)
 
     def begin(self, step: int | None) -> None:
         if ranks.rank() == 0:
-            self._courier = Courier(Uploader(self._store, self._run, self._keep), step)
+            self._courier = Courier(Uploader(self._store, self._run, self._keep), self._claim, step)
             self._courier.start()
 
     def look(self) -> None:
@@ -98,5 +128,19 @@ class StoreMirror:
 
     def end(self) -> None:
         courier, self._courier = self._courier, None
-        if courier is not None:
-            courier.finish()
+        try:
+            if courier is not None:
+                courier.finish()
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        try:
+            self._claim.drop()
+        except Exception as error:  # whatever a filesystem of others raises
+            logger.warning(
+                "%s: its lock could not be given back (%s: %s); from another host, take_over_lock=True is needed",
+                self._store.url,
+                type(error).__name__,
+                error,
+            )

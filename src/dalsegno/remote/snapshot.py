@@ -89,6 +89,12 @@ def is_checkpoint_file(name: str) -> bool:
     return CHECKPOINTS in name.split("/")[:-1]
 
 
+def is_rest(name: str) -> bool:
+    """Whether a file of that name there belongs to no checkpoint, and to no timeline that was left."""
+    is_hidden = any(part.startswith(".") for part in name.split("/"))
+    return not (is_hidden or is_checkpoint_file(name) or name.startswith("rewound/"))
+
+
 def _fresh(run: Path) -> Path:
     discard(run)
     files.make_directory(run / FOLDER)

@@ -49,6 +49,11 @@ class Store:
         except FileNotFoundError:
             return None
 
+    def write(self, name: str, data: bytes) -> None:
+        """Put a small file there; one of that name is replaced."""
+        self._make_parent(name)
+        self._system.pipe_file(self._path(name), data)
+
     def send(self, local: Path, name: str, moved: Moved) -> None:
         """Put a file here there; one of that name is replaced once the new one is whole."""
         self._make_parent(name)

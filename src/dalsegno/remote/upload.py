@@ -55,8 +55,7 @@ class Uploader:
         dead = {each for each in self._there if (step is None or each > step) and here.get(each) != self._there[each]}
         moving = [name for each in sorted(dead) for name in _manifest_first(names, each)]
         if step is None:
-            rest = (name for name in names if not snapshot.is_checkpoint_file(name) and not name.startswith("rewound/"))
-            moving += [name for name in rest if name not in self._rest_at_first]
+            moving += [name for name in names if snapshot.is_rest(name) and name not in self._rest_at_first]
         if moving:
             attic = _free_attic(names)
             logger.info("%s: %d files of a timeline that was left go to %s", self._store.url, len(moving), attic)
