@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import cast
 
 import torch
@@ -18,7 +20,8 @@ from .torchrun import require_ranks
 
 
 class FullySharded(Parallel):
-    """Each block (an element of a ``ModuleList`` or ``Sequential``) is a unit of its own, the rest is one more.
+    """Each block (an element of a ``ModuleList`` or ``Sequential``) is a unit of its own, the rest is one more; a block
+    that shares a parameter with another part belongs to the rest.
 
     A model that is sharded already is taken as it is.
     """
@@ -60,9 +63,23 @@ class FullySharded(Parallel):
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated parts of a model that have parameters; inner ones first, as fully_shard wants them."""
+    """The repeated parts of a model that have parameters; inner ones first, as fully_shard wants them.
+
+    Two units would each make shards of a parameter of their own, and untie what is tied: a part that shares one with
+    another is left to the unit around both.
+    """
+    holders: dict[nn.Parameter, set[nn.Module]] = defaultdict(set)
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            holders[parameter].add(module)
     blocks: list[nn.Module] = []
     for module in model.modules():
         if isinstance(module, (nn.ModuleList, nn.Sequential)):
-            blocks += [block for block in module if next(block.parameters(), None) is not None]
+            blocks += [block for block in module if _stands_alone(block, holders)]
     return list(dict.fromkeys(reversed(blocks)))
+
+
+def _stands_alone(block: nn.Module, holders: Mapping[nn.Parameter, set[nn.Module]]) -> bool:
+    """Whether it has parameters, and nothing else has any of them."""
+    parameters, parts = list(block.parameters()), set(block.modules())
+    return bool(parameters) and all(holders[parameter] <= parts for parameter in parameters)
