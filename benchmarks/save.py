@@ -104,7 +104,9 @@ def _measured(directory: Path, case: Case, rounds: int) -> dict[str, list[float]
         saves["torch.save, no fsync"] = lambda path: torch.save(model.state_dict(), path / "model.pt")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "torch.distributed is disabled": it is, on purpose
-        return in_turns({name: _timed(save, directory / name.replace(" ", "-")) for name, save in saves.items()}, rounds)
+        return in_turns(
+            {name: _timed(save, directory / name.replace(" ", "-")) for name, save in saves.items()}, rounds
+        )
 
 
 def _timed(save: Callable[[Path], object], folder: Path) -> Callable[[], float]:

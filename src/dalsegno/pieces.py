@@ -6,6 +6,7 @@ it is read: one wait for all of them.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -60,6 +61,7 @@ def device_of(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def cleaned(name: str) -> str:
     """A parameter's name without the traces of torch.compile, activation checkpointing and the like."""
     for wrapper in _WRAPPERS:

@@ -25,6 +25,8 @@ from .layout import DTYPES, KNOWN, name_of
 
 Tensors = dict[str, torch.Tensor]
 
+_TENSORS = (torch.Tensor, nn.Parameter, DTensor)  # subclasses may hide what they hold
+
 
 class Sharded(Protocol):
     """A component whose tensors are spread over the ranks. ``key`` is its folder in a checkpoint: no dots in it."""
@@ -302,14 +304,8 @@ def _class_name(thing: object) -> str:
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
-def _is_dense(value: object) -> bool:
-    return (
-        type(value) in (torch.Tensor, nn.Parameter, DTensor)
-        and isinstance(value, torch.Tensor)
-        and value.layout == torch.strided
-        and value.dtype in KNOWN
-        and not value.is_meta
-    )
+def _is_dense(value: torch.Tensor) -> bool:
+    return type(value) in _TENSORS and value.layout == torch.strided and value.dtype in KNOWN and not value.is_meta
 
 
 def _is_sharded(value: object, parameter: torch.Tensor) -> bool:

@@ -83,9 +83,14 @@ def signature(tensors: Tensors) -> object:
     return (
         ranks.world_size(),
         [
-            (component, name, tensor.dtype, tensor.shape, *_spread(tensor))
+            (
+                component,
+                list(its),
+                [tensor.dtype for tensor in its.values()],
+                [tensor.shape for tensor in its.values()],
+                [_spread(tensor) for tensor in its.values() if type(tensor) is DTensor],
+            )
             for component, its in tensors.items()
-            for name, tensor in its.items()
         ],
     )
 
@@ -239,8 +244,8 @@ def _part(tensor: torch.Tensor, index: MetadataIndex) -> torch.Tensor:
     return part.detach() if part.requires_grad else part
 
 
-def _spread(tensor: torch.Tensor) -> tuple[object, ...]:
-    return (tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else ()
+def _spread(tensor: DTensor) -> tuple[object, ...]:
+    return tensor.placements, tensor.device_mesh
 
 
 def _pieces(items: list[WriteItem]) -> Iterator[Piece]:
