@@ -8,6 +8,7 @@ from typing import Any
 
 import boto3
 from moto.server import ThreadedMotoServer
+from s3fs import S3FileSystem
 
 BUCKET = "runs"
 
@@ -30,6 +31,7 @@ class S3:
             "AWS_DEFAULT_REGION": "us-east-1",
         }
         self.reset()
+        S3FileSystem.clear_instance_cache()  # it goes by its arguments, and an environment is none of them
         keys = {"aws_access_key_id": "nobody", "aws_secret_access_key": "nothing", "region_name": "us-east-1"}
         boto3.client("s3", endpoint_url=self.address, **keys).create_bucket(Bucket=BUCKET)
 

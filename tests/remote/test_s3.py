@@ -116,7 +116,8 @@ def test_an_outage_ends_no_training_and_costs_no_checkpoint(
         assert jobs.train(url, tmp_path, 6)["step"] == 6
     said = [record.getMessage() for record in caplog.records]
     assert sum("could not be written to" in each for each in said) == 1
-    assert "could not be sent: step-00000006" in said[-1] and str(tmp_path) in said[-1]
+    assert "could not be sent: step-00000006" in said[-2] and str(tmp_path) in said[-2]
+    assert "its lock could not be given back" in said[-1]
     s3.reset()
     assert jobs.train(url, tmp_path, 6)["from"] == 6
     assert steps_at(Store(url)) == [2, 4, 6]
