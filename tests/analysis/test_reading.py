@@ -232,6 +232,27 @@ def test_a_duration_is_no_time_of_day(tmp_path: Path) -> None:
     assert log.metric("time").times is None
 
 
+@pytest.mark.parametrize("long", [0, 1 << 20])
+@pytest.mark.parametrize(
+    "text", ["2023-11-14T22:13:21.5Z", "2023-11-14 22:13:21.5", "2023-11-15T00:13:21.500+02:00", "20231114T221321.5"]
+)
+def test_times_as_texts(text: str, long: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a zone they are UTC. What is no time is none, in whichever way the log is read."""
+    from dalsegno.analysis.formats import json_lines
+
+    monkeypatch.setattr(json_lines, "LONG", long)
+    path = tmp_path / "metrics.jsonl"
+    records = [
+        {"step": 1, "time": text, "loss": 2.0},
+        {"step": 2, "time": "soon", "loss": 1.0},
+        {"step": 3, "loss": 1.0},
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    log = ds.open_log(path)
+    np.testing.assert_array_equal(log.metric("loss").times, [1_700_000_001.5, math.nan, math.nan])
+    assert log.frame()["timestamp"].to_list() == [1_700_000_001.5, None, None]
+
+
 def test_records_that_do_not_say_their_kind(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     records = [{"step": 1, "loss": 1.0}, {"step": 1, "val/loss": 2.0}, {"step": 2, "loss": 1.0, "val/loss": 2.0}]

@@ -19,7 +19,7 @@ import numpy as np
 from dalsegno.logs.reader import record_in
 from dalsegno.logs.values import Record
 
-from .naming import BOOKKEEPING, HEADER, Naming, is_of_evaluation
+from .naming import BOOKKEEPING, HEADER, Naming, is_of_evaluation, moment
 
 if TYPE_CHECKING:
     import polars as pl
@@ -146,10 +146,20 @@ def _renamed(frame: pl.DataFrame, naming: Naming) -> pl.DataFrame | None:
     if any(ours in frame.columns for ours in renames.values()):
         return None
     frame = frame.rename(renames, strict=False)
-    frame = frame.with_columns(_kind(frame).alias("kind"))
+    frame = _with_seconds(frame).with_columns(_kind(frame).alias("kind"))
     if (frame["kind"] == HEADER).any():
         frame = frame.filter(frame["kind"] != HEADER)
     return frame if "global_step" in frame.columns and not frame["global_step"].null_count() else None
+
+
+def _with_seconds(frame: pl.DataFrame) -> pl.DataFrame:
+    """Times that are texts as UTC seconds."""
+    import polars as pl
+
+    if frame.schema.get("timestamp") != pl.String:
+        return frame
+    seconds = pl.Series("timestamp", [moment(text) for text in frame["timestamp"].to_list()], pl.Float64)
+    return frame.with_columns(seconds) if seconds.null_count() < len(seconds) else frame
 
 
 def _kind(frame: pl.DataFrame) -> pl.Expr:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ STEPS = (
     *("global_step", "step", "_step", "iteration", "iter", "train_step", "trainer/global_step"),
     *("global_steps", "num_updates", "num_steps", "update", "steps", "batch"),
 )
-TIMES = ("timestamp", "_timestamp", "wall_time", "time")
+TIMES = ("timestamp", "_timestamp", "wall_time", "time", "datetime")
 EPOCHS = ("epoch",)
 LOSSES = (
     *("loss", "train_loss", "train/loss", "training_loss", "loss/train", "train/loss_step", "train_loss_step"),
@@ -49,7 +50,7 @@ class Naming:
     def of(cls, record: Mapping[str, Any], step_key: str | None = None) -> Naming | None:
         """The names in a record of the log; None if it has no step."""
         step = _first((step_key,) if step_key else STEPS, record)
-        times = [name for name in TIMES if is_number(record.get(name)) and record[name] > EARLY]
+        times = [name for name in TIMES if moment(record.get(name)) is not None]
         return cls(step, next(iter(times), None), _first(EPOCHS, record)) if step else None
 
     def renames(self) -> dict[str, str]:
@@ -67,7 +68,20 @@ class Naming:
             record = {renames.get(name) or taken.get(name, name): value for name, value in record.items()}
         if not _is_step(record.get("global_step")):
             return None
+        if isinstance(said := record.get("timestamp"), str) and (seconds := moment(said)) is not None:
+            record = {**record, "timestamp": seconds}
         return record if record.get("kind") in KINDS else {**record, "kind": kind_of(record)}
+
+
+def moment(value: Any) -> float | None:
+    """A time of day in UTC seconds; None if it is none. Texts are read as ISO 8601, those without a zone as UTC."""
+    if isinstance(value, str):
+        try:
+            time = datetime.fromisoformat(value)
+        except ValueError:
+            return None
+        return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
+    return value if is_number(value) and value > EARLY else None
 
 
 def kind_of(record: Record) -> str:
