@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from dalsegno.errors import ConfigurationError
 
 from .series import Series
-from .smooth import smooth
+from .smooth import mean, smooth
 
 Floats = NDArray[np.float64]
 Steps = NDArray[np.int64]
@@ -34,7 +34,7 @@ class Alignment:
     @property
     def difference(self) -> Floats:
         """Second minus first."""
-        with np.errstate(invalid="ignore"):
+        with np.errstate(invalid="ignore", over="ignore"):
             return self.second - self.first
 
 
@@ -110,12 +110,12 @@ def compare_series(first: Series, second: Series, *, window: int | None = None, 
     if not n:
         return Comparison(0, False, window, None, None, None, math.nan, math.nan, math.nan, math.nan)
     unlike = ~((both.first == both.second) | (np.isnan(both.first) & np.isnan(both.second)))
-    noise = np.hypot(_noise(both.first, window), _noise(both.second, window)) / math.sqrt(window)
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore", over="ignore"):
+        noise = np.hypot(_noise(both.first, window), _noise(both.second, window)) / math.sqrt(window)
         outside = np.abs(smooth(both.difference, window)) > sigmas * noise
     broken = np.isfinite(both.first) != np.isfinite(both.second)
     last = slice(max(0, n - window), n)
-    ours, theirs = (_mean(values[last]) for values in (both.first, both.second))
+    ours, theirs = mean(both.first[last]), mean(both.second[last])
     return Comparison(
         records=n,
         interpolated=both.interpolated,
@@ -142,8 +142,7 @@ def _noise(values: Floats, window: int) -> Floats:
     """Standard deviation of one record's noise around each record, shape (n,)."""
     if len(values) < 3:
         return np.full(len(values), np.nan)
-    with np.errstate(invalid="ignore"):
-        second = np.abs(values[:-2] - 2 * values[1:-1] + values[2:])
+    second = np.abs(values[:-2] - 2 * values[1:-1] + values[2:])
     return smooth(np.pad(second, 1, mode="edge"), max(4 * window, 16)) * SECOND_DIFFERENCE
 
 
@@ -158,9 +157,3 @@ def _lasting(outside: NDArray[np.bool_], records: int) -> NDArray[np.bool_]:
 
 def _first_step(steps: Steps, where: NDArray[np.bool_]) -> int | None:
     return int(steps[np.argmax(where)]) if where.any() else None
-
-
-def _mean(values: Floats) -> float:
-    """Over all of them: NaN if one is."""
-    with np.errstate(invalid="ignore"):
-        return float(np.mean(values))

@@ -15,7 +15,7 @@ from dalsegno.logs import is_wall_clock
 from .formats.naming import is_of_evaluation
 from .palette import colour
 from .rewound import Restart, Tail
-from .series import Series
+from .series import HUGE, Series
 from .smooth import automatic_window, smooth
 from .view import View
 
@@ -27,8 +27,6 @@ MOST_DOTS = 200
 """Evaluations that are drawn as single points; more of them make a line."""
 UNITS_OF_TIME = ((2 * 3600.0, "hours", 3600.0), (120.0, "minutes", 60.0), (0.0, "seconds", 1.0))
 """From how many seconds on time is told in which unit, and how many seconds that has."""
-HUGE = 1e280
-"""Values beyond are drawn as infinite ones are: no scale has room around the largest numbers."""
 LABELS = {
     "tok_per_sec": "tokens per second",
     "peak_mem": "peak memory (bytes)",

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+HUGE = 1e280
+"""Values beyond are drawn as infinite ones are: no scale has room around the largest numbers."""
+
 
 @dataclass(frozen=True, slots=True)
 class Series:

@@ -23,12 +23,22 @@ def smooth(values: Floats, window: int) -> Floats:
         raise ConfigurationError(f"smooth is {window!r}; allowed: a number of records, at least 1 (1: none)")
     half = window // 2
     finite = np.isfinite(values)
+    scale = 4.0 * window
+    if window > 1 and np.abs(values).max(initial=0, where=finite) > np.finfo(np.float64).max / scale:
+        return smooth(values / scale, window) * scale  # else their sums would be more than any float
     lengths = _window_lengths(len(values), half)
     if finite.all():
         return _window_sums(values, half) / lengths
     counts = lengths - _window_sums((~finite).astype(np.float64), half)
     sums = _window_sums(np.where(finite, values, 0.0), half)
     return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+
+
+def mean(values: Floats) -> float:
+    """Of all of them: NaN if one is. Finite if they are, however large."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = values.mean()
+        return float(found if np.isfinite(found) or not np.isfinite(values).all() else (values / len(values)).sum())
 
 
 def automatic_window(records: int) -> int:

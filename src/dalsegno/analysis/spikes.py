@@ -112,7 +112,7 @@ def _usual(values: Floats, window: int) -> tuple[Floats, Floats]:
 
 
 def _median_and_noise(windows: Floats) -> tuple[Floats, Floats]:
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore", over="ignore"):
         rows = np.where(np.isfinite(windows), windows, np.nan)
         medians = _medians(rows)
         return medians, MAD_TO_SIGMA * _medians(np.abs(rows - medians[:, None]))

@@ -13,6 +13,7 @@ from dalsegno.logs.clock import is_wall_clock
 from .formats.naming import LOSSES, is_of_evaluation, loss_of
 from .lineage import Life, State, state_of, training_seconds
 from .series import Series
+from .smooth import mean
 from .spikes import Spike, find_spikes
 
 THROUGHPUT = ("tok_per_sec", "train_tokens_per_second", "train_samples_per_second", "train_steps_per_second", "mfu")
@@ -156,7 +157,7 @@ def summarize_metric(series: Series) -> MetricSummary | None:
         best_step=int(series.steps[best]) if any_known else None,
         worst=float(values[worst]) if any_known else None,
         worst_step=int(series.steps[worst]) if any_known else None,
-        average=float(values.mean() if everything else np.nanmean(known)) if any_known else None,
+        average=mean(values if everything else values[finite]) if any_known else None,
         not_finite=0 if everything else int((~finite).sum()),
     )
 

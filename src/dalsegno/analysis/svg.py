@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from .downsample import downsample
 from .palette import colour
-from .series import Series
+from .series import HUGE, Series
 from .smooth import automatic_window, smooth
 from .ticks import nice_ticks, tick_label
 
@@ -20,11 +20,11 @@ LEFT, RIGHT, TOP, BOTTOM = 48, 8, 8, 20
 
 
 def svg_curve(series: Series, *, width: int = 460, height: int = 150, labelled: bool = True) -> str:
-    """A series as an SVG element: smoothed, over a faint line of what was logged. Empty if no value is finite.
+    """A series as an SVG element: smoothed, over a faint line of what was logged. Empty if no value can be drawn.
 
     Its texts have the colour of the text around it, so that it can be read on light and on dark pages.
     """
-    finite = np.isfinite(series.values)
+    finite = np.abs(series.values) <= HUGE
     if not finite.any():
         return ""
     frame = _Frame(series.steps[finite].astype(np.float64), series.values[finite], width, height, labelled)

@@ -15,7 +15,7 @@ from dalsegno.divergence import Divergence, Mode
 from dalsegno.errors import ConfigurationError
 
 from .detect import DetectorSettings, detect_divergence
-from .series import Series
+from .series import HUGE, Series
 
 Floats = NDArray[np.float64]
 Limit = Literal["threshold", "relative_threshold"]
@@ -102,8 +102,8 @@ class _Track:
         divergence = Divergence(smoothing=smoothing, mode=mode)
         verdicts = [divergence.observe(value) for value in values.tolist()]
         best = np.array([verdict.best for verdict in verdicts])
-        away = np.abs(np.array([verdict.smoothed for verdict in verdicts]) - best)
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            away = np.abs(np.array([verdict.smoothed for verdict in verdicts]) - best)
             part = np.where(away > 0, away / np.abs(best), 0.0)
         self._away: dict[Limit, Floats] = {"threshold": away, "relative_threshold": part}
         self._all_finite = bool(np.isfinite(values).all())
@@ -132,7 +132,7 @@ def _errors(gap: tuple[float, float], good: Sequence[float], bad: Sequence[float
 def _middle(low: float, high: float) -> float:
     if low == 0:  # the good runs show nothing at all: the usual threshold will do, if the bad ones show more
         return min(1.0, high / 2)
-    return 2 * low if high == math.inf else math.sqrt(low * high)
+    return min(2 * low, HUGE) if high == math.inf else math.sqrt(low) * math.sqrt(high)
 
 
 def _factor(high: float, low: float) -> float:
