@@ -19,7 +19,13 @@ MICROBATCH += ["microbatch_end"]
 UPDATE = ["gradients_ready", "pre_optimizer_step", "optimizer_step", "before_zero_grad", "after_zero_grad"]
 UPDATE += ["before_scheduler_step", "after_scheduler_step"]
 LOG = ["log_step", "log"]
-EVALUATE = ["evaluate_begin", *["before_forward", "after_forward", "prediction_step"] * 2, *LOG, "evaluate"]
+EVALUATE = [
+    "evaluate_begin",
+    *["before_forward", "after_forward", "prediction_step"] * 2,
+    "evaluate_end",
+    *LOG,
+    "evaluate",
+]
 SAVE = ["before_save", "save"]
 
 

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from .contexts import EpochContext as EpochContext
     from .contexts import EvaluateBeginContext as EvaluateBeginContext
     from .contexts import EvaluateContext as EvaluateContext
+    from .contexts import EvaluateEndContext as EvaluateEndContext
     from .contexts import ExceptionContext as ExceptionContext
     from .contexts import LoadContext as LoadContext
     from .contexts import LogContext as LogContext
@@ -140,6 +141,7 @@ _HOMES = {
         "EpochContext",
         "EvaluateBeginContext",
         "EvaluateContext",
+        "EvaluateEndContext",
         "ExceptionContext",
         "LoadContext",
         "LogContext",

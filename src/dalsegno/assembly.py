@@ -22,8 +22,17 @@ from .beginning import Beginning, Resume
 from .boundary import Boundary
 from .callback import Callback, components_of, global_callbacks
 from .callbacks import default_callbacks
-from .checkpoint import SETTINGS, CheckpointManager, ModelState, OptimizerState, load_parts
-from .component import Component, Stateful
+from .checkpoint import (
+    CALLBACKS,
+    SETTINGS,
+    CheckpointManager,
+    HeldTensors,
+    ModelState,
+    OptimizerState,
+    Sharded,
+    load_parts,
+)
+from .component import Component, Stateful, TensorHolder
 from .data import Feed
 from .dispatcher import Dispatcher
 from .draw import LossWeight
@@ -90,7 +99,7 @@ class Assembly:
             unfired=unfired,
         )
         self._model = model
-        self._sharded = (ModelState(model), OptimizerState(model, optimizer))
+        self._model_state, self._optimizer_state = ModelState(model), OptimizerState(model, optimizer)
         self._settings = Settings(args, brought, AsBuilt(optimizer, schedulers), schedulers, feed, data)
         self._others: dict[str, Stateful] = {
             SETTINGS: self._settings,
@@ -124,6 +133,11 @@ class Assembly:
         everywhere = [*global_callbacks(), *registered_elsewhere()]
         present = [callback for callback in everywhere if callback not in callbacks]
         self.on.bind([*self._core, *callbacks, *present])
+        self._held = [
+            HeldTensors(f"{CALLBACKS}{callback.key}", callback, self._model)
+            for callback in self.on.callbacks
+            if isinstance(callback, TensorHolder)
+        ]
         self.own_callbacks = list(callbacks)
 
     # -- checkpoints: what a Run's boundary asks for ------------------------------------------------------------
@@ -132,14 +146,14 @@ class Assembly:
         return self._manager.path_of(step)
 
     def prepare(self) -> None:
-        self._manager.prepare(self._sharded)
+        self._manager.prepare(self._sharded())
 
     def save(self, step: int, *, metrics: Mapping[str, float], is_best: bool) -> Flight:
         self.random_state.step = step
         ranks.share_from_zero(self._model.buffers())  # a rank's own batch statistics are not what is saved
         return self._manager.launch(
             step,
-            self._sharded,
+            self._sharded(),
             self._components(),
             metrics=metrics,
             is_best=is_best,
@@ -162,7 +176,11 @@ class Assembly:
             return
         checkpoint = self._manager.find(self.args.directory / best)
         assert checkpoint is not None, "a path is found, or an error"
-        load_parts(checkpoint, self._sharded[:1])
+        load_parts(checkpoint, [self._model_state])
+
+    def _sharded(self) -> list[Sharded]:
+        """What is spread over the ranks: the model, its optimizer, and what callbacks hold of that kind."""
+        return [self._model_state, self._optimizer_state, *self._held]
 
     def _components(self) -> list[Component]:
         others = [Component(key, target) for key, target in self._others.items()]
@@ -233,10 +251,10 @@ class Assembly:
         if checkpoint is None:
             self.random_state.start()
             if resume.load_components:
-                beginning.load_parts(resume, self._sharded, self._components())
+                beginning.load_parts(resume, self._sharded(), self._components())
             return None
         self._has_trained = True  # whatever becomes of it, the model is not what it was
-        beginning.load(checkpoint, resume, self._sharded, self._components())
+        beginning.load(checkpoint, resume, self._sharded(), self._components())
         self.state.num_input_tokens_seen = self.meter.run_tokens + self.meter.tokens * ranks.world_size()
         return checkpoint.path
 

@@ -2,7 +2,8 @@
 
 ::
 
-    step_end → train_metrics → log_step → log → for each set: evaluate, log_step, log, on_evaluate
+    step_end → train_metrics → log_step → log
+             → for each set: evaluate_begin, its batches, evaluate_end, log_step, log, evaluate
              → save (of the one before) → before_save → capture → step_done
 
 So a captured state contains all that happened in its step. Its bytes go to the disk beside the steps that follow, and
@@ -13,7 +14,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 from . import ranks
@@ -156,8 +158,9 @@ class Boundary:
         """Measure the model on each evaluation set. Collective."""
         everything: dict[str, float] = {}
         for evaluation in self.evaluations:
-            self._begin(evaluation)
-            everything |= self._report(evaluation, evaluation())
+            with self._announced(evaluation):
+                metrics = evaluation()
+            everything |= self._report(evaluation, metrics)
         return everything
 
     def _evaluate_step(self) -> None:
@@ -168,9 +171,9 @@ class Boundary:
         for evaluation in [each for each in self.evaluations if each.name in state.evaluations_owed]:
             take_back = Takeback(self._on.callbacks)
             try:
-                self._begin(evaluation)
-                self._may_break_off = True
-                metrics = evaluation()
+                with self._announced(evaluation):
+                    self._may_break_off = True
+                    metrics = evaluation()
             except BrokenOff:
                 take_back()
                 return
@@ -191,11 +194,25 @@ class Boundary:
         if self._may_break_off and self._agreement.stops_at_batch():
             raise BrokenOff
 
-    def _begin(self, evaluation: Evaluation) -> None:
+    @contextmanager
+    def _announced(self, evaluation: Evaluation) -> Iterator[None]:
+        """Between on_evaluate_begin and on_evaluate_end, which comes whatever happens."""
         on = self._on
-        if on.evaluate_begin:
-            on.evaluate_begin.fill(evaluation.name)
-            on.evaluate_begin.fire()
+        try:
+            if on.evaluate_begin:
+                on.evaluate_begin.fill(evaluation.name)
+                on.evaluate_begin.fire()
+            yield
+        except BaseException as error:
+            for failure in self._announce_end(evaluation):
+                error.add_note(f"and on the way out: {type(failure).__name__}: {failure}")
+            raise
+        for failure in self._announce_end(evaluation):
+            raise failure
+
+    def _announce_end(self, evaluation: Evaluation) -> list[BaseException]:
+        self._on.evaluate_end.fill(evaluation.name)
+        return self._on.evaluate_end.fire_all()
 
     def _report(self, evaluation: Evaluation, metrics: dict[str, float]) -> dict[str, float]:
         on = self._on

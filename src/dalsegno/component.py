@@ -23,11 +23,14 @@ is read from the object itself, by attributes that it may have or lack:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, runtime_checkable
 
 from .errors import ConfigurationError, StateMismatch
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 State = Any
 """A tree of what the codec takes: dict, list, tuple, str, bytes, bool, int, float, None, arrays, tensors."""
@@ -42,6 +45,25 @@ class Stateful(Protocol):
     def state_dict(self) -> State: ...
 
     def load_state_dict(self, state: State) -> object: ...
+
+
+@runtime_checkable
+class TensorHolder(Protocol):
+    """Has tensors that are as large as a model's: where they are in shards, each rank saves and gets its part alone.
+
+    That takes the place of ``state_dict`` and ``load_state_dict``.
+    """
+
+    def sharded_state(self, model: nn.Module) -> tuple[dict[str, Tensor], State]:
+        """The tensors by name, DTensors where they are in shards, and the rest, which is the same on every rank.
+
+        Asked for before a checkpoint is loaded, too: it is loaded into these very tensors.
+        """
+        ...
+
+    def load_sharded_state(self, names: Collection[str], rest: State) -> object:
+        """The tensors of these names hold what was saved of them, and ``rest`` is what was saved beside them."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -274,6 +274,14 @@ class EvaluateBeginContext(Context):
 
 
 @dataclass(slots=True)
+class EvaluateEndContext(Context):
+    name: str = field(init=False)
+
+    def fill(self, name: str) -> None:
+        self.name = name
+
+
+@dataclass(slots=True)
 class PredictionStepContext(Context):
     batch: Any = field(init=False)
     outputs: Outputs = field(init=False)

@@ -120,6 +120,7 @@ class Dispatcher:
         self.log = self._channel(Event.LOG, contexts.LogContext.fill)
         self.evaluate_begin = self._channel(Event.EVALUATE_BEGIN, contexts.EvaluateBeginContext.fill)
         self.prediction_step = self._channel(Event.PREDICTION_STEP, contexts.PredictionStepContext.fill)
+        self.evaluate_end = self._channel(Event.EVALUATE_END, contexts.EvaluateEndContext.fill)
         self.evaluate = self._channel(Event.EVALUATE, contexts.EvaluateContext.fill)
         self.predict = self._channel(Event.PREDICT, contexts.MetricsContext.fill)
         self.before_save = self._channel(Event.BEFORE_SAVE, contexts.BeforeSaveContext.fill)

@@ -18,6 +18,7 @@ from .contexts import (
     EpochContext,
     EvaluateBeginContext,
     EvaluateContext,
+    EvaluateEndContext,
     ExceptionContext,
     LoadContext,
     LogContext,
@@ -79,6 +80,7 @@ class Event(Enum):
     LOG = "on_log", LogContext, "logs are final, the same on all ranks"
     EVALUATE_BEGIN = "on_evaluate_begin", EvaluateBeginContext, "before an evaluation set's first batch"
     PREDICTION_STEP = "on_prediction_step", PredictionStepContext, "after each evaluation batch"
+    EVALUATE_END = "on_evaluate_end", EvaluateEndContext, "after the set's last batch, or when it was broken off"
     EVALUATE = (
         "on_evaluate",
         EvaluateContext,

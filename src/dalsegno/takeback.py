@@ -18,7 +18,13 @@ from .component import Stateful
 from .events import Event
 from .randomness import RandomState
 
-_IN_EVALUATION = {Event.EVALUATE_BEGIN, Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.PREDICTION_STEP}
+_IN_EVALUATION = {
+    Event.EVALUATE_BEGIN,
+    Event.BEFORE_FORWARD,
+    Event.AFTER_FORWARD,
+    Event.PREDICTION_STEP,
+    Event.EVALUATE_END,
+}
 
 
 class Takeback:

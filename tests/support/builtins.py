@@ -22,6 +22,7 @@ RECIPES: dict[str, Callable[[], ds.Callback]] = {
     "ProgressCallback with bars": lambda: callbacks.ProgressCallback(use_tqdm=True),
     "InfoCallback": lambda: callbacks.InfoCallback(verbose=True),
     "ComputeNorm": lambda: callbacks.ComputeNorm(per_layer=True),
+    "EMA": lambda: callbacks.EMA(0.5),
     "EarlyStopping": lambda: callbacks.EarlyStopping(patience=100),
     "ExpertLoadBalance": lambda: callbacks.ExpertLoadBalance(every=2, router=r"layers\.3$"),
     "GarbageCollection": lambda: callbacks.GarbageCollection(every=2),

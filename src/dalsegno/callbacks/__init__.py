@@ -12,6 +12,7 @@ from .divergence_detector import DivergenceDetector
 from .dump_activations import DumpActivations
 from .duration_profiler import DurationProfiler
 from .early_stopping import EarlyStopping
+from .ema import EMA
 from .expert_load_balance import ExpertLoadBalance
 from .flop_utilization import FlopUtilization
 from .garbage_collection import GarbageCollection
@@ -48,6 +49,7 @@ def default_callbacks() -> list[Callback]:
 
 
 __all__ = [
+    "EMA",
     "CheckLoss",
     "ComputeNorm",
     "CountParams",

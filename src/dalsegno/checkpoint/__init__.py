@@ -11,6 +11,7 @@ from dalsegno.lazy import handed_out
 
 if TYPE_CHECKING:
     from .export import Exported, export_model
+    from .held import HeldTensors
     from .inspect import read_tensors, saved_states
     from .loading import CALLBACKS, SETTINGS, LoadReport
     from .manager import CheckpointManager
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "export": ("Exported", "export_model"),
+    "held": ("HeldTensors",),
     "inspect": ("read_tensors", "saved_states"),
     "loading": ("CALLBACKS", "SETTINGS", "LoadReport"),
     "manager": ("CheckpointManager",),
@@ -36,6 +38,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointManager",
     "Exported",
+    "HeldTensors",
     "LoadReport",
     "Manifest",
     "ModelState",

@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 
 from dalsegno import files
-from dalsegno.errors import CannotSave, ConfigurationError, NotFound
+from dalsegno.errors import CannotSave, ConfigurationError, NotFound, UnknownName
 
 from . import index, survey
 from .index import Index, StoredTensor
 from .layout import SAFETENSORS_NAMES, StoredFile, byte_count, name_of
-from .loading import SavedStates
+from .loading import CALLBACKS, SavedStates
 from .manifest import Checkpoint
 
 MODEL = "model"
@@ -76,6 +76,7 @@ def export_model(
     *,
     max_shard_size: int | str = "5GB",
     config_from: str | Path | None = None,
+    average: str | None = None,
 ) -> Exported:
     """Write the model of a checkpoint as plain safetensors, for inference or other programs. In one process.
 
@@ -89,9 +90,11 @@ def export_model(
             is larger by itself makes a larger file.
         config_from: copy configuration and tokenizer (``config.json``, ``tokenizer.json`` …) from this folder, so that
             ``from_pretrained(folder)`` needs nothing else.
+        average: the key of an ``EMA`` callback, whose averages take the place of the weights that were trained.
 
     Raises:
         NotFound: if there is no such checkpoint, or no ``config_from``.
+        UnknownName: if the checkpoint has no such averages; the message names the nearest.
         DamagedCheckpoint: if its bytes are not what its manifest says.
         ConfigurationError: if ``max_shard_size`` is no size, or there is a model in ``folder`` already.
         CannotSave: if a tensor has an element type that plain safetensors lacks, such as complex numbers.
@@ -102,7 +105,10 @@ def export_model(
     if target.is_dir() and (present := sorted(target.glob("model*.safetensors*"))):
         raise ConfigurationError(f"{target}: holds {present[0].name} already; name another folder")
     source = survey.verified(Path(checkpoint))
-    stored = Index.read(source.file(index.FILE_NAME)).of(MODEL)
+    everything = Index.read(source.file(index.FILE_NAME))
+    stored = everything.of(MODEL)
+    if average is not None:
+        stored |= _averages(everything, average, stored)
     rest = SavedStates(source).state(MODEL)
     _check_types(source, stored)
     shards = _shards(stored, limit)
@@ -150,6 +156,16 @@ def assembled(name: str, stored: StoredTensor, checkpoint: Checkpoint) -> torch.
         all_of_it = [(0, length) for length in piece.shape]
         StoredFile(checkpoint.file(piece.file)).fill(box, piece.span, stored.dtype, piece.shape, all_of_it)
     return whole
+
+
+def _averages(everything: Index, name: str, model: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Those of the callback with that key, of the tensors that are the model's."""
+    found = {tensor: each for tensor, each in everything.of(f"{CALLBACKS}{name}").items() if tensor in model}
+    if not found:
+        keys = {index.split(each)[0] for each in everything.tensors}
+        known = sorted(key.removeprefix(CALLBACKS) for key in keys if key.startswith(CALLBACKS))
+        raise UnknownName("average", name, known)
+    return found
 
 
 def _configuration(folder: Path) -> list[Path]:

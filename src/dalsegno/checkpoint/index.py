@@ -88,6 +88,15 @@ class Index:
             raise DamagedCheckpoint(f"{path}: is no index ({error!r})") from error
 
 
+def split(full_name: str) -> tuple[str, str]:
+    """Component, and the tensor's name in it. A callback's component has a dot of its own: ``callbacks.EMA``."""
+    component, _, name = full_name.partition(".")
+    if component == "callbacks":
+        own, _, name = name.partition(".")
+        component = f"{component}.{own}"
+    return component, name
+
+
 def _tensor(name: str, entry: Any) -> StoredTensor:
     dtype, shape = DTYPES[entry["dtype"]], _shape(entry["shape"])
     pieces = tuple(_piece(name, piece, dtype, shape) for piece in entry["pieces"])

@@ -19,7 +19,7 @@ def read_tensors(checkpoint: Checkpoint) -> dict[str, dict[str, torch.Tensor]]:
         DamagedCheckpoint: if a file holds what dalsegno cannot have written.
     """
     stored = Index.read(checkpoint.file(index.FILE_NAME))
-    components = sorted({name.split(".")[0] for name in stored.tensors})
+    components = sorted({index.split(name)[0] for name in stored.tensors})
     tensors = {
         component: {name: torch.empty(each.shape, dtype=each.dtype) for name, each in stored.of(component).items()}
         for component in components

@@ -99,16 +99,20 @@ class SavedStates:
         return self._read[name]
 
 
-def refuse_changed_callbacks(saved: SavedStates, components: Iterable[Component]) -> None:
+def refuse_changed_callbacks(saved: SavedStates, present: Iterable[Sequence[str]]) -> None:
     """
+    Args:
+        saved: what the checkpoint has.
+        present: the keys of each component that is here, the present one first.
+
     Raises:
         StateMismatch: if a callback with a state has come or gone since; all are named.
     """
-    here = [component for component in components if component.key.startswith(CALLBACKS)]
-    taken = {key for component in here for key in component.keys}
+    here = [keys for keys in present if keys[0].startswith(CALLBACKS)]
+    taken = {key for keys in here for key in keys}
     complaints = [
         *(f"{key}: saved, but not here" for key in saved if key.startswith(CALLBACKS) and key not in taken),
-        *(f"{each.key}: here, but not saved" for each in here if not any(key in saved for key in each.keys)),
+        *(f"{keys[0]}: here, but not saved" for keys in here if not any(key in saved for key in keys)),
     ]
     if complaints:
         raise StateMismatch(

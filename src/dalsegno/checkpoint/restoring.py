@@ -26,7 +26,7 @@ def restore(
 ) -> LoadReport:
     """Restore everything; arguments and errors are those of :meth:`CheckpointManager.load`. Collective."""
     if strict_callbacks:
-        refuse_changed_callbacks(saved, components)
+        refuse_changed_callbacks(saved, [*(each.keys for each in components), *((each.key,) for each in sharded)])
     stored, report = Stored.of(saved), LoadReport()
     report.changes.extend(ranks.together(lambda: [*misfits(stored, sharded), *changed_settings(saved, settings)]))
     refuse(report.changes, allowed, saved.path)
@@ -68,7 +68,7 @@ def _restore(
 ) -> None:
     """Load what fits, and write into ``report`` what it was."""
     replaced = {change.setting for change in report.changes if change.saved != change.now}  # by another class
-    known = [each for each in sharded if each.key in saved and each.key not in replaced]
+    known = [each for each in sharded if each.key in stored.rests and each.key not in replaced]
     report.fresh.extend(each.key for each in sharded if each not in known)
     prepared = prepare_components(saved, components, report, adapt)
     report.notes.extend(restore_sharded(stored, known))

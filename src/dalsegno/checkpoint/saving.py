@@ -283,7 +283,7 @@ def _take(
             states.shared[component.key] = _captured(component, record)
             if component.compared:
                 states.compared[component.key] = states.shared[component.key]
-    taken = {key for component in components for key in component.keys}
+    taken = {key for component in components for key in component.keys} | states.tensors.keys()
     for key, saved in carried.items():
         if key not in taken:
             states.shared[key] = Encoded.of(key, saved)

@@ -63,7 +63,7 @@ class Prepared:
     """``tensors`` to load into, by the name under which each is stored; and ``take_over``, for when they are loaded."""
 
     tensors: Tensors
-    take_over: Callable[[], None]
+    take_over: Callable[[], object]
 
 
 class ModelState:
@@ -82,7 +82,7 @@ class ModelState:
 
     @property
     def class_name(self) -> str:
-        return _class_name(self._model)
+        return class_name_of(self._model)
 
     def capture(self) -> tuple[Tensors, State]:
         tensors, tied, extra = self._sorted()
@@ -162,7 +162,7 @@ class ModelState:
                 extra[name] = value
             elif id(value) in names:
                 tied[name] = names[id(value)]
-            elif not _is_dense(value):
+            elif not is_dense(value):
                 raise CannotSave(
                     f"{self.key}.{name}: cannot save a {type(value).__qualname__} with {value.layout}, {value.dtype} "
                     f"on {value.device}; it must be a dense tensor or DTensor, of one of {', '.join(DTYPES)}"
@@ -192,7 +192,7 @@ class OptimizerState:
 
     @property
     def class_name(self) -> str:
-        return _class_name(self.optimizer)
+        return class_name_of(self.optimizer)
 
     def capture(self) -> tuple[Tensors, State]:
         packed = self.optimizer.state_dict()
@@ -300,16 +300,16 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def _class_name(thing: object) -> str:
+def class_name_of(thing: object) -> str:
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
-def _is_dense(value: torch.Tensor) -> bool:
+def is_dense(value: torch.Tensor) -> bool:
     return type(value) in _TENSORS and value.layout == torch.strided and value.dtype in KNOWN and not value.is_meta
 
 
 def _is_sharded(value: object, parameter: torch.Tensor) -> bool:
-    if not isinstance(value, torch.Tensor) or not _is_dense(value):
+    if not isinstance(value, torch.Tensor) or not is_dense(value):
         return False
     return isinstance(value, DTensor) or (value.dim() > 0 and value.shape == parameter.shape)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -36,7 +36,7 @@ from torch.futures import Future
 from dalsegno import ranks
 from dalsegno.errors import DamagedCheckpoint, RankFailed
 
-from .index import Index, StoredPiece, StoredTensor
+from .index import Index, StoredPiece, StoredTensor, split
 from .layout import Layout, Piece, StoredFile
 
 Tensors = dict[str, dict[str, torch.Tensor]]
@@ -137,7 +137,7 @@ class _Planned(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         by_component: dict[str, list[WriteItem]] = {}
         for item in plan.items:
-            by_component.setdefault(item.index.fqn.partition(".")[0], []).append(item)
+            by_component.setdefault(split(item.index.fqn)[0], []).append(item)
         results: list[WriteResult] = []
         for component, items in by_component.items():
             file = _laid_out(f"{component}/shard-{ranks.rank():05d}.safetensors", items)
@@ -227,8 +227,8 @@ class ShardReader(StorageReader):
 
 
 def _laid_out(name: str, items: list[WriteItem]) -> FilePlan:
-    parts = [(*item.index.fqn.split(".", 1), item.index) for item in items]
-    return FilePlan(name, Layout.of(list(_pieces(items))), cast(list[tuple[str, str, MetadataIndex]], parts))
+    parts = [(*split(item.index.fqn), item.index) for item in items]
+    return FilePlan(name, Layout.of(list(_pieces(items))), parts)
 
 
 def _placed(file: FilePlan, items: list[WriteItem]) -> list[WriteResult]:
@@ -254,7 +254,7 @@ def _pieces(items: list[WriteItem]) -> Iterator[Piece]:
     for item in items:
         data = item.tensor_data
         assert data is not None
-        name = item.index.fqn.partition(".")[2]
+        _, name = split(item.index.fqn)
         if name in taken:
             name = f"{name}@{','.join(map(str, data.chunk.offsets))}"
         taken.add(name)

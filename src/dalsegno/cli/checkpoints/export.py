@@ -26,6 +26,9 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config-from", metavar="FOLDER", type=Path, help="copy config.json, tokenizer and the like from there"
     )
+    parser.add_argument(
+        "--average", metavar="NAME", help="the averages of this callback, say EMA, in place of the trained weights"
+    )
     add_json(parser)
 
 
@@ -33,6 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     Raises:
         NotFound: if there is no checkpoint, or no configuration.
+        UnknownName: if there are no such averages in it.
         DamagedCheckpoint: if it does not verify.
         ConfigurationError: if the size is none, or there is a model in the folder already.
     """
@@ -44,6 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.to,
         max_shard_size=arguments.max_shard_size,
         config_from=arguments.config_from,
+        average=arguments.average,
     )
     if arguments.json:
         print_json(

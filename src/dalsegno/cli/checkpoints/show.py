@@ -77,7 +77,7 @@ def _tensors(checkpoint: Checkpoint, keys: Sequence[str]) -> list[dict[str, Any]
             ],
         }
         for name, each in stored.tensors.items()
-        if name.partition(".")[0] in keys
+        if index.split(name)[0] in keys
     ]
 
 
