@@ -29,13 +29,13 @@ A `ctx` is reused for the next firing: use it inside the handler, or keep `ctx.c
 
 At a step's end: `on_step_end`, `on_train_metrics`, `on_log_step`, `on_log`, then for each evaluation set
 `on_evaluate_begin`, its batches, `on_evaluate_end`, `on_log_step`, `on_log` (kind `eval`), `on_evaluate`; then
-`on_before_save`, the state is captured, `on_step_done`. So a checkpoint contains all that happened in its step, but for the last. `on_save`
-comes once the checkpoint is on the disk and published: with background saves at a later step's end, else at this one's.
-A resumed run does not repeat these two, and no state should hang on them.
+`on_before_save`, the state is captured, `on_step_done`. So a checkpoint contains all that happened in its step, but for
+the last. `on_save` comes once the checkpoint is on the disk and published: with background saves at a later step's end,
+else at this one's. A resumed run does not repeat these two, and no state should hang on them.
 
 Where an evaluation is broken off, by an exception or because the run is to stop, `on_evaluate_end` comes all the same:
-what `on_evaluate_begin` has changed can be changed back there. `on_predict` belongs to `trainer.predict`; nothing fires `on_rollback` yet. In [your own loop](own-loop.md) some events
-cannot be fired.
+what `on_evaluate_begin` has changed can be changed back there. `on_predict` belongs to `trainer.predict`; nothing fires
+`on_rollback` yet. In [your own loop](own-loop.md) some events cannot be fired.
 
 | handler | fires | adds to ctx |
 |---|---|---|
