@@ -41,12 +41,9 @@ def training_feed(
         dataset,
         batch_size=args.per_device_train_batch_size,
         seed=args.shuffle_seed,
-        rank=ranks.rank(),
-        world_size=ranks.world_size(),
         drop_last=args.dataloader_drop_last,
-        collate_fn=collator,
         persistent_workers=args.dataloader_persistent_workers,
-        **_workers(args),
+        **_reading(args, collator),
     )
 
 
@@ -72,10 +69,7 @@ def evaluation_sets(
             source,
             batch_size=args.per_device_eval_batch_size,
             seed=args.seed,
-            rank=ranks.rank(),
-            world_size=ranks.world_size(),
-            collate_fn=collator,
-            **_workers(args),
+            **_reading(args, collator),
         )
 
     if not isinstance(given, dict):
@@ -92,8 +86,12 @@ def readable(sets: Sequence[EvaluationSet], device: torch.device) -> EvalBatches
     return loaders.get("eval", loaders) if len(loaders) == 1 else loaders
 
 
-def _workers(args: TrainingArguments) -> dict[str, Any]:
+def _reading(args: TrainingArguments, collator: Collator | None) -> dict[str, Any]:
+    """How a dataset is read on this rank, whatever for."""
     return {
+        "rank": ranks.rank(),
+        "world_size": ranks.world_size(),
+        "collate_fn": collator,
         "num_workers": args.dataloader_num_workers,
         "pin_memory": args.dataloader_pin_memory and torch.cuda.is_available() and not args.use_cpu,
         "prefetch_factor": args.dataloader_prefetch_factor,

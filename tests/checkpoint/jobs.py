@@ -64,22 +64,20 @@ def load_with_audit_hook(directory: Path) -> str:
     saved.save(warm, 1)  # what is imported or compiled at first use is there before the hook
     warm.load(warm.find(warm.path_of(1)), saved.sharded, saved.components)  # type: ignore[arg-type]
     die_if_code_runs()
-    manager = CheckpointManager(directory)
-    try:
-        checkpoint = manager.find(manager.path_of(1))
-        assert checkpoint is not None
-        manager.load(checkpoint, saved.sharded, saved.components)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "loaded"
+    return _what_loading_says(saved, directory)
 
 
 def load_in_little_memory(directory: Path, spare: int) -> str:
     """What it says about the hostile checkpoint of step 1, with ``spare`` bytes of memory more than it has."""
-    saved, manager = Saved(), CheckpointManager(directory)
+    saved = Saved()
     saved.save(CheckpointManager(directory / "warm"), 1)
     has = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (has + spare, has + spare))
+    return _what_loading_says(saved, directory)
+
+
+def _what_loading_says(saved: Saved, directory: Path) -> str:
+    manager = CheckpointManager(directory)
     try:
         checkpoint = manager.find(manager.path_of(1))
         assert checkpoint is not None

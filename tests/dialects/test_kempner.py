@@ -16,9 +16,10 @@ import torch
 import dalsegno as ds
 from dalsegno.callbacks import JsonLogger
 from dalsegno.logs import read_records
-from dalsegno.testing import FaultPlan, assert_resume_equivalent, run_ranks, tiny_regression_data
+from dalsegno.testing import FaultPlan, assert_resume_equivalent, run_ranks
 from dialects.script import Broken, play
 from support.listeners import Listener
+from support.own_loops import OwnLoop
 from support.small import Line, small_trainer
 
 
@@ -129,17 +130,8 @@ def test_a_run_stops_at_such_a_step_too(tmp_path: Path) -> None:
 
 
 def test_a_loop_of_ones_own_has_hooks_too(tmp_path: Path) -> None:
-    model, hook = Line(), journal()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = torch.utils.data.DataLoader(tiny_regression_data(12), batch_size=4)
-    args = ds.TrainingArguments(tmp_path, max_steps=3, save_steps=0, use_cpu=True, disable_tqdm=True)
-    with ds.Run(args, model=model, optimizer=optimizer, loader=loader, callbacks=[hook]) as run:
-        for batch in run.batches():
-            loss = model(**batch)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            run.step_end(loss=loss)
+    hook = journal()
+    OwnLoop(tmp_path, hook, max_steps=3, save_steps=0).train()
     steps = [("step_end", step) for step in (1, 2, 3)]
     assert hook.seen == [("train_begin", 1), *steps, ("train_end", 3, 0)]
 
