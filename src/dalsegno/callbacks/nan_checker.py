@@ -11,14 +11,18 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dalsegno import ranks
-from dalsegno.callback import Callback
-from dalsegno.contexts import StepEndContext, TrainBeginContext, TrainEndContext
+from dalsegno.callback import Binder, Callback
+from dalsegno.contexts import StepEndContext, StepSkippedContext, TrainBeginContext, TrainEndContext
 from dalsegno.errors import ConfigurationError
+from dalsegno.events import Event
 from dalsegno.pieces import cleaned
+from dalsegno.state import Handler
 
 from .arguments import flag
 
 _NONE = 2**62
+_GRADIENT = "the gradient of "
+_SKIPS = 20  # in a row: by then a gradient scaler's 65536 has come down below 1, and explains nothing any more
 
 
 class NaNChecker(Callback):
@@ -29,6 +33,8 @@ class NaNChecker(Callback):
     Each is looked at on the device; the answers are read at the steps that log or save. It costs a pass over all
     activations and keeps nothing of them: a tool for finding out, not for every run. Tensors inside of tuples, lists
     and dicts are found too. Infinity where a model means it, in an attention mask say, is none of a module's output.
+    Under fp16, gradients are scaled up until they do not fit any more, and the scaler skips that step: such gradients
+    are no finding, unless it skips one step after the other.
 
     Args:
         gradients: look at gradients too.
@@ -46,8 +52,14 @@ class NaNChecker(Callback):
         self._finite: list[Tensor] = []  # whether all of it is
         self._steps: list[tuple[int, int, list[str]]] = []
         """Of the steps since the last reading: the number of the first finding, the step, what was looked at."""
+        self._skips = 0  # steps that were skipped, in a row
+        self._is_skipped = False
         self._first: Tensor | None = None
         """The number of the first broken finding, or _NONE; on the device."""
+
+    def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
+        """Also what only some loops can tell: so that others need not refuse it."""
+        return [*super().bound_handlers(binder), (Event.STEP_SKIPPED, self._note_skip)]
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         self._what, self._finite, self._steps, self._first = [], [], [], None
@@ -60,6 +72,7 @@ class NaNChecker(Callback):
             self._handles.append(module.register_forward_hook(self._looking_at(shown)))
 
     def on_step_end(self, ctx: StepEndContext) -> None:
+        self._skips, self._is_skipped = self._skips if self._is_skipped else 0, False
         self._note_step(ctx.step)
         if ctx.state.will_log or ctx.state.will_save:
             self._judge(ctx)
@@ -67,6 +80,12 @@ class NaNChecker(Callback):
     def on_train_end(self, ctx: TrainEndContext) -> None:
         while self._handles:
             self._handles.pop().remove()
+
+    def _note_skip(self, ctx: StepSkippedContext) -> None:
+        self._skips, self._is_skipped = self._skips + 1, True
+        if self._skips <= _SKIPS:
+            kept = [each for each in zip(self._what, self._finite, strict=True) if not each[0].startswith(_GRADIENT)]
+            self._what, self._finite = [what for what, _ in kept], [finite for _, finite in kept]
 
     def _judge(self, ctx: StepEndContext) -> None:
         """On all ranks: what breaks on one of them is in the weights of all a step later."""
@@ -88,7 +107,7 @@ class NaNChecker(Callback):
         return look
 
     def _note_gradient(self, name: str, gradient: Tensor) -> None:
-        self._note(f"the gradient of the output of {name}", gradient)
+        self._note(f"{_GRADIENT}the output of {name}", gradient)
 
     def _note(self, what: str, tensor: Tensor) -> None:
         self._what.append(what)
