@@ -9,6 +9,9 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
+import socket
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +101,13 @@ def edited(directory: Path, name: str, old: str, new: str) -> None:
         ("index.json", '"offsets":[0', '"offsets":[1'),
         ("index.json", '"dtype":"float32"', '"dtype":"load"'),
         ("index.json", '"shape":[7', '"shape":[7000000000000'),
+        ("index.json", '"shape":[7', '"shape":[-7'),
+        ("index.json", '"shape":[7', '"shape":[true'),
+        ("index.json", '"shape":[7', '"shape":[7.0'),
+        ("index.json", '"bytes":[', '"bytes":[-'),
+        ("index.json", '"pieces":[', '"pieces":[{},'),
+        ("shared.json", '"$tensor"', '"$int"'),
+        ("shared.json", '"dtype":"float32"', '"dtype":"object"'),
         ("shared.json", '"format":1', '"format":9'),
         ("shared.json", '"$tensor"', '"$pickle"'),
         ("shared.json", '"states":[{', '"states":[3,{'),
@@ -153,7 +163,59 @@ def folder_elsewhere(directory: Path) -> None:
     (directory / "model").symlink_to(directory.parent / "elsewhere")
 
 
+def device(path: Path) -> None:
+    """One that never ends."""
+    path.unlink()
+    try:
+        os.mknod(path, 0o644 | stat.S_IFCHR, os.makedev(1, 5))
+    except PermissionError:
+        pytest.skip("no devices can be made here")
+
+
+def listening(path: Path) -> None:
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as server:
+        former = Path.cwd()
+        os.chdir(path.parent)  # the name of one must be short
+        server.bind(path.name)
+        os.chdir(former)
+
+
+def lay_index(directory: Path, tensor: dict[str, Any]) -> None:
+    """In the place of what the index says of one tensor of the model."""
+    path = directory / "index.json"
+    content = json.loads(path.read_bytes())
+    content["tensors"]["model.0.weight"] |= tensor
+    path.write_text(json.dumps(content))
+    agreeing_manifest(directory)
+
+
+def twice_the_same_half(directory: Path) -> None:
+    """As many elements as the tensor has; the other half would stay what it happened to be in memory."""
+    index = json.loads((directory / "index.json").read_bytes())
+    (piece,) = index["tensors"]["model.2.weight"]["pieces"]
+    rows, begin = piece["shape"][1] * 4, piece["bytes"][0]
+    half = piece | {"shape": [1, piece["shape"][1]], "bytes": [begin, begin + rows]}
+    index["tensors"]["model.2.weight"]["pieces"] = [half, half, half]
+    (directory / "index.json").write_text(json.dumps(index))
+    agreeing_manifest(directory)
+
+
 LIES = {
+    "a manifest of 1 GB": lambda at: os.truncate(at / "manifest.json", 1 << 30),
+    "a manifest that is a device": lambda at: device(at / "manifest.json"),
+    "a manifest that is a pipe": lambda at: ((at / "manifest.json").unlink(), os.mkfifo(at / "manifest.json")),
+    "a file that is a device": lambda at: device(at / "shared.json"),
+    "a file that is a socket": lambda at: listening(at / "shared.json"),
+    "a link to a device": lambda at: ((at / "shared.json").unlink(), (at / "shared.json").symlink_to("/dev/zero")),
+    "a folder of devices": lambda at: (shutil.rmtree(at / "model"), (at / "model").symlink_to("/dev")),
+    "64 dimensions": lambda at: lay_index(at, {"shape": [1] * 64}),
+    "65 dimensions": lambda at: lay_index(at, {"shape": [1] * 65}),
+    "the same half twice": twice_the_same_half,
+    "a header of 1 GB": lambda at: (
+        os.truncate(at / "shared.safetensors", 1 << 30),
+        lay_header(at, ((1 << 30) - 8).to_bytes(8, "little")),
+    ),
     "a header of 10 TB": lambda at: lay_header(at, TEN_TB.to_bytes(8, "little")),
     "a header that is the file": lambda at: lay_header(
         at, ((at / "shared.safetensors").stat().st_size - 8).to_bytes(8, "little")

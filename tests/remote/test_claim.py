@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import boto3
 import fsspec
 import pytest
 
@@ -133,6 +134,18 @@ def test_a_file_that_says_nothing_keeps_nobody_out(there: Store, content: bytes)
     claim.check()
     claim.drop()
     assert there.read(".lock") is None
+
+
+def test_names_that_lead_out_of_the_folder_are_not_brought(url: str, server: S3, tmp_path: Path) -> None:
+    """To S3, a name is any text."""
+    run_ranks(jobs.train, 1, url, tmp_path / "one", 2)
+    client = boto3.client("s3", endpoint_url=server.address)
+    prefix = url.removeprefix(f"s3://{BUCKET}/")
+    names = [f"{tmp_path}/absolute", "logs/../../climbed", "./dot", "logs//twice"]
+    for name in names:
+        client.put_object(Bucket=BUCKET, Key=f"{prefix}/{name}", Body=b"evil")
+    run_ranks(jobs.train, 1, url, tmp_path / "two", 4)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.read_bytes() == b"evil"]
 
 
 def test_hidden_files_there_are_not_brought(there: Store, tmp_path: Path) -> None:

@@ -10,9 +10,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from .manifest import read_json
 
 FILE_NAME = "index.json"
 FORMAT = 1
+
+_MOST_CUTS = 8  # dimensions along which a tensor may be spread over ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +103,30 @@ def split(full_name: str) -> tuple[str, str]:
 def _tensor(name: str, entry: Any) -> StoredTensor:
     dtype, shape = DTYPES[entry["dtype"]], _shape(entry["shape"])
     pieces = tuple(_piece(name, piece, dtype, shape) for piece in entry["pieces"])
-    if sum(math.prod(piece.shape) for piece in pieces) != math.prod(shape):
+    if not _fill(pieces, shape):
         raise ValueError(f"the pieces of {name} do not fill it")
     return StoredTensor(dtype, shape, pieces)
+
+
+def _fill(pieces: Sequence[StoredPiece], whole: tuple[int, ...]) -> bool:
+    """Whether the pieces, which lie inside of the whole, cover each of its elements once.
+
+    They do if they have as many elements, and if of all their corners only those of the whole are there an odd number
+    of times: then an odd number of pieces covers each element, and only one can. So no two of them need be compared.
+    """
+    full = [piece for piece in pieces if math.prod(piece.shape)]
+    if sum(math.prod(piece.shape) for piece in full) != math.prod(whole):
+        return False
+    cut = [dimension for dimension, size in enumerate(whole) if any(piece.shape[dimension] != size for piece in full)]
+    if len(full) <= 1:
+        return True
+    if len(cut) > _MOST_CUTS:
+        return False
+    odd: set[tuple[int, ...]] = set()
+    for piece in full:
+        ends = ((piece.offsets[each], piece.offsets[each] + piece.shape[each]) for each in cut)
+        odd.symmetric_difference_update(itertools.product(*ends))
+    return odd == set(itertools.product(*((0, whole[each]) for each in cut)))
 
 
 def _piece(name: str, entry: Any, dtype: torch.dtype, whole: tuple[int, ...]) -> StoredPiece:

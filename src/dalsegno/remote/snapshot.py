@@ -90,9 +90,12 @@ def is_checkpoint_file(name: str) -> bool:
 
 
 def is_rest(name: str) -> bool:
-    """Whether a file of that name there belongs to no checkpoint, and to no timeline that was left."""
-    is_hidden = any(part.startswith(".") for part in name.split("/"))
-    return not (is_hidden or is_checkpoint_file(name) or name.startswith("rewound/"))
+    """Whether a file of that name there is one that is sent, and belongs to no checkpoint, nor to a timeline left.
+
+    An enemy's name could lead out of the run's folder: none begins with a dot, or a slash, or has two of them together.
+    """
+    is_odd = any(not part or part.startswith(".") for part in name.split("/"))
+    return not (is_odd or is_checkpoint_file(name) or name.startswith("rewound/"))
 
 
 def _fresh(run: Path) -> Path:

@@ -109,19 +109,26 @@ def _as_json(checkpoint: Checkpoint, states: dict[str, list[Any]], tensors: list
 def _print(checkpoint: Checkpoint, states: dict[str, list[Any]], tensors: list[dict[str, Any]]) -> None:
     import json
 
-    from dalsegno.cli.tables import Column, print_table, size
+    from dalsegno.cli.tables import Column, print_table, size, visible
+
+    def say(line: str = "") -> None:
+        print(visible(line))  # nobody has verified what stands in there
 
     its = checkpoint.manifest
-    print(f"{checkpoint.path}\nstep {its.step}, saved {its.created} by {its.world_size} rank(s)", end="")
-    print(f" with dalsegno {its.dalsegno}, torch {its.torch}")
+    say(str(checkpoint.path))
+    made_by = f"{its.world_size} rank(s) with dalsegno {its.dalsegno}, torch {its.torch}"
+    say(f"step {its.step}, saved {its.created} by {made_by}")
     if its.metrics:
-        print(", ".join(f"{name} {value:.5g}" for name, value in its.metrics.items()) + (" (best)" if its.best else ""))
+        say(", ".join(f"{name} {value:.5g}" for name, value in its.metrics.items()) + (" (best)" if its.best else ""))
     for key, each in states.items():
         record = its.components[key]
-        print(f"\n{key}  {record.class_name}, {record.scope}, version {record.version}")
+        say()
+        say(f"{key}  {record.class_name}, {record.scope}, version {record.version}")
         for rank, state in enumerate(each):
             title = f"  rank {rank}: " if len(each) > 1 else "  "
-            print(title + json.dumps(state, indent=2, ensure_ascii=False).replace("\n", "\n  "))
+            first, *rest = json.dumps(state, indent=2, ensure_ascii=False).split("\n")
+            for line in (title + first, *(f"  {line}" for line in rest)):
+                say(line)
     if tensors:
         print()
         print_table(
