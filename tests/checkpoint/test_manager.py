@@ -191,8 +191,8 @@ def test_a_newer_format_is_no_damage(tmp_path: Path) -> None:
     """It stays where it is: the dalsegno that wrote it can read it."""
     manager, saved = CheckpointManager(tmp_path), Saved()
     saved.save(manager, 1)
-    changed_manifest(manager.path_of(1) / "manifest.json", {"format": 2})
-    with pytest.raises(StateMismatch, match="has format 2; this dalsegno reads up to 1"):
+    changed_manifest(manager.path_of(1) / "manifest.json", {"format": 99})
+    with pytest.raises(StateMismatch, match="has format 99; this dalsegno reads up to 2"):
         manager.find()
     assert manager.path_of(1).is_dir()
 

@@ -144,6 +144,8 @@ def _encode_counter(value: Counter[Any], where: str, found: _Found, depth: int) 
 
 
 def _encode_list(value: list[Any], where: str, found: _Found, depth: int) -> Json:
+    if set(map(type, value)) == {str} and "".join(value).isascii():  # thousands of names, all at once
+        return value.copy()
     return [_encode(each, f"{where}[{number}]", found, depth + 1) for number, each in enumerate(value)]
 
 

@@ -2,7 +2,7 @@
 
 ::
 
-    {"format": 1, "step": 500, "world_size": 2, "torch": "2.13.0", "dalsegno": "0.1.0", "created": "2026-…Z",
+    {"format": 2, "step": 500, "world_size": 2, "torch": "2.13.0", "dalsegno": "0.1.0", "created": "2026-…Z",
      "metrics": {"eval_loss": 2.5}, "best": true,
      "files": {"model/shard-00000.safetensors": {"size": 8192, "xxh3": "…32 hex digits…"}, …},
      "components": {"model": {"class": "torch.nn.Linear", "version": 1, "scope": "sharded"}, …},
@@ -29,7 +29,7 @@ import xxhash
 from dalsegno.errors import DamagedCheckpoint, NotFound, StateMismatch
 
 FILE_NAME = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 
 _READ_PIECE = 16 << 20
 _READERS = 4  # files read at once: a network disk gives one reader a fraction of what it has

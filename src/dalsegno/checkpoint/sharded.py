@@ -20,6 +20,7 @@ from dalsegno.component import State
 from dalsegno.errors import CannotSave
 from dalsegno.pieces import cleaned
 
+from .columns import Rows
 from .index import Index, StoredTensor
 from .layout import DTYPES, KNOWN, name_of
 
@@ -198,26 +199,22 @@ class OptimizerState:
         packed = self.optimizer.state_dict()
         named = [each for group in self._named_groups() for each in group]
         tensors: Tensors = {}
-        sharded: dict[str, list[str]] = {}
-        on_cpu: dict[str, list[str]] = {}
-        plain: dict[str, dict[str, Any]] = {}
+        rows = Rows()
         for number, state in packed["state"].items():
             if number not in range(len(named)):
                 continue
             name, parameter = named[number]
-            plain[name] = {}
+            plain = rows.plain[name] = {}
             for kind, value in state.items():
                 if _is_sharded(value, parameter):
                     tensors[f"{name}.{kind}"] = value
-                    sharded.setdefault(name, []).append(kind)
+                    rows.sharded.setdefault(name, []).append(kind)
                     continue
-                plain[name][kind] = value
+                plain[kind] = value
                 if isinstance(value, torch.Tensor) and value.device.type == "cpu" != parameter.device.type:
-                    on_cpu.setdefault(name, []).append(kind)
+                    rows.on_cpu.setdefault(name, []).append(kind)
         return tensors, {
-            "state": plain,
-            "sharded": sharded,
-            "on_cpu": on_cpu,
+            **rows.by_kind(),
             "other": {key: value for key, value in packed["state"].items() if key not in range(len(named))},
             "groups": [
                 {**group, "params": [named[number][0] for number in group["params"]]}
@@ -234,27 +231,28 @@ class OptimizerState:
         for number, (here, there) in enumerate(zip(groups, saved, strict=False)):
             lines += [f"group {number}, missing in the checkpoint: {name}" for name in {*here} - {*there}]
             lines += [f"group {number}, unexpected in the checkpoint: {name}" for name in {*there} - {*here}]
-        wanted = {f"{name}.{kind}" for name, kinds in rest["sharded"].items() for kind in kinds}
+        wanted = {f"{name}.{kind}" for name, kinds in Rows.of(rest).sharded.items() for kind in kinds}
         lines += [f"listed, but without its tensor: {name}" for name in wanted - stored.of(self.key).keys()]
         return sorted(lines)
 
     def prepare(self, stored: Index, rest: State) -> Prepared:
         named = [each for group in self._named_groups() for each in group]
         weights, own = stored.of(ModelState.key), stored.of(self.key)
+        rows = Rows.of(rest)
         fitting = {  # a parameter that has another shape now has no use for its former state
             name: number
             for number, (name, parameter) in enumerate(named)
-            if name in rest["state"] and (name not in weights or weights[name].shape == parameter.shape)
+            if name in rows.plain and (name not in weights or weights[name].shape == parameter.shape)
         }
         tensors = {
             f"{name}.{kind}": _like(named[number][1], own[f"{name}.{kind}"])
             for name, number in fitting.items()
-            for kind in rest["sharded"].get(name, ())
+            for kind in rows.sharded.get(name, ())
         }
 
         def take_over() -> None:
             saved = {
-                name: rest["state"][name] | {kind: tensors[f"{name}.{kind}"] for kind in rest["sharded"].get(name, ())}
+                name: rows.plain[name] | {kind: tensors[f"{name}.{kind}"] for kind in rows.sharded.get(name, ())}
                 for name in fitting
             }
             state = {fitting[name]: values for name, values in saved.items()} | rest["other"]
@@ -263,7 +261,7 @@ class OptimizerState:
             for name, values in saved.items():
                 own = self.optimizer.state[named[fitting[name]][1]]
                 for kind, value in values.items():
-                    is_on_cpu = kind in rest["on_cpu"].get(name, ())
+                    is_on_cpu = kind in rows.on_cpu.get(name, ())
                     own[kind] = value if is_on_cpu else _exactly(value, own.get(kind))
 
         return Prepared(tensors, take_over)
