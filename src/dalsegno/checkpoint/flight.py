@@ -94,10 +94,12 @@ class Flight:
         """Wait until it has landed. Every few seconds rank 0 says how far it is. What breaks that off gives it up.
 
         Raises:
-            SaveFailed: if nothing has moved for ten minutes.
+            SaveFailed: if nothing has moved for ten minutes, or soon, if it has been given up before.
         """
         try:
-            while not self._landed.wait(_SAY_EVERY):
+            while not self._landed.wait(_GRACE if self._is_given_up else _SAY_EVERY):
+                if self._is_given_up:
+                    raise SaveFailed(f"{self.path.name} was given up")
                 if self._is_rank_zero:
                     done, length = human(self._written), human(self._length)
                     logger.warning("waiting for %s: %s of %s written", self.path.name, done, length)
