@@ -32,6 +32,7 @@ def test_a_folder_of_runs(tmp_path: Path) -> None:
     log_in(tmp_path / "a" / "rewound" / "timeline.0001")
     runs = ds.open_log(tmp_path)
     assert isinstance(runs, ds.RunFolder)
+    assert repr(runs) == f"RunFolder({str(tmp_path)!r})"
     assert [run.name for run in runs] == ["a", "group/b"]
     assert len(runs) == 2
     assert runs["group/b"].metric("loss").values.tolist() == [2.0, 2.0]

@@ -95,6 +95,7 @@ def test_list_tells_of_each(trained: Path, checkpoints: Command) -> None:
 def test_any_place_will_do(trained: Path, checkpoints: Command, place: str) -> None:
     steps = [row["step"] for row in checkpoints.json("list", trained / place)]
     assert steps == ([6] if "step" in place else [4, 6, 8])
+    assert "problem" not in checkpoints("list", trained / place)
 
 
 def test_list_marks_what_is_not_whole(run: Path, checkpoints: Command) -> None:

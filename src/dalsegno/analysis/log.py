@@ -209,6 +209,9 @@ class TrainingLog:
         )
         return plot_logs(list(self), metrics, view, compare=True)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.path)!r})"
+
     def _repr_html_(self) -> str:
         from .card import card
 

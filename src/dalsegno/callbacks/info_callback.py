@@ -34,7 +34,8 @@ class InfoCallback(Callback):
 
     def on_load(self, ctx: LoadContext) -> None:
         report = ctx.report
-        _say("restored", f"{len(report.restored)} components from {_shown(ctx.path, ctx)}")
+        parts = "1 component" if len(report.restored) == 1 else f"{len(report.restored)} components"
+        _say("restored", f"{parts} from {_shown(ctx.path, ctx)}")
         if self._verbose:
             _say("", report.table())
             return

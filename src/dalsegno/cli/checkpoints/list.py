@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         NotFound: if there is no checkpoint.
     """
     from dalsegno.checkpoint.survey import Condition, directory_of, is_checkpoint, survey
-    from dalsegno.cli.tables import Column, number, print_json, print_table, size, text
+    from dalsegno.cli.tables import Column, number, print_json, print_table, size
 
     found = survey(arguments.place)
     why = _reasons(survey(directory_of(arguments.place)) if is_checkpoint(arguments.place) else found)
@@ -53,6 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(rows)
     else:
+        problem = [Column("problem", "problem", lambda each: each or "")] if any(row["problem"] for row in rows) else []
         print_table(
             [
                 Column("step", "step", number, right=True),
@@ -63,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
                 Column("best", "best", lambda best: "best" if best else ""),
                 Column("kept", "kept by", ", ".join),
                 Column("condition", "condition", style=lambda condition: STYLES.get(condition, "")),
-                Column("problem", "problem", lambda problem: text(problem) if problem else ""),
+                *problem,
             ],
             rows,
         )

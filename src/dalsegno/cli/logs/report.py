@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigurationError: if the file cannot be written there, or cannot hold so many runs.
     """
     from dalsegno.analysis import open_logs, write_report
-    from dalsegno.cli.tables import print_json
+    from dalsegno.cli.tables import print_json, size
 
     path: Path = arguments.output
     if path.is_dir() or not path.absolute().parent.is_dir():
@@ -41,5 +41,5 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"file": str(path), "bytes": path.stat().st_size, "runs": [log.name for log in logs]})
     else:
-        print(f"wrote {path} ({path.stat().st_size / 1e6:.1f} MB)")
+        print(f"wrote {path} ({size(path.stat().st_size)})")
     return 0
