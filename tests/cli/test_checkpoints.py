@@ -141,7 +141,7 @@ def test_looking_needs_no_torch(trained: Path) -> None:
         "import sys\nfrom dalsegno.cli import main\n"
         "assert main(['checkpoints', *sys.argv[1:]]) == 0\nassert 'torch' not in sys.modules"
     )
-    for command in ("list", "verify", "prune"):
+    for command in ("list", "verify", "prune", "show"):
         done = subprocess.run([sys.executable, "-c", code, command, str(trained)], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
 

@@ -1,4 +1,4 @@
-"""Saved states for people: the JSON of a sidecar without the marks that bring it back bit by bit. Needs no torch.
+"""A checkpoint for people: states without the marks that bring them back bit by bit, and tensors by name. No torch.
 
 ``{"$tuple": [1, 2]}`` becomes ``[1, 2]``, a tensor the text ``tensor float32 [3]``. Nothing is decoded that could be
 large or false, so that it may be shown of a checkpoint that nobody has verified.
@@ -32,6 +32,20 @@ def readable_states(checkpoint: Checkpoint) -> dict[str, list[Json]]:
             for key, entry in _entries(checkpoint, name):
                 states.setdefault(key, []).extend(readable(state) for state in entry["states"])
     return states
+
+
+def readable_tensors(checkpoint: Checkpoint) -> dict[str, Json]:
+    """Every sharded tensor, by ``<component>.<name>``: dtype, shape, and where its pieces lie, as the index says.
+
+    Raises:
+        DamagedCheckpoint: if the index is not one that dalsegno can have written.
+    """
+    path = checkpoint.file("index.json")
+    content = read_json(path)
+    try:
+        return {name: _tensor(entry) for name, entry in content["tensors"].items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DamagedCheckpoint(f"{path}: is no index ({error!r})") from error
 
 
 def readable(json: Json) -> Json:
@@ -70,6 +84,25 @@ def _entries(checkpoint: Checkpoint, name: str) -> list[tuple[str, Mapping[str, 
     except (TypeError, KeyError, AttributeError) as error:
         raise DamagedCheckpoint(f"{path}: is no sidecar ({error!r})") from error
     raise DamagedCheckpoint(f"{path}: is no sidecar")
+
+
+def _tensor(entry: Any) -> Json:
+    pieces = [
+        {
+            "file": str(piece["file"]),
+            "bytes": _numbers(piece["bytes"], 2),
+            "offsets": _numbers(piece["offsets"]),
+            "shape": _numbers(piece["shape"]),
+        }
+        for piece in entry["pieces"]
+    ]
+    return {"dtype": str(entry["dtype"]), "shape": _numbers(entry["shape"]), "pieces": pieces}
+
+
+def _numbers(value: Any, count: int | None = None) -> list[int]:
+    if not isinstance(value, list) or count not in (None, len(value)) or any(type(each) is not int for each in value):
+        raise ValueError(f"{value!r} in the place of numbers")
+    return value
 
 
 def _pairs(json: Json) -> Json:

@@ -61,23 +61,18 @@ def _shortened(states: dict[str, list[Any]]) -> dict[str, list[Any]]:
 
 
 def _tensors(checkpoint: Checkpoint, keys: Sequence[str]) -> list[dict[str, Any]]:
-    from dalsegno.checkpoint import index
-    from dalsegno.checkpoint.layout import name_of
+    from dalsegno.checkpoint.readable import readable_tensors
 
-    stored = index.Index.read(checkpoint.file(index.FILE_NAME))
     return [
         {
             "name": name,
-            "dtype": name_of(each.dtype),
-            "shape": list(each.shape),
-            "bytes": sum(piece.span[1] - piece.span[0] for piece in each.pieces),
-            "pieces": [
-                {"file": piece.file, "bytes": piece.span, "offsets": piece.offsets, "shape": piece.shape}
-                for piece in each.pieces
-            ],
+            "dtype": each["dtype"],
+            "shape": each["shape"],
+            "bytes": sum(piece["bytes"][1] - piece["bytes"][0] for piece in each["pieces"]),
+            "pieces": each["pieces"],
         }
-        for name, each in stored.tensors.items()
-        if index.split(name)[0] in keys
+        for name, each in readable_tensors(checkpoint).items()
+        if name.startswith(tuple(f"{key}." for key in keys))
     ]
 
 
