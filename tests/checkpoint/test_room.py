@@ -75,6 +75,17 @@ def test_it_is_looked_at_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert overtaken.steps == [4]
 
 
+@pytest.mark.parametrize(("ranks_here", "is_short"), [(4, False), (5, True)])
+def test_the_host_is_shared_by_its_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks_here: int, is_short: bool
+) -> None:
+    """Each needs 8 MB, and leaves a tenth of its part for training."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_here))
+    monkeypatch.setattr(resources, "_of_host", lambda: 40 * MB)
+    said = warnings_of(heavy_trainer(tmp_path, megabytes=8, max_steps=2, save_steps=2).train)
+    assert [SHORT.fullmatch(line)[2] for line in said] == (["8 MB"] if is_short else [])  # type: ignore[index]
+
+
 def test_if_one_rank_is_short_all_wait(tmp_path: Path) -> None:
     (first, silent), (second, told) = run_ranks(train_where_one_rank_is_short, 2, tmp_path)
     assert first == second == [] and silent == []

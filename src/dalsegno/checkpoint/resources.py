@@ -15,16 +15,20 @@ _SHARE = 0.9
 
 
 def has_memory_for(count: int) -> bool:
-    """Whether each rank of this host may take ``count`` bytes more. Yes, where nothing says how much there is."""
+    """Whether this rank may take ``count`` bytes more. Yes, where nothing says how much there is."""
     available = available_memory()
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return available is None or count * ranks_here <= _SHARE * available
+    return available is None or count <= _SHARE * available
 
 
 def available_memory() -> int | None:
-    """Bytes that may be taken without swapping: the host's, or what control groups and ``ulimit -v`` leave of them."""
-    limits = [_of_host(), _of_process(), *map(_of_group, _groups())]
-    return min((limit for limit in limits if limit is not None), default=None)
+    """Bytes that this rank may take without swapping.
+
+    Its part of what the host, and its control groups, have left for all ranks of this host; no more than its own limit
+    (``ulimit -v``) leaves.
+    """
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    shared = [limit // ranks_here for limit in (_of_host(), *map(_of_group, _groups())) if limit is not None]
+    return min((limit for limit in (_of_process(), *shared) if limit is not None), default=None)
 
 
 def free_disk(directory: Path) -> int:
