@@ -11,7 +11,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -68,12 +69,15 @@ class Update:
         # DDP and FSDP average gradients over the ranks; shares are to be summed.
         self._world_size = ranks.world_size()
 
-    def begin(self) -> None:
-        """Before a leg's first step: training mode, and no gradients that an earlier leg broke off with."""
+    @contextmanager
+    def leg(self) -> Iterator[None]:
+        """Around the steps of a leg: training mode, and no gradients that an earlier leg broke off with."""
         self._forward.module.train()
         self._optimizer.zero_grad()
         self._listens_to_metrics = self._on.listens_anywhere(Event.TRAIN_METRICS)  # to ask for a norm is collective
         self._scale = 1.0 if self._scaler is None else self._scaler.get_scale()
+        with self._parallel.training():
+            yield
 
     def __call__(self, draw: Draw) -> Updated:
         on, optimizer = self._on, self._optimizer

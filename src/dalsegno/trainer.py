@@ -233,8 +233,8 @@ class Trainer:
             if finished is not None:
                 return finished
             assembly.begun()
-            self._update.begin()
-            return assembly.ended(loop.train(assembly.leg(resumed_from, self._loss_weight), self._update))
+            with self._update.leg():
+                return assembly.ended(loop.train(assembly.leg(resumed_from, self._loss_weight), self._update))
 
     def evaluate(self) -> dict[str, float]:
         """Measure the model as it is on each evaluation set. On all ranks."""

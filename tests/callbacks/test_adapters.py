@@ -14,6 +14,7 @@ import dalsegno as ds
 from callbacks.layouts import LAYOUTS, assert_same_values
 from dalsegno import ranks
 from dalsegno.callbacks import (
+    EMA,
     ComputeNorm,
     CountParams,
     GradHistogram,
@@ -23,6 +24,7 @@ from dalsegno.callbacks import (
     ParameterNormLogger,
     WeightNormLogger,
 )
+from dalsegno.checkpoint import CheckpointManager, read_tensors
 from dalsegno.logs import read_records
 from dalsegno.testing import compare_runs, run_ranks
 from support.languages import byte_pairs, llama, pages
@@ -161,3 +163,26 @@ def test_resumed_anywhere_it_is_the_same(tmp_path: Path, kind: str, layout: str,
     run_ranks(train_in_parts, world_size, tmp_path, kind, layout, timeout=120)
     comparison = compare_runs(tmp_path / "whole", tmp_path / "parts")
     assert comparison.identical, f"\n{comparison.table()}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_averaged_and_fused_into_the_backward_pass(tmp_path: Path, kind: str) -> None:
+    """The same as without; and there is an average of what is trained, once."""
+    for name, is_fused in (("fused", True), ("ordinary", False)):
+        small_trainer(
+            tmp_path / name,
+            GradNormLogger(),
+            EMA(0.9),
+            model=build(kind),
+            parts={"train_dataset": pages(byte_pairs()), "eval_dataset": pages(byte_pairs(), 4)},
+            fuse_optim_with_backward=is_fused,
+            max_grad_norm=0,
+            max_steps=4,
+            eval_steps=2,
+            save_steps=4,
+        ).train()
+    compared = compare_runs(tmp_path / "fused", tmp_path / "ordinary")
+    assert {row.what for row in compared.rows if not row.identical} <= {"settings", "logs/gradient_norms.jsonl"}
+    checkpoint = CheckpointManager(tmp_path / "fused").find()
+    assert checkpoint is not None
+    assert read_tensors(checkpoint)["callbacks.EMA"].keys() == names(kind)[1]

@@ -188,3 +188,24 @@ def test_a_schedule_finds_its_optimizer_stepping(tmp_path: Path, recwarn: pytest
     trainer.train()
     assert not same(before, weights(trainer))
     assert [each for each in recwarn if "lr_scheduler" in str(each.message)] == []
+
+
+@pytest.mark.parametrize("then_fused", [True, False])
+def test_the_model_may_go_on_to_another_trainer(tmp_path: Path, then_fused: bool) -> None:
+    """Also one whose training broke off in the middle of a step: no optimizer of before has a hand in it."""
+
+    def fail(ctx: Any) -> None:
+        if ctx.state.global_step == 2:
+            raise RuntimeError("in the middle of a step")
+
+    model = fused.Uneven()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(RuntimeError, match="in the middle"):
+        fused.build(tmp_path / "broken", True, Listener({"on_after_backward": fail}), model=model).train()
+    assert not same(before, model.state_dict())
+    model.load_state_dict(before)
+    fused.build(tmp_path / "second", then_fused, model=model).train()
+    other = fused.Uneven()
+    other.load_state_dict(before)
+    fused.build(tmp_path / "only", then_fused, model=other).train()
+    assert same(model.state_dict(), other.state_dict())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -19,6 +20,11 @@ class Parallel:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         """``model`` lies on ``device``."""
         self.module = model
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Around a leg, whatever becomes of it."""
+        yield
 
     def synchronize(self, wanted: bool) -> None:
         """Whether the next backward reduces gradients over the ranks (only the last of a step needs to)."""

@@ -6,7 +6,8 @@ are updated together: an optimizer treats each parameter by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -49,12 +50,19 @@ class InBackward(Parallel):
         self._is_last = True
         self._updated: set[int] = set()
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        for number, group in enumerate(optimizer.param_groups):
-            for parameter in group["params"]:
-                if parameter.requires_grad:
-                    update = partial(self._update, _alike(optimizer), number)
-                    parameter.register_post_accumulate_grad_hook(update)
         self._norms = GradientNorms(model, optimizer, wants_norm)
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Only meanwhile are there hooks on the parameters: the model may go on to be trained otherwise."""
+        with ExitStack() as hooks, self._parallel.training():
+            for number, group in enumerate(self._optimizer.param_groups):
+                for parameter in group["params"]:
+                    if parameter.requires_grad:
+                        update = partial(self._update, _alike(self._optimizer), number)
+                        hooks.callback(parameter.register_post_accumulate_grad_hook(update).remove)
+            self._is_last = True
+            yield
 
     def synchronize(self, wanted: bool) -> None:
         if self._is_last:  # until now: a step begins
