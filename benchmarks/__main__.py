@@ -22,6 +22,7 @@ NAMES = (
     "list_checkpoints",
     "logs",
     "plots",
+    "callbacks",
 )
 """Modules of this package, in the table's order; each has a ``run() -> list[Row]``."""
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .pieces import Piece, Readings, gradient_piece, named_parameters, shard_groups, squared_norms, summed
+from .pieces import Readings, local_gradient, named_parameters, shard_groups, squared_norms, summed
 
 
 class GradientNorms:
@@ -40,31 +40,29 @@ class GradientNorms:
 
     def look_at(self, optimizer: Optimizer) -> None:
         """Measure the gradients that the optimizer is about to take. No wait, and no collective."""
-        pieces: list[Piece] = []
-        numbers: list[int] = []
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None and id(parameter) in self._numbers:
-                    numbers.append(self._numbers[id(parameter)])
-                    pieces.append(gradient_piece(self._names[numbers[-1]], parameter))
-        if pieces:
-            self._seen.append((numbers, squared_norms([piece.local for piece in pieces])))
+        taken = [
+            (self._numbers[id(parameter)], local_gradient(parameter, gradient))
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if (gradient := parameter.grad) is not None and id(parameter) in self._numbers
+        ]
+        if taken:
+            self._seen.append(([number for number, _ in taken], squared_norms([gradient for _, gradient in taken])))
 
     def take(self) -> Readings:
         """Of the gradients that have been seen since the last time. A collective where tensors are sharded."""
         seen, self._seen = self._seen, []
         count = len(self._names)
         numbers = [number for some, _ in seen for number in some]
-        there = sorted(set(numbers))
-        if numbers == list(range(count)) and count:
+        if count and numbers == list(range(count)):
             squares = torch.cat([some.to(self._device) for _, some in seen])
-        else:
-            squares = torch.zeros(count, dtype=torch.float64, device=self._device)
-            for some, values in seen:
-                squares[torch.tensor(some, device=self._device)] = values.to(self._device)
-        norms = summed(squares, self._groups).sqrt().float()
-        names = [self._names[number] for number in there]
-        return Readings(names, norms if len(there) == count else norms[torch.tensor(there, device=self._device)])
+            return Readings(self._names, summed(squares, self._groups).sqrt().float())
+        squares = torch.zeros(count, dtype=torch.float64, device=self._device)
+        for some, values in seen:
+            squares[torch.tensor(some, device=self._device)] = values.to(self._device)
+        there = sorted(set(numbers))
+        norms = summed(squares, self._groups).sqrt().float()[torch.tensor(there, device=self._device, dtype=torch.long)]
+        return Readings([self._names[number] for number in there], norms)
 
     def forget(self) -> None:
         """What has been seen since the last time."""

@@ -48,12 +48,7 @@ def parameter_pieces(model: nn.Module) -> list[Piece]:
 
 def gradient_pieces(model: nn.Module) -> list[Piece]:
     """Of all gradients of parameters that are trained."""
-    return [gradient_piece(name, each) for name, each in named_parameters(model) if each.requires_grad]
-
-
-def gradient_piece(name: str, parameter: nn.Parameter) -> Piece:
-    """Of one gradient."""
-    return Piece(name, _local_gradient(parameter), shard_groups(parameter), parameter.grad is not None)
+    return [_gradient_piece(name, each) for name, each in named_parameters(model) if each.requires_grad]
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -160,16 +155,22 @@ def summed(measured: Tensor, groups: Sequence[tuple[ProcessGroup, ...]]) -> Tens
 
 def squared_norms(tensors: list[Tensor]) -> Tensor:
     """Shape (number of tensors,), float64."""
-    double = any(tensor.dtype == torch.float64 for tensor in tensors)
-    dtype = torch.float64 if double else torch.float32  # the norm itself cannot narrow
+    has_double = torch.float64 in {tensor.dtype for tensor in tensors}
+    dtype = torch.float64 if has_double else torch.float32  # the norm itself cannot narrow
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)).double().square()
 
 
-def _local_gradient(parameter: nn.Parameter) -> Tensor:
-    """This rank's piece of the gradient."""
-    gradient = parameter.grad
-    if gradient is None:
-        return torch.zeros((), device=parameter.device)
-    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
-        gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
+def local_gradient(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+    """This rank's piece of it, split as the parameter is."""
+    if isinstance(gradient, DTensor):
+        if isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+            gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
+    elif gradient.layout is torch.strided and not gradient.is_complex():
+        return gradient  # most are so, and there are hundreds
     return dense(gradient)
+
+
+def _gradient_piece(name: str, parameter: nn.Parameter) -> Piece:
+    gradient = parameter.grad
+    local = torch.zeros((), device=parameter.device) if gradient is None else local_gradient(parameter, gradient)
+    return Piece(name, local, shard_groups(parameter), gradient is not None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -103,29 +104,49 @@ def test_histograms_count_every_entry(runs: dict[str, Path]) -> None:
         } == sizes
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(
     ("value", "column"),
-    [(1.0, 40), (1.9, 40), (2.0, 41), (0.5, 39), (-0.75, 39), (1e-30, 0), (1e30, 55)],
+    [
+        (1.0, 40),
+        (1.9, 40),
+        (2.0, 41),
+        (0.5, 39),
+        (-0.75, 39),
+        (2.0**-40, 0),
+        (1e-30, 0),
+        (1e-39, 0),  # smaller than normal
+        (2.0**15, 55),
+        (1e30, 55),
+        (-math.inf, None),
+        (math.nan, None),
+    ],
 )
-def test_bins_are_powers_of_two(tmp_path: Path, value: float, column: int) -> None:
-    model = nn.Linear(2, 1, bias=False)
+def test_bins_are_powers_of_two(tmp_path: Path, value: float, column: int | None, dtype: torch.dtype) -> None:
+    model = nn.Linear(2, 1, bias=False, dtype=dtype)
 
     def on_gradients_ready(ctx: Any) -> None:
-        ctx.model.weight.grad = torch.tensor([[value, 0.0]])
+        ctx.model.weight.grad = torch.tensor([[value, -0.0]], dtype=dtype)
 
     trainer = small_trainer(
         tmp_path,
         Listener({"on_gradients_ready": on_gradients_ready}),
         GradHistogram(every=1),
         model=model,
-        parts={"train_dataset": [(torch.ones(2),)], "loss_fn": lambda outputs, batch: outputs.sum()},
+        parts={
+            "train_dataset": [(torch.ones(2, dtype=dtype),)],
+            "loss_fn": lambda outputs, batch: outputs.sum(),
+        },
         max_steps=1,
+        max_grad_norm=0.0,
         per_device_train_batch_size=1,
     )
     trainer.train()
     (record,) = records(tmp_path, "grad_histograms.jsonl")
-    assert record["counts"]["weight"][column] == 1 == sum(record["counts"]["weight"])
-    assert (record["zeros"]["weight"], record["nonfinite"]["weight"], record["lowest"]) == (1, 0, -40)
+    counts = record["counts"]["weight"]
+    assert [index for index, count in enumerate(counts) if count] == ([] if column is None else [column])
+    assert sum(counts) + record["nonfinite"]["weight"] == 1
+    assert (record["zeros"]["weight"], record["lowest"], len(counts)) == (1, -40, 56)
 
 
 def test_learning_dynamics_against_torch_itself(tmp_path: Path) -> None:

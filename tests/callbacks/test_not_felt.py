@@ -64,6 +64,23 @@ def test_all_of_them_at_once_change_nothing(tmp_path: Path, layout: str, world_s
     assert with_them == without
 
 
+def kinds_of_parameters(output_dir: Path) -> set[tuple[str, str]]:
+    seen = set()
+
+    def look(ctx: Any) -> None:
+        seen.update((str(ctx.state.global_step), type(each.data).__name__) for each in ctx.model.parameters())
+
+    looking = Listener({"on_evaluate": look, "on_train_end": look, "on_step_end": look})
+    trainer(output_dir, looking, build("TextgenCallback"), layout="fsdp", max_steps=4, eval_steps=2).train()
+    return seen
+
+
+def test_after_an_evaluation_parameters_are_shards_again(tmp_path: Path) -> None:
+    """Without a backward pass FSDP2 leaves some of them whole, and a callback would see them in two shapes."""
+    seen, _ = run_ranks(kinds_of_parameters, 2, tmp_path)
+    assert seen == {(str(step), "DTensor") for step in range(1, 5)}
+
+
 # --- the device is not waited for -------------------------------------------------------------------------------------
 
 DUE_AT_EVERY_STEP = {"DumpActivations"}  # what it is there for is to bring them all over

@@ -6,7 +6,17 @@ import torch
 from torch import Tensor
 
 from dalsegno.contexts import Context, PreOptimizerStepContext, StepEndContext
-from dalsegno.pieces import Piece, Readings, dense, named_parameters, norms, parameter_pieces, read_together, reduced
+from dalsegno.pieces import (
+    Piece,
+    Readings,
+    dense,
+    named_parameters,
+    norms,
+    parameter_pieces,
+    read_together,
+    reduced,
+    squared_norms,
+)
 
 from .arguments import whole
 from .record_callback import RecordCallback
@@ -72,6 +82,7 @@ def _signal_to_noise(ctx: Context) -> Readings:
     betas = {id(each): group.get("betas") for group in ctx.optimizer.param_groups for each in group["params"]}
     means: list[Piece] = []
     squares: list[Piece] = []
+    starts: list[Tensor] = []  # what is to be corrected for: of the squared mean, of the mean square
     trained = {piece.name: piece for piece in _trained_pieces(ctx)}
     for name, parameter in named_parameters(ctx.model):
         state = ctx.optimizer.state.get(parameter, {})
@@ -79,12 +90,14 @@ def _signal_to_noise(ctx: Context) -> Readings:
             continue
         beta1, beta2 = betas[id(parameter)]  # type: ignore[misc]
         step = torch.as_tensor(state["step"]).double()  # 1 - 0.999^step has few digits in fp32
+        starts.append(torch.stack([(1 - beta1**step) ** 2, 1 - beta2**step]))
         groups = trained[name].groups
-        means.append(Piece(name, dense(state["exp_avg"]) / (1 - beta1**step), groups))
-        squares.append(Piece(name, dense(state["exp_avg_sq"]) / (1 - beta2**step), groups))
+        means.append(Piece(name, dense(state["exp_avg"]), groups))
+        squares.append(Piece(name, dense(state["exp_avg_sq"]), groups))
     if not means:
         return Readings([], torch.zeros(0))
-    signal, power = norms(means).values.double().square(), reduced(squares, _sums)
+    measured = torch.stack([reduced(means, squared_norms), reduced(squares, _sums)])
+    signal, power = measured / torch.stack(starts, 1).to(measured.device)
     return Readings([piece.name for piece in means], signal / (power - signal).clamp(min=0))
 
 

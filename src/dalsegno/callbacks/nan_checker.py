@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from dalsegno.callback import Binder, Callback
 from dalsegno.contexts import StepEndContext, StepSkippedContext, TrainBeginContext, TrainEndContext
 from dalsegno.errors import ConfigurationError
 from dalsegno.events import Event
-from dalsegno.pieces import cleaned
+from dalsegno.pieces import cleaned, dense
 from dalsegno.state import Handler
 
 from .arguments import flag
@@ -49,7 +49,7 @@ class NaNChecker(Callback):
         self._gradients = flag("NaNChecker", "gradients", gradients)
         self._handles: list[RemovableHandle] = []
         self._what: list[str] = []  # of this step, in order
-        self._finite: list[Tensor] = []  # whether all of it is
+        self._extremes: list[Sequence[Tensor]] = []  # its smallest and its largest number, 0-dim
         self._steps: list[tuple[int, int, list[str]]] = []
         """Of the steps since the last reading: the number of the first finding, the step, what was looked at."""
         self._skips = 0  # steps that were skipped, in a row
@@ -62,7 +62,7 @@ class NaNChecker(Callback):
         return [*super().bound_handlers(binder), (Event.STEP_SKIPPED, self._note_skip)]
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
-        self._what, self._finite, self._steps, self._first = [], [], [], None
+        self._what, self._extremes, self._steps, self._first = [], [], [], None
         if getattr(ctx.model, "_compiled_call_impl", None) is not None:
             raise ConfigurationError(
                 "NaNChecker: a compiled model has no modules left to look into; torch_compile=False"
@@ -84,8 +84,8 @@ class NaNChecker(Callback):
     def _note_skip(self, ctx: StepSkippedContext) -> None:
         self._skips, self._is_skipped = self._skips + 1, True
         if self._skips <= _SKIPS:
-            kept = [each for each in zip(self._what, self._finite, strict=True) if not each[0].startswith(_GRADIENT)]
-            self._what, self._finite = [what for what, _ in kept], [finite for _, finite in kept]
+            kept = [each for each in zip(self._what, self._extremes, strict=True) if not each[0].startswith(_GRADIENT)]
+            self._what, self._extremes = [what for what, _ in kept], [extremes for _, extremes in kept]
 
     def _judge(self, ctx: StepEndContext) -> None:
         """On all ranks: what breaks on one of them is in the weights of all a step later."""
@@ -110,13 +110,15 @@ class NaNChecker(Callback):
         self._note(f"{_GRADIENT}the output of {name}", gradient)
 
     def _note(self, what: str, tensor: Tensor) -> None:
-        self._what.append(what)
-        self._finite.append(tensor.detach().isfinite().all())
+        local = dense(tensor.detach())
+        if local.numel():
+            self._what.append(what)
+            self._extremes.append(torch.aminmax(local))  # NaN is both; one pass, where isfinite takes several
 
     def _note_step(self, step: int) -> None:
         """Make one number of this step's findings, where they lie."""
-        what, finite, self._what, self._finite = self._what, self._finite, [], []
-        if not finite:
+        what, extremes, self._what, self._extremes = self._what, self._extremes, [], []
+        if not what:
             return
         begins = 0
         if self._steps:
@@ -124,9 +126,11 @@ class NaNChecker(Callback):
             begins += len(before)
             what = before if what == before else what  # most steps are alike
         self._steps.append((begins, step, what))
-        place = finite[0].device
-        together = torch.stack([each if each.device == place else each.to(place) for each in finite])
-        first = torch.where(together.all(), _NONE, begins + together.byte().argmin())
+        place = extremes[0][0].device
+        flat = [each for pair in extremes for each in pair]
+        together = torch.stack([each if each.device == place else each.to(place) for each in flat])
+        finite = together.isfinite().view(-1, 2).all(1)
+        first = torch.where(finite.all(), _NONE, begins + finite.byte().argmin())
         self._first = first if self._first is None else torch.minimum(self._first, first)
 
     def _read(self) -> tuple[int, str] | None:
