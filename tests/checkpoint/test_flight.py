@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from support.flights import (
     save_while_one_is_killed,
     save_while_one_is_stuck,
     save_while_rank_one_is_killed_by_rank_zero,
+    train_on_a_failing_disk,
     train_with_diaries,
     train_with_trouble,
 )
@@ -94,3 +96,23 @@ def test_a_rank_that_is_stuck_is_not_waited_for_for_ever(tmp_path: Path) -> None
 def test_what_a_state_refers_to_is_durable_on_all_ranks_before_the_manifest(tmp_path: Path) -> None:
     events, _ = run_ranks(train_with_diaries, 2, tmp_path)
     assert events == ["durable-0 durable-1"]
+
+
+# --- how a run ends when saves fail -----------------------------------------------------------------------------------
+
+NO_SPACE = "was not saved: rank 1: [Errno 28] No space left on device"
+
+
+@pytest.mark.parametrize(
+    ("bad", "max_steps", "abort_at", "end"),
+    [
+        ({4}, 6, None, "finished at step 6, with step-00000006"),
+        ({4, 6}, 20, None, rf"SaveFailed at step [678]: step-00000006 {re.escape(NO_SPACE)}"),
+        ({6}, 6, None, f"SaveFailed at step 6: step-00000006 {re.escape(NO_SPACE)}"),
+        ({4}, 6, 5, "aborted at step 5, with step-00000002"),
+    ],
+    ids=["one", "two in a row", "the last one", "one before an end without a checkpoint"],
+)
+def test_all_ranks_end_alike(tmp_path: Path, bad: set[int], max_steps: int, abort_at: int | None, end: str) -> None:
+    first, second = run_ranks(train_on_a_failing_disk, 2, tmp_path, frozenset(bad), max_steps, abort_at)
+    assert first == second and re.fullmatch(end, first), (first, second)

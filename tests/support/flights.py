@@ -207,3 +207,29 @@ def train_with_diaries(output_dir: Path) -> list[str]:
     files.watcher = watch
     small_trainer(output_dir, Diary(output_dir), max_steps=2, save_steps=2).train()
     return events
+
+
+# --- how a run ends when saves fail -----------------------------------------------------------------------------------
+
+
+def train_on_a_failing_disk(output_dir: Path, bad: frozenset[int], max_steps: int, abort_at: int | None) -> str:
+    """Rank 1 cannot write its part of these steps' checkpoints; it wishes to abort, too. How this rank's leg ends."""
+
+    def full(operation: str, path: Path) -> None:
+        if operation == "write" and any(f"step-{step:08d}.partial/rank-00001" in str(path) for step in bad):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def on_step_end(ctx: Any) -> None:
+        if ctx.step == abort_at and ranks.rank() == 1:
+            ctx.control.stop("seen enough", save=False)
+
+    files.watcher = full
+    listener = Listener({"on_step_end": on_step_end})
+    trainer = small_trainer(
+        output_dir, Notes(), listener, max_steps=max_steps, save_steps=2, max_failed_saves=2, parallel="ddp"
+    )
+    try:
+        result = trainer.train()
+    except ds.SaveFailed as error:
+        return f"{type(error).__name__} at step {trainer.state.global_step}: {error}"
+    return f"{result.reason} at step {result.global_step}, with {result.checkpoint and result.checkpoint.name}"
