@@ -200,12 +200,11 @@ class OptimizerState:
         named = [each for group in self._named_groups() for each in group]
         tensors: Tensors = {}
         rows = Rows()
-        for number, state in packed["state"].items():
-            if number not in range(len(named)):
+        for number, (name, parameter) in enumerate(named):  # in this order, whichever was updated first
+            if number not in packed["state"]:
                 continue
-            name, parameter = named[number]
             plain = rows.plain[name] = {}
-            for kind, value in state.items():
+            for kind, value in packed["state"][number].items():
                 if _is_sharded(value, parameter):
                     tensors[f"{name}.{kind}"] = value
                     rows.sharded.setdefault(name, []).append(kind)

@@ -50,12 +50,14 @@ class InBackward(Parallel):
         self._is_last = True
         self._updated: set[int] = set()
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._norms = GradientNorms(model, optimizer, wants_norm)
+        self._watch = partial(GradientNorms, model, optimizer, wants_norm)
 
     @contextmanager
     def training(self) -> Iterator[None]:
         """Only meanwhile are there hooks on the parameters: the model may go on to be trained otherwise."""
         with ExitStack() as hooks, self._parallel.training():
+            self._norms = self._watch()
+            hooks.callback(self._norms.close)
             for number, group in enumerate(self._optimizer.param_groups):
                 for parameter in group["params"]:
                     if parameter.requires_grad:
