@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
 from .peers import PYTHON as PEERS_PYTHON
+from .processes import seconds_of
 from .row import Row, duration
 from .timing import in_turns
 
@@ -27,7 +26,7 @@ HF = [str(PEERS_PYTHON), "-W", "ignore", "-c", "from transformers import Trainer
 def run() -> list[Row]:
     commands = {**OURS, "import torch": TORCH, "import HF's Trainer": HF}
     failing = {name: why for name, command in commands.items() if (why := _why_it_fails(command))}
-    working = {name: _timed(command) for name, command in commands.items() if name not in failing}
+    working = {name: seconds_of(command) for name, command in commands.items() if name not in failing}
     seconds = {name: median(each) for name, each in in_turns(working, ROUNDS).items()}
     peers = [
         f"{name}: {failing.get(name) or duration(seconds[name])}" for name in ("import torch", "import HF's Trainer")
@@ -54,12 +53,3 @@ def _why_it_fails(command: list[str]) -> str:
     if done.returncode == 0:
         return ""
     return f"not measured: {(done.stderr.strip() or 'no message').splitlines()[-1][:120]}"
-
-
-def _timed(command: list[str]) -> Callable[[], float]:
-    def measure() -> float:
-        began = time.perf_counter()
-        subprocess.run(command, capture_output=True, check=True)
-        return time.perf_counter() - began
-
-    return measure

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -16,6 +13,7 @@ from torch import nn
 
 from dalsegno.checkpoint import CheckpointManager, Manifest, ModelState
 
+from .processes import seconds_of
 from .row import Row, duration
 from .timing import in_turns
 
@@ -32,7 +30,7 @@ def run() -> list[Row]:
         CheckpointManager(one).save(1, [ModelState(nn.Linear(8, 8))], [], metrics={"eval_loss": 2.5})
         for step in range(1, MANY + 1):
             _copy(one / "checkpoints/step-00000001", many / f"checkpoints/step-{step:08d}", step)
-        seconds = in_turns({"one": _timed(one), "many": _timed(many)}, ROUNDS)
+        seconds = in_turns({"one": seconds_of([*COMMAND, str(one)]), "many": seconds_of([*COMMAND, str(many)])}, ROUNDS)
     alone, all_of_them = median(seconds["one"]), median(seconds["many"])
     return [
         Row(
@@ -49,12 +47,3 @@ def run() -> list[Row]:
 def _copy(source: Path, target: Path, step: int) -> None:
     shutil.copytree(source, target)
     (target / "manifest.json").write_bytes(replace(Manifest.read(source), step=step).to_bytes())
-
-
-def _timed(folder: Path) -> Callable[[], float]:
-    def measure() -> float:
-        began = time.perf_counter()
-        subprocess.run([*COMMAND, str(folder)], capture_output=True, check=True)
-        return time.perf_counter() - began
-
-    return measure

@@ -17,6 +17,7 @@ import dalsegno as ds
 from dalsegno.analysis.follow import Follower
 
 from .peers import PeerMissing, ask
+from .processes import seconds_of
 from .row import Row, duration, three_digits
 from .timing import in_turns, ratio
 
@@ -92,9 +93,9 @@ def _processes(small: Path, long: Path) -> list[Row]:
         f"dalsegno logs summary, {FEW:,} records, whole process": (["summary", str(small)], 0.25),
         "dalsegno logs --help, whole process": (["--help"], 0.25),
     }
-    measures = {what: _process([DALSEGNO, "logs", *words]) for what, (words, _) in commands.items()}
+    measures = {what: seconds_of([DALSEGNO, "logs", *words]) for what, (words, _) in commands.items()}
     bare = "python -c 'import numpy'"
-    seconds = in_turns({**measures, bare: _process([sys.executable, "-c", "import numpy"])}, ROUNDS)
+    seconds = in_turns({**measures, bare: seconds_of([sys.executable, "-c", "import numpy"])}, ROUNDS)
     peer = f"{bare}: {duration(median(seconds[bare]))}"
     return [
         Row(
@@ -143,8 +144,8 @@ def _tail(longest: Path) -> list[Row]:
     command = [DALSEGNO, "logs", "tail", str(longest)]
     measures = {
         "ours": _timed(lambda: Follower(ds.open_log(longest).source).last(10)),
-        "whole": _process(command),
-        "tail": _process(["tail", "-n", "10", str(longest)]),
+        "whole": seconds_of(command),
+        "tail": seconds_of(["tail", "-n", "10", str(longest)]),
     }
     seconds = {name: median(each) for name, each in in_turns(measures, ROUNDS).items()}
     peer = f"tail -n 10, whole process: {duration(seconds['tail'])}"
@@ -161,7 +162,3 @@ def _timed(measure: Callable[[], object]) -> Callable[[], float]:
         return time.perf_counter() - began
 
     return timed
-
-
-def _process(command: list[str]) -> Callable[[], float]:
-    return _timed(lambda: subprocess.run(command, capture_output=True, check=True))
