@@ -88,25 +88,27 @@ def _frame(long: Path, small: Path) -> list[Row]:
 
 
 def _processes(small: Path, long: Path) -> list[Row]:
+    numpy = ("python -c 'import numpy'", [sys.executable, "-c", "import numpy"])
+    read = f"import polars; polars.read_ndjson({str(long)!r})"
+    polars = ("a process that does polars.read_ndjson and no more", [sys.executable, "-c", read])
     commands = {
-        f"dalsegno logs summary, {RECORDS // 10**6} M records, whole process": (["summary", str(long)], 1.0),
-        f"dalsegno logs summary, {FEW:,} records, whole process": (["summary", str(small)], 0.25),
-        "dalsegno logs --help, whole process": (["--help"], 0.25),
+        f"dalsegno logs summary, {RECORDS // 10**6} M records, whole process": (["summary", str(long)], polars, 1.0),
+        f"dalsegno logs summary, {FEW:,} records, whole process": (["summary", str(small)], numpy, 0.25),
+        "dalsegno logs --help, whole process": (["--help"], numpy, 0.25),
     }
-    measures = {what: seconds_of([DALSEGNO, "logs", *words]) for what, (words, _) in commands.items()}
-    bare = "python -c 'import numpy'"
-    seconds = in_turns({**measures, bare: seconds_of([sys.executable, "-c", "import numpy"])}, ROUNDS)
-    peer = f"{bare}: {duration(median(seconds[bare]))}"
+    measures = {what: seconds_of([DALSEGNO, "logs", *words]) for what, (words, _, _) in commands.items()}
+    measures |= {name: seconds_of(command) for name, command in (numpy, polars)}
+    seconds = in_turns(measures, ROUNDS)
     return [
         Row(
             what,
             duration(median(seconds[what])),
-            peer,
-            f"{ratio(seconds[what], seconds[bare]):.2f} ×",
+            f"{peer}: {duration(median(seconds[peer]))}",
+            f"{ratio(seconds[what], seconds[peer]):.2f} ×",
             f"≤ {duration(limit)}",
             median(seconds[what]) <= limit,
         )
-        for what, (_, limit) in commands.items()
+        for what, (_, (peer, _), limit) in commands.items()
     ]
 
 
