@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import dalsegno as ds
@@ -286,7 +286,11 @@ records_strategy = st.lists(
     st.dictionaries(
         st.sampled_from(["loss", "eval_loss", "x", "y z", 'quo"te']),
         st.one_of(
-            st.floats(), st.integers(-(2**70), 2**70), st.booleans(), st.none(), st.sampled_from(["a", '"', "null"])
+            st.floats(),
+            st.integers(-(2**70), 2**70),
+            st.booleans(),
+            st.none(),
+            st.sampled_from(["a", '"', "null", "1", "true", [1, 2], ["a"], {"a": 1.0}]),
         ),
     ),
     max_size=12,
@@ -295,6 +299,10 @@ records_strategy = st.lists(
 
 @settings(deadline=None)
 @given(records=records_strategy)
+@example(records=[{"loss": 0.0, "x": None, 'quo"te': 0.0}, {'quo"te': math.inf}, {'quo"te': 0.0}])
+@example(records=[{"loss": math.inf}, {"loss": 0.0, "eval_loss": None}, {"x": 0.0}])
+@example(records=[{"x": "a"}, {"x": 1, "loss": None}])
+@example(records=[{"loss": math.inf, "x": 0.0}, {"loss": math.inf, "x": 0.0}, {"loss": 0.0, "x": None, "y z": 1e15}])
 def test_the_long_way_and_the_short_way_read_the_same(
     tmp_path_factory: pytest.TempPathFactory, records: list[Any]
 ) -> None:

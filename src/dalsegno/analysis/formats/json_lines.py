@@ -23,8 +23,11 @@ from .source import Skipped, Source
 CHUNK = 8 << 20
 """Bytes that are read at a time."""
 
-FIRST_CHUNK = 1 << 20
+FIRST_CHUNK = CHUNK >> 4
 """Bytes that are read first: most new names come up in them, and what has new names is read several times."""
+
+GROWTH = 4
+"""By what factor a chunk is larger than the one before it, up to ``CHUNK``."""
 
 BEGINNING = 1 << 16
 """Bytes that are read to see what names the records have."""
@@ -100,7 +103,7 @@ def read_chunks(path: Path, size: int = CHUNK) -> Iterator[bytes]:
         begin, wanted = 0, min(size, FIRST_CHUNK)
         while data := _read_lines(file.fileno(), begin, wanted):
             yield data
-            begin, wanted = begin + len(data), size
+            begin, wanted = begin + len(data), min(size, wanted * GROWTH)
 
 
 def _read_lines(descriptor: int, begin: int, wanted: int) -> bytes:
