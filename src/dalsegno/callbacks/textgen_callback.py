@@ -49,7 +49,7 @@ class TextgenCallback(RecordCallback):
         self,
         prompts: Sequence[str] | str | Path,
         summary_writer: Any = None,
-        generation_config: Mapping[str, Any] | Any = None,
+        generation_config: Any = None,
         generation_steps: int | None = None,
         max_new_tokens: int = 200,
     ) -> None:
