@@ -1,5 +1,6 @@
 """InfoCallback: what is trained, where from, and how it ended."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,15 @@ def test_what_a_checkpoint_gave_back(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert carried == "carried    callbacks.old"
     assert "steps      3 to 4 (resumed from checkpoints/step-00000002)" in rest
     assert rest[-1] == "finished   at step 4; newest checkpoint checkpoints/step-00000004"
+
+
+def test_what_a_new_run_begins_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer(tmp_path / "base", [1.0] * 2, quiet()).train()
+    capsys.readouterr()
+    begun = trainer(tmp_path / "new", [1.0] * 2, quiet())
+    begun.train(tmp_path / "base/checkpoints/step-00000002", load_components=("model",))
+    restored = printed(capsys)[0]
+    assert re.fullmatch(r"restored   1 component from \S*base/checkpoints/step-00000002", restored)
 
 
 @pytest.mark.parametrize(
