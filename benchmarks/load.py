@@ -33,7 +33,10 @@ def run(size: int = BYTES, rounds: int = ROUNDS) -> list[Row]:
     """Medians of the rounds; each round measures everybody once."""
     model = nn.ParameterList([nn.Parameter(torch.randn(size // TENSORS // 4)) for _ in range(TENSORS)])
     rows = []
-    with TemporaryDirectory(dir=Path.cwd()) as directory, warnings.catch_warnings():  # /tmp may be memory
+    with (
+        TemporaryDirectory(prefix=".benchmark-", dir=Path.cwd()) as directory,
+        warnings.catch_warnings(),
+    ):  # /tmp may be memory
         warnings.simplefilter("ignore")  # "torch.distributed is disabled": it is, on purpose
         ours, theirs = Path(directory) / "ours", Path(directory) / "dcp"
         CheckpointManager(ours).save(1, [ModelState(model)], [])

@@ -35,7 +35,7 @@ DALSEGNO = str(Path(sys.executable).with_name("dalsegno"))
 
 
 def run() -> list[Row]:
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as directory:  # on a disk, where /tmp may be memory
+    with tempfile.TemporaryDirectory(prefix=".benchmark-", dir=Path.cwd()) as directory:  # /tmp may be memory
         folder = Path(directory)
         small, long, longest = folder / "few.jsonl", folder / "train.jsonl", folder / "many.jsonl"
         write_log(small, FEW)

@@ -58,7 +58,9 @@ def run(cases: tuple[Case, ...] = CASES, rounds: int = ROUNDS) -> list[Row]:
     rows = []
     for case in cases:
         for world_size in (1, 2):
-            with TemporaryDirectory(dir=Path.cwd()) as directory:  # on a disk, where /tmp may be memory
+            with TemporaryDirectory(
+                prefix=".benchmark-", dir=Path.cwd()
+            ) as directory:  # on a disk, where /tmp may be memory
                 seconds = run_ranks(_measured, world_size, Path(directory), case, rounds, timeout=3000)[0]
             rows += _rows(case, world_size, seconds)
     return rows
