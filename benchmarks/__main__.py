@@ -16,6 +16,7 @@ NAMES = (
     "dialects",
     "imports",
     "save",
+    "standstill",
     "load",
     "resume_data",
     "rewind",

@@ -1,0 +1,189 @@
+"""What training feels of a save in the background: how long it stands still, and how long its steps take meanwhile.
+
+It stands still for a copy of the state into warm memory, and is held against nothing but that copy: 512 MB, moved
+tensor by tensor. The first save of a run has had its memory prepared while training began. The steps are forward,
+backward and update of a small network on one thread, first with nothing else going on, then while 2 GB go to disk.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import shutil
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from dalsegno.checkpoint import CheckpointManager, ModelState
+from dalsegno.testing import run_ranks
+
+from .row import Row, duration
+from .timing import in_turns, ratio
+
+TENSORS = 64
+STILL_BYTES = 512 << 20
+WRITTEN_BYTES = 2 << 30
+ROUNDS = 9
+TARGET = 1.15
+STEP_TARGET = 1.10
+OURS, FIRST, COPY, ASYNC = "ours", "ours, the first of a run", "one warm memcpy", "dcp.async_save"
+
+
+def run(still: int = STILL_BYTES, written: int = WRITTEN_BYTES, rounds: int = ROUNDS) -> list[Row]:
+    """Medians of the rounds; each round measures everybody once."""
+    with TemporaryDirectory(dir=Path.cwd()) as directory:  # on a disk, where /tmp may be memory
+        seconds, first_async = run_ranks(_standing_still, 1, Path(directory), still, rounds, timeout=1200)[0]
+        steps = run_ranks(_steps, 1, Path(directory), written, rounds, timeout=1200)[0]
+    what = f"training stands still in a background save, {still >> 20} MB"
+    copy = f"{COPY}: {duration(median(seconds[COPY]))}"
+    rows = []
+    for name, label in ((OURS, what), (FIRST, f"{what}, the first of a run")):
+        times = ratio(seconds[name], seconds[COPY])
+        rows.append(
+            Row(label, duration(median(seconds[name])), copy, f"{times:.2f} ×", f"≤ {TARGET} ×", times <= TARGET)
+        )
+    peer = f"{ASYNC}: {duration(median(seconds[ASYNC]))}, its first {duration(first_async)}"
+    rows.append(Row(what, duration(median(seconds[OURS])), peer, f"{ratio(seconds[OURS], seconds[ASYNC]):.2f} ×"))
+    quiet, busy = steps
+    times = ratio(busy, quiet)
+    rows.append(
+        Row(
+            what=f"a step of training while {written / 1e9:.1f} GB are written",
+            ours=duration(median(busy)),
+            peer=f"a quiet step: {duration(median(quiet))}",
+            ratio=f"{times:.2f} ×",
+            target=f"≤ {STEP_TARGET:.2f} ×",
+            met=times <= STEP_TARGET,
+        )
+    )
+    return rows
+
+
+def _model(size: int) -> nn.ParameterList:
+    return nn.ParameterList([nn.Parameter(torch.randn(size // TENSORS // 4)) for _ in range(TENSORS)])
+
+
+def _standing_still(directory: Path, size: int, rounds: int) -> tuple[dict[str, list[float]], float]:
+    model = _model(size)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # without one, dcp saves for itself
+    first_async = _async(directory, model)()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        measures = {
+            OURS: _ours(directory / "ours", model),
+            COPY: _memcpy(model, size),
+            FIRST: lambda: _first(directory / "first", model),
+            ASYNC: _async(directory, model),
+        }
+        seconds = in_turns(measures, rounds)
+    dist.destroy_process_group()
+    return seconds, first_async
+
+
+def _ours(folder: Path, model: nn.Module) -> Callable[[], float]:
+    manager, state = CheckpointManager(folder), ModelState(model)
+    return lambda: _launch(manager, state, folder)
+
+
+def _first(folder: Path, model: nn.Module) -> float:
+    manager, state = CheckpointManager(folder), ModelState(model)
+    manager.prepare([state])
+    for thread in threading.enumerate():
+        if thread.name == "dalsegno-prepare":
+            thread.join()
+    return _launch(manager, state, folder)
+
+
+def _launch(manager: CheckpointManager, state: ModelState, folder: Path) -> float:
+    os.sync()
+    began = time.perf_counter()
+    flight = manager.launch(1, [state], [])
+    seconds = time.perf_counter() - began
+    manager.settle()
+    assert flight.failure is None, flight.failure
+    shutil.rmtree(folder)
+    return seconds
+
+
+def _memcpy(model: nn.Module, size: int) -> Callable[[], float]:
+    memory = mmap.mmap(-1, size)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    target = torch.frombuffer(memory, dtype=torch.uint8)
+    target.zero_()
+    sources = [(each.data_ptr(), each.numel() * 4) for each in model.parameters()]
+
+    def measure() -> float:
+        began, place = time.perf_counter(), target.data_ptr()
+        for source, count in sources:
+            ctypes.memmove(place, source, count)
+            place += count
+        return time.perf_counter() - began
+
+    return measure
+
+
+def _async(directory: Path, model: nn.Module) -> Callable[[], float]:
+    folder = directory / "dcp"
+
+    def measure() -> float:
+        os.sync()
+        began = time.perf_counter()
+        future = dcp.async_save(model.state_dict(), checkpoint_id=folder)
+        seconds = time.perf_counter() - began
+        future.result()  # type: ignore[union-attr]
+        shutil.rmtree(folder)
+        return seconds
+
+    return measure
+
+
+def _steps(directory: Path, size: int, rounds: int) -> tuple[list[float], list[float]]:
+    """Medians of a round's steps: quiet ones, and those while a save was on its way."""
+    torch.set_num_threads(1)
+    folder = directory / "steps"
+    manager, state, step = CheckpointManager(folder), ModelState(_model(size)), _training()
+    quiet: list[float] = []
+    busy: list[float] = []
+    for number in range(rounds + 1):
+        before = [step() for _ in range(60)]
+        flight = manager.launch(1, [state], [])
+        meanwhile = [step()]
+        while not flight.has_landed:
+            meanwhile.append(step())
+        manager.settle()
+        shutil.rmtree(folder)
+        if number:  # the first does not count
+            quiet.append(median(before))
+            busy.append(median(meanwhile))
+    return quiet, busy
+
+
+def _training() -> Callable[[], float]:
+    model = nn.Sequential(nn.Linear(512, 1024), nn.GELU(), nn.Linear(1024, 512))
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = torch.randn(256, 512)
+
+    def step() -> float:
+        began = time.perf_counter()
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return time.perf_counter() - began
+
+    return step
+
+
+if __name__ == "__main__":
+    from .row import table
+
+    print(table(run()))
