@@ -18,15 +18,15 @@ import xxhash
 from dalsegno import files, ranks
 from dalsegno.component import Component
 
-from . import index, manifest, storage
+from . import index, manifest, planning
 from .device import DeviceCopies
 from .layout import Layout, Piece
 from .manifest import ComponentRecord, FileRecord, Manifest
+from .planning import FilePlan, Plan
 from .resources import available_memory, has_memory_for, human
 from .sharded import Sharded
 from .sidecar import SHARED, Encoded, SavedState, rank_sidecar, sidecar_arrays, sidecar_document
 from .staging import Advance, Buffer, Copy, Document, Outgoing, TensorFile, streamed
-from .storage import FilePlan, Plan
 
 logger = logging.getLogger("dalsegno")
 
@@ -88,7 +88,7 @@ class _States(NamedTuple):
     shared: dict[str, Encoded]
     own: dict[str, Encoded]
     compared: dict[str, Encoded]
-    tensors: storage.Tensors
+    tensors: planning.Tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class Stage:
             What is left to do, a little at each turn, on another thread; it may be broken off.
         """
         tensors = {each.key: each.capture()[0] for each in sharded}
-        signature = storage.signature(tensors)
+        signature = planning.signature(tensors)
         if ranks.agree_max([signature != self._planned_for])[0]:
             self._replan(tensors, signature)
         if self._shortage(self._plan.files):
@@ -150,7 +150,7 @@ class Stage:
         """
         states, failure = _states(sharded, components, carried)
         sidecars = list(_sidecar_parts(states))
-        signature = storage.signature(states.tensors)
+        signature = planning.signature(states.tensors)
         digest = _digest(states.compared)
         shortage = self._shortage([*self._plan.files, *sidecars])
         has_failed, has_changed, is_short, highest, lowest = ranks.agree_max(
@@ -178,9 +178,10 @@ class Stage:
         self._devices.begin([each.optimizer for each in sharded if each.optimizer is not None])
         return Captured([*(copy.file() for copy in copies), *documents], records, durables, copies, self._devices)
 
-    def _replan(self, tensors: storage.Tensors, signature: object) -> None:
+    def _replan(self, tensors: planning.Tensors, signature: object) -> None:
         self._planned_for = None  # a plan that fails on the way is none
-        self._plan = storage.plan(tensors)
+        planning.agree(tensors)
+        self._plan = ranks.together(lambda: planning.plan(tensors))
         self._planned_for = signature
 
     def _laid_out(self, name: str, layout: Layout) -> Buffer:

@@ -1,0 +1,134 @@
+"""Who writes what: worked out by each rank alone, and the same as torch cuts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset as as_torch_cuts
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from dalsegno.checkpoint import CheckpointManager
+from dalsegno.checkpoint.index import Index
+from dalsegno.checkpoint.planning import box_at
+from dalsegno.checkpoint.storage import load
+from dalsegno.errors import CannotSave
+from dalsegno.testing import run_ranks
+
+SHAPES = st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple)
+MESHES = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple)
+
+
+@st.composite
+def spread(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], list[Placement]]:
+    shape, mesh = draw(SHAPES), draw(MESHES)
+    shards = st.integers(0, len(shape) - 1).map(Shard)
+    return shape, mesh, [draw(st.just(Replicate()) | shards) for _ in mesh]
+
+
+@given(spread())
+def test_parts_are_where_torch_cuts(case: tuple[tuple[int, ...], tuple[int, ...], list[Placement]]) -> None:
+    shape, mesh, placements = case
+    boxes = set()
+    for coordinate in itertools.product(*map(range, mesh)):
+        offsets, sizes = box_at(shape, mesh, coordinate, placements)
+        theirs, their_offsets = as_torch_cuts(shape, mesh, list(coordinate), placements)
+        assert sizes == tuple(theirs)
+        if 0 not in sizes:
+            assert offsets == tuple(their_offsets)
+            boxes.add((offsets, sizes))
+    assert sum(math.prod(sizes) for _, sizes in boxes) == math.prod(shape)  # every element, once
+
+
+@pytest.mark.parametrize("mesh", [(2, 2), (2, 3), (3, 2)])
+def test_fsdp_over_tensor_parallelism_is_in_one_piece(mesh: tuple[int, int]) -> None:
+    placements: list[Placement] = [_StridedShard(0, split_factor=mesh[1]), Shard(0)]
+    for coordinate in itertools.product(*map(range, mesh)):
+        offsets, sizes = box_at((24, 5), mesh, coordinate, placements)
+        assert (sizes, offsets) == as_torch_cuts((24, 5), mesh, list(coordinate), placements)
+
+
+def test_a_part_in_several_pieces_is_refused() -> None:
+    with pytest.raises(CannotSave, match="redistribute it"):
+        box_at((8,), (2, 2), (0, 0), [Shard(0), _StridedShard(0, split_factor=2)])
+
+
+def test_what_is_yet_to_be_summed_up_is_refused() -> None:
+    with pytest.raises(CannotSave, match="redistribute it"):
+        box_at((4,), (2,), (0,), [Partial()])
+
+
+class Tensors:
+    """A component that is nothing but these."""
+
+    key, class_name, optimizer = "things", "Tensors", None
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def capture(self) -> tuple[dict[str, torch.Tensor], Any]:
+        return self.tensors, {}
+
+
+def save_many_kinds(directory: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    whole = {
+        "odd": torch.arange(15.0).reshape(5, 3),
+        "short": torch.arange(3.0).reshape(1, 3),
+        "both": torch.arange(36.0).reshape(6, 6),
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(7.0),
+    }
+    how: dict[str, list[Placement]] = {
+        "odd": [Replicate(), Shard(0)],
+        "short": [Replicate(), Shard(0)],
+        "both": [Shard(0), Shard(1)],
+        "empty": [Replicate(), Shard(0)],
+    }
+    tensors: dict[str, torch.Tensor] = {
+        name: distribute_tensor(each, mesh, how[name]) if name in how else each for name, each in whole.items()
+    }
+    CheckpointManager(directory).save(1, [Tensors(tensors)], [])  # type: ignore[list-item]
+
+
+def test_every_kind_of_spreading_comes_back(tmp_path: Path) -> None:
+    run_ranks(save_many_kinds, 4, tmp_path)
+    path = tmp_path / "checkpoints/step-00000001"
+    index = Index.read(path / "index.json")
+
+    class There:
+        def file(self, name: str) -> Path:
+            return path / name
+
+    loaded = {name: torch.full(each.shape, -1.0) for name, each in index.of("things").items()}
+    load({"things": loaded}, There(), index)
+    assert torch.equal(loaded["odd"], torch.arange(15.0).reshape(5, 3))
+    assert torch.equal(loaded["short"], torch.arange(3.0).reshape(1, 3))
+    assert torch.equal(loaded["both"], torch.arange(36.0).reshape(6, 6))
+    assert loaded["scalar"].item() == 7.0
+    assert loaded["empty"].shape == (0, 3)
+
+
+def save_what_differs(directory: Path) -> str:
+    shape = (2, 3) if dist.get_rank() == 0 else (2, 4)
+    try:
+        CheckpointManager(directory).save(1, [Tensors({"same": torch.ones(1), "expert": torch.ones(shape)})], [])  # type: ignore[list-item]
+    except CannotSave as error:
+        return str(error)
+    return "saved"
+
+
+def test_ranks_that_hold_different_tensors_are_told(tmp_path: Path) -> None:
+    told = run_ranks(save_what_differs, 2, tmp_path)
+    assert told[0] == told[1]
+    assert "rank 0 has things.expert [2, 3] torch.float32, where rank 1 has things.expert [2, 4]" in told[0]
+    assert not list((tmp_path / "checkpoints").glob("step-*"))
