@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from checkpoint.parts import FixedRankNotes, Notes, RankNotes, Saved
 from dalsegno import files, ranks
-from dalsegno.checkpoint import CheckpointManager, ModelState, OptimizerState
+from dalsegno.checkpoint import CheckpointManager, ModelState, OptimizerState, planning
 from dalsegno.component import Component
 
 
@@ -286,8 +286,8 @@ def save_notes_of(directory: Path, size: int) -> str:
 
 def save_where_one_rank_begins_anew(directory: Path) -> list[int]:
     """How often this rank has planned after each of three saves, the last one with a new manager on rank 1."""
-    original, asked, counts = DefaultSavePlanner.create_local_plan, itertools.count(1), []
-    DefaultSavePlanner.create_local_plan = lambda planner: (next(asked), original(planner))[1]
+    original, asked, counts = planning.plan, itertools.count(1), []
+    planning.plan = lambda tensors: (next(asked), original(tensors))[1]
     saved, manager = Saved(), CheckpointManager(directory)
     for step in (1, 2, 3):
         if step == 3 and ranks.rank() == 1:

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from checkpoint import jobs
 from checkpoint.parts import Saved
-from dalsegno.checkpoint import Checkpoint, CheckpointManager, read_tensors
+from dalsegno.checkpoint import Checkpoint, CheckpointManager, planning, read_tensors
 from dalsegno.testing import run_ranks
 from support.heavy import MB, growth_in_the_first_save
 from support.listeners import Listener
@@ -29,15 +28,15 @@ def test_the_first_save_finds_its_memory_ready(tmp_path: Path) -> None:
 
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """One entry for each time that torch's planner is asked."""
+    """One entry for each time that it is worked out who writes what."""
     asked: list[int] = []
-    original = DefaultSavePlanner.create_local_plan
+    original = planning.plan
 
-    def counted(planner: DefaultSavePlanner) -> Any:
+    def counted(tensors: planning.Tensors) -> planning.Plan:
         asked.append(1)
-        return original(planner)
+        return original(tensors)
 
-    monkeypatch.setattr(DefaultSavePlanner, "create_local_plan", counted)
+    monkeypatch.setattr(planning, "plan", counted)
     return asked
 
 
