@@ -17,6 +17,7 @@ NAMES = (
     "imports",
     "save",
     "standstill",
+    "planning",
     "load",
     "resume_data",
     "rewind",

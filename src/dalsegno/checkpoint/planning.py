@@ -10,7 +10,9 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -20,7 +22,7 @@ from dalsegno import ranks
 from dalsegno.errors import CannotSave
 
 from .index import Index, StoredPiece, StoredTensor
-from .layout import Layout, Piece, byte_count
+from .layout import Layout, Piece
 
 Tensors = dict[str, dict[str, torch.Tensor]]
 """By component and name; DTensors for what is spread over the ranks."""
@@ -57,6 +59,42 @@ class Box:
     owners: Sequence[int]
 
 
+class Spread:
+    """How a tensor lies over the ranks.
+
+    Attributes:
+        boxes: its parts.
+        elements: of each rank, if no part is on several, else None.
+    """
+
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        self.boxes = boxes
+        self._of_rank = {box.owners[0]: box for box in boxes}
+        self.elements: np.ndarray[Any, np.dtype[np.int64]] | None = None
+        if all(len(box.owners) == 1 for box in boxes):
+            self.elements = np.zeros(ranks.world_size(), np.int64)
+            for rank, box in self._of_rank.items():
+                self.elements[rank] = math.prod(box.shape)
+
+    def shared_out(self, loads: np.ndarray[Any, np.dtype[np.int64]], size: int, rank: int) -> Iterator[tuple[int, Box]]:
+        """Who writes what of a tensor with elements of ``size`` bytes; ``loads``, bytes of each rank, grow by that.
+
+        Only what concerns ``rank``, which is everything for rank 0.
+        """
+        if self.elements is not None:
+            loads += self.elements * size
+            if rank:
+                yield from ((rank, box) for box in [self._of_rank.get(rank)] if box is not None)
+            else:
+                yield from self._of_rank.items()
+            return
+        for box in self.boxes:
+            writer = box.owners[int(loads[box.owners].argmin())]
+            loads[writer] += math.prod(box.shape) * size
+            if rank in (0, writer):
+                yield writer, box
+
+
 def plan(tensors: Tensors) -> Plan:
     """Share ``tensors`` among the ranks; what several have is written once, by the one with the least to do.
 
@@ -66,27 +104,23 @@ def plan(tensors: Tensors) -> Plan:
     Raises:
         CannotSave: for a tensor whose parts are yet to be summed up.
     """
-    loads = [0] * ranks.world_size()
+    rank, loads = ranks.rank(), np.zeros(ranks.world_size(), np.int64)
     files: list[FilePlan] = []
     stored: dict[str, StoredTensor] = {}
-    known: dict[object, Sequence[Box]] = {}
+    known: dict[object, Spread] = {}
     for component, its in tensors.items():
         pieces: dict[int, list[Piece]] = {}
         for name, tensor in its.items():
-            shape = tuple(tensor.shape)
-            stored[f"{component}.{name}"] = StoredTensor(tensor.dtype, shape, ())
-            for box in _boxes(tensor, known):
-                writer = min(box.owners, key=loads.__getitem__)
-                loads[writer] += byte_count(box.shape, tensor.dtype)
-                if ranks.rank() in (0, writer):
-                    piece = Piece(name, tensor.dtype, box.shape, box.offsets, shape)
-                    pieces.setdefault(writer, []).append(piece)
+            dtype, shape = tensor.dtype, tuple(tensor.shape)
+            stored[f"{component}.{name}"] = StoredTensor(dtype, shape, ())
+            for writer, box in _spread(tensor, known).shared_out(loads, dtype.itemsize, rank):
+                pieces.setdefault(writer, []).append(Piece(name, dtype, box.shape, box.offsets, shape))
         files += [
             FilePlan(f"{component}/shard-{writer:05d}.safetensors", component, Layout.of(its_pieces))
             for writer, its_pieces in sorted(pieces.items())
         ]
-    own = f"/shard-{ranks.rank():05d}.safetensors"
-    index = _index(stored, files).to_bytes() if ranks.rank() == 0 else None
+    own = f"/shard-{rank:05d}.safetensors"
+    index = _index(stored, files).to_bytes() if rank == 0 else None
     return Plan([file for file in files if file.name.endswith(own)], index)
 
 
@@ -136,19 +170,20 @@ def _told(name: str, tensor: torch.Tensor) -> str:
     return f"{name} {list(tensor.shape)} {tensor.dtype}{spread}"
 
 
-def _boxes(tensor: torch.Tensor, known: dict[object, Sequence[Box]]) -> Sequence[Box]:
-    """The parts of a tensor; ``known`` are those of others, since many are spread alike."""
+def _spread(tensor: torch.Tensor, known: dict[object, Spread]) -> Spread:
+    """``known`` are those of other tensors, since many are spread alike."""
     shape = tuple(tensor.shape)
-    key = (shape, tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else shape
+    if not isinstance(tensor, DTensor):
+        if shape not in known:
+            known[shape] = Spread([Box((0,) * len(shape), shape, range(ranks.world_size()))])
+        return known[shape]
+    key = (shape, tensor.placements, tensor.device_mesh)
     if key not in known:
-        if isinstance(tensor, DTensor):
-            known[key] = list(_of_spread(tensor))
-        else:
-            known[key] = [Box((0,) * len(shape), shape, range(ranks.world_size()))]
+        known[key] = Spread(list(_boxes(tensor)))
     return known[key]
 
 
-def _of_spread(tensor: DTensor) -> Iterator[Box]:
+def _boxes(tensor: DTensor) -> Iterator[Box]:
     mesh = tensor.device_mesh.mesh
     owners: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
     for coordinate in itertools.product(*map(range, mesh.shape)):
