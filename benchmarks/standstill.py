@@ -123,6 +123,7 @@ def _memcpy(model: nn.Module, size: int) -> Callable[[], float]:
     sources = [(each.data_ptr(), each.numel() * 4) for each in model.parameters()]
 
     def measure() -> float:
+        os.sync()  # as before a save: a processor that has just waited for the disk is slower at first
         began, place = time.perf_counter(), target.data_ptr()
         for source, count in sources:
             ctypes.memmove(place, source, count)

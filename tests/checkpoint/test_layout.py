@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
@@ -21,30 +20,15 @@ from checkpoint.sameness import bits
 from dalsegno import files
 from dalsegno.checkpoint.device import DeviceCopies
 from dalsegno.checkpoint.layout import DTYPES, Layout, Piece, StoredFile
-from dalsegno.checkpoint.staging import Buffer, Copy, TensorFile, streamed
-from dalsegno.errors import DamagedCheckpoint, SaveFailed
+from dalsegno.checkpoint.staging import Buffer, TensorFile, streamed
+from dalsegno.errors import DamagedCheckpoint
 
 
 def kept(layout: Layout, tensors: Sequence[torch.Tensor], buffer: Buffer) -> TensorFile:
     """From a copy."""
     buffer.lay_out(layout)
-    copy = Copy("some.safetensors", buffer, tensors)
-    copy.fill(DeviceCopies())
-    copy.complete(int)
-    return copy.file()
-
-
-def behind(layout: Layout, tensors: Sequence[torch.Tensor], buffer: Buffer) -> TensorFile:
-    """From a copy that another thread is making while the file is written."""
-    buffer.lay_out(layout)
-    copy = Copy("some.safetensors", buffer, tensors)
-
-    def fill() -> None:
-        copy.fill(DeviceCopies())
-        copy.complete(int)
-
-    threading.Thread(target=fill).start()
-    return copy.file()
+    buffer.copy(tensors, DeviceCopies())
+    return TensorFile("some.safetensors", layout.length, buffer.pieces)
 
 
 def live(layout: Layout, tensors: Sequence[torch.Tensor], buffer: Buffer) -> TensorFile:
@@ -55,7 +39,7 @@ def live(layout: Layout, tensors: Sequence[torch.Tensor], buffer: Buffer) -> Ten
 Source = Callable[[Layout, Sequence[torch.Tensor], Buffer], TensorFile]
 
 
-@pytest.fixture(params=[kept, behind, live])
+@pytest.fixture(params=[kept, live])
 def source(request: pytest.FixtureRequest) -> Source:
     return request.param  # type: ignore[no-any-return]
 
@@ -120,42 +104,6 @@ def test_a_buffer_that_is_used_again(tmp_path: Path) -> None:
     for length in (5000, 3, 9000):
         tensor = torch.full((length,), length % 251, dtype=torch.uint8)
         assert torch.equal(load_file(write(tmp_path, {"x": tensor}, kept, buffer))["x"], tensor)
-
-
-def test_a_copy_that_is_broken_off_ends_the_writing(tmp_path: Path) -> None:
-    tensor = torch.arange(1_000_000)
-    buffer = Buffer()
-    buffer.lay_out(Layout.of([Piece.entire("x", tensor)]))
-    copy = Copy("some.safetensors", buffer, [tensor])
-    file = copy.file()
-    threading.Timer(0.0, copy.break_off).start()
-    with pytest.raises(SaveFailed, match="could not be copied"):
-        file.write_to(tmp_path, int)
-
-
-def test_what_a_device_sends_is_waited_for(tmp_path: Path) -> None:
-    """As with a GPU, whose copies have only been asked for when the training goes on."""
-    tensor = torch.arange(1_000_000)
-    sent: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    class Late(DeviceCopies):
-        def copy(self, place: torch.Tensor, tensor: torch.Tensor) -> None:
-            sent.append((place, tensor))
-
-    class Elsewhere(torch.Tensor):
-        @property
-        def device(self) -> torch.device:  # type: ignore[override]
-            return torch.device("cuda")
-
-    buffer = Buffer()
-    buffer.lay_out(Layout.of([Piece.entire("x", tensor), Piece.entire("y", tensor)]))
-    copy = Copy("some.safetensors", buffer, [tensor.as_subclass(Elsewhere), tensor])
-    copy.fill(Late())
-    copy.complete(lambda: [place.copy_(tensor.as_subclass(torch.Tensor)) for place, tensor in sent])
-    copy.file().write_to(tmp_path, int)
-    loaded = load_file(tmp_path / "some.safetensors")
-    assert torch.equal(loaded["x"], tensor)
-    assert torch.equal(loaded["y"], tensor)
 
 
 def test_memory_that_is_touched_ahead_changes_nothing(tmp_path: Path) -> None:

@@ -81,7 +81,6 @@ class Flight:
         self._landed = threading.Event()
         self._thread = threading.Thread(target=self._fly, name=f"dalsegno-save-{step}", daemon=True)
         self._thread.start()
-        captured.copy()
         if not captured.is_copy:
             self.wait()  # what is written are the tensors themselves
 

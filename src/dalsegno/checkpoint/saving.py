@@ -26,7 +26,7 @@ from .planning import FilePlan, Plan
 from .resources import available_memory, has_memory_for, human
 from .sharded import Sharded
 from .sidecar import SHARED, Encoded, SavedState, rank_sidecar, sidecar_arrays, sidecar_document
-from .staging import Advance, Buffer, Copy, Document, Outgoing, TensorFile, streamed
+from .staging import Advance, Buffer, Document, Outgoing, TensorFile, streamed
 
 logger = logging.getLogger("dalsegno")
 
@@ -36,34 +36,16 @@ class Captured:
     """All that this rank adds to a checkpoint.
 
     Attributes:
-        is_copy: whether training may go on once :meth:`copy` has returned; else only when everything is written.
+        is_copy: whether training may go on before it is written.
+        wait: until the copies from the GPU are complete.
         durables: force what the states refer to, logs for one, to the disk.
     """
 
     files: Sequence[Outgoing]
     components: Mapping[str, ComponentRecord]
+    is_copy: bool
+    wait: Callable[[], object]
     durables: Sequence[Callable[[], object]]
-    copies: Sequence[Copy] = ()
-    devices: DeviceCopies | None = None
-
-    @property
-    def is_copy(self) -> bool:
-        return self.devices is not None
-
-    def copy(self) -> None:
-        """Copy the tensors, on the thread that would else change them; another may be writing already."""
-        if self.devices is None:
-            return
-        try:
-            for copy in self.copies:
-                copy.fill(self.devices)
-        except BaseException:
-            for copy in self.copies:
-                copy.break_off()
-            raise
-        arrival = self.devices.end()
-        for copy in self.copies:
-            copy.complete(arrival)
 
     @property
     def length(self) -> int:
@@ -74,6 +56,7 @@ class Captured:
         """Write this rank's files, durably; gives what the manifest must say of them."""
         for make_durable in self.durables:
             make_durable()
+        self.wait()
         records = {}
         for file in self.files:
             files.make_directory((directory / file.name).parent)
@@ -136,8 +119,7 @@ class Stage:
         *,
         copy: bool,
     ) -> Captured:
-        """Take every state but the tensors' bytes, which :meth:`Captured.copy` takes. Collective: one small reduction,
-        unless something has changed since the last time.
+        """Take every state. Collective: one small reduction, unless something has changed since the last time.
 
         Args:
             sharded: model and optimizer.
@@ -172,11 +154,10 @@ class Stage:
             self._say_short(shortage)
         if is_short or not copy:
             streams = [part.as_it_is() for part in (*planned, *sidecars)]
-            return Captured([*streams, *documents], records, durables)
-        parts = [*planned, *sidecars]
-        copies = [Copy(part.name, self._laid_out(part.name, part.layout), part.tensors) for part in parts]
+            return Captured([*streams, *documents], records, is_copy=False, wait=int, durables=durables)
         self._devices.begin([each.optimizer for each in sharded if each.optimizer is not None])
-        return Captured([*(copy.file() for copy in copies), *documents], records, durables, copies, self._devices)
+        copies = [self._copied(part) for part in (*planned, *sidecars)]
+        return Captured([*copies, *documents], records, is_copy=True, wait=self._devices.end(), durables=durables)
 
     def _replan(self, tensors: planning.Tensors, signature: object) -> None:
         self._planned_for = None  # a plan that fails on the way is none
@@ -188,6 +169,11 @@ class Stage:
         buffer = self._buffers.setdefault(name, Buffer())
         buffer.lay_out(layout)
         return buffer
+
+    def _copied(self, part: Part) -> Outgoing:
+        buffer = self._laid_out(part.name, part.layout)
+        buffer.copy(part.tensors, self._devices)
+        return TensorFile(part.name, part.layout.length, buffer.pieces)
 
     def _shortage(self, wanted: Iterable[FilePlan | Part]) -> int:
         """Bytes of fresh memory that copies of these files would take, if there is not as much; else 0."""

@@ -1,16 +1,15 @@
 """Where the bytes of a checkpoint's file come from: memory that holds a copy, or the tensors themselves.
 
-A copy lets the training go on while its bytes are on their way; the first of them are on disk before the last have been
-copied. The memory is kept from save to save, since fresh pages cost ten times what a copy into them does. Where there
-is no room for a copy, or none is wanted, the tensors are streamed as they are, through two small pieces of memory;
-until that is done nothing may change them.
+A copy lets the training go on while its bytes are on their way. The memory is kept from save to save, since fresh
+pages cost ten times what a copy into them does. Nothing is written before all is copied: with both at once, training
+would stand still for a quarter longer. Where there is no room for a copy, or none is wanted, the tensors are streamed
+as they are, through two small pieces of memory; until that is done nothing may change them.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ import torch
 import xxhash
 
 from dalsegno import files
-from dalsegno.errors import SaveFailed
 
 from .device import DeviceCopies, pin
 from .layout import Layout
@@ -32,7 +30,7 @@ Advance = Callable[[int], object]
 
 _TOUCHED_AT_ONCE = 2 << 20  # bytes: a huge page, and about a millisecond
 _SMALL = 1 << 15  # elements: torch copies no more than that on the calling thread alone
-_TOGETHER = 256  # small tensors: in one call, which takes a millisecond
+_TOGETHER = 256  # small tensors: in one call
 
 
 class Outgoing(Protocol):
@@ -102,19 +100,12 @@ class Buffer:
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._layout: Layout | None = None
         self._places: list[torch.Tensor] = []
-        self._order: Sequence[int] = ()  # of the tensors in the file
         self._touched = 0  # bytes from the beginning that the kernel has given real memory for
         self._pinned: weakref.finalize[..., Buffer] | None = None
 
     def missing(self, layout: Layout) -> int:
         """Bytes of fresh memory that ``layout`` would take."""
         return layout.length if layout.length > len(self._memory) else 0
-
-    @property
-    def length(self) -> int:
-        """Of the file, in bytes."""
-        assert self._layout is not None
-        return self._layout.length
 
     def lay_out(self, layout: Layout) -> None:
         """Make room for ``layout``. The header is there then, the tensors are still to come."""
@@ -128,7 +119,6 @@ class Buffer:
             self._bytes[slice(*span)].view(piece.dtype).view(piece.shape)
             for span, piece in zip(layout.spans, layout.pieces, strict=True)
         ]
-        self._order = sorted(range(len(layout.spans)), key=layout.spans.__getitem__)
         self._layout = layout
 
     def touch(self) -> Iterator[None]:
@@ -144,47 +134,29 @@ class Buffer:
             yield
         self._pin()
 
-    def fill(self, tensors: Sequence[torch.Tensor], devices: DeviceCopies) -> Iterator[int]:
-        """Copy the tensors of the layout to their places, from whatever device and with whatever strides.
-
-        Yields:
-            How many bytes of the file are there by now. What devices send is there later, and all that follows it.
-        """
+    def copy(self, tensors: Sequence[torch.Tensor], devices: DeviceCopies) -> None:
+        """Copy the tensors of the layout to their places, from whatever device and with whatever strides."""
         assert self._layout is not None
         self._touched = len(self._memory)
         self._pin()
-        end = len(self._layout.header)
-        awaits_device = False
         small: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        for number in self._order:
-            place, tensor, (begin, end) = self._places[number], tensors[number], self._layout.spans[number]
-            if tensor.numel() <= _SMALL and tensor.device.type == "cpu":
-                small[0].append(place)
-                small[1].append(tensor)
-                if len(small[0]) < _TOGETHER:
-                    continue
-            _copy_together(*small)
+        for place, (begin, end), tensor in zip(self._places, self._layout.spans, tensors, strict=True):
             if tensor.device.type != "cpu":
                 devices.copy(place, tensor)
-                awaits_device = True
             elif tensor.numel() <= _SMALL:
-                pass
+                small[0].append(place)
+                small[1].append(tensor)
             elif tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-                raw = tensor.view(-1).view(torch.uint8)
-                for piece in range(begin, end, files.DIRECT_PIECE):
-                    last = min(piece + files.DIRECT_PIECE, end)
-                    _move(self._bytes[piece:last], raw[piece - begin : last - begin])
-                    if not awaits_device:
-                        yield last
+                _move(self._bytes[begin:end], tensor.view(-1).view(torch.uint8))
             else:
                 place.copy_(tensor)
-            if not awaits_device:
-                yield end
-        _copy_together(*small)
+        if small[0]:
+            torch._foreach_copy_(*small)
 
     def pieces(self) -> Iterator[memoryview]:
         """The file, for a direct write."""
-        end = _whole_pages(self.length)
+        assert self._layout is not None
+        end = _whole_pages(self._layout.length)
         for begin in range(0, end, files.DIRECT_PIECE):
             yield self._memory[begin : min(begin + files.DIRECT_PIECE, end)]
 
@@ -199,63 +171,6 @@ class Buffer:
         if self._pinned is None:
             self._pinned = weakref.finalize(self, pin(self._bytes))
             self._pinned.atexit = False
-
-
-class Copy:
-    """A file's tensors on their way into a buffer, by one thread; another writes the file close behind.
-
-    Args:
-        name: of the file.
-        buffer: laid out for them.
-        tensors: in the order of its layout.
-    """
-
-    def __init__(self, name: str, buffer: Buffer, tensors: Sequence[torch.Tensor]) -> None:
-        self._name, self._buffer, self._tensors = name, buffer, tensors
-        self._changed = threading.Condition()
-        self._reached = 0
-        self._is_broken_off = False
-        self._arrival: Callable[[], object] | None = None
-
-    def fill(self, devices: DeviceCopies) -> None:
-        """Copy."""
-        for reached in self._buffer.fill(self._tensors, devices):
-            if reached - self._reached >= files.DIRECT_PIECE:
-                with self._changed:
-                    self._reached = reached
-                    self._changed.notify()
-
-    def complete(self, arrival: Callable[[], object]) -> None:
-        """Nothing more is to be copied; what devices still send is there when ``arrival`` returns."""
-        with self._changed:
-            self._tensors, self._arrival = (), arrival
-            self._changed.notify()
-
-    def break_off(self) -> None:
-        """Nothing more will come."""
-        with self._changed:
-            self._is_broken_off = True
-            self._changed.notify()
-
-    def file(self) -> TensorFile:
-        """Each piece of it is written as soon as it is there; fails with SaveFailed if the copy is broken off."""
-        return TensorFile(self._name, self._buffer.length, self._pieces)
-
-    def _pieces(self) -> Iterator[memoryview]:
-        end = 0
-        for piece in self._buffer.pieces():
-            end += len(piece)
-            self._follow(end)
-            yield piece
-
-    def _follow(self, end: int) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._reached >= end or self._arrival or self._is_broken_off)
-        if self._is_broken_off:
-            raise SaveFailed("the state could not be copied")
-        if self._reached < end:
-            assert self._arrival is not None
-            self._arrival()
 
 
 def streamed(layout: Layout, tensors: Sequence[torch.Tensor]) -> Iterator[memoryview]:
@@ -317,14 +232,6 @@ def _move(place: torch.Tensor, tensor: torch.Tensor) -> None:
         place.copy_(tensor)
     else:
         ctypes.memmove(place.data_ptr(), tensor.data_ptr(), tensor.numel())  # lets other threads run meanwhile
-
-
-def _copy_together(places: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
-    """Copy them, and empty the lists."""
-    if places:
-        torch._foreach_copy_(places, tensors)
-        places.clear()
-        tensors.clear()
 
 
 def _fresh(length: int) -> tuple[memoryview, torch.Tensor]:
