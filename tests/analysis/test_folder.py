@@ -39,7 +39,7 @@ def test_a_folder_of_runs(tmp_path: Path) -> None:
     assert [(record["run"], record["loss"]) for record in runs.records()] == [("a", 1.0)] * 2 + [("group/b", 2.0)] * 2
     assert runs.frame()["run"].to_list() == ["a", "a", "group/b", "group/b"]
     assert runs.metrics() == ["loss"]
-    assert [run.name for run in ds.open_logs([tmp_path, tmp_path / "a"])] == ["a", "group/b", "a"]
+    assert [run.name for run in ds.open_logs([tmp_path, tmp_path / "a"])] == ["a", "group/b", "a (2)"]
     with pytest.raises(ds.ConfigurationError, match=r"holds 2 runs \(a, group/b\); ask one of them"):
         runs.metric("loss")
     with pytest.raises(ds.UnknownName, match=r"unknown run in .* 'group/c'; did you mean 'group/b'"):
@@ -135,3 +135,21 @@ def test_a_run_is_the_same_from_wherever_it_is_named(tmp_path: Path, monkeypatch
     log_in(tmp_path, "exported.json")
     monkeypatch.chdir(run)
     assert ds.open_log(Path("..") / "exported.json").output_dir is None
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["x/run", "y/run"], ["x/run", "y/run"]),
+        (["x/run", "y/run/logs/train.jsonl", "z/other"], ["x/run", "y/run", "other"]),
+        (["x/1/run", "x/2/run", "y/1/run"], ["x/1/run", "2/run", "y/1/run"]),
+        (["x/run", "x/run/logs", "x/run/logs/train.jsonl"], ["run", "run (2)", "run (3)"]),
+        (["x/run", "x/run", "y/run"], ["x/run", "x/run (2)", "y/run"]),
+    ],
+)
+def test_no_two_runs_have_one_name(paths: list[str], names: list[str], tmp_path: Path) -> None:
+    for run in ("x/run", "x/1/run", "x/2/run", "y/run", "y/1/run", "z/other"):
+        log_in(tmp_path / run)
+    opened = ds.open_logs(tmp_path / path for path in paths)
+    assert [run.name for run in opened] == names
+    assert [run.metric("loss").run for run in opened] == names

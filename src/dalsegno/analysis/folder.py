@@ -18,6 +18,7 @@ from .formats.source import Skipped, Source, Unreadable
 from .formats.tensorboard import EventFiles
 from .lineage import Life
 from .log import TrainingLog
+from .names import name_of, tell_apart
 from .series import ParameterSeries, Series
 from .summary import Summary
 
@@ -46,7 +47,7 @@ def open_log(path: str | os.PathLike[str], step_key: str | None = None) -> Train
     if not path.exists():
         raise NotFound(f"{path}: no such file or folder")
     if path.is_file():
-        return TrainingLog(_name_of(path), path, source_of_file(path, step_key))
+        return TrainingLog(name_of(path), path, source_of_file(path, step_key))
     runs = list(_runs_in(path, path, step_key, DEPTH))
     if not runs:
         raise NotFound(f"{path}: no log in it; looked for {LOOKED_FOR}, here and in the folders below")
@@ -54,8 +55,11 @@ def open_log(path: str | os.PathLike[str], step_key: str | None = None) -> Train
 
 
 def open_logs(paths: Iterable[str | os.PathLike[str]], step_key: str | None = None) -> list[TrainingLog]:
-    """The runs in all of these paths, in order. Raises as :func:`open_log` does."""
-    return [run for path in paths for run in open_log(path, step_key)]
+    """The runs in all of these paths, in order. Of those that have one name, as ``a/run`` and ``b/run``, each is named
+    by so much of its path that no two are the same. Raises as :func:`open_log` does."""
+    runs = [run for path in paths for run in open_log(path, step_key)]
+    tell_apart(runs)
+    return runs
 
 
 class RunFolder(TrainingLog):
@@ -148,7 +152,7 @@ class _Nothing(Source):
 def _runs_in(root: Path, folder: Path, step_key: str | None, depth: int) -> Iterator[TrainingLog]:
     """The run that ``folder`` is; otherwise those that its files are, and those in the folders below it."""
     name = folder.relative_to(root)
-    whole = _name_of(folder) if folder == root else name.as_posix()
+    whole = name_of(folder) if folder == root else name.as_posix()
     try:
         run = source_of_run(folder, step_key)
         loose = [] if run else loose_sources(folder, step_key)
@@ -171,13 +175,3 @@ def _folders_in(folder: Path) -> list[Path]:
     """Those in which there may be runs."""
     named = (path for path in folder.iterdir() if path.name not in NOT_RUNS and not path.name.startswith("."))
     return sorted(path for path in named if path.is_dir())
-
-
-def _name_of(path: Path) -> str:
-    """The run's folder, where the path leads into one; the file otherwise."""
-    path = path.resolve()
-    if path.is_dir():
-        return path.parent.name if path.name == "logs" else path.name
-    if path.parent.name == "logs":
-        return path.parent.parent.name
-    return path.stem
