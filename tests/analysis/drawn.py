@@ -21,14 +21,16 @@ class MadeUpLog:
         restarts: Sequence[Restart] = (),
         tails: Sequence[Tail] = (),
         clock: bool = True,
+        loss: str = "loss",
     ) -> None:
         self.name = name
+        self._loss = loss
         self._series = {each.name: self._told(each, clock) for each in series}
         self._restarts, self._tails = restarts, tails
 
     @property
     def loss(self) -> str | None:
-        return "loss" if "loss" in self._series else None
+        return self._loss if self._loss in self._series else None
 
     def metrics(self) -> list[str]:
         return list(self._series)

@@ -41,7 +41,8 @@ def test_one_run_with_all_that_belongs_to_it() -> None:
     (axes,) = axes_of(plot_logs([killed()]))
     assert axes.get_title(loc="left") == "killed"
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", "loss")
-    assert legend(axes) == ["loss", "eval_loss", "as logged", "logged in vain, done again", "restart", "rollback"]
+    logged = "as logged (strong: mean of 10)"
+    assert legend(axes) == ["loss", "eval_loss", logged, "logged in vain, done again", "restart", "rollback"]
     verticals = [line.get_xdata()[0] for line in axes.lines if list(line.get_ydata()) == [0, 1]]
     assert verticals == [4000, 6000]
 
@@ -54,6 +55,54 @@ def test_side_by_side_and_over_each_other() -> None:
     (over,) = axes_of(plot_logs(logs, compare=True))
     assert over.get_title(loc="left") == "killed and other"
     assert legend(over)[:2] == ["killed", "other"]
+
+
+@pytest.mark.parametrize("compare", [True, False])
+def test_many_runs_of_long_names_are_all_told_within_the_picture(compare: bool) -> None:
+    names = [f"sweep-{'x' * 50}-{number}" for number in range(20)]
+    logs = [MadeUpLog(name, falling(300), restarts=[Restart(1000, 1000, 2)]) for name in names]
+    picture = plot_logs(logs, compare=compare)
+    figure = picture.figure
+    figure.draw_without_rendering()
+    page = figure.bbox
+    texts = [axes.title for axes in axes_of(picture)] + [axes._left_title for axes in axes_of(picture)]  # type: ignore[attr-defined]
+    for text in [*texts, *(text for legend in figure.legends for text in legend.get_texts())]:
+        box = text.get_window_extent()
+        assert page.x0 <= box.x0 and box.x1 <= page.x1 and page.y0 <= box.y0 and box.y1 <= page.y1, text
+    assert all(axes.get_position().height > 0.03 for axes in axes_of(picture))
+    if compare:
+        (told,) = figure.legends
+        assert [text.get_text() for text in told.get_texts()][:20] == names
+        looks = {(line.get_color(), str(line._unscaled_dash_pattern)) for line in told.get_lines()[:20]}  # type: ignore[attr-defined]
+        assert len(looks) == 20
+
+
+def test_many_runs_stand_in_several_lines_that_share_their_scales() -> None:
+    logs = [
+        MadeUpLog(f"run {number}", falling(seed=number), series([number + 1.0] * 5, name="x")) for number in range(6)
+    ]
+    drawn = [axes for axes in axes_of(plot_logs(logs, ["loss", "x"])) if axes.axison]
+    assert [axes.get_title(loc="left") for axes in drawn] == [
+        *(f"run {n}" for n in range(4)),
+        *[""] * 4,
+        "run 4",
+        "run 5",
+        "",
+        "",
+    ]
+    losses, others = drawn[:4] + drawn[8:10], drawn[4:8] + drawn[10:]
+    assert len({axes.get_ylim() for axes in losses}) == len({axes.get_ylim() for axes in others}) == 1
+    assert others[0].get_ylim()[1] > 6
+
+
+def test_each_run_has_its_own_name_for_the_loss() -> None:
+    logs = [MadeUpLog("a", falling(50)), MadeUpLog("b", series([1.0, 2.0], name="train_loss"), loss="train_loss")]
+    ((panel,),) = panels(logs, None, View(), compare=True)
+    assert (panel.y_label, [curve.metric for curve in panel.curves]) == ("loss", ["loss", "train_loss"])
+    assert [row[0].metric for row in zip(*panels(logs, None, View(), compare=False), strict=True)] == [
+        "loss",
+        "train_loss",
+    ]
 
 
 def test_no_spike_is_lost_and_nan_is_seen() -> None:

@@ -25,6 +25,8 @@ TOKENS = ("tokens", "tokens_seen", "num_input_tokens_seen", "num_tokens", "total
 """How programs call the number of tokens so far."""
 MOST_DOTS = 200
 """Evaluations that are drawn as single points; more of them make a line."""
+MOST_TITLE = 60
+"""Characters of the names of two runs that make a title."""
 UNITS_OF_TIME = ((2 * 3600.0, "hours", 3600.0), (120.0, "minutes", 60.0), (0.0, "seconds", 1.0))
 """From how many seconds on time is told in which unit, and how many seconds that has."""
 LABELS = {
@@ -71,8 +73,12 @@ class Curve:
     """As they were logged."""
     smoothed: Floats | None
     """None where they are few, or shall not be smoothed."""
+    window: int
+    """Records whose mean a smoothed value is; 1: not smoothed."""
     dotted: bool
     """Evaluations: few, each a point of its own."""
+    beside: bool
+    """Not the metric that was asked for, but the evaluation that goes with it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,29 +125,31 @@ def panels(logs: Sequence[Log], metrics: Sequence[str] | None, view: View, *, co
     With a metric of training go those of evaluation that measure the same: with ``loss`` ``eval_loss``.
 
     Args:
-        metrics: None: the loss, under whatever name, or else the first metric there is.
+        metrics: None: the loss, under whatever name each run has for it, or else the first metric there is.
 
     Raises:
         UnknownName: for a metric that none of the logs has.
         NotFound: if there is nothing to draw at all.
         ConfigurationError: if the logs do not know what runs to the right.
     """
-    chosen = list(metrics) if metrics else [_first_metric(logs)]
+    chosen = [[metric] * len(logs) for metric in metrics] if metrics else [_losses(logs)]
     known = {name for log in logs for name in log.metrics()}
-    for metric in chosen:
+    for metric in metrics or ():
         if metric not in known:
             raise UnknownName("metric", metric, known)
-    for log in logs:
-        _read_at_once(log, chosen)
+    for log, names in zip(logs, zip(*chosen, strict=True), strict=True):
+        _read_at_once(log, names)
     seconds = max(_seconds(log) for log in logs) if view.x == "time" else 0.0
     axes = [_Axis(log, view, seconds) for log in logs]
-    coloured = list(zip(axes, map(colour, range(len(logs))), strict=True))
     rows = []
-    for metric in chosen:
+    for names in chosen:
+        label = value_label(names[0], view) if len(set(names)) == 1 else "loss"
         if compare or len(logs) == 1:
-            rows.append([_panel(metric, _title(logs), coloured, view)])
+            runs = list(zip(axes, names, map(colour, range(len(logs))), strict=True))
+            rows.append([_panel(label, _title(logs), runs, view)])
         else:
-            rows.append([_panel(metric, axis.log.name, [(axis, colour(0))], view) for axis in axes])
+            runs = [(axis, name, colour(0)) for axis, name in zip(axes, names, strict=True)]
+            rows.append([_panel(label, run[0].log.name, [run], view) for run in runs])
     return rows
 
 
@@ -205,13 +213,14 @@ class _Axis:
         return np.interp(steps, beside.steps[known], x[known])
 
 
-def _panel(metric: str, title: str, runs: Sequence[tuple[_Axis, str]], view: View) -> Panel:
-    panel = Panel(metric, title, runs[0][0].label, value_label(metric, view))
-    for axis, run_colour in runs:
+def _panel(label: str, title: str, runs: Sequence[tuple[_Axis, str, str]], view: View) -> Panel:
+    """``runs``: each with the metric that is drawn of it, and its colour."""
+    panel = Panel(runs[0][1], title, runs[0][0].label, label)
+    for axis, metric, run_colour in runs:
         here = axis.log.metrics()
         for name in [metric, *evaluations_of(metric, here)]:
             if name in here:
-                panel.curves.append(_curve(axis.log.metric(name), axis, view, run_colour))
+                panel.curves.append(_curve(axis.log.metric(name), axis, view, run_colour, beside=name != metric))
         if metric in here:
             panel.marks += _marks(axis, axis.log.metric(metric), run_colour)
         if metric in here and len(runs) == 1:
@@ -219,7 +228,7 @@ def _panel(metric: str, title: str, runs: Sequence[tuple[_Axis, str]], view: Vie
     return panel
 
 
-def _curve(series: Series, axis: _Axis, view: View, run_colour: str) -> Curve:
+def _curve(series: Series, axis: _Axis, view: View, run_colour: str, *, beside: bool) -> Curve:
     values = _seen(series, view)
     window = automatic_window(len(values)) if view.smooth is None else view.smooth
     dotted = is_of_evaluation(series.name) and len(values) <= MOST_DOTS
@@ -233,7 +242,9 @@ def _curve(series: Series, axis: _Axis, view: View, run_colour: str) -> Curve:
         x=x[placed],
         values=values[placed],
         smoothed=None if smoothed is None else smoothed[placed],
+        window=1 if smoothed is None else window,
         dotted=dotted,
+        beside=beside,
     )
 
 
@@ -265,14 +276,18 @@ def _seen(series: Series, view: View) -> Floats:
 
 def _title(logs: Sequence[Log]) -> str:
     names = [log.name for log in logs]
-    return " and ".join(names) if len(names) <= 2 else f"{len(names)} runs"
+    joined = " and ".join(names)
+    return joined if len(names) == 1 or (len(names) == 2 and len(joined) <= MOST_TITLE) else f"{len(names)} runs"
 
 
-def _first_metric(logs: Sequence[Log]) -> str:
-    names = [name for log in logs for name in ([log.loss] if log.loss else log.metrics())]
-    if not names:
+def _losses(logs: Sequence[Log]) -> list[str]:
+    """What each of them calls its loss; where none has one, the first metric there is."""
+    losses = [log.loss for log in logs]
+    usual = next((loss for loss in losses if loss), None)
+    usual = usual or next((name for log in logs for name in log.metrics()), None)
+    if usual is None:
         raise NotFound(f"nothing to draw: no metric in {', '.join(log.name for log in logs) or 'no log'}")
-    return names[0]
+    return [loss or usual for loss in losses]
 
 
 def _is_loss(name: str) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -18,7 +19,7 @@ from dalsegno.errors import ConfigurationError
 
 from .curves import Curve, Panel, value_range
 from .downsample import downsample
-from .palette import LOST
+from .palette import LOST, RUNS
 from .view import View
 
 FORMATS = ("png", "svg", "pdf")
@@ -26,9 +27,17 @@ DPI = 144
 BUCKETS = 1200
 """Stretches into which a curve is divided: about the pixels that it is wide."""
 INK = "#333333"
-MOST_INSIDE = 9
-"""Entries of a legend inside of the axes; a longer one stands beside them."""
+ABREAST = 4
+"""Panels beside each other; further ones stand below."""
+WIDTH = 9.0
+"""Of a picture of one panel, in inches."""
+MOST_INSIDE, LONGEST_INSIDE = 9, 44
+"""Entries of a legend inside of the axes, and characters of one; what is more stands below the picture."""
+LONGEST = 90
+"""Characters of a run's name in a legend; longer ones lose their middle."""
 
+_LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (6, 1.5, 1, 1.5)))
+"""Of the first runs, and of those that have their colours again."""
 _STYLES: dict[bool, tuple[int, tuple[int, int]]] = {False: (0, (5, 3)), True: (0, (1, 2))}
 _SHAPES = {False: "^", True: "<"}
 """Of restarts and of rollbacks."""
@@ -61,29 +70,66 @@ class Picture:
 
 def draw(rows: Sequence[Sequence[Panel]], view: View) -> Picture:
     """Rows of panels, below each other; those of a row share their scales, those of a column their x axis."""
-    columns = max(map(len, rows))
-    height = 4.8 if len(rows) == 1 else 3.2 * len(rows)
-    figure = Figure(figsize=(9 if columns == 1 else 4.6 * columns, height), layout="constrained")
-    grid = figure.subplots(len(rows), columns, sharex="col", sharey="row", squeeze=False)
-    for number, (panels, line) in enumerate(zip(rows, grid, strict=True)):
-        for panel, axes in zip(panels, line, strict=True):
-            _draw_panel(axes, panel, view, titled=number == 0)
+    lines = list(_folded(rows))
+    columns = max(len(line.panels) for line in lines)
+    width = WIDTH if columns == 1 else 4.6 * columns
+    legends = {id(panel): _legend(panel) for row in rows for panel in row}
+    outside = _outside([handle for handles in legends.values() for handle in handles])
+    if any(map(_is_long, legends.values())):
+        legends = {}
+    else:
+        outside = []
+    abreast = _legend_columns(outside, width)
+    height = (4.8 if len(lines) == 1 else 3.2 * len(lines)) + 0.19 * math.ceil(len(outside) / abreast)
+    figure = Figure(figsize=(width, height), layout="constrained")
+    grid = figure.subplots(len(lines), columns, sharex="col", sharey="row", squeeze=False)
+    for line, places in zip(lines, grid, strict=True):
+        for panel, axes in zip(line.panels, places, strict=False):
+            _draw_panel(axes, panel, view, legends.get(id(panel), []), titled=line.first)
             axes.label_outer()
-        _scale_values(list(line), panels, view)
+            if line.last and len(lines) > len(rows):
+                axes.tick_params(labelbottom=True)
+                axes.set_xlabel(panel.x_label, color=INK)
+        for axes in places[len(line.panels) :]:
+            axes.set_axis_off()
+        _scale_values(list(places), line, view)
+    if outside:
+        figure.legend(handles=outside, fontsize=8.5, frameon=False, loc="outside lower left", ncols=abreast)
     return Picture(figure)
 
 
-def _draw_panel(axes: Axes, panel: Panel, view: View, *, titled: bool) -> None:
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """Panels beside each other."""
+
+    panels: Sequence[Panel]
+    row: Sequence[Panel]
+    """These, and those of the same metric in other lines: they share the scale of values."""
+    first: bool
+    """Of the metrics of these runs."""
+    last: bool
+
+
+def _folded(rows: Sequence[Sequence[Panel]]) -> Iterator[_Line]:
+    """The rows, where they are too long the first panels of each, then the next ones of each."""
+    for begin in range(0, max(map(len, rows)), ABREAST):
+        for number, row in enumerate(rows):
+            yield _Line(row[begin : begin + ABREAST], row, number == 0, number == len(rows) - 1)
+
+
+def _draw_panel(axes: Axes, panel: Panel, view: View, legend: Sequence[Line2D], *, titled: bool) -> None:
     for lost in panel.lost:
         kept = downsample(lost.values, BUCKETS)
         axes.plot(lost.x[kept], lost.values[kept], color=LOST, linewidth=5, alpha=0.45, solid_capstyle="butt", zorder=1)
     runs = panel.runs
     for curve in panel.curves:
-        _draw_curve(axes, curve, wider=len(runs) - 1 - runs.index(curve.run) if len(runs) <= 3 else 0)
+        number = runs.index(curve.run)
+        _draw_curve(axes, curve, _line_of(number), wider=len(runs) - 1 - number if len(runs) <= 3 else 0)
     _draw_marks(axes, panel)
     _draw_broken(axes, panel.curves)
     if titled:
-        axes.set_title(panel.title, loc="left", fontsize=11, fontweight="bold", color=INK)
+        title = shortened(panel.title, round(11 * axes.get_position().width * axes.figure.get_figwidth()))
+        axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK)
     axes.set_xlabel(panel.x_label, color=INK)
     axes.set_ylabel(panel.y_label, color=INK)
     axes.xaxis.set_major_formatter(EngFormatter(sep="") if view.x == "tokens" else FuncFormatter(plain))
@@ -94,11 +140,8 @@ def _draw_panel(axes: Axes, panel: Panel, view: View, *, titled: bool) -> None:
     axes.margins(x=0.01)
     if view.xlim is not None:
         axes.set_xlim(*view.xlim)
-    if len(handles := _legend(panel)) > 1:
-        if len(handles) > MOST_INSIDE:
-            axes.legend(handles=handles, fontsize=8.5, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-        else:
-            axes.legend(handles=handles, fontsize=8.5, framealpha=0.85, edgecolor="none", loc="best")
+    if len(legend) > 1:
+        axes.legend(handles=legend, fontsize=8.5, framealpha=0.85, edgecolor="none", loc="best")
 
 
 def plain(value: float, _: int | None) -> str:
@@ -106,7 +149,18 @@ def plain(value: float, _: int | None) -> str:
     return f"{value:,.0f}" if value == round(value) else f"{value:g}"
 
 
-def _draw_curve(axes: Axes, curve: Curve, wider: float) -> None:
+def shortened(text: str, most: int) -> str:
+    """Without its middle, if it is longer."""
+    half = max(1, (most - 1) // 2)
+    return text if len(text) <= most else f"{text[:half]}…{text[-half:]}"
+
+
+def _line_of(number: int) -> Any:
+    """The style of a run's line, by its number in the panel."""
+    return _LINES[number // len(RUNS) % len(_LINES)]
+
+
+def _draw_curve(axes: Axes, curve: Curve, style: Any, wider: float) -> None:
     """``wider``, in points, lets a run be seen below one that is the same."""
     kept = downsample(curve.values, BUCKETS)
     x, values = curve.x[kept], curve.values[kept]
@@ -116,11 +170,12 @@ def _draw_curve(axes: Axes, curve: Curve, wider: float) -> None:
         dots.set_markeredgecolor("white")
         dots.set_markeredgewidth(0.7)
     elif curve.smoothed is None:
-        axes.plot(x, values, color=curve.colour, linewidth=1.5 + wider, zorder=2)
+        axes.plot(x, values, color=curve.colour, linestyle=style, linewidth=1.5 + wider, zorder=2)
     else:
         axes.plot(x, values, color=curve.colour, linewidth=0.7, alpha=0.28, zorder=2)
         kept = downsample(curve.smoothed, BUCKETS)
-        axes.plot(curve.x[kept], curve.smoothed[kept], color=curve.colour, linewidth=1.9 + wider, zorder=3)
+        x, values = curve.x[kept], curve.smoothed[kept]
+        axes.plot(x, values, color=curve.colour, linestyle=style, linewidth=1.9 + wider, zorder=3)
 
 
 def _draw_marks(axes: Axes, panel: Panel) -> None:
@@ -149,17 +204,19 @@ def _legend(panel: Panel) -> list[Line2D]:
     curves, marks = panel.curves, panel.marks
     runs = panel.runs
     handles = []
-    for run in runs:
+    for number, run in enumerate(runs):
         curve = next(curve for curve in curves if curve.run == run)
-        label = run if len(runs) > 1 else panel.metric
-        handles.append(Line2D([], [], color=curve.colour, linewidth=1.9, label=label))
+        label = shortened(run, LONGEST) if len(runs) > 1 else panel.metric
+        handles.append(Line2D([], [], color=curve.colour, linestyle=_line_of(number), linewidth=1.9, label=label))
     dots = [curve for curve in curves if curve.dotted]
     if dots:
         colour = dots[0].colour if len(runs) == 1 else INK
         names = ", ".join(dict.fromkeys(curve.metric for curve in dots))
         handles.append(Line2D([], [], color=colour, marker="o", linestyle="", label=names))
-    if any(curve.smoothed is not None for curve in curves):
-        handles.append(Line2D([], [], color=INK, linewidth=0.8, alpha=0.45, label="as logged"))
+    windows = sorted({curve.window for curve in curves if curve.smoothed is not None})
+    if windows:
+        mean = f"mean of {' to '.join(f'{window:,}' for window in dict.fromkeys([windows[0], windows[-1]]))}"
+        handles.append(Line2D([], [], color=INK, linewidth=0.8, alpha=0.45, label=f"as logged (strong: {mean})"))
     if panel.lost:
         handles.append(Line2D([], [], color=LOST, linewidth=5, alpha=0.45, label="logged in vain, done again"))
     for rollback, name in ((False, "restart"), (True, "rollback")):
@@ -174,20 +231,36 @@ def _legend(panel: Panel) -> list[Line2D]:
     return handles
 
 
-def _scale_values(line: list[Axes], panels: Sequence[Panel], view: View) -> None:
+def _is_long(legend: Sequence[Line2D]) -> bool:
+    """Too long to stand in the way of curves."""
+    return len(legend) > MOST_INSIDE or any(len(str(handle.get_label())) > LONGEST_INSIDE for handle in legend)
+
+
+def _outside(handles: Sequence[Line2D]) -> list[Line2D]:
+    """Those of all panels, each once: a legend of the whole picture."""
+    return list({str(handle.get_label()): handle for handle in handles}.values())
+
+
+def _legend_columns(handles: Sequence[Line2D], width: float) -> int:
+    """How many entries stand beside each other, in so many inches."""
+    longest = max((len(str(handle.get_label())) for handle in handles), default=0)
+    return max(1, int(width / (0.075 * longest + 0.55)))
+
+
+def _scale_values(places: list[Axes], line: _Line, view: View) -> None:
     """The scale that the panels of a row share; and how many values lie outside of it, said in each."""
-    curves = [curve for panel in panels for curve in panel.curves]
+    curves = [curve for panel in line.row for curve in panel.curves]
     span = value_range(curves, view) or ((1.0, 10.0) if view.log else None)
     if span is not None:
-        line[0].set_ylim(*_with_air(*span, log=view.log))
+        places[0].set_ylim(*_with_air(*span, log=view.log))
     if view.log:
-        line[0].set_yscale("log")
-        line[0].yaxis.set_major_formatter(LogFormatter())
-        line[0].yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.6)))
+        places[0].set_yscale("log")
+        places[0].yaxis.set_major_formatter(LogFormatter())
+        places[0].yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.6)))
     if view.ylim is not None:
-        line[0].set_ylim(*view.ylim)
-    low, high = line[0].get_ylim()
-    for axes, panel in zip(line, panels, strict=True):
+        places[0].set_ylim(*view.ylim)
+    low, high = places[0].get_ylim()
+    for axes, panel in zip(places, line.panels, strict=False):
         left, right = axes.get_xlim()
         here = [curve.values[(curve.x >= left) & (curve.x <= right)] for curve in panel.curves]
         values = np.concatenate([np.empty(0), *(each[np.isfinite(each)] for each in here)])

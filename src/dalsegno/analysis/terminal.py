@@ -68,7 +68,7 @@ def _sketch_panel(panel: Panel, view: View, width: int, colours: bool) -> str:
                 _line(canvas, scale, curve.x, curve.values, FAINT, width)
     letters = len(panel.runs) > 1 and not colours
     for curve in panel.curves:
-        if letters and curve.metric != panel.metric:
+        if letters and curve.beside:
             continue  # letters cannot tell evaluation from training
         _draw_curve(canvas, scale, curve, panel.runs, width, colours)
     lines = canvas.plot("\n").split("\n")
