@@ -137,8 +137,8 @@ def panels(logs: Sequence[Log], metrics: Sequence[str] | None, view: View, *, co
     for metric in metrics or ():
         if metric not in known:
             raise UnknownName("metric", metric, known)
-    for log, names in zip(logs, zip(*chosen, strict=True), strict=True):
-        _read_at_once(log, names)
+    for number, log in enumerate(logs):
+        _read_at_once(log, [names[number] for names in chosen])
     seconds = max(_seconds(log) for log in logs) if view.x == "time" else 0.0
     axes = [_Axis(log, view, seconds) for log in logs]
     rows = []

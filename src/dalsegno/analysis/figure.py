@@ -128,7 +128,7 @@ def _draw_panel(axes: Axes, panel: Panel, view: View, legend: Sequence[Line2D], 
     _draw_marks(axes, panel)
     _draw_broken(axes, panel.curves)
     if titled:
-        title = shortened(panel.title, round(11 * axes.get_position().width * axes.figure.get_figwidth()))
+        title = shortened(panel.title, round(axes.bbox.width / axes.figure.dpi * 11))
         axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK)
     axes.set_xlabel(panel.x_label, color=INK)
     axes.set_ylabel(panel.y_label, color=INK)
