@@ -17,6 +17,15 @@ def log_in(folder: Path, name: str = "logs/train.jsonl", loss: float = 1.0) -> P
     return folder
 
 
+def state_in(folder: Path, last: int) -> Path:
+    """As Hugging Face's Trainer writes it into a checkpoint."""
+    path = folder / f"checkpoint-{last}" / "trainer_state.json"
+    path.parent.mkdir(parents=True)
+    history = [{"step": step, "loss": 1.0} for step in range(5, last + 1, 5)]
+    path.write_text(json.dumps({"global_step": last, "log_history": history}))
+    return path
+
+
 def test_a_run_by_its_folder_its_logs_folder_and_its_file(tmp_path: Path) -> None:
     run = log_in(tmp_path / "a")
     (run / "logs" / "gradient_norms.jsonl").write_text('{"global_step": 1, "norms": {"w": 1.0}}\n')
@@ -63,6 +72,34 @@ def test_a_log_that_had_to_move_goes_on_in_its_successor(tmp_path: Path) -> None
     log_in(tmp_path, "logs/train.jsonl", 1.0)
     log_in(tmp_path, "logs/train-2.jsonl", 2.0)
     assert ds.open_log(tmp_path).metric("loss").values.tolist() == [2.0, 2.0]
+
+
+def test_an_open_log_is_followed_into_the_file_in_which_it_goes_on(tmp_path: Path) -> None:
+    """``train-2.jsonl``, or the newest checkpoint's state, as Hugging Face writes it; older checkpoints are deleted."""
+    moved = ds.open_log(log_in(tmp_path / "moved"))
+    assert moved.metric("loss").values.tolist() == [1.0, 1.0]
+    log_in(tmp_path / "moved", "logs/train-2.jsonl", loss=2.0)
+    assert moved.metric("loss").values.tolist() == [2.0, 2.0]
+    assert [record["loss"] for record in moved.records()] == [2.0, 2.0]
+    first = state_in(tmp_path / "hf", 5)
+    log = ds.open_log(tmp_path / "hf")
+    assert log.metric("loss").steps.tolist() == [5]
+    second = state_in(tmp_path / "hf", 10)
+    first.unlink()
+    assert log.metric("loss").steps.tolist() == [5, 10]
+    assert (log.source.path, len(list(log.records())), log.frame().height) == (second, 2, 2)
+
+
+def test_a_file_that_was_replaced_is_read_anew_and_one_that_is_gone_is_named(tmp_path: Path) -> None:
+    path = log_in(tmp_path, "x.jsonl") / "x.jsonl"
+    log = ds.open_log(path)
+    assert len(log.metric("loss")) == 2
+    log_in(tmp_path, "y.jsonl", loss=7.0)
+    (tmp_path / "y.jsonl").replace(path)
+    assert log.metric("loss").values.tolist() == [7.0, 7.0]
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=r"x\.jsonl"):
+        log.metric("loss")
 
 
 def test_a_folder_without_logs_says_what_was_looked_for(tmp_path: Path) -> None:

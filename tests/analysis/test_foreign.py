@@ -31,6 +31,8 @@ def test_hugging_faces_state_is_that_of_the_last_checkpoint(hf: Path) -> None:
     assert log.source.path == hf / "checkpoint-12" / "trainer_state.json"
     assert log.name == hf.name
     assert log.header["max_steps"] == 12
+    assert log.summary().state == "finished"
+    assert ds.open_log(hf / "checkpoint-8").summary().state == "unknown"
     assert [(record["kind"], record["global_step"]) for record in log.records()] == [
         *(("train", step) for step in (2, 4, 6)),
         ("eval", 6),

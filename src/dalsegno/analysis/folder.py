@@ -63,7 +63,8 @@ def open_logs(paths: Iterable[str | os.PathLike[str]], step_key: str | None = No
 
 
 class RunFolder(TrainingLog):
-    """The logs of several runs in one folder: iterate over them, or take one by its name, ``folder["a"]``.
+    """The logs of several runs in one folder: iterate over them, or take one by its name, ``folder["a"]``. Which runs
+    these are is found out when it is opened; each of them can be asked again as it goes on.
 
     ``records()`` and ``frame()`` go through all runs and add the name as ``run``. Whatever only one run has
     (a metric's series, legs, a summary) is asked of one run.

@@ -82,7 +82,7 @@ def read_lives(
 
 
 def state_of(lives: Sequence[Life], final: bool, last_loss_is_finite: bool) -> State:
-    """What has become of a run: ``final``: whether its log has a record of kind ``final``."""
+    """What has become of a run: ``final``: whether its log says that it was trained to its end."""
     if not lives:
         return "finished" if final else "unknown" if last_loss_is_finite else "diverged"
     last = lives[-1]

@@ -20,6 +20,7 @@ from .formats import BOOKKEEPING, HEADER, Skipped, Source
 from .formats.naming import loss_of
 from .lineage import Life, read_lives
 from .parameters import read_parameters
+from .place import Place
 from .rewound import Restart, Tail, find_restarts, read_tails
 from .series import ParameterSeries, Series
 from .summary import Summary, is_told, summarize
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 class TrainingLog:
     """The log of one run. Nothing is read before it is asked for. What has been read is kept until the file changes: a
-    log that is being written can be asked again.
+    log that is being written can be asked again, also after it had to go on in another file of the run's folder.
 
     ::
 
@@ -47,7 +48,7 @@ class TrainingLog:
     def __init__(self, name: str, path: Path, source: Source) -> None:
         self.name = name
         self.path = path
-        self.source = source
+        self._place = Place(path, source)
         self.skipped = Skipped()
         """What the last reading has left out."""
         self._columns = read_columns((), (), lambda name: False)
@@ -59,6 +60,11 @@ class TrainingLog:
 
     def __len__(self) -> int:
         return 1
+
+    @property
+    def source(self) -> Source:
+        """The file, or files, in which the log lies now."""
+        return self._place.source()
 
     @property
     def output_dir(self) -> Path | None:
@@ -148,14 +154,17 @@ class TrainingLog:
     def summary(self) -> Summary:
         """The run in some twenty numbers. Takes one reading, and the memory of the columns that it is about."""
         self._read((), also=is_told)
+        kinds, lives = self._columns.count_kinds(), self.lineage()
+        goal = None if lives or kinds.get("final") else self.header.get("max_steps")
         told = [name for name in self._columns.columns if is_told(name)]
         return summarize(
             run=self.name,
             program=self.source.program,
-            kinds=self._columns.count_kinds(),
+            kinds=kinds,
+            goal=goal if isinstance(goal, int) else None,
             clock=self._series("global_step"),
             series=_Asked(told, self._curve),
-            lives=self.lineage(),
+            lives=lives,
             skipped=self.skipped.count,
         )
 

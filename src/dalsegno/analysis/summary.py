@@ -92,6 +92,7 @@ def summarize(
     run: str,
     program: str,
     kinds: dict[str, int],
+    goal: int | None,
     clock: Series,
     series: Mapping[str, Series],
     lives: Sequence[Life],
@@ -100,10 +101,13 @@ def summarize(
     """
     Args:
         kinds: how many records of each.
+        goal: how many steps there should be, where the log says so; as Hugging Face's, which has no final record.
         clock: steps, epochs and times of all records.
         series: the metrics that are told. Each is asked for when it is its turn, and then forgotten.
     """
     ends, epochs = _ends(clock.times), _ends(clock.epochs)
+    step = int(clock.steps.max()) if len(clock) else None
+    is_done = kinds.get("final", 0) > 0 or (goal is not None and step is not None and 0 < goal <= step)
     loss = loss_of(series)
     of_loss = _summary(series, [loss] if loss else [])
     evaluation = [name for name in series if is_of_evaluation(name) and name != loss]
@@ -111,9 +115,9 @@ def summarize(
     return Summary(
         run=run,
         program=program,
-        state=state_of(lives, kinds.get("final", 0) > 0, of_loss is None or bool(np.isfinite(of_loss.final))),
+        state=state_of(lives, is_done, of_loss is None or bool(np.isfinite(of_loss.final))),
         records=kinds,
-        step=int(clock.steps.max()) if len(clock) else None,
+        step=step,
         epoch=epochs[1] if epochs else None,
         loss=of_loss,
         evaluation=tuple(each for name in evaluation if (each := _summary(series, [name])) is not None),

@@ -17,7 +17,20 @@ from typing import Any
 
 from dalsegno.errors import ConfigurationError
 
-Condition = Callable[[Mapping[str, Any]], bool]
+Holds = Callable[[Mapping[str, Any]], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """Call it with a record."""
+
+    names: tuple[str, ...]
+    """Of what it compares."""
+    holds: Holds
+
+    def __call__(self, record: Mapping[str, Any]) -> bool:
+        return self.holds(record)
+
 
 _TOKENS = re.compile(
     r"\s*(?:(?P<compare><=|>=|==|!=|=|<|>)|(?P<bracket>[()])|\"(?P<quoted>[^\"]*)\"|(?P<word>[^\s<>=!()\"]+))"
@@ -41,9 +54,9 @@ def parse_condition(text: str) -> Condition:
         ConfigurationError: if it is none; says where.
     """
     parser = _Parser(text, _tokens(text))
-    condition = parser.either()
+    holds = parser.either()
     parser.expect_end()
-    return condition
+    return Condition(tuple(dict.fromkeys(parser.names)), holds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +82,9 @@ class _Parser:
     def __init__(self, text: str, tokens: list[_Token]) -> None:
         self._text = text
         self._tokens = tokens
+        self.names: list[str] = []
 
-    def either(self) -> Condition:
+    def either(self) -> Holds:
         conditions = [self._both()]
         while self._take("word", "or"):
             conditions.append(self._both())
@@ -80,13 +94,13 @@ class _Parser:
         if self._tokens:
             raise _wrong(self._text, self._tokens[0].place, "'and' or 'or' expected")
 
-    def _both(self) -> Condition:
+    def _both(self) -> Holds:
         conditions = [self._single()]
         while self._take("word", "and"):
             conditions.append(self._single())
         return conditions[0] if len(conditions) == 1 else lambda record: all(each(record) for each in conditions)
 
-    def _single(self) -> Condition:
+    def _single(self) -> Holds:
         if self._take("word", "not"):
             inner = self._single()
             return lambda record: not inner(record)
@@ -97,7 +111,8 @@ class _Parser:
         name = self._operand("a name")
         compare = _COMPARE[self._need("compare").text]
         value = _value(self._operand("a number or a text"))
-        return _comparison(_SHORT.get(name.text, name.text), compare, value)
+        self.names.append(_SHORT.get(name.text, name.text))
+        return _comparison(self.names[-1], compare, value)
 
     def _operand(self, what: str) -> _Token:
         token = self._take("quoted") or self._take("word")
@@ -120,7 +135,7 @@ class _Parser:
         return self._tokens[0].place if self._tokens else len(self._text)
 
 
-def _comparison(name: str, compare: Callable[[Any, Any], bool], value: float | str) -> Condition:
+def _comparison(name: str, compare: Callable[[Any, Any], bool], value: float | str) -> Holds:
     def holds(record: Mapping[str, Any]) -> bool:
         found = record.get(name)
         if isinstance(found, str) and isinstance(value, str):

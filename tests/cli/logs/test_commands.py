@@ -85,6 +85,7 @@ def test_detect_goes_on_where_a_run_has_no_such_metric(one_is_bad: Path, capsys:
         (["--step", "x:3"], "--step x:3: write steps as 100:200"),
         (["--where", "loss >"], "condition 'loss >', at character 7: a number or a text expected"),
         (["--metrics", "los"], "unknown metric of killed 'los'; did you mean 'loss'?"),
+        (["--where", "step > 3 and los < 9"], "unknown metric of killed 'los'; did you mean 'loss'?"),
     ],
 )
 def test_show_refuses(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,8 +93,19 @@ def test_show_refuses(words: list[str], told: str, capsys: pytest.CaptureFixture
 
 
 def test_show_finds_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["logs", "show", str(GOLDEN / "killed"), "--where", "loss > 1e9"]) == 1
-    assert capsys.readouterr().out == ""
+    for condition in ("loss > 1e9", "step > 1e9 or time < 0"):
+        assert main(["logs", "show", str(GOLDEN / "killed"), "--where", condition]) == 1
+        assert capsys.readouterr() == ("", "")
+
+
+def test_diff_tells_two_runs_of_one_name_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder, loss in (("x", 1.0), ("y", 2.0)):
+        (tmp_path / folder / "run").mkdir(parents=True)
+        (tmp_path / folder / "run" / "train.jsonl").write_text(json.dumps(train(1, loss=loss)))
+    assert main(["logs", "diff", *(str(tmp_path / folder / "run") for folder in ("x", "y"))]) == 1
+    header, *_, last = capsys.readouterr().out.splitlines()
+    assert header.split() == ["step", "kind", "field", "x/run", "y/run"]
+    assert last == "1 record differs"
 
 
 def test_what_was_skipped_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,12 +42,14 @@ def run(arguments: argparse.Namespace) -> int:
     from itertools import islice
 
     from dalsegno.analysis import diff_records, open_log
+    from dalsegno.analysis.names import tell_apart
     from dalsegno.cli.tables import Column, print_json, print_table
 
     first, second = (open_log(path, arguments.step_key) for path in (arguments.first, arguments.second))
     for log in (first, second):
         if len(log) > 1:
             raise ConfigurationError(f"{log.path} holds {len(log)} runs; name the one to compare")
+    tell_apart((first, second))
     found = diff_records(_with_header(first), _with_header(second))
     if arguments.quiet:
         return 1 if any(True for _ in found) else 0
@@ -59,7 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
     elif shown:
         columns = [Column("step", "step", right=True), Column("kind", "kind"), Column("field", "field")]
         print_table([*columns, Column("first", first.name), Column("second", second.name)], rows)
-        print(f"{len(shown) + more:,} records differ" + (f"; the first {len(shown)} are shown" if more else ""))
+        count = len(shown) + more
+        differ = "record differs" if count == 1 else "records differ"
+        print(f"{count:,} {differ}" + (f"; the first {len(shown)} are shown" if more else ""))
     else:
         print("No record differs.")
     return 1 if shown else 0

@@ -36,6 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         NotFound: if there is no log.
         ConfigurationError: for steps or a condition that are none.
+        UnknownName: for a metric that no record has, in ``--metrics`` or in the condition.
     """
     from dalsegno.analysis import open_log
     from dalsegno.analysis.where import parse_condition
@@ -63,8 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
             print_json_line({name: value for name, value in record.items() if name in (*ALWAYS, *chosen)})
         else:
             print_json_line(record)
-    for name in chosen or ():
-        if name not in seen:
+    for name in (*(chosen or ()), *(holds.names if holds and not shown else ())):
+        if name not in seen and name not in ALWAYS:
             raise UnknownName(f"metric of {log.name}", name, [name for name in seen if name not in ALWAYS])
     if log.skipped:
         print(f"dalsegno: skipped {log.skipped.count:,}: {log.skipped}", file=sys.stderr)
