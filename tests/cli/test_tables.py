@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from dalsegno.cli.tables import Column, number, print_table, visible
+from dalsegno.cli.tables import Column, fitted, number, print_facts, print_table, visible
 
 
 class Terminal(io.StringIO):
@@ -36,3 +36,28 @@ def test_what_stands_in_a_log_does_not_steer_the_terminal() -> None:
     terminal = Terminal()
     print_table([Column("run", "run")], [{"run": "\x1b]0;title\x07"}], terminal)
     assert r"\x1b]0;title\x07" in terminal.getvalue()
+
+
+@pytest.mark.parametrize("width", [1, 6, 7, 8, 9, 10, 11, 18, 19, 20, 21, 22, 40])
+def test_words_are_left_out_and_never_numbers_cut_in_two(width: int) -> None:
+    words = "step 3  loss 180.91"
+    shown = fitted(words, width)
+    assert len(shown) <= width
+    kept = shown.removesuffix("…").rstrip()
+    assert (shown == words) == (width >= len(words))
+    assert kept in (words, "step 3") or width < len("step 3 …")
+    assert fitted(words, None) == words
+
+
+def test_facts_are_wrapped_on_a_terminal_and_on_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    facts = [("loss", "2.3932 at step 300, best 2.2844 at step 258"), ("state", "died")]
+    terminal, file = Terminal(), io.StringIO()
+    print_facts("run", facts, terminal)
+    print_facts("run", facts, file)
+    assert terminal.getvalue().splitlines()[1:] == [
+        "  loss   2.3932 at step 300, best 2.2844",
+        "         at step 258",
+        "  state  died",
+    ]
+    assert file.getvalue().splitlines()[1] == "  loss   2.3932 at step 300, best 2.2844 at step 258"

@@ -78,7 +78,7 @@ def _add_commands(parser: argparse.ArgumentParser, group: ModuleType, words: Seq
             name,
             help=(module.__doc__ or "").partition("\n")[0],
             description=module.__doc__,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_Help,
             allow_abbrev=False,
         )
         if hasattr(module, "COMMANDS"):
@@ -86,6 +86,15 @@ def _add_commands(parser: argparse.ArgumentParser, group: ModuleType, words: Seq
         else:
             module.describe(command)
             command.set_defaults(run=module.run)
+
+
+class _Help(argparse.HelpFormatter):
+    """Paragraphs are as wide as the terminal; lines that are indented, as examples are, stay what they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = super()._fill_text
+        paragraphs = text.strip("\n").split("\n\n")
+        return "\n\n".join(each if each.startswith(" ") else fill(each, width, indent) for each in paragraphs)
 
 
 class _Version(argparse.Action):

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TextIO
@@ -68,6 +70,14 @@ def size(count: int | None) -> str:
             break
         value, unit = value / 1000, larger
     return f"{count} B" if unit == "B" else f"{value:.3g} {unit}"
+
+
+def fitted(words: str, width: int | None) -> str:
+    """Words that two spaces part, as many as there is room for: no number is cut in two. None: all of them."""
+    if width is None or len(words) <= width:
+        return words
+    kept = words[: width - 1].rpartition("  ")[0] if words[width - 2 : width] != "  " else words[: width - 2]
+    return f"{kept} …" if kept.strip() else f"{words[: width - 1]}…"
 
 
 class Column(NamedTuple):
@@ -134,7 +144,7 @@ def _print_unshortened(columns: Sequence[Column], cells: Sequence[Sequence[str]]
         for column, cell, width in zip(columns, line, widths, strict=True):
             space = " " * (width - cell_len(cell))
             padded.append(space + cell if column.right else cell + space)
-        print("  ".join(padded), file=file)
+        print("  ".join(padded).rstrip(), file=file)
 
 
 def print_json(value: Any, file: TextIO | None = None) -> None:
@@ -143,12 +153,15 @@ def print_json(value: Any, file: TextIO | None = None) -> None:
 
 
 def print_facts(title: str, facts: Sequence[tuple[str, str]], file: TextIO | None = None) -> None:
-    """A title, and below it what is true of it, a line each."""
+    """A title, and below it what is true of it, a line each; on a narrow terminal more."""
     file = file or sys.stdout
     width = max((len(name) for name, _ in facts), default=0)
+    room = max(FOLDED, shutil.get_terminal_size().columns - width - 4) if file.isatty() else sys.maxsize
     print(f"\x1b[1m{title}\x1b[0m" if file.isatty() and "NO_COLOR" not in os.environ else title, file=file)
     for name, fact in facts:
-        print(f"  {name:<{width}}  {fact}".rstrip(), file=file)
+        for line in textwrap.wrap(fact, room, break_long_words=False, break_on_hyphens=False) or [""]:
+            print(f"  {name:<{width}}  {line}".rstrip(), file=file)
+            name = ""
 
 
 def print_json_line(value: Any, file: TextIO | None = None) -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
+import re
 import signal
 import subprocess
+import termios
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +203,7 @@ def test_tail_follows_runs_side_by_side_and_through_a_rewind(tmp_path: Path) -> 
         logs[0].open(saved)
         assert follower.stdout.readline() == "-- back to step 2 --\n"
         logs[0].append(train(3, loss=5.0))
-        assert "step 3  epoch 0  loss 5" in follower.stdout.readline()
+        assert "step 3  loss 5  epoch 0" in follower.stdout.readline()
     finally:
         follower.send_signal(signal.SIGINT)
         _, complaint = follower.communicate(timeout=60)
@@ -239,3 +244,41 @@ def test_a_pipe_gets_no_colours(tmp_path: Path) -> None:
     done = dalsegno("logs", "list", str(GOLDEN), folder=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "\x1b" not in done.stdout
+
+
+def on_a_terminal(command: str, columns: int) -> list[str]:
+    """What it shows there, without colours."""
+    leader, follower = pty.openpty()
+    termios.tcsetwinsize(follower, (40, columns))
+    alone = {name: value for name, value in environment().items() if name not in ("COLUMNS", "LINES")}
+    with subprocess.Popen([DALSEGNO, "logs", *command.split()], cwd=GOLDEN, env=alone, stdout=follower) as process:
+        os.close(follower)
+        shown = b""
+        with contextlib.suppress(OSError):  # there is nobody behind it any more
+            while piece := os.read(leader, 1 << 16):
+                shown += piece
+        os.close(leader)
+    assert process.returncode == 0
+    return re.sub(r"\x1b\[[\d;]*m", "", shown.decode()).splitlines()
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+@pytest.mark.parametrize("command", ["summary killed", "show killed", "tail pair-a pair-b", "show --help"])
+def test_lines_are_no_longer_than_the_terminal(command: str, columns: int) -> None:
+    lines = on_a_terminal(command, columns)
+    assert lines
+    too_long = [line for line in lines if len(line) > columns]
+    assert [line for line in too_long if not line.startswith("    dalsegno")] == []
+
+
+def test_list_fits_an_ordinary_terminal() -> None:
+    header, *rows = on_a_terminal("list", 90)
+    assert header.endswith("last change")
+    assert len(rows) == 4
+    assert all(re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d$", row) for row in rows)
+
+
+def test_tail_puts_runs_beside_each_other() -> None:
+    header, *rows = on_a_terminal("tail pair-a pair-b -n 2 --metrics train_loss,eval_loss", 100)
+    assert header.split() == ["pair-a", "pair-b"]
+    assert [row.count("step 40") for row in rows] == [2, 2]

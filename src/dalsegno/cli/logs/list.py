@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
             Column("best_loss", "best", number, right=True),
             Column("eval_loss", "eval", number, right=True),
             Column("restarts", "restarts", number, right=True),
-            Column("changed", "last change", moment),
+            Column("changed", "last change", lambda seconds: moment(seconds)[: len("2026-01-31 12:00")], right=True),
         ]
         print_table(columns, rows)
     return answers.status()

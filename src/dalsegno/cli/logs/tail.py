@@ -11,6 +11,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from dalsegno.errors import ConfigurationError
@@ -54,22 +55,15 @@ def run(arguments: argparse.Namespace) -> int:
     logs = open_logs(arguments.runs, arguments.step_key)
     show = _Json(logs) if arguments.json else _SideBySide(logs, arguments.metrics)
     followers = [Follower(log.source, log.path if log.path.is_dir() else None) for log in logs]
-    for place, follower in enumerate(followers):
-        for record in follower.last(arguments.lines):
-            show.record(place, record)
+    show.news([follower.last(arguments.lines) for follower in followers])
     while arguments.follow:
         time.sleep(arguments.interval)
-        for place, follower in enumerate(followers):
-            for news in follower.new():
-                if isinstance(news, dict):
-                    show.record(place, news)
-                else:
-                    show.cut(place, news)
+        show.news([follower.new() for follower in followers])
     return 0
 
 
 class _SideBySide:
-    """A column for each run, and one line for each record."""
+    """A column for each run. What comes at one time stands beside each other."""
 
     def __init__(self, logs: Sequence[TrainingLog], metrics: Sequence[str] | None) -> None:
         self._metrics = metrics
@@ -78,38 +72,42 @@ class _SideBySide:
         columns = shutil.get_terminal_size().columns if self._live else WIDE * len(logs)
         self._width = columns // len(logs)
         if not self._alone:
-            self._line("".join(log.name[: self._width - 2].ljust(self._width) for log in logs))
+            self._print([log.name for log in logs])
 
-    def record(self, place: int, record: Record) -> None:
+    def news(self, of_runs: Sequence[Sequence[Record | Cut]]) -> None:
+        """What is new, of each run."""
+        cells = [[text for news in of_run if (text := self._told(news))] for of_run in of_runs]
+        for row in zip_longest(*cells, fillvalue=""):
+            self._print(row)
+
+    def _told(self, news: Record | Cut) -> str:
+        """Nothing of a record that has none of the metrics."""
         from .records import told
 
-        if self._metrics and not any(name in record for name in self._metrics):
-            return
-        self._cell(place, told(record, self._metrics))
+        if not isinstance(news, dict):
+            return "-- replaced --" if news.step is None else f"-- back to step {news.step:,} --"
+        if self._metrics and not any(name in news for name in self._metrics):
+            return ""
+        return told(news, self._metrics)
 
-    def cut(self, place: int, cut: Cut) -> None:
-        self._cell(place, "-- replaced --" if cut.step is None else f"-- back to step {cut.step:,} --")
+    def _print(self, cells: Sequence[str]) -> None:
+        from dalsegno.cli.tables import fitted
 
-    def _cell(self, place: int, text: str) -> None:
-        short = text[: self._width - 2] if self._live and not self._alone else text
-        self._line(" " * (self._width * place) + short)
-
-    def _line(self, line: str) -> None:
-        print(line.rstrip(), flush=True)
+        room = self._width - 2
+        if self._live and not self._alone:
+            cells = [fitted(cell, room) for cell in cells]
+        print("  ".join(cell.ljust(room) for cell in cells).rstrip(), flush=True)
 
 
 class _Json:
     def __init__(self, logs: Sequence[TrainingLog]) -> None:
         self._names = [log.name for log in logs]
 
-    def record(self, place: int, record: Record) -> None:
-        self._print({"run": self._names[place], **record})
-
-    def cut(self, place: int, cut: Cut) -> None:
-        self._print({"run": self._names[place], "kind": "cut", "global_step": cut.step})
-
-    def _print(self, record: Record) -> None:
+    def news(self, of_runs: Sequence[Sequence[Record | Cut]]) -> None:
         from dalsegno.cli.tables import print_json_line
 
-        print_json_line(record)
+        for name, of_run in zip(self._names, of_runs, strict=True):
+            for news in of_run:
+                told = news if isinstance(news, dict) else {"kind": "cut", "global_step": news.step}
+                print_json_line({"run": name, **told})
         sys.stdout.flush()
