@@ -76,6 +76,16 @@ def make_directory(path: Path) -> None:
         fsync_directory(path.parent)
 
 
+def make_unpublished(path: Path) -> None:
+    """Create ``path`` in a directory that is there; nothing happens where it exists.
+
+    Its name is forced to the disk when it is published, or what it is a part of: until then nobody needs it.
+    """
+    if not path.is_dir():
+        announce("mkdir", path)
+        path.mkdir(exist_ok=True)
+
+
 def rename(source: Path, target: Path) -> None:
     """Rename, then force the new name to the disk. An existing file of that name is replaced."""
     announce("rename", target)

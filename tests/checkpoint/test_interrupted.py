@@ -25,7 +25,7 @@ def operations_of_a_save(directory: Path, monkeypatch: pytest.MonkeyPatch) -> li
 
 
 def test_the_order_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every file is on the disk before its directory is, that before the manifest, that before the name."""
+    """Every file is on the disk before its directory is, that before the new name; the manifest is the last of them."""
     seen = operations_of_a_save(tmp_path, monkeypatch)
     partial = "checkpoints/step-00000001.partial"
     assert seen[-5:] == [
@@ -35,13 +35,16 @@ def test_the_order_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ("rename", "checkpoints/step-00000001"),
         ("fsync", "checkpoints"),
     ]
-    before = seen[: seen.index(("write", f"{partial}/manifest.json"))]
+    before = seen[: seen.index(("rename", "checkpoints/step-00000001"))]
     written = {path for what, path in before if what == "write"}
-    assert len(written) == 6
+    assert len(written) == 7
     for path in written:
         last_write = len(before) - before[::-1].index(("write", path))
         synced = before.index(("fsync", path), last_write)
         assert ("fsync", str(Path(path).parent)) in before[synced:]
+    for folder in {Path(path).parent for path in written} - {Path(partial)}:
+        named = before.index(("mkdir", str(folder)))
+        assert ("fsync", partial) in before[named:]
 
 
 def test_an_error_at_any_operation_leaves_the_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

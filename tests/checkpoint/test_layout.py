@@ -20,7 +20,7 @@ from checkpoint.sameness import bits
 from dalsegno import files
 from dalsegno.checkpoint.device import DeviceCopies
 from dalsegno.checkpoint.layout import DTYPES, Layout, Piece, StoredFile
-from dalsegno.checkpoint.staging import Buffer, TensorFile, streamed
+from dalsegno.checkpoint.staging import Buffer, Stream, TensorFile
 from dalsegno.errors import DamagedCheckpoint
 
 
@@ -33,7 +33,7 @@ def kept(layout: Layout, tensors: Sequence[torch.Tensor], buffer: Buffer) -> Ten
 
 def live(layout: Layout, tensors: Sequence[torch.Tensor], buffer: Buffer) -> TensorFile:
     """From the tensors themselves."""
-    return TensorFile("some.safetensors", layout.length, partial(streamed, layout, tensors))
+    return TensorFile("some.safetensors", layout.length, partial(Stream().pieces, layout, tensors))
 
 
 Source = Callable[[Layout, Sequence[torch.Tensor], Buffer], TensorFile]

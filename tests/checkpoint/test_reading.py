@@ -14,7 +14,7 @@ from checkpoint.parts import Saved
 from dalsegno import files
 from dalsegno.checkpoint import CheckpointManager
 from dalsegno.checkpoint.layout import Layout, Piece, StoredFile
-from dalsegno.checkpoint.staging import TensorFile, streamed
+from dalsegno.checkpoint.staging import Stream, TensorFile
 from dalsegno.testing import run_ranks
 
 SIZES = st.lists(st.integers(0, 9), max_size=4)
@@ -32,7 +32,7 @@ def test_any_box_into_anything(folder: Path, shape: list[int], dtype: torch.dtyp
     """Whatever the shape, the box, and the target's type and strides; also where few rows are read at once."""
     whole = (torch.arange(torch.Size(shape).numel()) % 7).to(dtype).reshape(shape)
     layout = Layout.of([Piece("other", torch.float64, (3,), (0,), (3,)), Piece.entire("it", whole)])
-    file = TensorFile("file", layout.length, lambda: streamed(layout, [torch.ones(3).double(), whole]))
+    file = TensorFile("file", layout.length, lambda: Stream().pieces(layout, [torch.ones(3).double(), whole]))
     file.write_to(folder, int)
     stored = StoredFile(folder / "file")
     assert torch.equal(stored.tensor(layout.spans[1], dtype, shape), whole)

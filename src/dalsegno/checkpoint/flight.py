@@ -164,7 +164,8 @@ class Flight:
     def _make_room(self, lengths: Sequence[int]) -> str | None:
         try:
             files.remove(self._partial)
-            files.make_directory(self._partial)
+            files.make_directory(self._partial.parent)
+            files.make_unpublished(self._partial)
             needed, free = sum(lengths), free_disk(self._partial)
             if needed <= free:
                 return None

@@ -31,7 +31,7 @@ from dalsegno.errors import DamagedCheckpoint, NotFound, StateMismatch
 FILE_NAME = "manifest.json"
 FORMAT = 2
 
-_READ_PIECE = 16 << 20
+_READ_PIECE = 1 << 20  # bytes: are hashed while they are in the processor's cache
 _READERS = 4  # files read at once: a network disk gives one reader a fraction of what it has
 _LARGEST = 1 << 28  # bytes; no honest manifest comes near
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)?")

@@ -26,7 +26,7 @@ from .planning import FilePlan, Plan
 from .resources import available_memory, has_memory_for, human
 from .sharded import Sharded
 from .sidecar import SHARED, Encoded, SavedState, rank_sidecar, sidecar_arrays, sidecar_document
-from .staging import Advance, Buffer, Document, Outgoing, TensorFile, streamed
+from .staging import Advance, Buffer, Document, Outgoing, Stream, TensorFile
 
 logger = logging.getLogger("dalsegno")
 
@@ -59,7 +59,7 @@ class Captured:
         self.wait()
         records = {}
         for file in self.files:
-            files.make_directory((directory / file.name).parent)
+            files.make_unpublished((directory / file.name).parent)
             records[file.name] = file.write_to(directory, advance)
         return records
 
@@ -82,8 +82,8 @@ class Part:
     layout: Layout
     tensors: Sequence[torch.Tensor]
 
-    def as_it_is(self) -> Outgoing:
-        return TensorFile(self.name, self.layout.length, functools.partial(streamed, self.layout, self.tensors))
+    def through(self, stream: Stream) -> Outgoing:
+        return TensorFile(self.name, self.layout.length, functools.partial(stream.pieces, self.layout, self.tensors))
 
 
 class Stage:
@@ -91,6 +91,7 @@ class Stage:
 
     def __init__(self) -> None:
         self._buffers: dict[str, Buffer] = {}
+        self._stream = Stream()
         self._devices = DeviceCopies()
         self._plan = Plan((), None)
         self._planned_for: object = None
@@ -153,7 +154,7 @@ class Stage:
         if copy and is_short:
             self._say_short(shortage)
         if is_short or not copy:
-            streams = [part.as_it_is() for part in (*planned, *sidecars)]
+            streams = [part.through(self._stream) for part in (*planned, *sidecars)]
             return Captured([*streams, *documents], records, is_copy=False, wait=int, durables=durables)
         self._devices.begin([each.optimizer for each in sharded if each.optimizer is not None])
         copies = [self._copied(part) for part in (*planned, *sidecars)]
@@ -204,7 +205,7 @@ def publish(finished: Manifest, directory: Path, final: Path) -> None:
 
     If the disk does not confirm the name, it is taken back: what is told to have failed is not there.
     """
-    for folder in sorted({(directory / name).parent for name in finished.files} | {directory}):
+    for folder in sorted({(directory / name).parent for name in finished.files} - {directory}):
         files.fsync_directory(folder)
     files.write_durably(directory / manifest.FILE_NAME, finished.to_bytes())
     files.fsync_directory(directory)

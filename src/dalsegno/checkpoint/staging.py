@@ -3,7 +3,7 @@
 A copy lets the training go on while its bytes are on their way. The memory is kept from save to save, since fresh
 pages cost ten times what a copy into them does. Nothing is written before all is copied: with both at once, training
 would stand still for a quarter longer. Where there is no room for a copy, or none is wanted, the tensors are streamed
-as they are, through two small pieces of memory; until that is done nothing may change them.
+as they are, through two small pieces of memory that are kept as well; until that is done nothing may change them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Advance = Callable[[int], object]
 
 _TOUCHED_AT_ONCE = 2 << 20  # bytes: a huge page, and about a millisecond
 _SMALL = 1 << 15  # elements: torch copies no more than that on the calling thread alone
-_TOGETHER = 256  # small tensors: in one call
+_TOGETHER = 1 << 20  # bytes of small tensors: in one call, and still in the processor's cache in the next
 
 
 class Outgoing(Protocol):
@@ -173,26 +173,32 @@ class Buffer:
             self._pinned.atexit = False
 
 
-def streamed(layout: Layout, tensors: Sequence[torch.Tensor]) -> Iterator[memoryview]:
-    """The file of these tensors as they are, for a direct write, without a copy of the whole."""
-    bounces = [_fresh(min(files.DIRECT_PIECE, _whole_pages(layout.length))) for _ in range(2)]
-    number, filled = 0, 0
-    for raw in _in_file_order(layout, tensors):
-        begin = 0
-        while begin < len(raw):
-            memory, place = bounces[number % 2]
-            count = min(len(memory) - filled, len(raw) - begin)
-            part = raw[begin : begin + count]
-            if part.device.type == "cpu":
-                _move(place[filled : filled + count], part)
-            else:
-                place[filled : filled + count].copy_(part)
-            begin, filled = begin + count, filled + count
-            if filled == len(memory):
-                yield memory
-                number, filled = number + 1, 0
-    if filled:
-        yield bounces[number % 2][0][: _whole_pages(filled)]
+class Stream:
+    """Two pieces of memory that tensors go through on their way to the disk, as they are: no copy of the whole."""
+
+    def __init__(self) -> None:
+        self._bounces: list[tuple[memoryview, torch.Tensor]] = []
+
+    def pieces(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> Iterator[memoryview]:
+        """The file of these tensors, for a direct write. One file at a time."""
+        self._bounces = self._bounces or [_fresh(files.DIRECT_PIECE) for _ in range(2)]
+        number, filled = 0, 0
+        for raw in _in_file_order(layout, tensors):
+            begin = 0
+            while begin < len(raw):
+                memory, place = self._bounces[number % 2]
+                count = min(len(memory) - filled, len(raw) - begin)
+                part = raw[begin : begin + count]
+                if part.device.type == "cpu":
+                    _move(place[filled : filled + count], part)
+                else:
+                    place[filled : filled + count].copy_(part)
+                begin, filled = begin + count, filled + count
+                if filled == len(memory):
+                    yield memory
+                    number, filled = number + 1, 0
+        if filled:
+            yield self._bounces[number % 2][0][: _whole_pages(filled)]
 
 
 def _in_file_order(layout: Layout, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -203,14 +209,16 @@ def _in_file_order(layout: Layout, tensors: Sequence[torch.Tensor]) -> Iterator[
     """
     yield torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
     small: list[torch.Tensor] = []
+    room = _TOGETHER
     for number in sorted(range(len(tensors)), key=layout.spans.__getitem__):
         tensor = tensors[number]
         is_small = tensor.numel() <= _SMALL and not tensor.is_complex()
-        if small and not (is_small and _are_alike(tensor, small[0]) and len(small) < _TOGETHER):
+        if small and not (is_small and tensor.nbytes <= room and _are_alike(tensor, small[0])):
             yield _joined(small)
-            small = []
+            small, room = [], _TOGETHER
         if is_small:
             small.append(tensor)
+            room -= tensor.nbytes
         else:
             yield tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     if small:
