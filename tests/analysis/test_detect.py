@@ -38,6 +38,14 @@ def test_a_good_run_and_an_empty_one() -> None:
     assert detect_divergence(series([])).observations == 0
 
 
+def test_a_run_that_is_all_warm_up_is_said_to_be() -> None:
+    found = detect_divergence(series([5.0] * 10), DetectorSettings(warmup=10))
+    assert (found.judged, found.fired) == (0, None)
+    assert found.reason == "nothing to judge: 10 records, all within the warm-up"
+    assert detect_divergence(series([5.0] * 11), DetectorSettings(warmup=10)).reason is None
+    assert detect_divergence(series([NAN]), DetectorSettings(warmup=10)).fired
+
+
 def test_settings_are_checked_as_the_detector_checks_them() -> None:
     with pytest.raises(ConfigurationError, match="patience is 0"):
         DetectorSettings(patience=0)

@@ -66,7 +66,12 @@ def test_real_runs(tmp_path: Path) -> None:
     for said in (
         "Summary run state steps",
         "diverged 10 8.1872e+10",
-        "Restarts killed leg began (UTC) from steps",
+        "Restarts and ends diverged leg began (UTC) from steps",
+        "loss diverged at step 10",
+        "killed leg began (UTC) from steps",
+        "diverged loss unknown nothing to judge: 5 records, all within the warm-up",
+        "Dashed lines are restarts, dotted ones rollbacks",
+        "The first 8 are shown; dalsegno logs heatmap RUN draws the others.",
         "2 2026-11-21 04:59 leg 1, step 16 16 – 34 2 1 died",
         "Beside diverged",
         "What DivergenceDetector would have said, with threshold 1, smoothing 0.3, patience 3, warm-up 10.",
@@ -75,6 +80,10 @@ def test_real_runs(tmp_path: Path) -> None:
         '"run": "pair-a", "rate": 0.05',
     ):
         assert said in page.text, said
+    assert page.data["axes"]["time"] == "seconds since the first record"
+    assert page.data["runs"][0]["axes"]["time"]["places"][0] == 0
+    assert 0 < page.data["runs"][0]["axes"]["time"]["places"][-1] < 120
+    assert len(page.data["heatmaps"]) == 8
     charts = {chart["metric"]: chart for chart in page.data["charts"]}
     assert list(charts)[:3] == ["loss", "grad_norm", "learning_rate"]
     assert {curve["metric"] for curve in charts["loss"]["curves"]} == {"loss", "eval_loss"}

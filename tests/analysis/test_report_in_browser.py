@@ -152,3 +152,25 @@ def test_on_a_phone_in_the_dark_and_on_paper(browser: Chromium, tmp_path: Path) 
     assert browser.run("getComputedStyle(document.querySelector('.controls')).display") == "none"
     browser.look(1000, 1200)
     assert browser.run("document.documentElement.scrollWidth") <= 1000
+
+
+def test_of_many_curves_those_near_the_pointer_are_told(tmp_path: Path) -> None:
+    """And the box stays within the window."""
+    runs = []
+    for number in range(30):
+        logs = tmp_path / f"run-{number}" / "logs"
+        logs.mkdir(parents=True)
+        lines = [json.dumps({"global_step": step, "loss": float(number)}) for step in (1, 2)]
+        (logs / "train.jsonl").write_text("\n".join(lines) + "\n")
+        runs.append(logs.parent)
+    with Chromium(tmp_path / "profile") as browser:
+        browser.open(write_report(open_logs(runs), tmp_path / "report.html"))
+        browser.look(1000, 1200)
+        left, top, width, height = box(browser)
+        browser.mouse("mouseMoved", left + width / 2, top + height * 0.1)
+        tip: str = browser.run("document.querySelector('.tip:not([hidden])').innerText")
+        assert browser.complaints() == []
+    step, nearest, *others = tip.split("\n")
+    assert step.startswith("step ")
+    assert nearest.startswith(("run-28:", "run-29:"))
+    assert (len(others), others[-1]) == (12, "and 18 more")

@@ -179,13 +179,18 @@ def evaluations_of(metric: str, names: Sequence[str]) -> list[str]:
     return [name for name in others if name.endswith((f"_{measure}", f"/{measure}"))]
 
 
+def unit_of_time(longest: float) -> tuple[str, float]:
+    """In which so many seconds are told, and its own seconds."""
+    return next((name, unit) for least, name, unit in UNITS_OF_TIME if longest >= least)
+
+
 class _Axis:
     """How one run's steps become places on the x axis."""
 
     def __init__(self, log: Log, view: View, longest: float) -> None:
         self.log = log
         self._view = view
-        self._time, self._unit = next((name, unit) for least, name, unit in UNITS_OF_TIME if longest >= least)
+        self._time, self._unit = unit_of_time(longest)
         self._tokens = _tokens(log) if view.x == "tokens" else None
         self._began = float(_times(log).min()) if view.x == "time" else 0.0
 

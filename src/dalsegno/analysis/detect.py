@@ -48,6 +48,8 @@ class Detection:
     """What a detector says of one run."""
 
     observations: int
+    judged: int
+    """Observations after the warm-up; those within it are judged only if they are not finite."""
     firings: tuple[Firing, ...]
     """All of them: a run that goes on after the first one may diverge again."""
 
@@ -56,13 +58,21 @@ class Detection:
         """The first one, where the run would have ended."""
         return self.firings[0] if self.firings else None
 
+    @property
+    def reason(self) -> str | None:
+        """Why it fired; or why it could not have."""
+        if self.fired is not None:
+            return self.fired.reason
+        return None if self.judged else f"nothing to judge: {self.observations} records, all within the warm-up"
+
 
 def detect_divergence(series: Series, settings: DetectorSettings | None = None) -> Detection:
     """Show a detector one value after the other, as ``DivergenceDetector`` would have seen them."""
-    divergence = (settings or DetectorSettings()).build()
+    settings = settings or DetectorSettings()
+    divergence = settings.build()
     firings = []
     for index, value in enumerate(series.values.tolist()):
         verdict = divergence.observe(value)
         if verdict.diverged:
             firings.append(Firing(int(series.steps[index]), index + 1, value, verdict.reason))
-    return Detection(len(series), tuple(firings))
+    return Detection(len(series), max(0, len(series) - settings.warmup), tuple(firings))

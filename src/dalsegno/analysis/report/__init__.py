@@ -11,9 +11,10 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 from importlib.resources import files as resources
+from itertools import islice
 from pathlib import Path
 from string import Template
 
@@ -62,7 +63,9 @@ def write_report(
 def _page(logs: Sequence[TrainingLog], title: str, settings: DetectorSettings | None) -> str:
     for log in logs:
         log.series(log.metrics())  # all of it in one reading, which is then kept
-    heatmaps = _heatmaps(logs)
+    heatmaps = list(islice(_heatmaps(logs), MOST_HEATMAPS + 1))
+    more, heatmaps = len(heatmaps) > MOST_HEATMAPS, heatmaps[:MOST_HEATMAPS]
+    places = [f"{each.run}: {TITLES[each.name]} of each parameter" for each in heatmaps]
     script, style, template = (_part(name) for name in ("report.js", "report.css", "report.html"))
     parts = {
         "title": escape(title),
@@ -77,7 +80,7 @@ def _page(logs: Sequence[TrainingLog], title: str, settings: DetectorSettings | 
                 tables.comparison_table(logs),
                 tables.verdict_table(logs, settings or DetectorSettings()),
                 tables.spikes_table(logs),
-                tables.heatmap_places([f"{each.run}: {TITLES[each.name]} of each parameter" for each in heatmaps]),
+                tables.heatmap_places(places, more=more),
                 tables.headers(logs),
             ]
         ),
@@ -99,8 +102,7 @@ def _inert(data: str) -> str:
     return data
 
 
-def _heatmaps(logs: Sequence[TrainingLog]) -> list[ParameterSeries]:
-    found = []
+def _heatmaps(logs: Sequence[TrainingLog]) -> Iterator[ParameterSeries]:
     for log in logs:
         for metric in WHERE:
             try:
@@ -108,8 +110,7 @@ def _heatmaps(logs: Sequence[TrainingLog]) -> list[ParameterSeries]:
             except NotFound:
                 continue
             if series.values.size:
-                found.append(series)
-    return found[:MOST_HEATMAPS]
+                yield series
 
 
 def _part(name: str) -> str:

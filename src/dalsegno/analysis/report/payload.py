@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dalsegno.analysis.curves import LABELS, MOST_DOTS, TOKENS, evaluations_of
+from dalsegno.analysis.curves import LABELS, MOST_DOTS, TOKENS, evaluations_of, unit_of_time
 from dalsegno.analysis.downsample import downsample
 from dalsegno.analysis.formats.naming import is_of_evaluation
 from dalsegno.analysis.log import TrainingLog
@@ -18,7 +18,6 @@ from dalsegno.analysis.series import ParameterSeries, Series
 
 Floats = NDArray[np.float64]
 
-AXES = {"step": "step", "epoch": "epoch", "time": "hours since the first record", "tokens": "tokens"}
 SHOWN_FIRST = ("grad_norm", "learning_rate")
 """Beside the loss: charts that are seen before anybody has chosen."""
 LEAST_RECORDS = 2
@@ -38,19 +37,22 @@ def payload(logs: Sequence[TrainingLog], heatmaps: Sequence[ParameterSeries], po
     charts = [_chart(metric, logs) for metric in _charted(logs)]
     curves = sum(len(series) for _, series in charts)
     buckets = max(8, min(1500, points // (6 * max(1, curves))))
-    runs = [_run(log, colour(index)) for index, log in enumerate(logs)]
+    time, unit = unit_of_time(max((_seconds(clock) for log in logs if (clock := _clock(log)) is not None), default=0.0))
+    runs = [_run(log, colour(index), unit) for index, log in enumerate(logs)]
+    labels = {"step": "step", "epoch": "epoch", "time": f"{time} since the first record", "tokens": "tokens"}
     axes = {"step", *(name for run in runs for name in run["axes"])}
     return {
-        "axes": {name: label for name, label in AXES.items() if name in axes},
+        "axes": {name: label for name, label in labels.items() if name in axes},
         "runs": runs,
         "charts": [{**chart, "curves": [_curve(*each, buckets) for each in series]} for chart, series in charts],
         "heatmaps": [_heatmap(each) for each in heatmaps],
     }
 
 
-def _run(log: TrainingLog, run_colour: str) -> dict[str, Any]:
+def _run(log: TrainingLog, run_colour: str, unit: float) -> dict[str, Any]:
+    """``unit``: of time, in seconds."""
     marks = [_mark(each) for each in log.restarts()]
-    return {"name": log.name, "colour": run_colour, "marks": marks, "axes": _axes(log)}
+    return {"name": log.name, "colour": run_colour, "marks": marks, "axes": _axes(log, unit)}
 
 
 def _charted(logs: Sequence[TrainingLog]) -> list[str]:
@@ -102,17 +104,29 @@ def _means(values: Floats, begins: NDArray[np.int64]) -> Floats:
     return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
 
 
-def _axes(log: TrainingLog) -> dict[str, Any]:
-    """Where steps lie on the other axes, as far as the log knows."""
+def _clock(log: TrainingLog) -> Series | None:
+    """What tells where steps lie on the other axes."""
     names = log.metrics()
     clock = log.metric(log.loss or names[0]) if names else None
-    if clock is None or not len(clock):
+    return clock if clock is not None and len(clock) else None
+
+
+def _seconds(clock: Series) -> float:
+    """From the first record to the last, as far as times are known."""
+    times = np.empty(0) if clock.times is None else clock.times[np.isfinite(clock.times)]
+    return float(np.ptp(times)) if len(times) else 0.0
+
+
+def _axes(log: TrainingLog, unit: float) -> dict[str, Any]:
+    """Where steps lie on the other axes, as far as the log knows."""
+    names, clock = log.metrics(), _clock(log)
+    if clock is None:
         return {}
     axes = {}
     if clock.epochs is not None:
         axes["epoch"] = _places(clock.steps, clock.epochs)
     if clock.times is not None:
-        axes["time"] = _places(clock.steps, (clock.times - np.nanmin(clock.times)) / 3600)
+        axes["time"] = _places(clock.steps, (clock.times - np.nanmin(clock.times)) / unit)
     tokens = next((name for name in TOKENS if name in names), None)
     if tokens is not None:
         counted = log.metric(tokens)

@@ -3,6 +3,7 @@
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const SMOOTHING = [0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2]; // parts of a curve's records
+const MOST_TOLD = 12; // curves beside the pointer
 const HEIGHT = 260, TOP = 10, RIGHT = 12, BOTTOM = 34;
 const view = { axis: "step", smooth: 2, log: false, range: null, hidden: new Set(), shown: new Set() };
 const charts = [];
@@ -264,7 +265,15 @@ class Chart {
     const across = this.scale.X(nearest[0]);
     this.hover.append(element("line", { class: "cross", x1: across, x2: across, y1: TOP, y2: HEIGHT - BOTTOM }));
     this.hover.setAttribute("visibility", "visible");
-    this.tell(nearest, rows, across);
+    this.tell(nearest, this.near(rows, event), across);
+  }
+
+  // Of many curves those that are nearest to the pointer.
+  near(rows, event) {
+    if (rows.length <= MOST_TOLD) return rows;
+    const box = this.svg.getBoundingClientRect(), height = (event.clientY - box.top) / box.height * HEIGHT;
+    const distance = ([, point]) => (point[1] === null || (view.log && point[1] <= 0) ? Infinity : Math.abs(this.scale.Y(point[1]) - height));
+    return [...rows].sort((one, other) => (distance(one) < distance(other) ? -1 : distance(one) > distance(other) ? 1 : 0)).slice(0, MOST_TOLD);
   }
 
   tell(nearest, rows, across) {
@@ -276,6 +285,8 @@ class Chart {
       const name = data.runs.length > 1 ? `${data.runs[curve.run].name}${curve.dots ? `, ${curve.metric}` : ""}` : curve.metric;
       this.tip.append(element("div", {}, swatch, `${name}: ${told(point[1])}`));
     }
+    const others = this.drawn.filter((each) => !each.faint && each.points.length).length - rows.length;
+    if (others) this.tip.append(element("div", { class: "quiet" }, `and ${others} more`));
     this.tip.hidden = false;
     const left = across / this.width * this.figure.clientWidth;
     this.tip.style.top = "2.2rem";

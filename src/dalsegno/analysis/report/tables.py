@@ -64,13 +64,14 @@ def summary_table(summaries: Sequence[Summary]) -> str:
 
 
 def lineage_tables(logs: Sequence[TrainingLog]) -> str:
+    """Of runs that were restarted, and of those that somebody or something ended."""
     parts = []
     for log in logs:
         lives = log.lineage()
-        if len(lives) > 1:
+        if len(lives) > 1 or any(life.why for life in lives):
             head = ["leg", "began (UTC)", "from", "steps", "done again", "ranks", "ended", "asked by"]
             parts += [f"<h3>{escape(log.name)}</h3>", _table(head, [_life(life) for life in lives])]
-    return _section("Restarts", "".join(parts)) if parts else ""
+    return _section("Restarts and ends", "".join(parts)) if parts else ""
 
 
 def comparison_table(logs: Sequence[TrainingLog]) -> str:
@@ -89,7 +90,7 @@ def comparison_table(logs: Sequence[TrainingLog]) -> str:
     if not rows:
         return ""
     head = ["run", "metric", "compared", "first difference", "parts at", f"end of {first.name}", "end of this one"]
-    note = "They part where the mean difference leaves the noise of both curves, and stays outside. The ends are means."
+    note = "They part where the mean difference first leaves the noise of both curves for a while. The ends are means."
     table = _table([*head, "difference", "noise"], rows)
     return _section(f"Beside {first.name}", f'<p class="quiet">{note}</p>{table}')
 
@@ -99,10 +100,11 @@ def verdict_table(logs: Sequence[TrainingLog], settings: DetectorSettings) -> st
     for log in logs:
         if log.loss is None:
             continue
-        fired = detect_divergence(log.metric(log.loss), settings).fired
-        verdict: Cell = ("diverges", "bad") if fired else ("passes", "good")
+        found = detect_divergence(log.metric(log.loss), settings)
+        fired = found.fired
+        verdict: Cell = ("diverges", "bad") if fired else ("passes", "good") if found.judged else "unknown"
         where = f"step {fired.step:,}" if fired else ""
-        rows.append([log.name, log.loss, verdict, where, (fired.reason if fired else "", "long")])
+        rows.append([log.name, log.loss, verdict, where, (found.reason or "", "long")])
     limits = [
         f"threshold {settings.threshold:g}" if settings.threshold is not None else "",
         f"relative threshold {settings.relative_threshold:g}" if settings.relative_threshold is not None else "",
@@ -133,11 +135,13 @@ def headers(logs: Sequence[TrainingLog]) -> str:
     return _section("What the runs say of themselves", "".join(parts)) if parts else ""
 
 
-def heatmap_places(labels: Sequence[str]) -> str:
-    """Where the script draws them."""
+def heatmap_places(labels: Sequence[str], *, more: bool) -> str:
+    """Where the script draws them. ``more``: there are others, for which the report has no room."""
     place = '<h3>{}</h3><div class="heat" data-heatmap="{}"></div>'
     places = [place.format(escape(label), number) for number, label in enumerate(labels)]
-    return _section("Parameters", "".join(places)) if places else ""
+    note = f"The first {len(labels)} are shown; dalsegno logs heatmap RUN draws the others."
+    rest = f'<p class="quiet">{note}</p>' if more else ""
+    return _section("Parameters", rest + "".join(places)) if places else ""
 
 
 def _life(life: Life) -> list[Cell]:

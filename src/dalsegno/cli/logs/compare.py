@@ -1,8 +1,8 @@
 """Hold runs against the first one, step by step: where do they part, how far apart are they at the end?
 
-A run differs from the first step on at which its number is another one; it parts where the mean difference leaves the
-noise of the two curves and stays outside. The last columns are means over the last records. Exit status 1 if a run
-parts.
+A run differs from the first step on at which its number is another one; it parts where the mean difference first leaves
+the noise of the two curves for more than half a window (later it may come back). The last columns are means over the
+last records. Exit status 1 if a run parts.
 """
 
 from __future__ import annotations

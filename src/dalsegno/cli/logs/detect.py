@@ -77,7 +77,7 @@ def _detect(marked: dict[str | None, list[Series]], settings: DetectorSettings, 
                     "records": found.observations,
                     "fires_at": fired.step if fired else None,
                     "verdict": _verdict(mark, fired is not None),
-                    "reason": fired.reason if fired else None,
+                    "reason": found.reason,
                 }
             )
     wrong = {kind: sum(row["verdict"] == kind for row in rows) for kind in ("false alarm", "missed")}
