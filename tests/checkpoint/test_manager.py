@@ -19,7 +19,7 @@ from dalsegno import files
 from dalsegno.checkpoint import CheckpointManager, load_parts
 from dalsegno.checkpoint.manifest import Manifest, _checksum_of
 from dalsegno.component import Component
-from dalsegno.errors import ConfigurationError, DamagedCheckpoint, NotFound, StateMismatch
+from dalsegno.errors import ConfigurationError, DamagedCheckpoint, NotFound, SaveFailed, StateMismatch
 from dalsegno.retention import Best, Entry, EveryNth, Latest
 
 
@@ -227,6 +227,26 @@ def test_a_hostile_manifest(tmp_path: Path, change: dict[str, object]) -> None:
     changed_manifest(path, change)
     with pytest.raises(DamagedCheckpoint, match=r"manifest\.json"):
         manager.find(manager.path_of(1))
+
+
+@pytest.mark.parametrize("operation", ["write", "fsync", "rename"])
+def test_an_evaluation_that_finds_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str) -> None:
+    manager = three_saved(tmp_path)
+
+    def full(what: str, path: Path) -> None:
+        if what == operation:
+            raise OSError(errno.ENOSPC, "no space left", str(path))
+
+    monkeypatch.setattr(files, "watcher", full)
+    with pytest.raises(SaveFailed, match=r"step-00000010 is whole, but its evaluation .*no space left"):
+        manager.amend(10, metrics={"eval_loss": 1.0}, is_best=True)
+    monkeypatch.undo()
+    assert not list(manager.directory.glob("*.partial"))
+    found = manager.find()
+    assert found is not None and found.step == 10 and not found.manifest.best
+    manager.amend(10, metrics={"eval_loss": 1.0}, is_best=True)
+    found = manager.find()
+    assert found is not None and found.manifest.metrics == {"eval_loss": 1.0} and found.manifest.best
 
 
 def test_an_unfinished_one_is_no_checkpoint_and_is_cleaned_away(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ import torch
 from dalsegno.component import State
 from dalsegno.errors import CannotSave, DamagedCheckpoint
 
-from .layout import DTYPES, KNOWN, is_shape, name_of
+from .layout import DTYPES, is_plain, is_shape, name_of
 
 Json = Any
 Arrays = dict[str, torch.Tensor]
@@ -188,7 +188,7 @@ def _encode_tensor(value: torch.Tensor, where: str, found: _Found) -> Json:
         raise CannotSave(
             f"{where}: cannot save a {_class(value)}, only plain tensors; take its full_tensor() or to_local() first"
         )
-    if value.layout != torch.strided or value.is_meta or value.dtype not in KNOWN:
+    if not is_plain(value):
         raise CannotSave(
             f"{where}: cannot save a tensor with {value.layout}, {value.dtype} on {value.device}; "
             f"it must be dense, and of one of {', '.join(DTYPES)}"

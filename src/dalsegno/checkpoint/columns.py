@@ -19,7 +19,7 @@ import torch
 
 from dalsegno.component import State
 
-from .layout import KNOWN
+from .layout import is_plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +84,7 @@ class Rows:
 
 
 def _is_scalar(value: object) -> bool:
-    return (
-        type(value) is torch.Tensor
-        and value.dim() == 0
-        and value.layout == torch.strided
-        and value.dtype in KNOWN
-        and not value.is_meta
-    )
+    return type(value) is torch.Tensor and value.dim() == 0 and is_plain(value)
 
 
 def _copied(by_name: Mapping[str, Any], kind: type[Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ verification). Everything here is for one process, and needs no torch; the ranks
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import re
@@ -14,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dalsegno import files
-from dalsegno.errors import DamagedCheckpoint
+from dalsegno.errors import DamagedCheckpoint, SaveFailed
 
 from . import manifest
 from .manifest import Checkpoint, Manifest
@@ -71,11 +72,20 @@ def opened(path: Path) -> Checkpoint:
 
 
 def amend(path: Path, metrics: Mapping[str, float], best: bool) -> None:
-    """Replace what a published checkpoint's manifest says of its worth. At every moment the manifest is whole."""
+    """Replace what a published checkpoint's manifest says of its worth. At every moment the manifest is whole.
+
+    Raises:
+        SaveFailed: if the disk does not take it.
+    """
     amended = dataclasses.replace(Manifest.read(path), metrics=metrics, best=best)
     beside = path.with_name(path.name + PARTIAL)
-    files.write_durably(beside, amended.to_bytes())
-    files.rename(beside, path / manifest.FILE_NAME)
+    try:
+        files.write_durably(beside, amended.to_bytes())
+        files.rename(beside, path / manifest.FILE_NAME)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            files.remove(beside)
+        raise SaveFailed(f"{path.name} is whole, but its evaluation could not be noted in it: {error}") from error
 
 
 def set_aside(path: Path, error: DamagedCheckpoint) -> None:

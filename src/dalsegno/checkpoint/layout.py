@@ -47,9 +47,7 @@ DTYPES: dict[str, torch.dtype] = {str(dtype).removeprefix("torch."): dtype for d
 }
 """Every element type that a checkpoint can hold, by torch's name for it."""
 
-
-KNOWN = frozenset(DTYPES.values())
-
+_KNOWN = frozenset(DTYPES.values())
 _LARGEST_HEADER = 100_000_000  # bytes: what other readers of safetensors take, too
 _DTYPES_OF_SAFETENSORS = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 
@@ -57,6 +55,11 @@ _DTYPES_OF_SAFETENSORS = {name: dtype for dtype, name in SAFETENSORS_NAMES.items
 def name_of(dtype: torch.dtype) -> str:
     """``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it has elements, one beside the other, that a file can hold."""
+    return tensor.layout == torch.strided and tensor.dtype in _KNOWN and not tensor.is_meta
 
 
 def is_shape(value: object) -> bool:

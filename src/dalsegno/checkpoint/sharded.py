@@ -22,7 +22,7 @@ from dalsegno.pieces import cleaned
 
 from .columns import Rows
 from .index import Index, StoredTensor
-from .layout import DTYPES, KNOWN, name_of
+from .layout import DTYPES, is_plain, name_of
 
 Tensors = dict[str, torch.Tensor]
 
@@ -302,7 +302,7 @@ def class_name_of(thing: object) -> str:
 
 
 def is_dense(value: torch.Tensor) -> bool:
-    return type(value) in _TENSORS and value.layout == torch.strided and value.dtype in KNOWN and not value.is_meta
+    return type(value) in _TENSORS and is_plain(value)
 
 
 def _is_sharded(value: object, parameter: torch.Tensor) -> bool:
