@@ -28,7 +28,7 @@ class Slow(ds.Callback):
         self.ended = False
 
     def on_step_end(self, ctx: Any) -> None:
-        assert self.go_on.wait(30)
+        assert self.go_on.wait(60)
         self.seen.append((ctx.step, ctx.elapsed, ctx.loss))
 
     def on_train_end(self, ctx: Any) -> None:
@@ -41,7 +41,7 @@ def test_a_slow_one_delays_nobody_and_sees_what_was(tmp_path: Path) -> None:
     prompt = Listener({"on_step_end": lambda ctx: heard.set() if ctx.step == 5 else None}, name="prompt")
 
     def release(ctx: Any) -> None:
-        assert heard.wait(30), "the other observer is not kept waiting"
+        assert heard.wait(60), "the other observer is not kept waiting"
         slow.go_on.set()
 
     note = Listener({"on_step_end": lambda ctx: native.append((ctx.step, ctx.loss)), "on_train_end": release})
@@ -57,7 +57,7 @@ def test_a_record_stays_as_it_was(tmp_path: Path) -> None:
     go_on = threading.Event()
 
     def keep(ctx: Any) -> None:
-        assert go_on.wait(30)
+        assert go_on.wait(60)
         seen.append(dict(ctx.logs))
 
     release = Listener({"on_train_end": lambda ctx: go_on.set()}, name="release")
@@ -148,7 +148,7 @@ def test_one_in_hugging_faces_style(tmp_path: Path) -> None:
 
     class Observer(ds.TrainerCallback):
         def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            assert go_on.wait(30)
+            assert go_on.wait(60)
             seen.append((state.global_step, len(state.log_history)))
 
     release = Listener({"on_train_end": lambda ctx: go_on.set()})
@@ -177,7 +177,6 @@ def test_one_that_hangs_never_keeps_the_process(tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -14,7 +14,7 @@ from support.casts import leg
 
 
 def killed(world_size: int, *args: Any) -> None:
-    for outcome in start_ranks(leg, world_size, *args).wait(120):
+    for outcome in start_ranks(leg, world_size, *args).wait():
         assert outcome.exit_code != 0, "it has lived to its end"
 
 

@@ -49,13 +49,13 @@ def as_defined(observations: list[float], it: dict[str, Any]) -> list[bool]:
     return answers
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(observations=series, it=settings_of_it)
 def test_it_is_the_definition(observations: list[float], it: dict[str, Any]) -> None:
     assert diverged(Divergence(**it), observations) == as_defined(observations, it)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(observations=series, it=settings_of_it, cut=st.integers(0, 40))
 def test_interrupted_anywhere_it_goes_on_as_if_it_had_not_been(
     observations: list[float], it: dict[str, Any], cut: int
@@ -66,7 +66,7 @@ def test_interrupted_anywhere_it_goes_on_as_if_it_had_not_been(
     assert first + diverged(after, observations[cut:]) == diverged(Divergence(**it), observations)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(observations=series, it=settings_of_it)
 def test_the_other_mode_is_the_mirror(observations: list[float], it: dict[str, Any]) -> None:
     mirrored = {**it, "mode": "max" if it["mode"] == "min" else "min"}

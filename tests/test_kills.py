@@ -91,7 +91,7 @@ def test_one_process(tmp_path: Path) -> None:
     by_time = [FaultPlan(seconds=dice.uniform(0.05, 0.4)) for _ in range(3)]  # last, since they may come too late
     assert len(plans) + len(by_time) >= 25
     said: list[str] = []
-    comparison = check_resume(busy_trainer, [*plans, *by_time], folder=tmp_path, timeout=60, say=said.append)
+    comparison = check_resume(busy_trainer, [*plans, *by_time], folder=tmp_path, say=said.append)
     assert comparison.identical, f"\n{comparison.table()}"
     assert [line for line in said[1 : 1 + len(plans)] if not line.startswith("killed")] == []
     assert_no_trace_of_the_kills(tmp_path / "killed")
@@ -104,7 +104,7 @@ def test_two_ranks_of_fsdp(tmp_path: Path) -> None:
         dice, between_steps(dice)[:3], in_a_save(dice)[3:7:3], in_a_log(dice)[:1], at_an_epochs_end(dice)[:1]
     )
     said: list[str] = []
-    comparison = check_resume(busy_fsdp, plans, folder=tmp_path, world_size=2, timeout=120, say=said.append)
+    comparison = check_resume(busy_fsdp, plans, folder=tmp_path, world_size=2, say=said.append)
     assert comparison.identical, f"\n{comparison.table()}"
     assert [line for line in said[1:-1] if not line.startswith("killed")] == []
     assert_no_trace_of_the_kills(tmp_path / "killed")
@@ -120,11 +120,11 @@ def test_any_rank_of_ddp(tmp_path: Path, victim: int) -> None:
         FaultPlan(event=Event.STEP_BEGIN, count=dice.randint(3, 6)),
     ]
     for plan in plans:
-        outcomes = start_ranks(train_with_a_victim, 2, tmp_path / "killed", plan, victim).wait(120)
+        outcomes = start_ranks(train_with_a_victim, 2, tmp_path / "killed", plan, victim).wait()
         assert outcomes[victim].was_killed, plan
         assert outcomes[1 - victim].exit_code != 0, plan
     for folder in ("killed", "reference"):
-        outcomes = start_ranks(train_with_a_victim, 2, tmp_path / folder, None, victim).wait(120)
+        outcomes = start_ranks(train_with_a_victim, 2, tmp_path / folder, None, victim).wait()
         assert [outcome.exit_code for outcome in outcomes] == [0, 0], outcomes
     comparison = compare_runs(tmp_path / "reference", tmp_path / "killed")
     assert comparison.identical, f"\n{comparison.table()}"
@@ -134,7 +134,7 @@ def test_any_rank_of_ddp(tmp_path: Path, victim: int) -> None:
 def test_a_callback_that_forgets_its_state_is_found_out(tmp_path: Path) -> None:
     """What all of this rests on: a difference is seen, and named."""
     plan = FaultPlan(event=Event.STEP_BEGIN, count=6)
-    comparison = check_resume(forgetful_trainer, [plan], folder=tmp_path, timeout=60)
+    comparison = check_resume(forgetful_trainer, [plan], folder=tmp_path)
     differing = [row for row in comparison.rows if not row.identical]
     assert [row.what for row in differing] == ["callbacks.RunningLoss"]
     assert ".average: 1 of 1 elements differ" in (differing[0].difference or "")

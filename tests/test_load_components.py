@@ -76,7 +76,7 @@ def test_only_the_model_of_another_run(tmp_path: Path, origin: Path) -> None:
 def test_the_same_script_killed_goes_on_by_itself(tmp_path: Path, origin: Path, kill_at: int) -> None:
     """Until it has a checkpoint of its own it begins again; then that one wins."""
     (whole,) = run_ranks(tuned, 1, tmp_path / "whole", origin)
-    (outcome,) = start_ranks(tuned_until, 1, tmp_path / "killed", origin, kill_at).wait(120)
+    (outcome,) = start_ranks(tuned_until, 1, tmp_path / "killed", origin, kill_at).wait()
     assert outcome.was_killed
     (told,) = run_ranks(tuned, 1, tmp_path / "killed", origin)
     assert told["loads"] == ([("step-00000004", 0)] if kill_at == 2 else [("step-00000002", 2)])

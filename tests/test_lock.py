@@ -80,7 +80,7 @@ def test_torchruns_name_for_jobs_without_one_tells_nothing(tmp_path: Path, monke
 def test_a_process_that_was_killed_here_holds_nothing(tmp_path: Path) -> None:
     """Though its name is still in the file."""
     plan = FaultPlan(event=Event.STEP_BEGIN, count=3)
-    [outcome] = start_ranks(train_until, 1, tmp_path, plan).wait(60)
+    [outcome] = start_ranks(train_until, 1, tmp_path, plan).wait()
     assert outcome.was_killed
     assert json.loads((tmp_path / ".lock").read_text())["host"] == socket.gethostname()
     assert not DirectoryLock.is_held(tmp_path)

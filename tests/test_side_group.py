@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
+import time
 from pathlib import Path
 
 import torch
@@ -19,8 +21,19 @@ def total() -> str:
 
 
 def threads_of_gloo() -> list[str]:
-    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            names.append((task / "comm").read_text().strip())
     return [name for name in names if "gloo" in name]
+
+
+def until_they_are_gone() -> list[str]:
+    """Those that stay all the same. One that has been joined may be seen there for a moment more."""
+    deadline = time.monotonic() + 60
+    while (left := threads_of_gloo()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return left
 
 
 def decide_beside_other_collectives() -> tuple[list[str], float]:
@@ -39,7 +52,7 @@ def destroy_and_begin_again(meeting_place: Path) -> tuple[str, str, list[str]]:
     world_size, rank = ranks.world_size(), ranks.rank()
     dist.destroy_process_group()
     gc.collect()
-    left = threads_of_gloo()
+    left = until_they_are_gone()
     dist.init_process_group("gloo", init_method=f"file://{meeting_place}", rank=rank, world_size=world_size)
     assert threads_of_gloo(), "they would have been seen"
     ranks.share_from_zero([torch.zeros(1)])

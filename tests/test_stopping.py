@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.utils.data import IterableDataset
 
 import dalsegno as ds
-from dalsegno import files
+from dalsegno import files, timelimit
 from dalsegno.checkpoint import CheckpointManager, saved_states
 from dalsegno.events import Event
 from dalsegno.logs import RunFile, read_records
@@ -153,16 +155,16 @@ def test_a_leg_ends_when_its_time_is_up(tmp_path: Path) -> None:
     assert second.global_step > first.global_step, "each leg has its own time"
 
 
-def slurm_ends_in(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time() + seconds)))
-
-
 def test_a_leg_ends_before_slurm_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slurm_ends_in(monkeypatch, 2)
-    result = small_trainer(tmp_path / "soon", max_steps=1_000_000).train()
+    """A second passes from one look at the clock to the next."""
+    clock = SimpleNamespace(monotonic=itertools.count(1000).__next__, time=lambda: 1_800_000_000.0)
+    monkeypatch.setattr(timelimit, "time", clock)
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1800000020")
+    result = small_trainer(tmp_path / "soon", max_steps=100).train()
     assert (result.reason, result.stopped_by) == ("stopped", "clock")
-    assert result.why is not None and result.why.startswith("Slurm ends this job in ")
-    slurm_ends_in(monkeypatch, 500)
+    assert result.why == "Slurm ends this job in 3 s", "one for a step, and a tenth of the twenty to leave in"
+    assert 0 < result.global_step <= 17
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1800000500")
     assert small_trainer(tmp_path / "later", max_steps=4).train().reason == "finished"
 
 

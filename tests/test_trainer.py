@@ -247,7 +247,7 @@ def test_a_second_process_is_locked_out(tmp_path: Path) -> None:
     errors: list[str] = []
 
     def try_to_join(ctx: Any) -> None:
-        [outcome] = start_ranks(intruder, 1, tmp_path).wait(60)
+        [outcome] = start_ranks(intruder, 1, tmp_path).wait()
         errors.append(outcome.error or "")
 
     small_trainer(tmp_path, Listener({"on_step_begin": try_to_join}), max_steps=1).train()

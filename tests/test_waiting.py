@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -97,32 +96,43 @@ def test_a_disk_that_takes_nothing_is_not_waited_for_for_ever(
 
 
 SCRIPT = """
-import sys, threading
+import signal, sys, threading
 from pathlib import Path
 from dalsegno import files
+from dalsegno.checkpoint import flight
+from support.listeners import Listener
 from support.small import small_trainer
+
+stuck = threading.Event()
 
 def hang(operation, path):
     if operation == "write" and "step-00000004.partial" in str(path):
-        print("stuck", flush=True)
+        stuck.set()
         threading.Event().wait()
 
+def press_ctrl_c(ctx):
+    if ctx.step == 5:
+        stuck.wait()
+        signal.raise_signal(signal.SIGINT)
+
 files.watcher = hang
-small_trainer(Path(sys.argv[1]), max_steps=1_000_000, save_steps=4).train()
+flight._SAY_EVERY = 0.05
+small_trainer(Path(sys.argv[1]), Listener({"on_step_end": press_ctrl_c}), max_steps=1_000_000, save_steps=4).train()
 """
 
 
 def test_a_second_ctrl_c_gives_it_up(tmp_path: Path) -> None:
     """With a real process whose disk never answers. The first asks for an end with a checkpoint, and waits for one."""
-    folder = Path(__file__).parent
     process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, tmp_path], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", SCRIPT, tmp_path], cwd=Path(__file__).parent, stderr=subprocess.PIPE, text=True
     )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "stuck\n"
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.5)  # a second one at once would be one and the same
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    assert process.stderr is not None
+    try:
+        assert process.stderr.readline().startswith("SIGINT: training ends here, with a checkpoint")
+        assert process.stderr.readline().startswith("waiting for step-00000004: ")
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate()
+    finally:
+        process.kill()
     assert process.returncode != 0 and "KeyboardInterrupt" in said
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000004.partial"]

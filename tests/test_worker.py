@@ -18,7 +18,7 @@ def test_calls_are_done_in_order_on_another_thread() -> None:
     worker = Worker("observer")
     for number in range(50):
         worker.submit(lambda number=number: seen.append((number, threading.current_thread().name)))
-    worker.close(10)
+    worker.close(60)
     assert seen == [(number, "observer") for number in range(50)]
     assert (worker.counts.ran, worker.counts.failed, worker.counts.dropped) == (50, 0, 0)
     assert "observer" not in [thread.name for thread in threading.enumerate()]
@@ -34,7 +34,7 @@ def test_what_a_call_raises_is_logged_and_counted(error: BaseException, caplog: 
     worker = Worker("observer")
     worker.submit(lambda: fail(error))
     worker.submit(lambda: seen.append("after"))
-    worker.close(10)
+    worker.close(60)
     assert seen == ["after"]
     assert str(worker.counts) == "2 calls, 1 failed, 0 dropped"
     (record,) = caplog.records
@@ -66,9 +66,9 @@ def test_a_thread_that_dies_is_replaced_and_nobody_waits_for_it(monkeypatch: pyt
     try:
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()
-        asking.join(30)
+        asking.join(60)
         assert not asking.is_alive()
-        worker.close(10)
+        worker.close(60)
     finally:
         logger.removeHandler(broken)
     assert seen == [0, 2, 4]
@@ -86,7 +86,7 @@ def test_async_functions_are_awaited(caplog: pytest.LogCaptureFixture) -> None:
     worker = Worker("observer")
     for number in range(3):
         worker.submit(lambda number=number: call(number))
-    worker.close(10)
+    worker.close(60)
     assert seen == [0, 1, 2]
     assert worker.counts.failed == 1
 
@@ -97,15 +97,15 @@ def test_a_full_queue_forgets_the_oldest() -> None:
 
     def hold() -> None:
         begun.set()
-        go_on.wait(10)
+        go_on.wait(60)
 
     worker = Worker("observer", size=3)
     worker.submit(hold)
-    begun.wait(10)
+    begun.wait(60)
     for number in range(10):
         worker.submit(lambda number=number: seen.append(number))
     go_on.set()
-    worker.close(10)
+    worker.close(60)
     assert seen == [7, 8, 9]
     assert (worker.counts.ran, worker.counts.dropped) == (4, 7)
 
@@ -116,7 +116,7 @@ def test_or_lets_its_caller_wait() -> None:
 
     def hold() -> None:
         begun.set()
-        go_on.wait(10)
+        go_on.wait(60)
 
     worker = Worker("observer", size=2, when_full="block")
 
@@ -128,11 +128,11 @@ def test_or_lets_its_caller_wait() -> None:
 
     giver = threading.Thread(target=give)
     giver.start()
-    begun.wait(10)
+    begun.wait(60)
     assert not all_given.wait(0.05)
     go_on.set()
-    giver.join(10)
-    worker.close(10)
+    giver.join(60)
+    worker.close(60)
     assert seen == list(range(10))
     assert worker.counts.dropped == 0
 
@@ -143,11 +143,11 @@ def test_one_that_hangs_is_left_behind(caplog: pytest.LogCaptureFixture) -> None
 
     def hang() -> None:
         begun.set()
-        go_on.wait(10)
+        go_on.wait(60)
 
     worker = Worker("observer")
     worker.submit(hang)
-    begun.wait(10)
+    begun.wait(60)
     worker.submit(lambda: seen.append("never"))
     worker.close(0.05)
     assert worker.counts.dropped == 1
@@ -155,8 +155,8 @@ def test_one_that_hangs_is_left_behind(caplog: pytest.LogCaptureFixture) -> None
     hanging = next(thread for thread in threading.enumerate() if thread.name == "observer")
     worker.submit(lambda: seen.append("again"))
     go_on.set()
-    hanging.join(10)
-    worker.close(10)
+    hanging.join(60)
+    worker.close(60)
     assert seen == ["again"]
 
 
@@ -168,7 +168,7 @@ def test_the_process_ends_although_a_call_hangs() -> None:
         "    begun.set(); threading.Event().wait()\n"
         "worker = Worker('observer'); worker.submit(hang); begun.wait(); print('the end')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "the end\n"
 
 

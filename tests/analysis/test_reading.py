@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import dalsegno as ds
@@ -297,7 +297,6 @@ records_strategy = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(records=records_strategy)
 @example(records=[{"loss": 0.0, "x": None, 'quo"te': 0.0}, {'quo"te': math.inf}, {'quo"te': 0.0}])
 @example(records=[{"loss": math.inf}, {"loss": 0.0, "eval_loss": None}, {"x": 0.0}])

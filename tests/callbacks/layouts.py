@@ -59,7 +59,7 @@ def on_every_layout(
 ) -> dict[str, Path]:
     """Train it in every way; the folders of the runs, by layout. Both functions stand at the top of a module."""
     for layout in LAYOUTS:
-        run_ranks(how or train, 1 if layout == "none" else 2, folder / layout, layout, build, timeout=120)
+        run_ranks(how or train, 1 if layout == "none" else 2, folder / layout, layout, build)
     return {layout: folder / layout for layout in LAYOUTS}
 
 

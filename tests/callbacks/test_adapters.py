@@ -81,7 +81,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Path]]
     found = {kind: {layout: folder / kind / layout for layout in LAYOUTS} for kind in KINDS}
     for kind in KINDS:
         for layout, output_dir in found[kind].items():
-            run_ranks(train, 1 if layout == "none" else 2, output_dir, kind, layout, timeout=120)
+            run_ranks(train, 1 if layout == "none" else 2, output_dir, kind, layout)
     return found
 
 
@@ -160,7 +160,7 @@ def train_in_parts(folder: Path, kind: str, layout: str) -> None:
     ("kind", "layout", "world_size"), [("lora", "none", 1), ("lora", "fsdp", 2), ("frozen", "ddp", 2)]
 )
 def test_resumed_anywhere_it_is_the_same(tmp_path: Path, kind: str, layout: str, world_size: int) -> None:
-    run_ranks(train_in_parts, world_size, tmp_path, kind, layout, timeout=120)
+    run_ranks(train_in_parts, world_size, tmp_path, kind, layout)
     comparison = compare_runs(tmp_path / "whole", tmp_path / "parts")
     assert comparison.identical, f"\n{comparison.table()}"
 

@@ -152,7 +152,7 @@ def test_killed_and_resumed_in_shards(tmp_path: Path) -> None:
 
 
 def test_each_rank_has_its_shards_alone(tmp_path: Path) -> None:
-    ours, theirs = run_ranks(shares, 2, tmp_path, timeout=60)
+    ours, theirs = run_ranks(shares, 2, tmp_path)
     for name, (here, whole) in ours.items():
         assert here + theirs[name][0] == whole
     assert sum(here for here, _ in ours.values()) < sum(whole for _, whole in ours.values())
@@ -171,7 +171,7 @@ def test_each_rank_has_its_shards_alone(tmp_path: Path) -> None:
 def test_the_averages_follow_the_model_to_any_layout(tmp_path: Path, legs: list[tuple[int, str]]) -> None:
     train(tmp_path / "alone", "none", {})
     for steps, (count, layout) in zip((4, 8), legs, strict=True):
-        run_ranks(train, count, tmp_path / "spread", layout, {"max_steps": steps}, timeout=60)
+        run_ranks(train, count, tmp_path / "spread", layout, {"max_steps": steps})
     found, wanted = saved(tmp_path / "spread"), saved(tmp_path / "alone")
     assert found.keys() == wanted.keys() == NAMES
     for name, tensor in found.items():

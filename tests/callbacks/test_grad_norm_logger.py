@@ -98,7 +98,7 @@ def test_gradients_of_every_kind_beside_an_ordinary_one(tmp_path: Path, gradient
 
 @pytest.mark.parametrize("way", grad_norm_ranks.WAYS)
 def test_two_ranks_write_what_one_would(tmp_path: Path, way: str) -> None:
-    run_ranks(grad_norm_ranks.one_step, 2, way, tmp_path, timeout=60)
+    run_ranks(grad_norm_ranks.one_step, 2, way, tmp_path)
     alone = grad_norm_ranks.model()
     alone(grad_norm_ranks.tokens()).backward()
     assert written(tmp_path)[0]["norms"] == pytest.approx(one_by_one(alone), rel=1e-5)

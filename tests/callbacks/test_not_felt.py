@@ -58,8 +58,7 @@ def outcome(output_dir: Path, layout: str, steps: int, observed: bool) -> list[b
 @pytest.mark.parametrize(("layout", "world_size", "steps"), [("none", 1, 100), ("ddp", 2, 30), ("fsdp", 2, 30)])
 def test_all_of_them_at_once_change_nothing(tmp_path: Path, layout: str, world_size: int, steps: int) -> None:
     with_them, without = (
-        run_ranks(outcome, world_size, tmp_path / f"{observed}", layout, steps, observed, timeout=200)
-        for observed in (True, False)
+        run_ranks(outcome, world_size, tmp_path / f"{observed}", layout, steps, observed) for observed in (True, False)
     )
     assert with_them == without
 

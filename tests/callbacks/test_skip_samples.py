@@ -172,7 +172,7 @@ def on_ranks(output_dir: Path, data: str, skipped: int) -> list[int]:
 @pytest.mark.parametrize("skipped", [8, 24])
 def test_two_ranks_skip_what_one_would(tmp_path: Path, data: str, skipped: int) -> None:
     alone = on_ranks(tmp_path / "alone", data, skipped)
-    both = run_ranks(on_ranks, 2, tmp_path / "both", data, skipped, timeout=60)
+    both = run_ranks(on_ranks, 2, tmp_path / "both", data, skipped)
     for step in range(7):
         mine = [numbers[2 * step : 2 * step + 2] for numbers in both]
         assert sorted(mine[0] + mine[1]) == sorted(alone[4 * step : 4 * step + 4])

@@ -96,7 +96,7 @@ def test_killed_and_resumed_each_step_is_there_once(tmp_path: Path) -> None:
         FaultPlan(operation="write", path="step-00000010.partial"),
         None,
     ):
-        (outcome,) = start_ranks(train_to_the_end, 1, tmp_path / "killed", plan).wait(60)
+        (outcome,) = start_ranks(train_to_the_end, 1, tmp_path / "killed", plan).wait()
         assert outcome.was_killed == (plan is not None), outcome
     assert curves(tmp_path / "killed" / EVENTS) == curves(tmp_path / "whole" / EVENTS)
     rewound = [path.name for path in (tmp_path / "killed/logs/rewound").iterdir() if path.name.startswith("events")]

@@ -183,12 +183,16 @@ def test_resumed_anywhere_it_is_the_same(tmp_path: Path) -> None:
 
 def hang(output_dir: Path) -> None:
     """Rank 1 stops for ever in the middle of a step; rank 0 waits for it in a collective."""
+    watchdog = HangWatchdog()
 
     def on_before_backward(ctx: Any) -> None:
-        if ctx.state.global_step == 2 and ranks.rank() == 1:
-            wait_for_nothing()
+        if ctx.state.global_step == 2:
+            watchdog._seconds = 3.0  # not before: a busy machine may take longer than that to begin
+            watchdog._arm()
+            if ranks.rank() == 1:
+                wait_for_nothing()
 
-    layout_trainer(output_dir, "ddp", [Listener({"on_before_backward": on_before_backward}), HangWatchdog(3.0)]).train()
+    layout_trainer(output_dir, "ddp", [Listener({"on_before_backward": on_before_backward}), watchdog]).train()
 
 
 def wait_for_nothing() -> None:
@@ -198,7 +202,7 @@ def wait_for_nothing() -> None:
 
 
 def test_a_run_that_hangs_says_where_and_ends(tmp_path: Path) -> None:
-    outcomes = start_ranks(hang, 2, tmp_path).wait(60)
+    outcomes = start_ranks(hang, 2, tmp_path).wait()
     assert [outcome.exit_code for outcome in outcomes] == [1, 1]
     stuck = (tmp_path / "logs" / "hang-rank-00001.txt").read_text()
     assert "wait_for_nothing" in stuck

@@ -88,7 +88,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(leaves)
 def test_a_leaf_comes_back(leaf: Any) -> None:
     assert_same(through_json(leaf), leaf)
@@ -97,7 +97,7 @@ def test_a_leaf_comes_back(leaf: Any) -> None:
 SIGNALING_NAN = struct.unpack(">d", bytes.fromhex("7ff0000000000001"))[0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(trees)
 @example([float("nan"), -float("nan"), SIGNALING_NAN, float("inf"), -float("inf"), -0.0, 5e-324, 1e22])
 @example([np.float32("nan"), np.float64(-0.0), np.array([SIGNALING_NAN]), np.longdouble(1) / 3, np.bool_(True)])

@@ -52,7 +52,7 @@ BEFORE_IT_IS_PUBLISHED = {
 @pytest.mark.parametrize("when", BEFORE_IT_IS_PUBLISHED)
 def test_killed_before_it_is_published(tmp_path: Path, when: str) -> None:
     victim, operation, end = BEFORE_IT_IS_PUBLISHED[when]
-    outcomes = start_ranks(save_while_one_is_killed, 2, tmp_path, victim, operation, end).wait(60)
+    outcomes = start_ranks(save_while_one_is_killed, 2, tmp_path, victim, operation, end).wait()
     assert outcomes[victim].was_killed, outcomes[victim]
     reason, names = outcomes[1 - victim].value
     verdict = "may not have been saved" if victim == 0 else "was not saved"
@@ -64,7 +64,7 @@ def test_killed_before_it_is_published(tmp_path: Path, when: str) -> None:
 
 def test_rank_zero_is_killed_when_it_is_published(tmp_path: Path) -> None:
     """The other one cannot know, and says so."""
-    outcomes = start_ranks(save_while_one_is_killed, 2, tmp_path, 0, "after rename", "step-00000002").wait(60)
+    outcomes = start_ranks(save_while_one_is_killed, 2, tmp_path, 0, "after rename", "step-00000002").wait()
     assert outcomes[0].was_killed
     reason, names = outcomes[1].value
     assert reason.startswith("step-00000002 may not have been saved: the ranks have lost each other (")
@@ -76,7 +76,7 @@ def test_rank_zero_is_killed_when_it_is_published(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("operation", "end"), [("write", "manifest.json"), ("rename", "step-00000002")])
 def test_rank_one_is_killed_when_all_is_written(tmp_path: Path, operation: str, end: str) -> None:
     """It is published all the same, and rank 0 does not say otherwise."""
-    outcomes = start_ranks(save_while_rank_one_is_killed_by_rank_zero, 2, tmp_path, operation, end).wait(60)
+    outcomes = start_ranks(save_while_rank_one_is_killed_by_rank_zero, 2, tmp_path, operation, end).wait()
     assert outcomes[1].was_killed
     assert outcomes[0].value == ("", ["step-00000001", "step-00000002"])
     found = CheckpointManager(tmp_path).find()
@@ -84,7 +84,7 @@ def test_rank_one_is_killed_when_all_is_written(tmp_path: Path, operation: str, 
 
 
 def test_a_rank_that_is_stuck_is_not_waited_for_for_ever(tmp_path: Path) -> None:
-    (reason, names), (other, _) = run_ranks(save_while_one_is_stuck, 2, tmp_path, timeout=60)
+    (reason, names), (other, _) = run_ranks(save_while_one_is_stuck, 2, tmp_path)
     assert reason.startswith("step-00000002 was not saved: the ranks have lost each other (")
     assert other.startswith("step-00000002 may not have been saved: the ranks have lost each other (")
     assert "step-00000002" not in names

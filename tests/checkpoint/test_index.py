@@ -67,14 +67,14 @@ def shapes_and_boxes(draw: st.DrawFn) -> tuple[list[int], list[Box]]:
     return shape, [list(each) for each in draw(st.lists(box, max_size=6))]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(given_=shapes_and_boxes())
 def test_whatever_does_not_fill_it_is_refused(path: Path, given_: tuple[list[int], list[Box]]) -> None:
     shape, boxes = given_
     assert is_taken(path, shape, boxes) == fills(shape, boxes)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(shape=st.lists(st.integers(1, 6), min_size=1, max_size=4), data=st.data())
 def test_however_it_is_cut_it_is_taken(path: Path, shape: list[int], data: st.DataObject) -> None:
     """Into two, again and again; and one piece that is told twice, or not at all, is found."""

@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("read")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(shape=SIZES, dtype=st.sampled_from(DTYPES), data=st.data())
 def test_any_box_into_anything(folder: Path, shape: list[int], dtype: torch.dtype, data: st.DataObject) -> None:
     """Whatever the shape, the box, and the target's type and strides; also where few rows are read at once."""

@@ -17,5 +17,5 @@ def environment() -> dict[str, str]:
 def dalsegno(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run it in ``folder``, to its end."""
     return subprocess.run(
-        [DALSEGNO, *words], cwd=folder, env=environment(), capture_output=True, text=True, encoding="utf-8", timeout=200
+        [DALSEGNO, *words], cwd=folder, env=environment(), capture_output=True, text=True, encoding="utf-8"
     )

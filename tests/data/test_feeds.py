@@ -81,7 +81,7 @@ def values(microbatch: Microbatch) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(
     length=st.integers(1, 30),
     batch_size=st.integers(1, 4),
@@ -105,7 +105,7 @@ def test_the_ranks_end_together_and_share_each_sample_once(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(length=st.integers(1, 30), skipped=st.integers(0, 35), world_size=st.integers(1, 3), resumes=st.booleans())
 @example(length=17, skipped=17, world_size=2, resumes=True)
 def test_skipping_leaves_what_comes_later(kind: str, length: int, skipped: int, world_size: int, resumes: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -152,7 +153,7 @@ def test_a_part_of_a_dataset_is_another_one() -> None:
 
 def test_nobody_waits_long_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(0, 100, 6))
-    monkeypatch.setattr("dalsegno.data.fingerprint.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("dalsegno.data.fingerprint.time", SimpleNamespace(monotonic=clock.__next__))
     data = Items(TEXTS)
     assert fingerprint(data)["samples"] is None
     assert len(data.asked) == 2

@@ -30,13 +30,13 @@ def too_high(chi_square: float, freedom: int) -> bool:
     return chi_square > freedom + 5 * math.sqrt(2 * freedom)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(length=st.integers(1, 3000), key=keys)
 def test_every_index_comes_exactly_once(length: int, key: int) -> None:
     assert sorted(whole(length, key)) == list(range(length))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(length=st.integers(1, 2**63), key=keys, data=st.data())
 def test_any_position_alone_gives_what_it_gives_among_others(length: int, key: int, data: st.DataObject) -> None:
     some = data.draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=20, unique=True))

@@ -19,7 +19,7 @@ def samplers(length: int, batch_size: int, world_size: int, **options: object) -
     return [ResumableSampler(length, batch_size, rank, world_size, **options) for rank in range(world_size)]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     length=st.integers(1, 120),
     legs=st.lists(st.tuples(sizes, st.integers(1, 4), st.integers(0, 5)), max_size=4),
@@ -50,7 +50,7 @@ def test_legs_of_any_shape_together_deal_each_sample_once(
     assert dealt == Counter(range(length))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(length=st.integers(1, 400), batch_size=sizes, epoch=st.integers(0, 5), data=st.data())
 def test_from_any_cursor_it_goes_on_as_it_would_have(
     length: int, batch_size: int, epoch: int, data: st.DataObject
@@ -72,7 +72,7 @@ def test_blocks_leave_no_seam() -> None:
     assert indices == other_cut
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(length=st.integers(1, 100), batch_size=sizes, world_size=st.integers(1, 5))
 def test_shares_of_the_last_microbatch_differ_by_at_most_one(length: int, batch_size: int, world_size: int) -> None:
     ranks = samplers(length, batch_size, world_size)

@@ -188,7 +188,6 @@ def test_without_a_dialect_native_runs_and_the_others_go_on(deleted: str, gone: 
         env={**os.environ, "PYTHONPATH": str(copy.parent), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr

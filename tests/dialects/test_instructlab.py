@@ -212,7 +212,7 @@ def test_a_slow_one_delays_no_other(tmp_path: Path) -> None:
 
     class Slow(base()):  # type: ignore[misc]
         def on_train_begin(self, context: Any) -> None:
-            assert other_is_done.wait(30)
+            assert other_is_done.wait(60)
             order.append("slow")
 
     class Quick(base()):  # type: ignore[misc]

@@ -207,7 +207,7 @@ def test_a_heartbeat_to_a_server(tmp_path: Path) -> None:
         class Heartbeat(hook_base()):  # type: ignore[misc]
             def on_step_end(self, ctx: Any) -> None:
                 url = f"http://127.0.0.1:{server.server_port}/beat/{ctx.step}"
-                urllib.request.urlopen(url, data=b"", timeout=10).close()
+                urllib.request.urlopen(url, data=b"", timeout=60).close()
 
         small_trainer(tmp_path, Heartbeat(), max_steps=2).train()
         server.shutdown()

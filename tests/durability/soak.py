@@ -86,7 +86,7 @@ def soak(kills: int, world_size: int, folder: Path, seed: int, say: Callable[[Ta
 
 def survive(output_dir: Path, plan: FaultPlan | None, world_size: int, victim: int) -> bool:
     """Whether that leg came to the run's end, rather than to its own."""
-    outcomes = start_ranks(leg, world_size, output_dir, plan, victim).wait(180)
+    outcomes = start_ranks(leg, world_size, output_dir, plan, victim).wait()
     if plan is not None and outcomes[victim].was_killed:
         return False
     for outcome in outcomes:

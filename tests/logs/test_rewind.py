@@ -104,7 +104,7 @@ def test_shorter_file_is_kept_and_goes_on(log: RecordLog, tmp_path: Path, caplog
     assert steps(log.path) == [0, 1, 7]
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(cut=st.integers(0, 400))
 def test_a_log_cut_at_any_byte_goes_on_and_loses_nothing(
     tmp_path_factory: pytest.TempPathFactory, suffix: str, cut: int

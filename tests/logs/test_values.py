@@ -24,7 +24,7 @@ values = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(records=st.lists(st.dictionaries(texts, values), max_size=4), suffix=st.sampled_from([".jsonl", ".json"]))
 def test_what_is_written_is_read_back(
     tmp_path_factory: pytest.TempPathFactory, records: list[dict[str, Any]], suffix: str

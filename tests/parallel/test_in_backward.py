@@ -50,7 +50,7 @@ def test_the_same_weights_and_state_as_an_ordinary_run(tmp_path: Path, optimizer
 def test_the_same_in_shards_on_two_ranks(tmp_path: Path, accumulation: int) -> None:
     how = {"gradient_accumulation_steps": accumulation}
     for name, is_fused in (("fused", True), ("ordinary", False)):
-        run_ranks(fused.train, 2, tmp_path / name, is_fused, "fsdp", how, timeout=120)
+        run_ranks(fused.train, 2, tmp_path / name, is_fused, "fsdp", how)
     assert_same_run(tmp_path / "fused", tmp_path / "ordinary")
 
 
@@ -107,7 +107,7 @@ def test_settings_that_cannot_work_with_it(tmp_path: Path, settings: dict[str, A
 
 def test_ddp_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ds.RankFailed, match="DDP keeps all gradients, in its buckets"):
-        run_ranks(fused.train, 2, tmp_path, True, "auto", {}, timeout=60)
+        run_ranks(fused.train, 2, tmp_path, True, "auto", {})
 
 
 @pytest.mark.parametrize(

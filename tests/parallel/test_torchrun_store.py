@@ -14,7 +14,7 @@ def start(pool: ThreadPoolExecutor, store: HashStore, ranks: range) -> list[Futu
 
 
 def names(lives: list[Future[str]]) -> set[str]:
-    return {life.result(timeout=30) for life in lives}
+    return {life.result() for life in lives}
 
 
 def test_each_life_has_a_name_of_its_own() -> None:

@@ -68,7 +68,7 @@ def test_another_host_is_kept_out_until_the_run_has_ended(url: str, tmp_path: Pa
     ), told
     assert [path.name for path in (tmp_path / "two").iterdir()] == [".lock"], "nothing was brought or trained"
     (tmp_path / "one/stop").touch()
-    (end,) = first.wait(60)
+    (end,) = first.wait()
     assert end.value == "stopped"
     (told,) = run_ranks(jobs.train_on_host, 1, "node-2", url, tmp_path / "two", 2)
     assert told == "finished"
@@ -77,7 +77,7 @@ def test_another_host_is_kept_out_until_the_run_has_ended(url: str, tmp_path: Pa
 def test_a_host_that_is_gone_is_taken_over_once_somebody_says_so(url: str, tmp_path: Path) -> None:
     first = started(url, tmp_path / "one", "node-1")
     first.kill()
-    assert first.wait(60)[0].was_killed
+    assert first.wait()[0].was_killed
     (told,) = run_ranks(jobs.train_on_host, 1, "node-2", url, tmp_path / "two", 2)
     assert told.startswith("Locked: ")
     (told,) = run_ranks(jobs.train_on_host, 1, "node-2", url, tmp_path / "two", 2, True)
@@ -88,7 +88,7 @@ def test_a_host_that_is_gone_is_taken_over_once_somebody_says_so(url: str, tmp_p
 def test_one_that_was_killed_here_holds_nothing(url: str, tmp_path: Path) -> None:
     first = started(url, tmp_path / "one", "node-1")
     first.kill()
-    assert first.wait(60)[0].was_killed
+    assert first.wait()[0].was_killed
     assert run_ranks(jobs.train_on_host, 1, "node-1", url, tmp_path / "two", 2) == ["finished"]
 
 

@@ -21,4 +21,4 @@ def small_disk(place: Path, kilobytes: int) -> Iterator[Path]:
     try:
         yield place
     finally:
-        subprocess.run(["umount", place], check=True)
+        subprocess.run(["umount", "--lazy", place], check=True)  # what is still open there goes when it is closed

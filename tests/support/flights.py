@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import distributed_c10d
 
 import dalsegno as ds
 from checkpoint.parts import RankNotes
@@ -147,7 +148,6 @@ def status(pid: int) -> str:
 
 def save_while_one_is_stuck(directory: Path) -> tuple[str, list[str]]:
     """Rank 1 does not come to an end of its part until rank 0 has given up waiting for it."""
-    ranks._PATIENCE = timedelta(seconds=2)
     gave_up = directory / "gave-up"
 
     def stick(call: int) -> None:
@@ -156,6 +156,7 @@ def save_while_one_is_stuck(directory: Path) -> tuple[str, list[str]]:
 
     manager, components = CheckpointManager(directory), [Component("callbacks.Notes", Notes(stick))]
     manager.save(1, [], components)
+    distributed_c10d._set_pg_timeout(timedelta(seconds=2), ranks.side_group()._group())  # type: ignore[misc]
     flight = manager.launch(2, [], components)
     flight.wait()
     gave_up.touch()

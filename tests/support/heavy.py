@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import resource
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 import dalsegno as ds
 from dalsegno import files, ranks
 from dalsegno.checkpoint import resources
+from dalsegno.checkpoint.flight import Flight
 from support.listeners import Listener
 from support.small import Line, small_trainer
 
@@ -37,12 +39,13 @@ def heavy_trainer(output_dir: Path, *callbacks: Any, megabytes: int, **settings:
 
 
 class Overtaken:
-    """Finds out which saves training goes on beside: each is held up for a moment, to see whether a step begins."""
+    """Finds out which saves training goes on beside: each is held up until a step begins, or training waits for it."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
         """At which step they were captured."""
         self.callback: ds.Callback = Listener({"on_step_begin": self._note_step}, name="overtaking")
+        self._training = threading.get_ident()
         self._begun = -1
         self._changed = threading.Condition()
         self._tried: set[int] = set()
@@ -56,8 +59,16 @@ class Overtaken:
         with self._changed:
             if step not in self._tried:
                 self._tried.add(step)
-                if self._changed.wait_for(lambda: self._begun >= step, timeout=0.5):
+                while self._begun < step and not self._is_waited_for():
+                    self._changed.wait(0.01)
+                if self._begun >= step:
                     self.steps.append(step)
+
+    def _is_waited_for(self) -> bool:
+        frame = sys._current_frames().get(self._training)
+        while frame is not None and frame.f_code is not Flight.wait.__code__:
+            frame = frame.f_back
+        return frame is not None
 
     def _note_step(self, ctx: Any) -> None:
         with self._changed:

@@ -100,23 +100,29 @@ def moments(seed: int, count: int) -> list[FaultPlan]:
     return plans
 
 
+class Alarm(ds.Callback):
+    """Arms a plan that goes by the clock, once the run listens: what comes before ends the process, as it should."""
+
+    def __init__(self, plan: FaultPlan | None) -> None:
+        self._plan = plan
+
+    def on_before_load(self, ctx: Any) -> None:
+        if self._plan is not None and self._plan.seconds is not None:
+            self._plan.arm()
+
+
 def stop_again_and_again(output_dir: Path, plans: Sequence[FaultPlan], quick: bool) -> list[Any]:
     """A leg for each plan, which another rank gets each time; then one to the end. How each leg ended, on this rank."""
     ends = []
     for number, plan in enumerate(plans):
-        armed = number % ranks.world_size() == ranks.rank() and not _only_on_zero(plan)
-        armed = armed or (_only_on_zero(plan) and ranks.rank() == 0)
-        trainer = stoppable_trainer(output_dir, quick=quick, max_steps=2000)
-        disarm = plan.arm() if armed else lambda: None
+        victim = 0 if plan.operation is not None else number % ranks.world_size()  # files are mostly rank 0's affair
+        mine = plan if ranks.rank() == victim else None
+        trainer = stoppable_trainer(output_dir, Alarm(mine), quick=quick, max_steps=2000)
+        disarm = mine.arm() if mine is not None and mine.seconds is None else lambda: None
         result = trainer.train()
         disarm()
         ends.append((result.global_step, result.reason, result.why, result.stopped_by, result.checkpoint))
     return ends
-
-
-def _only_on_zero(plan: FaultPlan) -> bool:
-    """Files, for the most part, are rank 0's affair."""
-    return plan.operation is not None
 
 
 def train_to(output_dir: Path, steps: int, quick: bool) -> None:

@@ -16,7 +16,7 @@ def courses(draw: st.DrawFn) -> Course:
     return Course(steps, {step: draw(st.integers(1, 9)) for step in saves})
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(courses(), st.integers(0, 1 << 40))
 def test_each_moment_lies_ahead_of_the_leg_that_it_is_for(course: Course, seed: int) -> None:
     moments = course.moments(seed)
@@ -35,7 +35,7 @@ def test_each_moment_lies_ahead_of_the_leg_that_it_is_for(course: Course, seed: 
         assert 1 <= plan.count <= course.writes[step]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(courses(), st.integers())
 def test_the_same_seed_gives_the_same_moments(course: Course, seed: int) -> None:
     assert course.moments(seed) == course.moments(seed)

@@ -206,7 +206,7 @@ def test_tail_follows_runs_side_by_side_and_through_a_rewind(tmp_path: Path) -> 
         assert "step 3  loss 5  epoch 0" in follower.stdout.readline()
     finally:
         follower.send_signal(signal.SIGINT)
-        _, complaint = follower.communicate(timeout=60)
+        _, complaint = follower.communicate()
     assert (follower.returncode, complaint) == (130, "\ndalsegno: interrupted\n")
 
 
