@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, cast
 
-from dalsegno.errors import ConfigurationError, RankFailed
+from dalsegno.errors import ConfigurationError
 from dalsegno.result import TrainResult
 
 from .compare import Comparison, compare_runs
 from .course import Course, CourseRecorder
 from .faults import FaultPlan
-from .processes import start_ranks
+from .processes import start_ranks, values
 
 
 class Trains(Protocol):
@@ -94,10 +94,7 @@ def _leg(factory: Factory, output_dir: Path, plan: FaultPlan | None, world_size:
     outcomes = start_ranks(_train, world_size, factory, output_dir, plan).wait(timeout)
     if outcomes[0].was_killed and plan is not None:
         return None
-    failed = [outcome for outcome in outcomes if outcome.exit_code != 0]
-    if failed:
-        raise RankFailed(f"rank {failed[0].rank} ended with {failed[0].exit_code}\n{failed[0].error or ''}")
-    return cast("Course | None", outcomes[0].value)
+    return cast("Course | None", values(outcomes)[0])
 
 
 def _train(factory: Factory, output_dir: Path, plan: FaultPlan | None) -> Course | None:

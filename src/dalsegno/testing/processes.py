@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -137,14 +137,24 @@ def run_ranks(function: Callable[..., T], world_size: int, *args: Any, timeout: 
     """As :func:`start_ranks`, to the end. What each rank returned.
 
     Raises:
-        RankFailed: if one raised or was killed, with its traceback; or after ``timeout`` seconds.
+        RankFailed: if one raised or was killed, with the tracebacks; or after ``timeout`` seconds.
     """
-    outcomes = start_ranks(function, world_size, *args).wait(timeout)
+    return [cast(T, value) for value in values(start_ranks(function, world_size, *args).wait(timeout))]
+
+
+def values(outcomes: Sequence[Outcome]) -> list[Any]:
+    """What each rank returned.
+
+    Raises:
+        RankFailed: if one raised or was killed: with what there is to say of each that did, since the error of one is
+            often only that it has lost another.
+    """
     failed = [outcome for outcome in outcomes if outcome.exit_code != 0]
     if failed:
-        first = next((outcome for outcome in failed if outcome.error), failed[0])
-        raise RankFailed(f"rank {first.rank} ended with {first.exit_code}\n{first.error or ''}")
-    return [cast(T, outcome.value) for outcome in outcomes]
+        raise RankFailed(
+            "\n".join(f"rank {each.rank} ended with {each.exit_code}\n{each.error or ''}" for each in failed)
+        )
+    return [outcome.value for outcome in outcomes]
 
 
 def _run_rank(
