@@ -64,6 +64,15 @@ class Agreement:
             self._control.grant(Wishes(stop=True))
         return bool(stop)
 
+    def aborts(self) -> bool:
+        """Agree at once whether a callback wishes to end without a checkpoint: asked before one is captured."""
+        wish: int = self._control.should_abort_without_save
+        if not self._alone:
+            (wish,) = ranks.agree_max([wish])
+        if wish:
+            self._control.grant(Wishes(abort=True))
+        return bool(wish)
+
     def share_reason(self) -> None:
         """Once all stop: tell all ranks why, and who asked."""
         if not self._alone:

@@ -176,7 +176,7 @@ class Assembly:
             return
         checkpoint = self._manager.find(self.args.directory / best)
         assert checkpoint is not None, "a path is found, or an error"
-        load_parts(checkpoint, [self._model_state])
+        load_parts(checkpoint, [self._model_state, *self._held])  # an average was measured in the weights' place
 
     def _sharded(self) -> list[Sharded]:
         """What is spread over the ranks: the model, its optimizer, and what callbacks hold of that kind."""

@@ -73,7 +73,7 @@ class Boundary:
         self._control = control
         self._meter = meter
         self._outside = outside
-        self.saves = Saves(args, on, state, saver)
+        self.saves = Saves(args, on, state, saver, is_called_off=lambda: self._agreement.aborts())
         self.evaluations: Sequence[Evaluation] = ()
         self.metrics: dict[str, float] = {}
         """Of the newest evaluation."""
@@ -126,10 +126,22 @@ class Boundary:
         save = due.save or wishes.save or self._save_is_held or self.leaving
         self._save_is_held = save and epoch_ends and not self.leaving
         if save and not self._save_is_held and not wishes.abort:
-            self._saved_at = time.monotonic()
-            self.saves.save(self.metrics)
+            self._save()
         elif not self.leaving:
             self.saves.prepare()
+
+    def _save(self) -> None:
+        """A checkpoint of this step; or the end without one, where a handler of on_before_save calls it off."""
+        control = self._control
+        asked = control.stop_reason, control.stopped_by
+        control.stop_reason = control.stopped_by = None  # so that who calls it off is named
+        self._saved_at = time.monotonic()
+        self.saves.save(self.metrics)
+        if control.should_abort_without_save:
+            self._leave()
+            self.saves.forgo()
+        else:
+            control.stop_reason, control.stopped_by = asked
 
     def _leave(self) -> None:
         self.leaving = True

@@ -87,7 +87,11 @@ class Event(Enum):
         "reduced metrics, already logged; the best metric is updated after it",
     )
     PREDICT = "on_predict", MetricsContext, "metrics of a prediction run"
-    BEFORE_SAVE = "on_before_save", BeforeSaveContext, "last chance to change state; then it is captured"
+    BEFORE_SAVE = (
+        "on_before_save",
+        BeforeSaveContext,
+        "last chance to change state, or to call the save off; then it is captured",
+    )
     SAVE = "on_save", SaveContext, "durable and published"
     STEP_DONE = "on_step_done", StepDoneContext, "the last of a step: logs, evaluation and save are behind it"
     EPOCH_END = "on_epoch_end", EpochContext, "after an epoch's last step; once per epoch of the run"

@@ -7,7 +7,7 @@ asked for exists. Once it has landed on all ranks, they hear of it at the same s
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -71,7 +71,18 @@ class Saver(Protocol):
 class Saves:
     """What a boundary saves, and tells of it."""
 
-    def __init__(self, args: TrainingArguments, on: Dispatcher, state: TrainerState, saver: Saver) -> None:
+    def __init__(
+        self,
+        args: TrainingArguments,
+        on: Dispatcher,
+        state: TrainerState,
+        saver: Saver,
+        *,
+        is_called_off: Callable[[], bool],
+    ) -> None:
+        """``is_called_off``: asked behind on_before_save, whether a handler would rather have no checkpoint.
+        Collective."""
+        self._is_called_off = is_called_off
         self._args = args
         self._on = on
         self._state = state
@@ -104,7 +115,7 @@ class Saves:
             self._saver.prepare()
 
     def save(self, metrics: Mapping[str, float]) -> None:
-        """Ask for a checkpoint of this step, unless that has been done. Collective.
+        """Ask for a checkpoint of this step, unless that has been done, or a handler calls it off. Collective.
 
         Raises:
             CannotSave: on every rank, if a state holds what cannot be saved.
@@ -118,6 +129,8 @@ class Saves:
         if on.before_save:
             on.before_save.fill(path, step)
             on.before_save.fire()
+        if self._is_called_off():
+            return
         self._flight = self._saver.save(step, metrics=metrics, is_best=is_best)
         self._asked_step = step
         if not self._args.save_in_background:

@@ -193,6 +193,46 @@ def test_input_summaries_against_the_batch(tmp_path: Path) -> None:
         assert said == pytest.approx([float(each) for each in expected])
 
 
+def test_a_spread_beside_a_large_mean(tmp_path: Path) -> None:
+    """Times in seconds, say: of the difference of two large squares nothing would be left."""
+    seconds = torch.randn(20, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 1.7e9
+    data = [{"x": torch.zeros(8), "y": torch.zeros(1), "seconds": each} for each in seconds]
+
+    class Punctual(nn.Linear):
+        def forward(self, x: Tensor, y: Tensor, seconds: Tensor) -> Tensor:
+            return super().forward(x).square().mean()
+
+    batches: list[Tensor] = []
+    listener = Listener({"on_microbatch_begin": lambda ctx: batches.append(ctx.batch["seconds"])}, name="witness")
+    own = [LogInputSummaries(), JsonLogger(), listener]
+    small_trainer(
+        tmp_path, *own, model=Punctual(8, 1), parts={"train_dataset": data}, max_steps=1, logging_steps=1
+    ).train()
+    (record,) = records(tmp_path)
+    assert record["input/seconds/std"] == pytest.approx(float(batches[0].std(unbiased=False)), rel=1e-5)
+
+
+def test_groups_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    model = nn.ModuleList(nn.Linear(1, 1) for _ in range(4))
+    named = [("body", 0.1), ("body", 0.2), ("head", 0.3), (None, 0.4)]
+    groups = [
+        {"params": list(part.parameters()), "lr": lr} | ({} if name is None else {"name": name})
+        for part, (name, lr) in zip(model, named, strict=True)
+    ]
+    model.forward = lambda x, y: sum(part(y) for part in model).square().mean()  # type: ignore[method-assign,assignment,arg-type,union-attr]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    settings = {"max_steps": 1, "logging_steps": 1, "lr_scheduler_type": "constant"}
+    own = [LogOptimizerParamGroup("lr"), JsonLogger()]
+    small_trainer(tmp_path, *own, model=model, parts={"optimizer": optimizer}, **settings).train()
+    (record,) = records(tmp_path)
+    assert {key: record[key] for key in record if key.startswith("lr/")} == {
+        "lr/0": 0.1,
+        "lr/1": 0.2,
+        "lr/head": 0.3,
+        "lr/3": 0.4,
+    }
+
+
 def test_a_table_of_parameters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small_trainer(tmp_path, CountParams(depth=1), max_steps=1).train()
     assert capsys.readouterr().out.splitlines() == [
@@ -234,6 +274,35 @@ def test_experts_that_get_too_much(tmp_path: Path) -> None:
     (record,) = records(tmp_path)
     said = {key.rpartition("/")[2]: value for key, value in record.items() if key.startswith("expert_load/router")}
     assert said == {"max": 4.0, "entropy": 0.0, "idle": 3.0}
+
+
+class Routed(nn.Module):
+    """A router that puts out a dict, whose last entry is the scores; or something that is none."""
+
+    def __init__(self, scores: bool) -> None:
+        super().__init__()
+        self.router = Router(scores)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (sum(each.mean() for each in self.router(x).values() if each is not None) - y[:, 0]).square().mean()
+
+
+class Router(nn.Linear):
+    def __init__(self, scores: bool) -> None:
+        super().__init__(8, 4)
+        self.scores = scores
+
+    def forward(self, x: Tensor) -> Any:
+        scores = super().forward(x)
+        return {"bias": None, "scores": scores} if self.scores else {"mean": scores.mean()}
+
+
+def test_a_router_that_puts_out_a_dict(tmp_path: Path) -> None:
+    own = [ExpertLoadBalance(every=1), JsonLogger()]
+    small_trainer(tmp_path / "dict", *own, model=Routed(True), max_steps=1, logging_steps=1).train()
+    assert "expert_load/router/max" in records(tmp_path / "dict")[0]
+    with pytest.raises(ds.ConfigurationError, match="router puts out no scores of experts, but a dict"):
+        small_trainer(tmp_path / "none", ExpertLoadBalance(every=1), model=Routed(False), max_steps=1).train()
 
 
 def test_a_router_that_is_not_there(tmp_path: Path) -> None:
@@ -290,7 +359,7 @@ def test_flags_are_set_back_whatever_happens(tmp_path: Path) -> None:
         (lambda: ScopedFlags({"cudnn.benchmrk": True}), "'cudnn.benchmrk'; did you mean 'cudnn.benchmark'"),
         (lambda: ScopedFlags({"cudnn.benchmark": 1}), r"torch.backends.cudnn.benchmark is a bool"),
         (lambda: ScaleLoss("a"), "value='a'; needs a finite number"),  # type: ignore[arg-type]
-        (lambda: LogOptimizerParamGroup([]), r"keys=\[\]; give names of settings"),
+        (lambda: LogOptimizerParamGroup([]), r"keys=\[\]; needs a text, or a list of texts"),
         (lambda: CountParams(depth=0), "depth=0; needs a whole number of at least 1"),
         (lambda: GarbageCollection(every=1.5), "every=1.5; needs a whole number"),  # type: ignore[arg-type]
         (lambda: ExpertLoadBalance(router="("), "is no regular expression"),

@@ -221,6 +221,17 @@ def test_by_hand_they_can_be_put_in_place(tmp_path: Path) -> None:
     assert trainer.predict(sentences(4, seed=2))["test_loss"] == plain
 
 
+def test_the_best_model_comes_with_its_averages(tmp_path: Path) -> None:
+    """They are what was the best; so measured again it is."""
+    settings = {"learning_rate": 0.3, "eval_steps": 2, "save_steps": 2, "max_steps": 12, "load_best_model_at_end": True}
+    trainer = small_trainer(tmp_path, EMA(0.5), parts={"eval_dataset": tiny_regression_data(6, seed=1)}, **settings)
+    trainer.train()
+    best = trainer.state.best_global_step
+    assert 0 < best < 12
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric)
+    assert trainer.train().global_step == 12
+
+
 # --- in checkpoints ---------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,8 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torchmetrics.classification import MulticlassAccuracy
-from torchmetrics.regression import MeanAbsoluteError
+from torchmetrics import MetricCollection
+from torchmetrics.classification import BinaryROC, MulticlassAccuracy
+from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError
 
 import dalsegno as ds
 from callbacks.layouts import assert_same_values, on_every_layout, sentences
@@ -181,6 +183,28 @@ def test_metrics_of_several_sets_and_what_watches_them(tmp_path: Path) -> None:
         assert said == pytest.approx(expected)
 
 
+def test_metrics_of_several_values(tmp_path: Path) -> None:
+    """Each value of a collection has a name of its own, which others can go by; a curve is a list."""
+
+    def select(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        return batch["y"][:, 0].sigmoid(), (batch["y"][:, 0] > 0).long()
+
+    both = MetricCollection({"mae": MeanAbsoluteError(), "mse": MeanSquaredError()})
+    metrics = ModelEvalMetrics({"both": both, "roc": BinaryROC(thresholds=3)}, select=select)
+    data = tiny_regression_data(6, seed=1)
+    settings = {"max_steps": 9, "eval_steps": 1, "save_steps": 1, "metric_for_best_model": "both_mse"}
+    watch = EarlyStopping("both_mae", patience=2)
+    trainer = small_trainer(tmp_path, JsonLogger(), metrics, watch, parts={"eval_dataset": data}, **settings)
+    assert trainer.train().stopped_by == "EarlyStopping"
+    y = torch.stack([data[index]["y"] for index in range(len(data))])[:, 0]
+    said, right = y.sigmoid(), (y > 0).double()
+    record = records(tmp_path, "eval")[0]
+    assert record["eval_both_mae"] == pytest.approx(float((said - right).abs().mean()))
+    assert record["eval_both_mse"] == pytest.approx(float((said - right).square().mean()))
+    assert trainer.state.best_metric == pytest.approx(record["eval_both_mse"])
+    assert [len(part) for part in record["eval_roc"]] == [3, 3, 3]
+
+
 # --- DumpActivations --------------------------------------------------------------------------------------------------
 
 
@@ -205,6 +229,57 @@ def test_activations_of_chosen_modules(tmp_path: Path) -> None:
     assert set(kept) == {f"{step}/microbatch-0/layers.0" for step in seen}
     for step, expected in seen.items():
         assert torch.equal(kept[f"{step}/microbatch-0/layers.0"], expected)
+
+
+class Named(nn.Module):
+    """Puts out a dict, as the models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        guess = self.layer(x)
+        return {"loss": nn.functional.mse_loss(guess, y), "guess": guess}
+
+
+def test_activations_that_a_module_puts_out_by_name(tmp_path: Path) -> None:
+    small_trainer(tmp_path, DumpActivations("kept"), model=Named(), max_steps=1).train()
+    kept = load_file(tmp_path / "kept/rank-00000/steps-00000001-00000001.safetensors")
+    place = "step-00000001/microbatch-0"
+    assert kept.keys() == {f"{place}/layer", f"{place}/model", f"{place}/model#1"}
+    assert torch.equal(kept[f"{place}/layer"], kept[f"{place}/model#1"])
+
+
+def test_a_resumed_run_writes_the_same_activations(tmp_path: Path) -> None:
+    """Broken off with steps in the buffer; no step is in two files, and none is missing."""
+
+    def fail(ctx: Any) -> None:
+        if ctx.step == 5:
+            raise RuntimeError("broken off")
+
+    def train(folder: Path, *own: ds.Callback) -> None:
+        dump = DumpActivations(buffer_steps=3, modules="layers")
+        small_trainer(folder, dump, *own, max_steps=9, save_steps=4).train()
+
+    train(tmp_path / "whole")
+    with pytest.raises(RuntimeError, match="broken off"):
+        train(tmp_path / "parts", Listener({"on_step_done": fail}))
+    train(tmp_path / "parts")
+    whole, parts = (
+        {path.name: load_file(path) for path in (tmp_path / run / "activations/rank-00000").iterdir()}
+        for run in ("whole", "parts")
+    )
+    assert sorted(whole) == [
+        "steps-00000001-00000003.safetensors",
+        "steps-00000004-00000004.safetensors",
+        "steps-00000005-00000007.safetensors",
+        "steps-00000008-00000008.safetensors",
+        "steps-00000009-00000009.safetensors",
+    ]
+    for name, tensors in whole.items():
+        assert parts[name].keys() == tensors.keys()
+        assert all(torch.equal(parts[name][key], tensor) for key, tensor in tensors.items())
 
 
 # --- Notify -----------------------------------------------------------------------------------------------------------
@@ -260,11 +335,17 @@ def test_a_server_that_is_gone_is_not_felt(tmp_path: Path, caplog: pytest.LogCap
     assert "could not be sent" in caplog.text
 
 
+def test_without_apprise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "apprise", None)
+    with pytest.raises(ds.ConfigurationError, match=r"pip install 'dalsegno\[notify\]'"):
+        Notify("json://localhost")
+
+
 @pytest.mark.parametrize(
     ("build", "said"),
     [
         (lambda: Notify("nonsense"), "does not understand the address"),
-        (lambda: Notify([]), "urls is empty"),
+        (lambda: Notify([]), r"urls=\[\]; needs a text, or a list of texts"),
         (lambda: Notify("json://localhost", on="saved"), "unknown Notify: on 'saved'; did you mean 'save'"),
         (lambda: FlopUtilization(0), "peak_hardware_flops=0; needs a finite number over 0"),
         (lambda: DumpActivations(modules="("), "is no regular expression"),

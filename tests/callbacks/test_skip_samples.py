@@ -195,7 +195,7 @@ def test_in_a_loop_of_ones_own(tmp_path: Path) -> None:
     assert numbers == list(range(8, 16))
 
 
-@pytest.mark.parametrize("samples", [-1, 2.5, True])
-def test_wrong_arguments(samples: Any) -> None:
-    with pytest.raises(ds.ConfigurationError, match=r"samples=.*needs a whole number of at least 0"):
-        SkipSamples(samples)
+@pytest.mark.parametrize("n", [-1, 2.5, True])
+def test_wrong_arguments(n: Any) -> None:
+    with pytest.raises(ds.ConfigurationError, match=r"n=.*needs a whole number of at least 0"):
+        SkipSamples(n=n)

@@ -16,6 +16,7 @@ import dalsegno as ds
 from callbacks.layouts import layout_trainer
 from dalsegno import ranks
 from dalsegno.callbacks import JsonLogger, PeakMemory, ProfilerCallback, ResumableSummaryWriter, TBLogger
+from dalsegno.callbacks.tb_logger import DEFAULT_SCALARS
 from dalsegno.logs import read_records
 from dalsegno.testing import FaultPlan, run_ranks, start_ranks, tiny_regression_data
 from support.listeners import Listener
@@ -142,6 +143,47 @@ def on_two_ranks(output_dir: Path) -> None:
 def test_rank_zero_writes(tmp_path: Path) -> None:
     run_ranks(on_two_ranks, 2, tmp_path)
     assert {value for _, value in curves(tmp_path / EVENTS)["rank"]} == {1.0}
+    assert len(list((tmp_path / EVENTS).iterdir())) == 1
+
+
+def write_together(output_dir: Path, plan: FaultPlan | None) -> None:
+    """Two loggers with writers of their own, and curves that lie in folders below."""
+    if plan is not None:
+        plan.arm()
+    writer = ResumableSummaryWriter(name="mine")
+
+    def on_step_end(ctx: Any) -> None:
+        writer.add_scalars("pair", {"one": ctx.step, "two": 2 * ctx.step}, ctx.step)
+
+    second = TBLogger(name="second", scalars={**dict.fromkeys(DEFAULT_SCALARS), "again": "loss"})
+    trainer(output_dir, TBLogger(), second, writer, Listener({"on_step_end": on_step_end}, name="pairs")).train()
+
+
+def test_several_share_a_folder(tmp_path: Path) -> None:
+    """Each goes back with its own files; what is none of theirs is left alone."""
+    for plan in (FaultPlan(event=ds.Event.STEP_DONE, count=8), None):
+        (outcome,) = start_ranks(write_together, 1, tmp_path, plan).wait(60)
+        assert outcome.was_killed == (plan is not None), outcome
+        (tmp_path / EVENTS / "events.out.tfevents.1.other").touch()
+    every_step = [*range(1, STEPS + 1)]
+    drawn = curves(tmp_path / EVENTS)
+    assert [step for step, _ in drawn["train-loss"]] == [step for step, _ in drawn["again"]] == every_step
+    for name in ("one", "two"):
+        assert [step for step, _ in curves(tmp_path / EVENTS / f"pair_{name}")["pair"]] == every_step
+    assert (tmp_path / EVENTS / "events.out.tfevents.1.other").exists()
+
+
+def test_programs_may_flush_and_close_it(tmp_path: Path) -> None:
+    writer = ResumableSummaryWriter()
+
+    def on_step_end(ctx: Any) -> None:
+        writer.add_scalar("mine", 1.0, ctx.step)
+        writer.flush()
+        assert len(curves(tmp_path / EVENTS)["mine"]) == ctx.step
+        writer.close()
+
+    trainer(tmp_path, writer, Listener({"on_step_end": on_step_end}), max_steps=3).train()
+    assert len(curves(tmp_path / EVENTS)["mine"]) == 3
     assert len(list((tmp_path / EVENTS).iterdir())) == 1
 
 

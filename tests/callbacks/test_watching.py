@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,46 @@ def test_no_checkpoint_is_written_of_a_broken_loss(tmp_path: Path) -> None:
     assert (result.global_step, result.reason) == (6, "aborted")
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]
     assert small_trainer(tmp_path, CheckLoss(), max_steps=9, save_steps=3).train().reason == "finished"
+
+
+def send(ctx: Any) -> None:
+    if ctx.step == 4:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+SAVES_THAT_NOBODY_FORESEES: dict[str, tuple[list[ds.Callback], dict[str, Any]]] = {
+    "signal": ([Listener({"on_step_end": send}, name="sender")], {"save_steps": 100}),
+    "clock": ([], {"save_steps": 500, "save": ds.Every(seconds=1e-9)}),
+}
+
+
+@pytest.mark.parametrize("what", SAVES_THAT_NOBODY_FORESEES)
+@pytest.mark.parametrize("checker", [CheckLoss, NaNChecker])
+def test_nor_one_that_comes_out_of_turn(tmp_path: Path, what: str, checker: type[ds.Callback]) -> None:
+    """The last checkpoint of a run that is asked to end, or one that is due by the clock: between two records."""
+    sender, settings = SAVES_THAT_NOBODY_FORESEES[what]
+    own = [broken_at(4, 0), checker(), *sender]
+    result = small_trainer(tmp_path, *own, max_steps=9, logging_steps=100, **settings).train()
+    assert (result.global_step, result.reason, result.stopped_by) == (4, "aborted", checker.__name__)
+    assert "of step 4" in (result.why or "") or "first in step 4" in (result.why or "")
+    assert result.checkpoint == (tmp_path / "checkpoints/step-00000003" if what == "clock" else None)
+    assert not (tmp_path / "checkpoints/step-00000004").exists()
+
+
+def ask_to_end(output_dir: Path) -> tuple[int, str, str | None, str | None]:
+    def ask(ctx: Any) -> None:
+        if ctx.step == 3 and ranks.rank() == 0:
+            ctx.control.stop("enough")
+
+    own = [broken_at(3, 1, rank=1), CheckLoss(), Listener({"on_step_end": ask}, name="asking")]
+    result = layout_trainer(output_dir, "ddp", own, logging_steps=100, save_steps=100, eval_steps=0).train()
+    return result.global_step, result.reason, result.why, result.stopped_by
+
+
+def test_all_ranks_call_a_save_off(tmp_path: Path) -> None:
+    why = "the loss is nan in micro-batch 1 (from 0) of step 3 on rank 1"
+    assert run_ranks(ask_to_end, 2, tmp_path) == [(3, "aborted", why, "CheckLoss")] * 2
+    assert not list(tmp_path.glob("checkpoints/step-*"))
 
 
 class Fragile(nn.Module):
@@ -213,6 +255,15 @@ def test_a_run_that_hangs_says_where_and_ends(tmp_path: Path) -> None:
 def test_a_run_that_does_not_hang_leaves_nothing(tmp_path: Path) -> None:
     assert small_trainer(tmp_path, HangWatchdog(60.0), max_steps=5).train().reason == "finished"
     assert not list(tmp_path.rglob("hang-*"))
+
+
+def test_where_a_leg_hung_can_be_read_after_the_next_one(tmp_path: Path) -> None:
+    """Whoever started it starts it again at once."""
+    (tmp_path / "logs").mkdir()
+    stacks = tmp_path / "logs/hang-rank-00000.txt"
+    stacks.write_text("Timeout!\n")
+    small_trainer(tmp_path, HangWatchdog(60.0), max_steps=5).train()
+    assert stacks.read_text() == "Timeout!\n"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from dalsegno.errors import ConfigurationError, UnknownName
@@ -40,6 +43,46 @@ def one_of(owner: str, name: str, value: str, allowed: Sequence[str]) -> str:
         raise ConfigurationError(f"{owner}: {name}={value!r}; allowed are {', '.join(map(repr, allowed))}")
     if value not in allowed:
         raise UnknownName(f"{owner}: {name}", value, allowed)
+    return value
+
+
+def text(owner: str, name: str, value: str) -> str:
+    """``value``, a text that is not empty."""
+    if not isinstance(value, str) or not value:
+        raise ConfigurationError(f"{owner}: {name}={value!r}; needs a text")
+    return value
+
+
+def texts(owner: str, name: str, value: str | Iterable[str]) -> list[str]:
+    """``value``, one text or several, as a list."""
+    try:
+        several = [value] if isinstance(value, str) else list(value)
+    except TypeError:
+        several = []
+    if not several or not all(isinstance(each, str) and each for each in several):
+        raise ConfigurationError(f"{owner}: {name}={value!r}; needs a text, or a list of texts")
+    return several
+
+
+def folder(owner: str, name: str, value: str | Path) -> Path:
+    """``value``, a folder's path."""
+    if not isinstance(value, (str, os.PathLike)) or not str(value):
+        raise ConfigurationError(f"{owner}: {name}={value!r}; needs a path")
+    return Path(value)
+
+
+def pattern(owner: str, name: str, value: str) -> re.Pattern[str]:
+    """``value``, a regular expression."""
+    try:
+        return re.compile(text(owner, name, value))
+    except re.error as error:
+        raise ConfigurationError(f"{owner}: {name}={value!r} is no regular expression: {error}") from error
+
+
+def mapping(owner: str, name: str, value: Mapping[str, T]) -> Mapping[str, T]:
+    """``value``, a mapping whose keys are texts."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ConfigurationError(f"{owner}: {name}={value!r}; needs a mapping with texts as keys")
     return value
 
 

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import torch
 from torch import Tensor
 
 from dalsegno import ranks
 from dalsegno.callback import Callback
-from dalsegno.contexts import Context, LogContext, MicrobatchEndContext, StepEndContext, TrainBeginContext
+from dalsegno.contexts import BeforeSaveContext, Context, LogContext, MicrobatchEndContext, TrainBeginContext
 
 
 class CheckLoss(Callback):
     """Ends the training, without a checkpoint, once a micro-batch's loss is NaN or infinite.
 
     The reason names the first such micro-batch, its step and the rank that met it. Each loss is looked at where it
-    lies; the answer is read at the steps that log or save, so that the device is never waited for in between and no
-    checkpoint is written of weights that a broken loss has touched. Padding is not looked at.
+    lies; the answer is read at steps that log, and before each save, so that the device is never waited for in between
+    and no checkpoint is written of weights that a broken loss has touched. Padding is not looked at.
     """
 
-    makes_wishes = False  # but at steps that log or save, where the ranks agree anyway
+    makes_wishes = False  # but where records and checkpoints are due, where the ranks agree anyway
 
     def __init__(self) -> None:
         self._first: tuple[Tensor, Tensor, Tensor] | None = None
@@ -44,13 +42,12 @@ class CheckLoss(Callback):
             torch.where(is_first, loss, value),
         )
 
-    def on_step_end(self, ctx: StepEndContext) -> None:
-        if ctx.state.will_save and not ctx.state.will_log:  # else the record comes first, and asks all ranks
-            self._judge(ctx, {ranks.rank(): self._read()})
-
     def on_log_step(self, ctx: LogContext) -> None:
         if ctx.kind == "train":
-            self._judge(ctx, dict(enumerate(ranks.gather_floats(self._read()))))
+            self._judge(ctx)
+
+    def on_before_save(self, ctx: BeforeSaveContext) -> None:
+        self._judge(ctx)
 
     def _read(self) -> list[float]:
         """Step, micro-batch and value of this rank's first broken loss; a step of 0 if there is none."""
@@ -58,8 +55,10 @@ class CheckLoss(Callback):
             return [0.0, 0.0, 0.0]
         return [float(number) for number in torch.stack([each.double() for each in self._first]).tolist()]
 
-    def _judge(self, ctx: Context, found: Mapping[int, Sequence[float]]) -> None:
-        broken = sorted((step, rank, index, value) for rank, (step, index, value) in found.items() if step)
+    def _judge(self, ctx: Context) -> None:
+        """On all ranks."""
+        found = enumerate(ranks.gather_floats(self._read()))
+        broken = sorted((step, rank, index, value) for rank, (step, index, value) in found if step)
         if broken:
             step, rank, index, value = broken[0]
             where = f"micro-batch {index:.0f} (from 0) of step {step:.0f} on rank {rank}"

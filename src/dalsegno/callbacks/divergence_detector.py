@@ -10,6 +10,8 @@ from dalsegno.contexts import LogContext
 from dalsegno.divergence import Divergence, Mode
 from dalsegno.errors import ConfigurationError
 
+from .arguments import flag, text
+
 logger = logging.getLogger("dalsegno")
 
 
@@ -48,6 +50,9 @@ class DivergenceDetector(Callback):
     ) -> None:
         if action not in ("stop", "abort"):
             raise ConfigurationError(f"action is {action!r}; allowed: 'stop' or 'abort'")
+        flag("DivergenceDetector", "use_eval_loss", use_eval_loss)
+        if metric_key is not None:
+            text("DivergenceDetector", "metric_key", metric_key)
         self.name = name
         self._action = action
         self._metric = metric_key or ("eval_loss" if use_eval_loss else "loss")

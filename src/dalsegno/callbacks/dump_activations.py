@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,21 @@ from torch.utils.hooks import RemovableHandle
 
 from dalsegno import ranks
 from dalsegno.callback import Callback
-from dalsegno.contexts import Context, StepDoneContext, TrainBeginContext, TrainEndContext
+from dalsegno.contexts import BeforeSaveContext, Context, StepEndContext, TrainBeginContext, TrainEndContext
 from dalsegno.errors import ConfigurationError
-from dalsegno.pieces import cleaned
+from dalsegno.pieces import cleaned, dense
 
-from .arguments import whole
+from .arguments import folder, pattern, whole
+from .outputs import tensors_in
 
 
 class DumpActivations(Callback):
     """Keeps the output of every module in training's forward passes, and writes it to safetensors files.
 
     ``<outdir>/rank-00000/steps-00000001-00000010.safetensors`` holds the tensors of ten steps, under
-    ``step-00000003/microbatch-0/<module>``; a module that is called several times, or puts out several tensors, has
-    them as ``<module>#1`` and so on. It takes the memory of all activations of ``buffer_steps`` steps, on the CPU, and
-    waits for the device at each: a tool for finding out.
+    ``step-00000003/microbatch-0/<module>``; a module that is called several times, or puts out several tensors, in a
+    tuple or a dict, has them as ``<module>#1`` and so on. A checkpoint ends a file, too. It takes the memory of all
+    activations of ``buffer_steps`` steps, on the CPU, and waits for the device at each: a tool for finding out.
 
     Args:
         outdir: where to; relative to ``output_dir``.
@@ -40,14 +40,9 @@ class DumpActivations(Callback):
     makes_wishes = False
 
     def __init__(self, outdir: str | Path = "activations", buffer_steps: int = 1, modules: str | None = None) -> None:
-        self._outdir = Path(outdir)
+        self._outdir = folder("DumpActivations", "outdir", outdir)
         self._buffer_steps = whole("DumpActivations", "buffer_steps", buffer_steps)
-        try:
-            self._wanted = re.compile(modules or "")
-        except re.error as error:
-            raise ConfigurationError(
-                f"DumpActivations: modules={modules!r} is no regular expression: {error}"
-            ) from error
+        self._wanted = None if modules is None else pattern("DumpActivations", "modules", modules)
         self._folder = Path()
         self._handles: list[RemovableHandle] = []
         self._kept: dict[str, Tensor] = {}
@@ -58,9 +53,9 @@ class DumpActivations(Callback):
         self._folder = ctx.args.directory / self._outdir / f"rank-{ranks.rank():05d}"
         self._kept, self._steps, self._place = {}, [], ""
         for name, module in ctx.model.named_modules():
-            if self._wanted.search(cleaned(name)):
+            if self._wanted is None or self._wanted.search(cleaned(name)):
                 self._handles.append(module.register_forward_hook(self._keeping(cleaned(name) or "model")))
-        if not self._handles:
+        if self._wanted is not None and not self._handles:
             raise ConfigurationError(f"DumpActivations: no module's name matches modules={self._wanted.pattern!r}")
 
     def on_microbatch_begin(self, ctx: Any) -> None:
@@ -69,9 +64,14 @@ class DumpActivations(Callback):
     def on_microbatch_end(self, ctx: Context) -> None:
         self._place = ""
 
-    def on_step_done(self, ctx: StepDoneContext) -> None:
+    def on_step_end(self, ctx: StepEndContext) -> None:
         self._steps.append(ctx.step)
         if len(self._steps) == self._buffer_steps:
+            self._write()
+
+    def on_before_save(self, ctx: BeforeSaveContext) -> None:
+        """A leg that goes on from this checkpoint begins with a file of its own: none is lost, no step is in two."""
+        if self._steps:
             self._write()
 
     def on_train_end(self, ctx: TrainEndContext) -> None:
@@ -84,11 +84,9 @@ class DumpActivations(Callback):
     def _keeping(self, name: str) -> Any:
         def keep(module: nn.Module, args: Any, outputs: Any) -> None:
             if self._place and torch.is_grad_enabled():
-                for tensor in outputs if isinstance(outputs, (tuple, list)) else [outputs]:
-                    if isinstance(tensor, Tensor):
-                        self._kept[self._free(f"{self._place}/{name}")] = (
-                            tensor.detach().to("cpu", copy=True).contiguous()
-                        )
+                for tensor in tensors_in(outputs):
+                    key = self._free(f"{self._place}/{name}")
+                    self._kept[key] = dense(tensor.detach()).to("cpu", copy=True).contiguous()
 
         return keep
 

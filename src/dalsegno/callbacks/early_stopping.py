@@ -9,7 +9,7 @@ from dalsegno.callback import Callback
 from dalsegno.contexts import EvaluateContext
 from dalsegno.errors import UnknownName
 
-from .arguments import number, one_of, whole
+from .arguments import number, one_of, text, whole
 
 
 class EarlyStopping(Callback):
@@ -40,6 +40,7 @@ class EarlyStopping(Callback):
         name: str | None = None,
     ) -> None:
         self.name = name
+        metric = text("EarlyStopping", "metric", metric)
         self._metric = metric if metric.startswith("eval_") else f"eval_{metric}"
         self._patience = whole("EarlyStopping", "patience", patience)
         self._min_delta = number("EarlyStopping", "min_delta", min_delta, least=0)

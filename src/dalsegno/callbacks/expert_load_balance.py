@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
 import torch
@@ -12,11 +11,19 @@ from torch.utils.hooks import RemovableHandle
 
 from dalsegno import ranks
 from dalsegno.callback import Callback
-from dalsegno.contexts import Context, LogContext, StepEndContext, TrainBeginContext, TrainEndContext
+from dalsegno.contexts import (
+    Context,
+    LogContext,
+    MicrobatchBeginContext,
+    StepEndContext,
+    TrainBeginContext,
+    TrainEndContext,
+)
 from dalsegno.errors import ConfigurationError
 from dalsegno.pieces import cleaned
 
-from .arguments import whole
+from .arguments import pattern, whole
+from .outputs import tensors_in
 
 
 class ExpertLoadBalance(Callback):
@@ -27,9 +34,9 @@ class ExpertLoadBalance(Callback):
     - ``expert_load/<router>/entropy``: of the shares, over that of balance: 1 is balance, 0 is one expert for all.
     - ``expert_load/<router>/idle``: how many experts got no token.
 
-    A router is a module whose name matches, and whose output (or the first tensor of it) holds a score for each expert
-    in its last dimension; a token goes to the ``top_k`` highest. Steps that are not due cost a look at a flag in each
-    router.
+    A router is a module whose name matches, and whose output (or the first tensor in it) holds a score for each expert
+    in its last dimension; a token goes to the ``top_k`` highest. Padding does not count. Steps that are not due cost a
+    look at a flag in each router.
 
     Args:
         every: steps from one look to the next.
@@ -45,18 +52,13 @@ class ExpertLoadBalance(Callback):
     def __init__(self, every: int = 100, router: str = r"(^|\.)(router|gate)$", top_k: int = 1) -> None:
         self._every = whole("ExpertLoadBalance", "every", every)
         self._top_k = whole("ExpertLoadBalance", "top_k", top_k)
-        try:
-            self._router = re.compile(router)
-        except re.error as error:
-            raise ConfigurationError(
-                f"ExpertLoadBalance: router={router!r} is no regular expression: {error}"
-            ) from error
+        self._router = pattern("ExpertLoadBalance", "router", router)
         self._handles: list[RemovableHandle] = []
         self._counts: dict[str, Tensor] = {}
-        self._counting = False
+        self._is_due = self._counting = False
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
-        self._counts, self._counting = {}, False
+        self._counts, self._is_due = {}, False
         for name, module in ctx.model.named_modules():
             if self._router.search(cleaned(name)):
                 self._handles.append(module.register_forward_hook(self._counter(cleaned(name))))
@@ -68,10 +70,13 @@ class ExpertLoadBalance(Callback):
 
     def on_step_begin(self, ctx: Context) -> None:
         if (ctx.state.global_step + 1) % self._every == 0:
-            self._counts, self._counting = {}, True
+            self._counts, self._is_due = {}, True
+
+    def on_microbatch_begin(self, ctx: MicrobatchBeginContext) -> None:
+        self._counting = self._is_due and ctx.samples > 0
 
     def on_step_end(self, ctx: StepEndContext) -> None:
-        self._counting = False
+        self._is_due = self._counting = False
 
     def on_log_step(self, ctx: LogContext) -> None:
         if ctx.kind != "train" or not self._counts:
@@ -91,9 +96,12 @@ class ExpertLoadBalance(Callback):
         def count(module: nn.Module, args: Any, outputs: Any) -> None:
             if not self._counting or not torch.is_grad_enabled():
                 return
-            scores = (
-                outputs if isinstance(outputs, Tensor) else next(each for each in outputs if isinstance(each, Tensor))
-            )
+            scores = next(tensors_in(outputs), None)
+            if scores is None or not scores.dim():
+                raise ConfigurationError(
+                    f"ExpertLoadBalance: {name} puts out no scores of experts, but a {type(outputs).__name__}; "
+                    f"router={self._router.pattern!r} shall match routers only"
+                )
             experts = scores.shape[-1]
             chosen = scores.detach().reshape(-1, experts).topk(min(self._top_k, experts)).indices
             numbers = torch.arange(experts, device=chosen.device)

@@ -33,8 +33,8 @@ class HangWatchdog(Callback):
     Progress is a micro-batch, an evaluation batch, a record or a checkpoint. Each rank watches itself, so where one is
     stuck and the others wait for it, all say where they are and end, with exit status 1; whoever started them, torchrun
     or Slurm, can start them again from the last checkpoint. The stacks go to ``logs/hang-rank-00000.txt`` and so on in
-    the run's folder, and to stderr. The watch is kept by the interpreter's own C thread: it works while some call holds
-    Python's lock.
+    the run's folder, behind those of former legs. The watch is kept by the interpreter's own C thread: it works while
+    some call holds Python's lock.
 
     Args:
         seconds: without progress. More than the longest step, save or import of a first batch takes.
@@ -54,7 +54,7 @@ class HangWatchdog(Callback):
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         self._path = ctx.args.directory / "logs" / f"hang-rank-{ranks.rank():05d}.txt"
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._path.open("w")
+        self._file = self._path.open("a")
         self._arm()
 
     def on_microbatch_end(self, ctx: Context) -> None:
@@ -79,7 +79,8 @@ class HangWatchdog(Callback):
         faulthandler.cancel_dump_traceback_later()
         if self._file is not None and self._path is not None:
             self._file.close()
-            self._path.unlink(missing_ok=True)
+            if self._path.exists() and not self._path.stat().st_size:  # else a former leg has said where it hung
+                self._path.unlink()
         self._file = None
 
     def _note(self) -> None:

@@ -88,6 +88,7 @@ def _shown(path: Path, ctx: Context) -> str:
 def _model_line(model: nn.Module) -> str:
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     count, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper is no model
     # fully_shard derives a class of its own from FSDPModule and the model's
     kind = type(model).__mro__[2] if isinstance(model, FSDPModule) else type(model)
     return f"{kind.__name__}, {count:,} parameters" + (f", {trained:,} of them trained" * (trained != count))

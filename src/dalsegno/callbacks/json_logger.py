@@ -10,6 +10,7 @@ from typing import Any
 from dalsegno.contexts import LogContext
 from dalsegno.errors import ConfigurationError
 
+from .arguments import folder
 from .record_callback import RecordCallback
 
 logger = logging.getLogger("dalsegno")
@@ -41,7 +42,7 @@ class JsonLogger(RecordCallback):
     ranks = "zero"
 
     def __init__(self, *, path: str | Path | None = None, name: str | None = None, **header: Any) -> None:
-        super().__init__("logs/train.jsonl" if path is None else path)
+        super().__init__("logs/train.jsonl" if path is None else folder("JsonLogger", "path", path))
         self.name = name
         taken = [key for key in RESERVED if key in header]
         if taken:

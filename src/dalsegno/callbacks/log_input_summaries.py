@@ -12,7 +12,7 @@ from dalsegno import ranks
 from dalsegno.callback import Callback
 from dalsegno.contexts import LogContext, MicrobatchBeginContext
 
-_MEASURED = 5  # numbers of each tensor: count, sum, sum of squares, minimum, maximum
+_MEASURED = 5  # numbers of each tensor: count, mean, sum of squared deviations from it, minimum, maximum
 
 
 class LogInputSummaries(Callback):
@@ -49,19 +49,21 @@ class LogInputSummaries(Callback):
         each_rank = torch.tensor(ranks.gather_floats(measured.flatten().tolist()), dtype=torch.float64)
         by_rank = each_rank.reshape(-1, len(self._names), _MEASURED)
         for number, name in enumerate(self._names):
-            count, total, squares = by_rank[:, number, :3].sum(0).tolist()
-            mean = total / count if count else math.nan
-            variance = squares / count - mean * mean if count else math.nan
-            ctx.logs[f"input/{name}/mean"] = mean
-            ctx.logs[f"input/{name}/std"] = math.sqrt(max(0.0, variance)) if variance == variance else math.nan
+            counts, means, deviations = by_rank[:, number, :3].unbind(1)
+            count = counts.sum()  # of no elements: the rest is NaN
+            mean = (counts * means).sum() / count
+            variance = (deviations + counts * (means - mean).square()).sum() / count
+            ctx.logs[f"input/{name}/mean"] = float(mean)
+            ctx.logs[f"input/{name}/std"] = float(variance.sqrt())
             ctx.logs[f"input/{name}/min"] = float(by_rank[:, number, 3].min())
             ctx.logs[f"input/{name}/max"] = float(by_rank[:, number, 4].max())
 
 
 def _measure(tensor: Tensor, counts: bool) -> Tensor:
-    """Count, sum, sum of squares, minimum, maximum: shape (5,), float64. Of padding: nothing."""
+    """Shape (5,), float64. Of padding: nothing."""
     if not counts or not tensor.numel():
         return torch.tensor([0.0, 0.0, 0.0, math.inf, -math.inf], dtype=torch.float64, device=tensor.device)
     flat = tensor.detach().double()
     count = torch.full((), flat.numel(), dtype=torch.float64, device=flat.device)
-    return torch.stack([count, flat.sum(), flat.square().sum(), flat.min(), flat.max()])
+    mean = flat.mean()
+    return torch.stack([count, mean, (flat - mean).square().sum(), flat.min(), flat.max()])

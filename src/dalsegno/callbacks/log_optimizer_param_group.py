@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from dalsegno.callback import Callback
 from dalsegno.contexts import LogContext, TrainBeginContext
-from dalsegno.errors import ConfigurationError, UnknownName
+from dalsegno.errors import UnknownName
+
+from .arguments import texts
 
 
 class LogOptimizerParamGroup(Callback):
     """Adds settings of every parameter group to each record of training, as ``<key>/<group>``.
 
-    A group is named by its ``name``, if it has one, else by its number. Values are those of the moment of the record:
-    the learning rate is the one that the next update is going to use.
+    A group is named by its ``name``, if it has one that no other has, else by its number. Values are those of the
+    moment of the record: the learning rate is the one that the next update is going to use.
 
     Args:
         keys: which settings, such as ``["lr", "weight_decay"]``; a single one may be given as it is.
@@ -26,9 +30,7 @@ class LogOptimizerParamGroup(Callback):
     makes_wishes = False
 
     def __init__(self, keys: str | Iterable[str]) -> None:
-        self._keys = [keys] if isinstance(keys, str) else list(keys)
-        if not self._keys or not all(isinstance(key, str) for key in self._keys):
-            raise ConfigurationError(f"LogOptimizerParamGroup: keys={keys!r}; give names of settings, such as ['lr']")
+        self._keys = texts("LogOptimizerParamGroup", "keys", keys)
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         known = {key for group in ctx.optimizer.param_groups for key in group} - {"params"}
@@ -39,9 +41,16 @@ class LogOptimizerParamGroup(Callback):
     def on_log_step(self, ctx: LogContext) -> None:
         if ctx.kind != "train":
             return
-        for number, group in enumerate(ctx.optimizer.param_groups):
+        groups = ctx.optimizer.param_groups
+        for title, group in zip(_titles(groups), groups, strict=True):
             for key in self._keys:
                 if key in group:
                     value = group[key]
                     is_number = hasattr(value, "__float__") and not isinstance(value, bool)
-                    ctx.logs[f"{key}/{group.get('name', number)}"] = float(value) if is_number else value
+                    ctx.logs[f"{key}/{title}"] = float(value) if is_number else value
+
+
+def _titles(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    titles = [str(group.get("name", number)) for number, group in enumerate(groups)]
+    often = Counter(titles)
+    return [title if often[title] == 1 else str(number) for number, title in enumerate(titles)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +11,8 @@ from dalsegno.callback import Callback
 from dalsegno.contexts import EvaluateBeginContext, LogContext, PredictionStepContext
 from dalsegno.errors import ConfigurationError
 from dalsegno.pieces import device_of
+
+from .arguments import mapping
 
 
 class Metric(Protocol):
@@ -38,7 +40,8 @@ class ModelEvalMetrics(Callback):
         )
 
     Each is reset when a set's evaluation begins, told of every batch, and computed over all ranks when it ends. Padding
-    is not told. What ``EarlyStopping``, ``metric_for_best_model`` and the loggers see contains them.
+    is not told. A metric of several values, a ``MetricCollection`` say, has an entry for each: ``eval_<name>_<value>``;
+    one that is a curve is a list. What ``EarlyStopping``, ``metric_for_best_model`` and the loggers see contains them.
 
     Args:
         metrics: by name; torchmetrics' own, or anything with ``update``, ``compute`` and ``reset`` whose ``compute``
@@ -52,11 +55,11 @@ class ModelEvalMetrics(Callback):
     makes_wishes = False
 
     def __init__(self, metrics: Mapping[str, Metric], select: Select) -> None:
-        for name, metric in metrics.items():
+        for name, metric in mapping("ModelEvalMetrics", "metrics", metrics).items():
             missing = [needed for needed in ("update", "compute", "reset") if not hasattr(metric, needed)]
             if missing or isinstance(metric, type):
                 raise ConfigurationError(
-                    f"ModelEvalMetrics: {name}={metric!r} is no metric; it needs {missing or 'to be built'}"
+                    f"ModelEvalMetrics: metrics[{name!r}]={metric!r} is no metric; it needs {missing or 'to be built'}"
                 )
         if not callable(select):
             raise ConfigurationError(f"ModelEvalMetrics: select={select!r}; needs a function of (outputs, batch)")
@@ -85,6 +88,20 @@ class ModelEvalMetrics(Callback):
             return
         self._measuring = False
         for name, metric in self._metrics.items():
-            value = metric.compute()
-            ctx.logs[f"{self._prefix}_{name}"] = value.tolist() if isinstance(value, torch.Tensor) else value
+            ctx.logs |= _entries(f"{self._prefix}_{name}", metric.compute())
             metric.reset()
+
+
+def _entries(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What a metric has come to, as entries of a record: of a mapping one for each of its values."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _entries(f"{name}_{key}", each)
+    else:
+        yield name, _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return value.tolist() if hasattr(value, "tolist") else value

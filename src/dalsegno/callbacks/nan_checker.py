@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -12,13 +12,21 @@ from torch.utils.hooks import RemovableHandle
 
 from dalsegno import ranks
 from dalsegno.callback import Binder, Callback
-from dalsegno.contexts import StepEndContext, StepSkippedContext, TrainBeginContext, TrainEndContext
+from dalsegno.contexts import (
+    BeforeSaveContext,
+    Context,
+    StepEndContext,
+    StepSkippedContext,
+    TrainBeginContext,
+    TrainEndContext,
+)
 from dalsegno.errors import ConfigurationError
 from dalsegno.events import Event
 from dalsegno.pieces import cleaned, dense
 from dalsegno.state import Handler
 
 from .arguments import flag
+from .outputs import tensors_in
 
 _NONE = 2**62
 _GRADIENT = "the gradient of "
@@ -30,11 +38,11 @@ class NaNChecker(Callback):
     one holds NaN or infinity. The reason names the first such module, in the order in which they ran, with its step and
     rank.
 
-    Each is looked at on the device; the answers are read at the steps that log or save. It costs a pass over all
-    activations and keeps nothing of them: a tool for finding out, not for every run. Tensors inside of tuples, lists
-    and dicts are found too. Infinity where a model means it, in an attention mask say, is none of a module's output.
-    Under fp16, gradients are scaled up until they do not fit any more, and the scaler skips that step: such gradients
-    are no finding, unless it skips one step after the other.
+    Each is looked at on the device; the answers are read at steps that log, and before each save. It costs a pass over
+    all activations and keeps nothing of them: a tool for finding out, not for every run. Tensors inside of tuples,
+    lists and dicts are found too. Infinity where a model means it, in an attention mask say, is none of a module's
+    output. Under fp16, gradients are scaled up until they do not fit any more, and the scaler skips that step: such
+    gradients are no finding, unless it skips one step after the other.
 
     Args:
         gradients: look at gradients too.
@@ -43,7 +51,7 @@ class NaNChecker(Callback):
         ConfigurationError: if that is neither True nor False.
     """
 
-    makes_wishes = False  # but at steps that log or save, where the ranks agree anyway
+    makes_wishes = False  # but where records and checkpoints are due, where the ranks agree anyway
 
     def __init__(self, gradients: bool = True) -> None:
         self._gradients = flag("NaNChecker", "gradients", gradients)
@@ -74,8 +82,11 @@ class NaNChecker(Callback):
     def on_step_end(self, ctx: StepEndContext) -> None:
         self._skips, self._is_skipped = self._skips if self._is_skipped else 0, False
         self._note_step(ctx.step)
-        if ctx.state.will_log or ctx.state.will_save:
+        if ctx.state.will_log:
             self._judge(ctx)
+
+    def on_before_save(self, ctx: BeforeSaveContext) -> None:
+        self._judge(ctx)
 
     def on_train_end(self, ctx: TrainEndContext) -> None:
         while self._handles:
@@ -87,7 +98,7 @@ class NaNChecker(Callback):
             kept = [each for each in zip(self._what, self._extremes, strict=True) if not each[0].startswith(_GRADIENT)]
             self._what, self._extremes = [what for what, _ in kept], [extremes for _, extremes in kept]
 
-    def _judge(self, ctx: StepEndContext) -> None:
+    def _judge(self, ctx: Context) -> None:
         """On all ranks: what breaks on one of them is in the weights of all a step later."""
         broken = self._read()
         if ranks.agree_max([broken is not None])[0]:
@@ -99,7 +110,9 @@ class NaNChecker(Callback):
         def look(module: nn.Module, args: Any, outputs: Any) -> None:
             if not torch.is_grad_enabled():  # an evaluation's
                 return
-            for tensor in _tensors(outputs):
+            for tensor in tensors_in(outputs):
+                if not (tensor.is_floating_point() or tensor.is_complex()):
+                    continue
                 self._note(f"the output of {name}", tensor)
                 if self._gradients and tensor.requires_grad:
                     tensor.register_hook(partial(self._note_gradient, name))  # type: ignore[no-untyped-call]
@@ -141,16 +154,3 @@ class NaNChecker(Callback):
             if begins <= number < begins + len(what):
                 return step, what[number - begins]
         return None
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    """The floating-point tensors in what a module returns."""
-    if isinstance(tree, Tensor):
-        if tree.is_floating_point() or tree.is_complex():
-            yield tree
-    elif isinstance(tree, dict):
-        for each in tree.values():
-            yield from _tensors(each)
-    elif isinstance(tree, (list, tuple)):
-        for each in tree:
-            yield from _tensors(each)

@@ -19,7 +19,7 @@ from dalsegno.contexts import (
 )
 from dalsegno.errors import ConfigurationError
 
-from .arguments import one_of
+from .arguments import one_of, texts
 
 logger = logging.getLogger("dalsegno")
 
@@ -51,15 +51,14 @@ class Notify(Callback):
     makes_wishes = False
 
     def __init__(self, urls: str | Iterable[str], on: str | Iterable[str] = ("end", "exception")) -> None:
-        occasions = [on] if isinstance(on, str) else list(on)
-        self._on = {one_of("Notify", "on", occasion, OCCASIONS) for occasion in occasions}
+        self._on = {one_of("Notify", "on", occasion, OCCASIONS) for occasion in texts("Notify", "on", on)}
         self._apprise = _apprise()
-        for url in [urls] if isinstance(urls, str) else list(urls):
+        for number, url in enumerate(texts("Notify", "urls", urls)):
             if not self._apprise.add(url):
-                scheme = url.partition("://")[0]
-                raise ConfigurationError(f"Notify: apprise does not understand the address {scheme}://…; see its list")
-        if not len(self._apprise):
-            raise ConfigurationError("Notify: urls is empty; give at least one address")
+                scheme = url.partition("://")[0]  # the rest may hold a password
+                raise ConfigurationError(
+                    f"Notify: urls[{number}]: apprise does not understand the address {scheme}://…; see its list"
+                )
         self._sending: list[threading.Thread] = []
         self._error: BaseException | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,8 @@ from dalsegno.callback import Callback
 from dalsegno.contexts import LoadContext, TrainBeginContext, TrainEndContext
 from dalsegno.errors import ConfigurationError
 from dalsegno.logs.event_files import EventPosition, lengths, make_durable, rewind_events
+
+from .arguments import folder
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -26,9 +29,10 @@ class ResumableSummaryWriter(Callback):
         trainer = ds.Trainer(..., callbacks=[writer, PeakMemory(summary_writer=writer)])
         writer.add_scalar("my/number", 3.0, global_step=10)     # while training runs; on rank 0, elsewhere nothing
 
-    A file is opened when the first thing is written. What is written is on the disk before the checkpoint that knows
-    of it is one. A resumed run goes on in the same folder: what came after the checkpoint, and only that, is moved into
-    ``rewound/`` beside it, and a TensorBoard that is looking on is told to forget it.
+    A file is opened when the first thing is written; the run closes it. What is written is on the disk before the
+    checkpoint that knows of it is one. A resumed run goes on in the same folder: what came after the checkpoint, and
+    only that, is moved into ``rewound/`` beside it, and a TensorBoard that is looking on is told to forget it. Files
+    bear the writer's key, so several may share a folder.
 
     Args:
         log_dir: relative to ``output_dir``, or absolute.
@@ -43,7 +47,7 @@ class ResumableSummaryWriter(Callback):
 
     def __init__(self, log_dir: str | Path = "logs/tensorboard", *, name: str | None = None) -> None:
         self.name = name
-        self._log_dir = Path(log_dir)
+        self._log_dir = folder("ResumableSummaryWriter", "log_dir", log_dir)
         self._folder: Path | None = None  # while training runs, on rank 0
         self._is_elsewhere = False  # on another rank
         self._writer: SummaryWriter | None = None
@@ -66,15 +70,14 @@ class ResumableSummaryWriter(Callback):
             self._writer.close()
             self._writer = None
         if self._folder is not None:
-            self._saved = EventPosition(self._events, lengths(self._folder))
+            self._saved = EventPosition(self._events, lengths(self._folder, self._mark))
         self._folder, self._first_step = None, None
 
     def state_dict(self) -> dict[str, Any]:
         if self._folder is None:
             return self._saved.to_state()
-        if self._writer is not None:
-            self._writer.flush()
-        return EventPosition(self._events, lengths(self._folder)).to_state()
+        self.flush()
+        return EventPosition(self._events, lengths(self._folder, self._mark)).to_state()
 
     def load_state_dict(self, state: Any) -> None:
         """Go back to there at once if training runs (a rollback), else when it begins."""
@@ -85,7 +88,21 @@ class ResumableSummaryWriter(Callback):
     def make_durable(self) -> None:
         """Force what is written to the disk: before a checkpoint that knows of it becomes one."""
         if self._folder is not None:
-            make_durable(self._folder)
+            make_durable(self._folder, self._mark)
+
+    def flush(self) -> None:
+        """Hand what is written to the operating system."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    def close(self) -> None:
+        """For programs that close whatever they have written to: the same as :meth:`flush`."""
+        self.flush()
+
+    @property
+    def _mark(self) -> str:
+        """What the names of this writer's files end with."""
+        return "." + re.sub(r"[^\w-]", "_", self.key)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """``add_scalar``, ``add_text`` and all else that torch's SummaryWriter can add."""
@@ -103,7 +120,7 @@ class ResumableSummaryWriter(Callback):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-        rewind_events(self._folder, self._saved.files)
+        rewind_events(self._folder, self._mark, self._saved.files)
         self._events = self._saved.events
 
     def _opened(self) -> SummaryWriter:
@@ -113,5 +130,5 @@ class ResumableSummaryWriter(Callback):
             from torch.utils.tensorboard import SummaryWriter
 
             # The purge step is for a TensorBoard that has read the tail already, which by now is in rewound/.
-            self._writer = SummaryWriter(str(self._folder), purge_step=self._first_step)
+            self._writer = SummaryWriter(str(self._folder), purge_step=self._first_step, filename_suffix=self._mark)
         return self._writer

@@ -11,6 +11,8 @@ from dalsegno.callback import Callback
 from dalsegno.contexts import TrainBeginContext, TrainEndContext
 from dalsegno.errors import ConfigurationError, UnknownName
 
+from .arguments import mapping
+
 
 class ScopedFlags(Callback):
     """Sets attributes of ``torch.backends`` from on_train_begin to on_train_end, whatever ends the training.
@@ -30,7 +32,7 @@ class ScopedFlags(Callback):
     makes_wishes = False
 
     def __init__(self, flags: Mapping[str, Any]) -> None:
-        for name, value in flags.items():
+        for name, value in mapping("ScopedFlags", "flags", flags).items():
             owner, attribute = _place(name)
             present = getattr(owner, attribute)
             if type(value) is not type(present):

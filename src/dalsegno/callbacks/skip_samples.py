@@ -12,7 +12,7 @@ from .arguments import whole
 
 
 class SkipSamples(Callback):
-    """Passes over the first ``samples`` samples that the run would train on.
+    """Passes over the first ``n`` samples that the run would train on.
 
     They are counted over all ranks, in the order in which the run would have seen them, shuffled or not; if there are
     more than an epoch has, the next ones are skipped, too. Of a map dataset none is loaded. An iterable dataset, one
@@ -21,7 +21,7 @@ class SkipSamples(Callback):
     Epochs count what is skipped, ``state.samples_seen`` does not.
 
     Args:
-        samples: how many.
+        n: how many.
 
     Raises:
         ConfigurationError: if that is not a whole number of at least 0.
@@ -30,8 +30,8 @@ class SkipSamples(Callback):
     makes_wishes = False
     observes = False
 
-    def __init__(self, samples: int) -> None:
-        self._left = whole("SkipSamples", "samples", samples, least=0)
+    def __init__(self, n: int) -> None:
+        self._left = whole("SkipSamples", "n", n, least=0)
 
     def on_epoch_begin(self, ctx: EpochContext) -> None:
         if self._left and ctx.state.global_step == 0:  # in a run that is under way there are no first samples any more

@@ -12,7 +12,7 @@ from dalsegno.callback import Callback
 from dalsegno.contexts import LoadContext, LogContext, TrainBeginContext, TrainEndContext
 from dalsegno.errors import ConfigurationError
 
-from .arguments import writer
+from .arguments import mapping, writer
 from .resumable_summary_writer import ResumableSummaryWriter
 
 
@@ -71,14 +71,15 @@ class TBLogger(Callback):
         name: str | None = None,
     ) -> None:
         self.name = name
-        self._own = ResumableSummaryWriter() if summary_writer is None else None
+        self._own = ResumableSummaryWriter(name=name or "TBLogger") if summary_writer is None else None
         self._writer = self._own or writer("TBLogger", summary_writer, "add_scalar", "add_text")
         self._scalars = dict(DEFAULT_SCALARS)
-        for tag, given in (scalars or {}).items():
+        for tag, given in mapping("TBLogger", "scalars", {} if scalars is None else scalars).items():
             self._scalars.pop(tag, None)
             if given is not None:
                 self._scalars[tag] = _scalar(tag, given)
-        self._texts = {"experiment": experiment_info} if isinstance(experiment_info, str) else experiment_info or {}
+        info: Any = {} if experiment_info is None else experiment_info
+        self._texts = {"experiment": info} if isinstance(info, str) else mapping("TBLogger", "experiment_info", info)
         self._has_described = False
 
     def on_load(self, ctx: LoadContext) -> None:
@@ -120,6 +121,8 @@ class TBLogger(Callback):
 def _scalar(tag: str, given: Mapping[str, Any] | str) -> Scalar:
     if isinstance(given, str):
         return Scalar(given)
+    if not isinstance(given, Mapping):
+        raise ConfigurationError(f"TBLogger: scalars[{tag!r}]={given!r}; needs a name in the records, or a mapping")
     unknown = set(given) - {"source", "transform"}
     transform = given.get("transform")
     if unknown or not isinstance(given.get("source"), str) or not (transform is None or callable(transform)):

@@ -79,7 +79,11 @@ class Manifest:
             "torch": self.torch,
             "dalsegno": self.dalsegno,
             "created": self.created,
-            "metrics": {name: _json_number(value) for name, value in self.metrics.items()},
+            "metrics": {
+                name: _json_number(value)
+                for name, value in self.metrics.items()
+                if hasattr(value, "__float__")  # what is a curve, say, stays in the log
+            },
             "best": self.best,
             "files": {name: {"size": file.size, "xxh3": file.xxh3} for name, file in self.files.items()},
             "components": {

@@ -1,7 +1,9 @@
 """TensorBoard's event files, cut back on resume to where the checkpoint was taken.
 
-A leg appends to a file of its own; a checkpoint knows every file of the folder and how long it was. What came later
-goes into ``rewound/`` beside the folder, under names that TensorBoard does not take for event files.
+A leg appends to a file of its own; a checkpoint knows every file of a writer and how long it was. What came later
+goes into ``rewound/`` beside the folder, under names that TensorBoard does not take for event files. A writer's files
+bear its mark at the end of their names, in the folder and below it (``add_scalars`` makes folders): those of others are
+left alone.
 """
 
 from __future__ import annotations
@@ -52,34 +54,36 @@ class EventPosition:
         return position
 
 
-def lengths(folder: Path) -> dict[str, int]:
-    """Bytes of each event file in ``folder``, by name."""
-    return {path.name: path.stat().st_size for path in _event_files(folder)}
+def lengths(folder: Path, suffix: str) -> dict[str, int]:
+    """Bytes of each event file in ``folder`` whose name ends so, by its path in there."""
+    return {name: path.stat().st_size for name, path in _event_files(folder, suffix).items()}
 
 
-def make_durable(folder: Path) -> None:
-    """Force the event files, as far as they are written, and their names to the disk."""
-    for path in _event_files(folder):
+def make_durable(folder: Path, suffix: str) -> None:
+    """Force these files, as far as they are written, and their names to the disk."""
+    own = _event_files(folder, suffix).values()
+    for path in own:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             files.fsync(descriptor, path)
         finally:
             os.close(descriptor)
-    if folder.is_dir():
-        files.fsync_directory(folder)
+    for directory in {path.parent for path in own}:
+        files.fsync_directory(directory)
 
 
-def rewind_events(folder: Path, saved: Mapping[str, int]) -> list[Path]:
-    """Bring the folder back to ``saved``, a result of :func:`lengths`; gives where what came later is now."""
+def rewind_events(folder: Path, suffix: str, saved: Mapping[str, int]) -> list[Path]:
+    """Bring these files back to ``saved``, a result of :func:`lengths`; gives where what came later is now."""
     archived = []
-    for path in _event_files(folder):
-        kept = saved.get(path.name, 0)
+    there = _event_files(folder, suffix)
+    for name, path in there.items():
+        kept = saved.get(name, 0)
         size = path.stat().st_size
         if size < kept:
             logger.warning("%s is shorter than the checkpoint knew it: %d bytes are missing", path, kept - size)
         elif size > kept:
-            archived.append(_archive(path, kept))
-    for name in saved.keys() - {path.name for path in _event_files(folder)}:
+            archived.append(_archive(path, kept, folder.parent))
+    for name in saved.keys() - there.keys():
         if saved[name]:
             logger.warning("%s is gone, and with it what it held", folder / name)
     if archived:
@@ -87,13 +91,14 @@ def rewind_events(folder: Path, saved: Mapping[str, int]) -> list[Path]:
     return archived
 
 
-def _event_files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if _MARK in path.name) if folder.is_dir() else []
+def _event_files(folder: Path, suffix: str) -> dict[str, Path]:
+    found = sorted(path for path in folder.rglob(f"*{_MARK}*") if path.name.endswith(suffix))
+    return {path.relative_to(folder).as_posix(): path for path in found}
 
 
-def _archive(path: Path, kept: int) -> Path:
+def _archive(path: Path, kept: int, beside: Path) -> Path:
     """Move what follows the first ``kept`` bytes; the copy is on the disk before the file is cut."""
-    target = free_place(path.parent.parent, path.name.replace(_MARK, "rewound"))
+    target = free_place(beside, path.name.replace(_MARK, "rewound"))
     if kept == 0:
         archive_whole(path, target)
         return target
