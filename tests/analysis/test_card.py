@@ -56,6 +56,9 @@ def test_many_runs_and_runs_of_nothing() -> None:
     page = Texts(cards([MadeUpLog(f"run {number}", falling(20)) for number in range(40)] + [MadeUpLog("empty")]))
     assert page.elements.count("svg") == 30
     assert page.texts[-1] == "and 11 more"
+    one = svg_curve(series([1.0]))
+    (points,) = re.findall(r"points='([^']+)'", one)
+    assert len(points.split()) == 2 and len(set(points.split())) == 1 and "stroke-linecap='round'" in one
     assert "none with a loss" in Texts(card(MadeUpLog("empty"))).texts
     assert Texts(card(MadeUpLog("a", series([NAN])))).elements.count("svg") == 0
 

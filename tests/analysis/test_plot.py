@@ -118,6 +118,15 @@ def test_no_spike_is_lost_and_nan_is_seen() -> None:
     assert list(cross.get_xdata()) == [600_010]
 
 
+@pytest.mark.parametrize("values", [[2.0], [NAN, 2.0, NAN, 3.0, 3.0]])
+def test_a_value_without_neighbours_is_a_dot(values: list[float]) -> None:
+    log = MadeUpLog("a", series(values))
+    (axes,) = axes_of(plot_logs([log]))
+    (dot,) = [line for line in axes.lines if line.get_marker() == "."]
+    assert list(dot.get_ydata()) == [2.0]
+    assert sketch_logs([log]).count("•") == 1
+
+
 def test_outliers_may_be_left_outside_and_that_is_said() -> None:
     calm = falling()
     values = calm.values.copy()

@@ -27,6 +27,13 @@ def downsample(values: NDArray[np.float64], buckets: int) -> NDArray[np.int64]:
     return np.unique(kept)
 
 
+def lone(values: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Which values no line leads to: finite ones without a finite neighbour, as the first record of a run is. (n,)."""
+    finite = np.pad(np.isfinite(values), 1)
+    found: NDArray[np.bool_] = finite[1:-1] & ~finite[:-2] & ~finite[2:]
+    return found
+
+
 def _landmarks(stretches: NDArray[np.float64]) -> NDArray[np.int64]:
     """Of each row its first, last, lowest, highest and first non-finite value, as indices into all rows in a line."""
     rows, size = stretches.shape

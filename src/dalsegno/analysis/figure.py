@@ -18,7 +18,7 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, LogFormatter
 from dalsegno.errors import ConfigurationError
 
 from .curves import Curve, Panel, value_range
-from .downsample import downsample
+from .downsample import downsample, lone
 from .palette import LOST, RUNS
 from .view import View
 
@@ -176,6 +176,8 @@ def _draw_curve(axes: Axes, curve: Curve, style: Any, wider: float) -> None:
         kept = downsample(curve.smoothed, BUCKETS)
         x, values = curve.x[kept], curve.smoothed[kept]
         axes.plot(x, values, color=curve.colour, linestyle=style, linewidth=1.9 + wider, zorder=3)
+    if not curve.dotted and (alone := lone(curve.values)).any():
+        axes.plot(curve.x[alone], curve.values[alone], ".", color=curve.colour, markersize=6 + wider, zorder=3)
 
 
 def _draw_marks(axes: Axes, panel: Panel) -> None:

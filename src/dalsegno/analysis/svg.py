@@ -30,6 +30,7 @@ def svg_curve(series: Series, *, width: int = 460, height: int = 150, labelled: 
     frame = _Frame(series.steps[finite].astype(np.float64), series.values[finite], width, height, labelled)
     window = automatic_window(len(frame.values))
     raw = "stroke-width='1' opacity='.3'" if window > 1 else "stroke-width='1.5'"
+    raw = raw if len(frame.values) > 1 else "stroke-width='5' stroke-linecap='round'"
     lines = [frame.line(frame.values, raw)]
     if window > 1:
         lines.append(frame.line(smooth(frame.values, window), "stroke-width='1.8'"))
@@ -55,6 +56,8 @@ class _Frame:
         kept = downsample(values, self._width)
         points = zip(self._steps[kept].tolist(), values[kept].tolist(), strict=True)
         path = " ".join(f"{self._x(step):.1f},{self._y(value):.1f}" for step, value in points)
+        if len(kept) == 1:
+            path = f"{path} {path}"  # a line to itself is a dot
         return f"<polyline points='{path}' fill='none' stroke='{colour(0)}' {style}/>"
 
     def labels(self) -> str:

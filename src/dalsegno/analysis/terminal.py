@@ -11,7 +11,7 @@ import plotille
 from numpy.typing import NDArray
 
 from .curves import Curve, Panel, value_range
-from .downsample import downsample
+from .downsample import downsample, lone
 from .ticks import log_ticks, nice_ticks, tick_label
 from .view import View
 
@@ -98,6 +98,10 @@ def _draw_curve(
                 canvas.point(x, height, color=colour, marker="o")
     else:
         _line(canvas, scale, curve.x, values, colour, width)
+        alone = lone(values)
+        for x, height in zip(curve.x[alone].tolist(), scale.height(values[alone]).tolist(), strict=True):
+            if math.isfinite(height) and scale.left <= x <= scale.right:
+                canvas.point(x, height, color=colour, marker="•")
     for x in curve.x[~np.isfinite(curve.values)][:: max(1, len(curve.x) // width)].tolist():
         if scale.left <= x <= scale.right:
             canvas.point(x, scale.high - 0.01 * (scale.high - scale.low), color=colour, marker="×")

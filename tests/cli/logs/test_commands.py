@@ -152,6 +152,13 @@ def test_export_to_tensorboard_and_read_again(tmp_path: Path, capsys: pytest.Cap
     assert "has event files already" in error(capsys, "export", run, "--to", "tensorboard", "-o", folder)
 
 
+def test_events_without_times_are_not_of_1970(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n')
+    assert main(["logs", "export", str(tmp_path), "--to", "tensorboard", "-o", str(tmp_path / "events")]) == 0
+    summary = ds.open_log(tmp_path / "events").summary()
+    assert (summary.step, summary.began, summary.changed, summary.training_seconds) == (2, None, None, None)
+
+
 def test_export_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = str(GOLDEN / "killed")
     assert "--to parquet needs -o" in error(capsys, "export", run, "--to", "parquet")

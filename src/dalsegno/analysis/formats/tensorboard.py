@@ -71,7 +71,7 @@ def _records(path: Path, skipped: Skipped) -> Iterator[Record]:
             if record and (apart or name in record or event.step != record["global_step"]):
                 yield {**record, "kind": kind_of(record)}
                 record, group = {}, None
-            record = record or {"timestamp": event.wall_time, "global_step": event.step}
+            record = record or ({"timestamp": event.wall_time} if event.wall_time else {}) | {"global_step": event.step}
             record[name] = number
             group = of_group if group is None else group
     if record:

@@ -212,10 +212,10 @@ class Chart {
     let path = "", pen = false;
     for (const [x, y] of seen) {
       const known = y !== null && (!view.log || y > 0);
-      if (known) path += `${pen ? "L" : "M"}${X(x).toFixed(1)} ${Y(y).toFixed(1)}`;
+      if (known) path += `${pen ? "L" : "M"}${X(x).toFixed(1)} ${Y(y).toFixed(1)}${pen ? "" : "h0"}`; // alone: a dot
       pen = known;
     }
-    this.svg.append(element("path", { d: path, fill: "none", stroke: colour, "data-run": curve.run, "stroke-linejoin": "round",
+    this.svg.append(element("path", { d: path, fill: "none", stroke: colour, "data-run": curve.run, "stroke-linejoin": "round", "stroke-linecap": "round",
       "stroke-width": (curve.dots || faint ? 0.8 : strong ? 2 : 1.5) + wider, opacity: curve.dots ? 0.5 : faint ? 0.3 : 1 }));
     if (curve.dots) {
       for (const [x, y] of points) {
