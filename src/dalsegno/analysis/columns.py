@@ -18,6 +18,8 @@ class Columns:
     kinds: NDArray[np.uint8]
     """Places in :data:`dalsegno.analysis.blocks.KINDS`: shape (n,)."""
     columns: dict[str, Column]
+    steps: NDArray[np.int64]
+    """Of all records: shape (n,)."""
     names: list[str]
     """All names of numbers in the log, in the order of their first appearance: also of those that are not here."""
 
@@ -54,7 +56,9 @@ def read_columns(blocks: Iterable[Block], wanted: Collection[str], also: Callabl
     columns = {name: _joined(pieces.pop(name), total) for name in list(pieces)}
     for name in wanted:
         columns.setdefault(name, Column(np.zeros(total, np.bool_), np.array([])))
-    return Columns(np.concatenate([np.array([], np.uint8), *kinds]), columns, list(names))
+    steps = columns["global_step"].values.astype(np.int64) if total else np.array([], np.int64)
+    steps.setflags(write=False)
+    return Columns(np.concatenate([np.array([], np.uint8), *kinds]), columns, steps, list(names))
 
 
 def _joined(pieces: list[tuple[int, Column]], total: int) -> Column:

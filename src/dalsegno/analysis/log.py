@@ -235,8 +235,8 @@ class TrainingLog:
 
     def _curve(self, name: str, kind: str | None = None) -> Series:
         """Without epochs and times."""
-        here = self._columns.of_kind(name, kind)
-        steps = self._columns.columns["global_step"].at(here.present).astype(np.int64)
+        here, steps = self._columns.of_kind(name, kind), self._columns.steps
+        steps = steps if here.present is None else steps[here.present]
         return Series(name=name, run=self.name, steps=steps, values=here.values)
 
     def _read(self, names: Iterable[str], also: Callable[[str], bool] = lambda name: False) -> None:

@@ -147,9 +147,9 @@ def summarize_metric(series: Series) -> MetricSummary | None:
     if not len(values):
         return None
     finite = np.isfinite(values)
-    known = values if (everything := bool(finite.all())) else np.where(finite, values, np.nan)
-    any_known = bool(finite.any())
-    low, high = (int(np.nanargmin(known)), int(np.nanargmax(known))) if any_known else (0, 0)
+    everything, any_known = bool(finite.all()), bool(finite.any())
+    low = int((values if everything else np.where(finite, values, np.inf)).argmin())
+    high = int((values if everything else np.where(finite, values, -np.inf)).argmax())
     best, worst = (high, low) if _should_rise(series.name) else (low, high)
     return MetricSummary(
         name=series.name,

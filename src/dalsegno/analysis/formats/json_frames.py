@@ -2,9 +2,9 @@
 
 Polars is told the types of all names that have been seen so far. It refuses values of other types, but leaves out names
 it has not been told of, which shows in the number of quotation marks: two for each name, and two for each text. And it
-takes anything for a text where it expects one, which shows in what that says. Where the number is not the file's, or
-cannot be trusted, since there are such marks within a text, or where Polars refuses the lines (torn ones, NaN), they
-have to be read one by one.
+takes anything for a text where it expects one, which shows in what that says. Where there are more marks in the file,
+which nulls and marks within a text do not explain, or where Polars refuses the lines (torn ones, NaN), they have to be
+read one by one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 THREADS = 2
 """Chunks that are read at the same time: Polars keeps all processors busy only while it is at the lines themselves."""
 
-SAMPLES = 24
+SAMPLES = 12
 """Lines of each chunk from which names and types are learnt."""
 
 PART = 1 << 20
@@ -49,8 +49,6 @@ class Part:
     """Whole lines of a log."""
 
     lines: bytes
-    count: int
-    """How many lines, blank ones included."""
     frame: pl.DataFrame | None
     """Their records, under our names, without headers; None if they have to be read one by one."""
 
@@ -95,13 +93,13 @@ def _read_chunk(chunk: bytes, types: Types, naming: Naming) -> tuple[list[Part],
     """The chunk, as one part if possible, and what is known of the types by then."""
     frame, types = _read(chunk, types, naming)
     if frame is not None or len(chunk) <= PART:
-        return [Part(chunk, count_byte(chunk, b"\n"), frame)], types
+        return [Part(chunk, frame)], types
     parts, begin = [], 0
     while begin < len(chunk):
         end = chunk.find(b"\n", begin + PART) + 1 or len(chunk)
         lines = chunk[begin:end]
         frame, types = _read(lines, types, naming)
-        parts.append(Part(lines, count_byte(lines, b"\n"), frame))
+        parts.append(Part(lines, frame))
         begin = end
     return parts, types
 
@@ -121,29 +119,27 @@ def _complete(lines: bytes, types: Types) -> pl.DataFrame | None:
     import polars as pl
 
     kinds: dict[type, Any] = {int: pl.Int64, float: pl.Float64, bool: pl.Boolean, str: pl.String}
-    if not types or _has_quoted_quotes(lines):
+    if not types:
         return None
     try:
         frame = pl.read_ndjson(lines, schema={name: kinds[kind] for name, kind in types.items()})
     except pl.exceptions.PolarsError:
         return None
-    texts = [frame[name] for name in frame.columns if frame.schema[name] == pl.String]
+    texts = [frame[name].drop_nulls() for name in frame.columns if frame.schema[name] == pl.String]
     if any(column.str.contains(NO_TEXT).any() for column in texts):
         return None
-    cells = sum(len(frame) - column.null_count() for column in [*frame, *texts])
-    left = count_byte(lines, b'"') - 2 * cells
-    return frame if left == 0 or (left == 2 * lines.count(b"null") and not _say_null(frame, texts)) else None
+    cells = sum(len(frame) - column.null_count() for column in frame) + sum(map(len, texts))
+    unexplained = count_byte(lines, b'"') - 2 * cells
+    return frame if unexplained == 0 or unexplained == 2 * _nulls(lines, frame, texts) else None
 
 
-def _say_null(frame: pl.DataFrame, texts: list[pl.Series]) -> bool:
-    """Whether there may be a null in the lines that is none."""
-    return any("null" in name for name in frame.columns) or any(
-        column.str.contains("null", literal=True).any() for column in texts
-    )
-
-
-def _has_quoted_quotes(lines: bytes) -> bool:
-    return b"\\" in lines and b'\\"' in lines  # what is one byte long is found ten times as fast
+def _nulls(lines: bytes, frame: pl.DataFrame, texts: list[pl.Series]) -> int:
+    """How many there are in the lines; 0 if some may be none, or if there are quotation marks within texts."""
+    if b"\\" in lines and b'\\"' in lines:  # what is one byte long is found ten times as fast
+        return 0
+    if any("null" in name for name in frame.columns):
+        return 0
+    return 0 if any(text.str.contains("null", literal=True).any() for text in texts) else lines.count(b"null")
 
 
 def _all_types(lines: bytes) -> Types:
@@ -163,11 +159,20 @@ def _renamed(frame: pl.DataFrame, naming: Naming) -> pl.DataFrame | None:
     renames = naming.renames()
     if any(ours in frame.columns for ours in renames.values()):
         return None
-    frame = frame.rename(renames, strict=False)
-    frame = _with_seconds(frame).with_columns(_kind(frame).alias("kind"))
+    if renames:
+        frame = frame.rename(renames, strict=False)
+    frame = _with_seconds(frame)
+    frame = frame.with_columns(_kind(frame).alias("kind"))
     if (frame["kind"] == HEADER).any():
         frame = frame.filter(frame["kind"] != HEADER)
-    return frame if "global_step" in frame.columns and not frame["global_step"].null_count() else None
+    if "global_step" not in frame.columns or frame["global_step"].null_count():
+        return None
+    return _in_pieces_alike(frame)
+
+
+def _in_pieces_alike(frame: pl.DataFrame) -> pl.DataFrame:
+    """Polars copies a frame whose columns are not in the same pieces when it is worked with, be it as long as a log."""
+    return frame.rechunk() if len(set(frame.n_chunks("all"))) > 1 else frame
 
 
 def _with_seconds(frame: pl.DataFrame) -> pl.DataFrame:

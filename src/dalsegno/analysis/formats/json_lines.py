@@ -23,7 +23,7 @@ from .source import Skipped, Source
 CHUNK = 8 << 20
 """Bytes that are read at a time."""
 
-FIRST_CHUNK = CHUNK >> 4
+FIRST_CHUNK = CHUNK >> 6
 """Bytes that are read first: most new names come up in them, and what has new names is read several times."""
 
 GROWTH = 4
@@ -61,16 +61,18 @@ class JsonLines(Source):
             return
         naming = self.naming()
         reader = FrameReader(naming)
-        number = 1
+        number, numbered, begin = 1, 0, 0
         for part in reader.read(read_chunks(self.path)):
             if part.frame is not None:
                 yield FrameBlock(part.frame)
             else:
+                number += _count_lines(self.path, numbered, begin)
+                numbered = begin
                 records = list(decode_lines(part.lines.splitlines(keepends=True), number, skipped))
                 reader.learn(record for _, record in records)
                 found = named(records, naming, skipped)
                 yield RecordBlock([record for record in found if record["kind"] != HEADER])
-            number += part.count
+            begin += len(part.lines)
 
     def naming(self) -> Naming:
         """How this log's records are to be read: from the first one that has a step."""
@@ -120,6 +122,14 @@ def _read_lines(descriptor: int, begin: int, wanted: int) -> bytes:
     if not end and len(data) == wanted:
         return _read_lines(descriptor, begin, wanted * 2)
     return data[:end] if end else data
+
+
+def _count_lines(path: Path, begin: int, end: int) -> int:
+    """How many end between these bytes. Only where some have to be told by number are those before them counted."""
+    with path.open("rb") as file:
+        file.seek(begin)
+        pieces = (file.read(min(BEGINNING, end - place)) for place in range(begin, end, BEGINNING))
+        return sum(piece.count(b"\n") for piece in pieces)
 
 
 def decode_lines(lines: Iterable[bytes], number: int, skipped: Skipped) -> Iterator[tuple[int, Record]]:
