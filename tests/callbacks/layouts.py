@@ -26,7 +26,9 @@ def sentences(count: int = 24, seed: int = 0) -> list[dict[str, Tensor]]:
     return [{"tokens": torch.randint(0, 7, (6,), generator=generator)} for _ in range(count)]
 
 
-def layout_trainer(output_dir: Path, layout: str, callbacks: Sequence[ds.Callback], **settings: Any) -> ds.Trainer:
+def layout_trainer(
+    output_dir: Path, layout: str, callbacks: Sequence[ds.Callback], samples: int = 24, **settings: Any
+) -> ds.Trainer:
     """Two micro-batches of four samples a step, over all ranks; a record every two steps, evaluation every four."""
     torch.manual_seed(0)
     given = {"logging_steps": 2, "eval_steps": 4, "save_steps": 0, "max_steps": STEPS, **settings}
@@ -44,7 +46,7 @@ def layout_trainer(output_dir: Path, layout: str, callbacks: Sequence[ds.Callbac
     return ds.Trainer(
         Uneven(),
         args,
-        train_dataset=sentences(),
+        train_dataset=sentences(samples),
         eval_dataset=sentences(8, seed=1),
         callbacks=[JsonLogger(), *callbacks],
     )
@@ -52,6 +54,11 @@ def layout_trainer(output_dir: Path, layout: str, callbacks: Sequence[ds.Callbac
 
 def train(output_dir: Path, layout: str, build: Callable[[], Sequence[ds.Callback]]) -> None:
     layout_trainer(output_dir, layout, build()).train()
+
+
+def train_with_padding(output_dir: Path, layout: str, build: Callable[[], Sequence[ds.Callback]]) -> None:
+    """Each third step has one sample in its second micro-batch: on the second of two ranks that is padding."""
+    layout_trainer(output_dir, layout, build(), samples=21).train()
 
 
 def on_every_layout(

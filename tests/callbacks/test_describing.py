@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import dalsegno as ds
 from callbacks.grad_norm_ranks import Uneven
-from callbacks.layouts import assert_same_values, layout_trainer, on_every_layout, sentences
+from callbacks.layouts import assert_same_values, layout_trainer, on_every_layout, sentences, train_with_padding
 from dalsegno.callbacks import (
     CountParams,
     DurationProfiler,
@@ -63,6 +63,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("log", ["train.jsonl", "grad_histograms.jsonl"])
 def test_the_same_on_every_layout(runs: dict[str, Path], log: str) -> None:
     assert_same_values(runs, f"logs/{log}", WALL_CLOCK)
+
+
+def test_padding_counts_nowhere(tmp_path: Path) -> None:
+    runs = on_every_layout(tmp_path, all_of_them, train_with_padding)
+    assert 6 in {record["global_step"] for record in records(runs["fsdp"])}
+    for log in ("train.jsonl", "grad_histograms.jsonl"):
+        assert_same_values(runs, f"logs/{log}", WALL_CLOCK)
+    assert_same_values(runs, "logs/learning_dynamics.jsonl", [*WALL_CLOCK, "gradient_snr"])
 
 
 def test_learning_dynamics_on_every_layout(runs: dict[str, Path]) -> None:

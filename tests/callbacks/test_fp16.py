@@ -24,6 +24,7 @@ from dalsegno.callbacks import (
     ScaleLoss,
 )
 from dalsegno.logs import read_records
+from dalsegno.testing import run_ranks
 from support.listeners import Listener
 from support.small import Line, small_trainer
 
@@ -65,6 +66,24 @@ def test_the_same_as_without_a_scale(tmp_path: Path, name: str) -> None:
     chosen = [place for place in plain if title in place]
     assert chosen
     assert [seen[place] for place in chosen] == pytest.approx([plain[place] for place in chosen], rel=0.02)
+
+
+def everything() -> Sequence[ds.Callback]:
+    return [callback for build, _, _ in OBSERVERS.values() for callback in build()]
+
+
+def in_fp16(output_dir: Path, layout: str) -> None:
+    one_step(output_dir, everything, fp16=True, parallel=layout, per_device_train_batch_size=2)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_on_two_ranks_too(tmp_path: Path, layout: str) -> None:
+    one_step(tmp_path / "fp32", everything)
+    run_ranks(in_fp16, 2, tmp_path / "fp16", layout)
+    for _, log, title in OBSERVERS.values():
+        plain, seen = values(tmp_path / "fp32", log), values(tmp_path / "fp16", log)
+        chosen = [place for place in plain if title in place]
+        assert [seen[place] for place in chosen] == pytest.approx([plain[place] for place in chosen], rel=0.02)
 
 
 def test_histograms_are_not_moved(tmp_path: Path) -> None:

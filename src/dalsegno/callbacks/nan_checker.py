@@ -71,9 +71,9 @@ class NaNChecker(Callback):
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         self._what, self._extremes, self._steps, self._first = [], [], [], None
-        if getattr(ctx.model, "_compiled_call_impl", None) is not None:
+        if hasattr(ctx.model, "_orig_mod") or getattr(ctx.model, "_compiled_call_impl", None) is not None:
             raise ConfigurationError(
-                "NaNChecker: a compiled model has no modules left to look into; torch_compile=False"
+                "NaNChecker: a compiled model has no modules left to look into; give it as it is, torch_compile=False"
             )
         for name, module in ctx.model.named_modules():
             shown = cleaned(f"{name}.").removesuffix(".") or type(module).__name__

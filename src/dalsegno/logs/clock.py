@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-WALL_CLOCK = ("timestamp", "tok_per_sec", "mfu", "peak_mem")
+WALL_CLOCK = ("timestamp", "tok_per_sec", "mfu", "peak_mem", "rank_peak_mem")
 WALL_CLOCK_ENDINGS = ("_runtime", "_per_second")
 
 
