@@ -285,6 +285,13 @@ def test_list_fits_an_ordinary_terminal() -> None:
     assert all(re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d$", row) for row in rows)
 
 
+def test_in_a_pipe_long_records_stand_alone_in_their_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["logs", "tail", str(GOLDEN / "pair-a"), str(GOLDEN / "pair-b"), "-n", "1"]) == 0
+    header, first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("final  step 40") and first.count("step 40") == 2  # a metric is called step, too
+    assert second.index("final") == header.index("pair-b") == 56
+
+
 def test_tail_puts_runs_beside_each_other() -> None:
     header, *rows = on_a_terminal("tail pair-a pair-b -n 2 --metrics train_loss,eval_loss", 100)
     assert header.split() == ["pair-a", "pair-b"]

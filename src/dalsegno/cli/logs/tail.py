@@ -96,6 +96,10 @@ class _SideBySide:
         room = self._width - 2
         if self._live and not self._alone:
             cells = [fitted(cell, room) for cell in cells]
+        elif not self._alone and sum(map(bool, cells)) > 1 and any(len(cell) > room for cell in cells):
+            for place, cell in enumerate(cells):  # unshortened, and in its own line: whose it is shall be seen
+                self._print([*[""] * place, cell])
+            return
         print("  ".join(cell.ljust(room) for cell in cells).rstrip(), flush=True)
 
 
