@@ -34,22 +34,6 @@ def there() -> Iterator[Store]:
     fsspec.filesystem("memory").store.clear()
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3]:
-    server = S3()
-    yield server
-    server.stop()
-
-
-@pytest.fixture
-def url(server: S3, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A place of its own for each test, on a real server."""
-    server.reset()
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
-    return f"s3://{BUCKET}/{request.node.name}"
-
-
 def started(url: str, folder: Path, host: str) -> Ranks:
     """A run that has begun on that host, and goes on until it is stopped."""
     ranks = start_ranks(jobs.train_on_host, 1, host, url, folder, 1_000_000)
@@ -136,10 +120,10 @@ def test_a_file_that_says_nothing_keeps_nobody_out(there: Store, content: bytes)
     assert there.read(".lock") is None
 
 
-def test_names_that_lead_out_of_the_folder_are_not_brought(url: str, server: S3, tmp_path: Path) -> None:
+def test_names_that_lead_out_of_the_folder_are_not_brought(url: str, s3: S3, tmp_path: Path) -> None:
     """To S3, a name is any text."""
     run_ranks(jobs.train, 1, url, tmp_path / "one", 2)
-    client = boto3.client("s3", endpoint_url=server.address)
+    client = boto3.client("s3", endpoint_url=s3.address)
     prefix = url.removeprefix(f"s3://{BUCKET}/")
     names = [f"{tmp_path}/absolute", "logs/../../climbed", "./dot", "logs//twice"]
     for name in names:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +13,8 @@ from dalsegno.remote import courier
 from dalsegno.remote.store import Store
 from dalsegno.testing import Ranks, run_ranks, start_ranks
 from remote import jobs
-from remote.s3 import BUCKET, S3
+from remote.s3 import S3
 from remote.there import steps_at, training
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3]:
-    server = S3()
-    yield server
-    server.stop()
-
-
-@pytest.fixture
-def s3(server: S3, monkeypatch: pytest.MonkeyPatch) -> S3:
-    server.reset()
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
-    return server
-
-
-@pytest.fixture
-def url(request: pytest.FixtureRequest) -> str:
-    """A place of its own for each test."""
-    return f"s3://{BUCKET}/{request.node.name.replace('[', '-').replace(']', '').replace('/', '-')}"
 
 
 @pytest.mark.parametrize(
