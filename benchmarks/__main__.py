@@ -24,6 +24,7 @@ NAMES = (
     "list_checkpoints",
     "logs",
     "plots",
+    "observers",
     "callbacks",
 )
 """Modules of this package, in the table's order; each has a ``run() -> list[Row]``."""

@@ -1,164 +1,36 @@
-"""What the built-in callbacks cost: all at once in a training, and two of them beside what they stand on."""
+"""What two of the built-in callbacks take, beside what they stand on."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import fields
-from io import StringIO
-from pathlib import Path
+from functools import partial
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import Dataset
 from torch.utils.tensorboard import SummaryWriter
-from torchmetrics import MeanMetric
 
 import dalsegno as ds
 from dalsegno import callbacks
-from dalsegno.contexts import Context, LogContext, StepDoneContext, TrainBeginContext
+from dalsegno.contexts import Context, LogContext, TrainBeginContext
 from dalsegno.gradients import GradientNorms
 from dalsegno.state import TrainerState
-from dalsegno.testing import TinyLanguageModel
 
 from .row import Row, duration
 from .timing import in_turns, ratio
 
-LOGGING_STEPS = 10
-EVAL_STEPS = 100
-BLOCKS = 5
-"""Of ``EVAL_STEPS`` steps, after one that does not count."""
-TURN = 2
-"""Steps of one training before the other one takes its turn."""
-CONTEXT, VOCABULARY, BATCH = 32, 2048, 8
-
-LEFT_OUT = {
-    "DumpActivations",  # these three do what takes its time because it is asked for
-    "ProfilerCallback",
-    "TextgenCallback",
-    "ExpertLoadBalance",  # there are no experts
-    "EMA",  # these change the training, or its data
-    "ScaleLoss",
-    "ScopedFlags",
-    "SkipSamples",
-}
-BUILT: dict[str, Callable[[], ds.Callback]] = {
-    "ComputeNorm": lambda: callbacks.ComputeNorm(per_layer=True),
-    "EarlyStopping": lambda: callbacks.EarlyStopping(patience=1000),
-    "LogOptimizerParamGroup": lambda: callbacks.LogOptimizerParamGroup(["lr", "weight_decay"]),
-    "ModelEvalMetrics": lambda: callbacks.ModelEvalMetrics(
-        {"mean": MeanMetric()}, lambda outputs, _: (outputs["loss"],)
-    ),
-    "Notify": lambda: callbacks.Notify("json://127.0.0.1:9/", on="exception"),
-    "PeakMemory": lambda: callbacks.PeakMemory(do_log=True),
-}
-
-OBSERVED, GRADIENTS, SCALARS = 1.03, 1.1, 1.1
+GRADIENTS, SCALARS = 1.1, 1.1
 ROUNDS = 101
 
 
 def run() -> list[Row]:
     torch.set_num_threads(1)
-    return [_observers(), *_gradient_norms(), _scalars()]
-
-
-# --- all at once ------------------------------------------------------------------------------------------------------
-
-
-class Sentences(Dataset[dict[str, Tensor]]):
-    def __init__(self, count: int) -> None:
-        self._ids = torch.randint(0, VOCABULARY, (count, CONTEXT), generator=torch.Generator().manual_seed(0))
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": self._ids[index], "labels": self._ids[index]}
-
-
-class Turns(ds.Callback):
-    """A training's share of the machine: while it has its turn, the other one waits.
-
-    Two threads that never run at once; so the sides of a pair lie a moment apart.
-    """
-
-    makes_wishes = False
-
-    def __init__(self, mine: threading.Semaphore, others: threading.Semaphore) -> None:
-        self._mine, self._others = mine, others
-        self._steps = 0
-        self._began = 0.0
-        self.blocks = [0.0]
-        """Seconds of each block of steps, with its records and its evaluation."""
-
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
-        self._mine.acquire()
-        self._began = time.perf_counter()
-
-    def on_step_done(self, ctx: StepDoneContext) -> None:
-        self._steps += 1
-        if self._steps % TURN:
-            return
-        self.blocks[-1] += time.perf_counter() - self._began
-        if self._steps % EVAL_STEPS == 0:
-            self.blocks.append(0.0)
-        self._others.release()
-        if self._steps < EVAL_STEPS * (1 + BLOCKS):
-            self._mine.acquire()
-        self._began = time.perf_counter()
-
-
-def _trainer(folder: Path, own: list[ds.Callback], turns: Turns) -> ds.Trainer:
-    torch.manual_seed(0)
-    args = ds.TrainingArguments(
-        output_dir=folder,
-        max_steps=EVAL_STEPS * (1 + BLOCKS),
-        per_device_train_batch_size=BATCH,
-        logging_steps=LOGGING_STEPS,
-        eval_steps=EVAL_STEPS,
-        save_steps=0,
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    model = TinyLanguageModel(width=384, depth=5, heads=6, context=CONTEXT, vocabulary=VOCABULARY)
-    trainer = ds.Trainer(
-        model, args, train_dataset=Sentences(4000), eval_dataset=Sentences(32), callbacks=[*own, turns]
-    )
-    for callback in trainer.callbacks:
-        if callback not in own and callback is not turns:
-            trainer.remove_callback(callback)
-    return trainer
-
-
-def _observers() -> Row:
-    names = sorted(set(callbacks.__all__) - LEFT_OUT)
-    watching = [BUILT[name]() if name in BUILT else getattr(callbacks, name)() for name in names]
-    first, second = threading.Semaphore(1), threading.Semaphore(0)
-    sides = {"watched": Turns(first, second), "alone": Turns(second, first)}
-    with TemporaryDirectory() as folder, redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-        watched = _trainer(Path(folder) / "watched", watching, sides["watched"])
-        alone = _trainer(Path(folder) / "alone", [], sides["alone"])
-        parameters = sum(parameter.numel() for parameter in alone.model.parameters())
-        beside = threading.Thread(target=alone.train)
-        beside.start()
-        watched.train()
-        beside.join()
-    ours, theirs = (side.blocks[1 : 1 + BLOCKS] for side in (sides["watched"], sides["alone"]))
-    measured = ratio(ours, theirs)
-    return Row(
-        f"{EVAL_STEPS} steps with {len(names)} observers at once, {parameters / 1e6:.1f} M parameters",
-        duration(median(ours)),
-        f"without them: {duration(median(theirs))}",
-        f"{measured:.3f} ×",
-        f"≤ {OBSERVED} ×",
-        measured <= OBSERVED,
-    )
+    return [*_gradient_norms(), _scalars()]
 
 
 # --- gradient norms ---------------------------------------------------------------------------------------------------
@@ -197,9 +69,12 @@ def _gradient_norms() -> list[Row]:
         watch.look_at(optimizer)
         watch.take().read()
 
-    seconds = in_turns(
-        {"ours": lambda: _seconds(ours), "torch": lambda: _seconds(lambda: torch._foreach_norm(gradients))}, ROUNDS
-    )
+    def seconds_in_a_step(work: Callable[[], object]) -> float:
+        nn.utils.clip_grad_norm_(model.parameters(), float("inf"))  # comes just before, and has them all in its hands
+        return _seconds(work)
+
+    theirs = partial(torch._foreach_norm, gradients)
+    seconds = in_turns({"ours": partial(seconds_in_a_step, ours), "torch": partial(seconds_in_a_step, theirs)}, ROUNDS)
     measured = ratio(seconds["ours"], seconds["torch"])
     is_due[0] = False
     with Operations() as operations:

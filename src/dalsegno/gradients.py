@@ -6,6 +6,7 @@ gradients are there, or for each parameter in the backward pass, where no gradie
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .pieces import Readings, local_gradient, named_parameters, shard_groups, squared_norms, summed
+from .pieces import Readings, local_gradients, named_parameters, shard_groups, squared_norms, summed
 
 
 class GradientNorms:
@@ -28,11 +29,11 @@ class GradientNorms:
     def __init__(self, model: nn.Module, optimizer: Optimizer, wanted: Callable[[], bool]) -> None:
         trained = [(name, each) for name, each in named_parameters(model) if each.requires_grad]
         self._names = [name for name, _ in trained]
-        self._groups = [shard_groups(parameter) for _, parameter in trained]
-        self._numbers = {id(parameter): number for number, (_, parameter) in enumerate(trained)}
-        self._device = trained[0][1].device if trained else torch.device("cpu")
+        self._parameters = [parameter for _, parameter in trained]
+        self._groups = [shard_groups(parameter) for parameter in self._parameters]
+        self._device = self._parameters[0].device if trained else torch.device("cpu")
         self._wanted = wanted
-        self._seen: list[tuple[list[int], Tensor]] = []  # numbers, and the squares of these gradients' norms
+        self._seen: list[tuple[list[nn.Parameter], Tensor]] = []  # and the squares of their gradients' norms
         self._handle = optimizer.register_step_pre_hook(self._before_step)
 
     def close(self) -> None:
@@ -40,29 +41,26 @@ class GradientNorms:
 
     def look_at(self, optimizer: Optimizer) -> None:
         """Measure the gradients that the optimizer is about to take. No wait, and no collective."""
-        taken = [
-            (self._numbers[id(parameter)], local_gradient(parameter, gradient))
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if (gradient := parameter.grad) is not None and id(parameter) in self._numbers
-        ]
+        taken = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
         if taken:
-            self._seen.append(([number for number, _ in taken], squared_norms([gradient for _, gradient in taken])))
+            self._seen.append((taken, squared_norms(local_gradients(taken, [each.grad for each in taken]))))
 
     def take(self) -> Readings:
         """Of the gradients that have been seen since the last time. A collective where tensors are sharded."""
         seen, self._seen = self._seen, []
-        count = len(self._names)
-        numbers = [number for some, _ in seen for number in some]
-        if count and numbers == list(range(count)):
-            squares = torch.cat([some.to(self._device) for _, some in seen])
+        taken = [parameter for some, _ in seen for parameter in some]
+        if taken and len(taken) == len(self._parameters) and all(map(operator.is_, taken, self._parameters)):
+            squares = torch.cat([values.to(self._device) for _, values in seen])
             return Readings(self._names, summed(squares, self._groups).sqrt().float())
-        squares = torch.zeros(count, dtype=torch.float64, device=self._device)
+        numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
+        squares = torch.zeros(len(numbers) + 1, dtype=torch.float64, device=self._device)  # the last is of strangers
         for some, values in seen:
-            squares[torch.tensor(some, device=self._device)] = values.to(self._device)
-        there = sorted(set(numbers))
-        norms = summed(squares, self._groups).sqrt().float()[torch.tensor(there, device=self._device, dtype=torch.long)]
-        return Readings([self._names[number] for number in there], norms)
+            places = [numbers.get(id(parameter), -1) for parameter in some]
+            squares[torch.tensor(places, device=self._device)] = values.to(self._device)
+        there = sorted({numbers[id(parameter)] for parameter in taken if id(parameter) in numbers})
+        norms = summed(squares[:-1], self._groups).sqrt().float()
+        chosen = norms[torch.tensor(there, device=self._device, dtype=torch.long)]
+        return Readings([self._names[number] for number in there], chosen)
 
     def forget(self) -> None:
         """What has been seen since the last time."""

@@ -10,6 +10,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+_layout, _dtype = attrgetter("layout"), attrgetter("dtype")  # of hundreds of tensors, each time
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +144,9 @@ def summed(measured: Tensor, groups: Sequence[tuple[ProcessGroup, ...]]) -> Tens
     """
     by_groups: dict[tuple[ProcessGroup, ...], list[int]] = defaultdict(list)
     for number, its in enumerate(groups):
-        by_groups[its].append(number)
+        if its:
+            by_groups[its].append(number)
     for its, members in by_groups.items():
-        if not its:
-            continue
         chosen: Any = slice(None) if len(members) == len(groups) else torch.tensor(members, device=measured.device)
         part = measured[chosen]
         for group in its:
@@ -155,22 +157,26 @@ def summed(measured: Tensor, groups: Sequence[tuple[ProcessGroup, ...]]) -> Tens
 
 def squared_norms(tensors: list[Tensor]) -> Tensor:
     """Shape (number of tensors,), float64."""
-    has_double = torch.float64 in {tensor.dtype for tensor in tensors}
-    dtype = torch.float64 if has_double else torch.float32  # the norm itself cannot narrow
-    return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)).double().square()
+    dtypes = {*map(_dtype, tensors)}
+    narrow = None if dtypes == {torch.float32} else torch.float64 if torch.float64 in dtypes else torch.float32
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=narrow)).double().square()
 
 
-def local_gradient(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-    """This rank's piece of it, split as the parameter is."""
-    if isinstance(gradient, DTensor):
-        if isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
-            gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
-    elif gradient.layout is torch.strided and not gradient.is_complex():
-        return gradient  # most are so, and there are hundreds
+def local_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> list[Tensor]:
+    """This rank's piece of each, dense and real, split as its parameter is."""
+    is_plain = {*map(type, gradients)} == {Tensor} and {*map(_layout, gradients)} == {torch.strided}
+    if is_plain and not any(dtype.is_complex for dtype in {*map(_dtype, gradients)}):
+        return [*gradients]  # most are so, and there are hundreds
+    return [_local_gradient(*each) for each in zip(parameters, gradients, strict=True)]
+
+
+def _local_gradient(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
     return dense(gradient)
 
 
 def _gradient_piece(name: str, parameter: nn.Parameter) -> Piece:
     gradient = parameter.grad
-    local = torch.zeros((), device=parameter.device) if gradient is None else local_gradient(parameter, gradient)
+    local = torch.zeros((), device=parameter.device) if gradient is None else _local_gradient(parameter, gradient)
     return Piece(name, local, shard_groups(parameter), gradient is not None)

@@ -59,8 +59,9 @@ class LearningDynamics(RecordCallback):
         if not before:
             return
         after = _trained_pieces(ctx)
-        moved = [Piece(new.name, new.local - old.local, new.groups) for old, new in zip(before, after, strict=True)]
-        weights, updates = norms(before), norms(moved)
+        weights = norms(before)
+        torch._foreach_sub_([piece.local for piece in before], [piece.local for piece in after])  # the copy has done
+        updates = norms(before)
         ratios = Readings(weights.names, updates.values / weights.values)
         self._measured = [norms(after), ratios, _signal_to_noise(ctx)]
 

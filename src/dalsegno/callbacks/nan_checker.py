@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -60,6 +61,8 @@ class NaNChecker(Callback):
         self._extremes: list[Sequence[Tensor]] = []  # its smallest and its largest number, 0-dim
         self._steps: list[tuple[int, int, list[str]]] = []
         """Of the steps since the last reading: the number of the first finding, the step, what was looked at."""
+        self._last: tuple[Callable[[], Tensor | None], int] = (lambda: None), 0
+        """The output that was looked at last, as long as it is there, and how often it had been changed in place."""
         self._skips = 0  # steps that were skipped, in a row
         self._is_skipped = False
         self._first: Tensor | None = None
@@ -107,20 +110,26 @@ class NaNChecker(Callback):
             ctx.control.stop(f"{what} is not finite, first in step {step}, on rank {rank}", save=False)
 
     def _looking_at(self, name: str) -> Any:
+        what = f"the output of {name}"
+        note_gradient = partial(self._note, f"{_GRADIENT}{what}")
+
         def look(module: nn.Module, args: Any, outputs: Any) -> None:
             if not torch.is_grad_enabled():  # an evaluation's
                 return
             for tensor in tensors_in(outputs):
-                if not (tensor.is_floating_point() or tensor.is_complex()):
+                is_number = tensor.is_floating_point() or tensor.is_complex()
+                if not is_number or self._has_just_seen(tensor):  # what a module hands on from its last part
                     continue
-                self._note(f"the output of {name}", tensor)
+                self._note(what, tensor)
                 if self._gradients and tensor.requires_grad:
-                    tensor.register_hook(partial(self._note_gradient, name))  # type: ignore[no-untyped-call]
+                    tensor.register_hook(note_gradient)  # type: ignore[no-untyped-call]
 
         return look
 
-    def _note_gradient(self, name: str, gradient: Tensor) -> None:
-        self._note(f"{_GRADIENT}the output of {name}", gradient)
+    def _has_just_seen(self, tensor: Tensor) -> bool:
+        last, version = self._last
+        self._last = weakref.ref(tensor), tensor._version
+        return last() is tensor and version == tensor._version
 
     def _note(self, what: str, tensor: Tensor) -> None:
         local = dense(tensor.detach())
