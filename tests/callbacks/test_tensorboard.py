@@ -156,7 +156,8 @@ def write_together(output_dir: Path, plan: FaultPlan | None) -> None:
         writer.add_scalars("pair", {"one": ctx.step, "two": 2 * ctx.step}, ctx.step)
 
     second = TBLogger(name="second", scalars={**dict.fromkeys(DEFAULT_SCALARS), "again": "loss"})
-    trainer(output_dir, TBLogger(), second, writer, Listener({"on_step_end": on_step_end}, name="pairs")).train()
+    own = [TBLogger(), second, writer, Listener({"on_step_end": on_step_end}, name="pairs")]
+    trainer(output_dir, *own, save_in_background=False).train()  # so that the kill finds the checkpoint of step 5
 
 
 def test_several_share_a_folder(tmp_path: Path) -> None:
@@ -165,6 +166,7 @@ def test_several_share_a_folder(tmp_path: Path) -> None:
         (outcome,) = start_ranks(write_together, 1, tmp_path, plan).wait(60)
         assert outcome.was_killed == (plan is not None), outcome
         (tmp_path / EVENTS / "events.out.tfevents.1.other").touch()
+    assert len([path for path in (tmp_path / EVENTS).iterdir() if path.is_file()]) == 2 * 3 + 1
     every_step = [*range(1, STEPS + 1)]
     drawn = curves(tmp_path / EVENTS)
     assert [step for step, _ in drawn["train-loss"]] == [step for step, _ in drawn["again"]] == every_step

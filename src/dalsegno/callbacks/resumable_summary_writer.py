@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakValueDictionary
 
 from dalsegno.callback import Callback
 from dalsegno.contexts import LoadContext, TrainBeginContext, TrainEndContext
@@ -42,6 +43,9 @@ class ResumableSummaryWriter(Callback):
         ConfigurationError: when something is written while no training runs, since it would not be known where.
     """
 
+    _first_in: ClassVar[WeakValueDictionary[Path, ResumableSummaryWriter]] = WeakValueDictionary()
+    """Who of this leg's writers was the first to open a file in a folder."""
+
     makes_wishes = False
     state_compared = False  # the files' lengths, which only rank 0 knows
 
@@ -70,6 +74,7 @@ class ResumableSummaryWriter(Callback):
             self._writer.close()
             self._writer = None
         if self._folder is not None:
+            self._first_in.pop(self._folder, None)
             self._saved = EventPosition(self._events, lengths(self._folder, self._mark))
         self._folder, self._first_step = None, None
 
@@ -129,6 +134,9 @@ class ResumableSummaryWriter(Callback):
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            # The purge step is for a TensorBoard that has read the tail already, which by now is in rewound/.
-            self._writer = SummaryWriter(str(self._folder), purge_step=self._first_step, filename_suffix=self._mark)
+            # The purge step is for a TensorBoard that has read the tail already, which by now is in rewound/. It
+            # forgets what every writer has written from there on: so the first says it, before the others write.
+            is_first = self._first_in.setdefault(self._folder, self) is self
+            purge_step = self._first_step if is_first else None
+            self._writer = SummaryWriter(str(self._folder), purge_step=purge_step, filename_suffix=self._mark)
         return self._writer
