@@ -3,8 +3,8 @@
 Polars is told the types of all names that have been seen so far. It refuses values of other types, but leaves out names
 it has not been told of, which shows in the number of quotation marks: two for each name, and two for each text. And it
 takes anything for a text where it expects one, which shows in what that says. Where there are more marks in the file,
-which nulls and marks within a text do not explain, or where Polars refuses the lines (torn ones, NaN), they have to be
-read one by one.
+which nulls do not explain, or where Polars refuses the lines (torn ones), they have to be read one by one. Of NaN and
+infinite numbers it knows nothing: see ``stand_ins``.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dalsegno.analysis.blocks import WHOLE
 from dalsegno.logs.reader import record_in
 from dalsegno.logs.values import Record
 
 from .naming import BOOKKEEPING, HEADER, Naming, is_of_evaluation, moment
+from .stand_ins import Counts, put_in, take_out
 
 if TYPE_CHECKING:
     import polars as pl
@@ -105,16 +107,16 @@ def _read_chunk(chunk: bytes, types: Types, naming: Naming) -> tuple[list[Part],
 
 
 def _read(lines: bytes, types: Types, naming: Naming) -> tuple[pl.DataFrame | None, Types]:
-    bare = _without_array(lines)
-    frame = _complete(bare, types)
+    bare, stand_ins = put_in(_without_array(lines))
+    frame = _complete(bare, types, stand_ins)
     if frame is None:
-        bare = _without_headers(bare)
+        bare, stand_ins = put_in(_without_headers(_without_array(lines)))
         types = _joined(types, _all_types(bare))
-        frame = _complete(bare, types)
+        frame = _complete(bare, types, stand_ins)
     return (None if frame is None else _renamed(frame, naming)), types
 
 
-def _complete(lines: bytes, types: Types) -> pl.DataFrame | None:
+def _complete(lines: bytes, types: Types, stand_ins: Counts) -> pl.DataFrame | None:
     """All that is in the lines; None if there is something that Polars refuses, or leaves out."""
     import polars as pl
 
@@ -130,7 +132,9 @@ def _complete(lines: bytes, types: Types) -> pl.DataFrame | None:
         return None
     cells = sum(len(frame) - column.null_count() for column in frame) + sum(map(len, texts))
     unexplained = count_byte(lines, b'"') - 2 * cells
-    return frame if unexplained == 0 or unexplained == 2 * _nulls(lines, frame, texts) else None
+    if unexplained and unexplained != 2 * _nulls(lines, frame, texts):
+        return None
+    return take_out(frame, stand_ins)
 
 
 def _nulls(lines: bytes, frame: pl.DataFrame, texts: list[pl.Series]) -> int:
@@ -165,9 +169,16 @@ def _renamed(frame: pl.DataFrame, naming: Naming) -> pl.DataFrame | None:
     frame = frame.with_columns(_kind(frame).alias("kind"))
     if (frame["kind"] == HEADER).any():
         frame = frame.filter(frame["kind"] != HEADER)
-    if "global_step" not in frame.columns or frame["global_step"].null_count():
+    if "global_step" not in frame.columns or not _are_steps(frame["global_step"]):
         return None
     return _in_pieces_alike(frame)
+
+
+def _are_steps(column: pl.Series) -> bool:
+    """Whether steps can be counted by all of them: see :mod:`dalsegno.analysis.formats.naming`."""
+    if column.null_count() or not column.dtype.is_numeric():
+        return False
+    return column.dtype.is_integer() or bool((column.is_finite() & (column.abs() < float(WHOLE))).all())
 
 
 def _in_pieces_alike(frame: pl.DataFrame) -> pl.DataFrame:
