@@ -20,3 +20,8 @@ settings.load_profile("steady")
 
 # A proxy would be asked for what lies on this machine.
 os.environ["no_proxy"] = os.environ["NO_PROXY"] = "127.0.0.1,localhost"
+
+# What a terminal is like is said by the tests that need one.
+os.environ["TERM"] = "xterm"
+for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+    os.environ.pop(name, None)

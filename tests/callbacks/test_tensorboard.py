@@ -163,7 +163,7 @@ def write_together(output_dir: Path, plan: FaultPlan | None) -> None:
 def test_several_share_a_folder(tmp_path: Path) -> None:
     """Each goes back with its own files; what is none of theirs is left alone."""
     for plan in (FaultPlan(event=ds.Event.STEP_DONE, count=8), None):
-        (outcome,) = start_ranks(write_together, 1, tmp_path, plan).wait(60)
+        (outcome,) = start_ranks(write_together, 1, tmp_path, plan).wait()
         assert outcome.was_killed == (plan is not None), outcome
         (tmp_path / EVENTS / "events.out.tfevents.1.other").touch()
     assert len([path for path in (tmp_path / EVENTS).iterdir() if path.is_file()]) == 2 * 3 + 1
