@@ -27,8 +27,8 @@ from .stand_ins import Counts, put_in, take_out
 if TYPE_CHECKING:
     import polars as pl
 
-THREADS = 2
-"""Chunks that are read at the same time: Polars keeps all processors busy only while it is at the lines themselves."""
+THREADS = 3
+"""Chunks that are read at the same time: Polars keeps all processors busy only in the middle of one."""
 
 SAMPLES = 12
 """Lines of each chunk from which names and types are learnt."""
