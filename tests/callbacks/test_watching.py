@@ -115,6 +115,8 @@ class Breaking(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.how == "output":
             return x / 0.0
+        if self.how == "output in place":
+            return x.div_(0.0)  # the tensor that has just been looked at
         return Backwards.apply(x) if self.how == "gradient" else x  # type: ignore[no-any-return]
 
 
@@ -130,7 +132,11 @@ class Backwards(torch.autograd.Function):
 
 @pytest.mark.parametrize(
     ("how", "where"),
-    [("output", "the output of middle"), ("gradient", "the gradient of the output of first")],
+    [
+        ("output", "the output of middle"),
+        ("output in place", "the output of middle"),
+        ("gradient", "the gradient of the output of first"),
+    ],
 )
 def test_the_first_module_that_breaks_is_named(tmp_path: Path, how: str, where: str) -> None:
     model = Fragile()
