@@ -157,15 +157,15 @@ def summed(measured: Tensor, groups: Sequence[tuple[ProcessGroup, ...]]) -> Tens
 
 def squared_norms(tensors: list[Tensor]) -> Tensor:
     """Shape (number of tensors,), float64."""
-    dtypes = {*map(_dtype, tensors)}
-    narrow = None if dtypes == {torch.float32} else torch.float64 if torch.float64 in dtypes else torch.float32
-    return torch.stack(torch._foreach_norm(tensors, 2, dtype=narrow)).double().square()
+    has_double = torch.float64 in set(map(_dtype, tensors))
+    dtype = torch.float64 if has_double else torch.float32  # the norm itself cannot narrow
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)).double().square()
 
 
 def local_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> list[Tensor]:
     """This rank's piece of each, dense and real, split as its parameter is."""
-    is_plain = {*map(type, gradients)} == {Tensor} and {*map(_layout, gradients)} == {torch.strided}
-    if is_plain and not any(dtype.is_complex for dtype in {*map(_dtype, gradients)}):
+    is_plain = set(map(type, gradients)) == {Tensor} and set(map(_layout, gradients)) == {torch.strided}
+    if is_plain and not any(dtype.is_complex for dtype in set(map(_dtype, gradients))):
         return [*gradients]  # most are so, and there are hundreds
     return [_local_gradient(*each) for each in zip(parameters, gradients, strict=True)]
 
