@@ -49,6 +49,8 @@ FLOORS = [
         "randomness",
         "dialects",
         "pieces",
+        "eval_mode",
+        "precision",
         "gradients",
         "spectral",
         "flops",

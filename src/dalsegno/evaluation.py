@@ -3,35 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
 import torch
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from . import ranks
-from .data import EvalFeed
+from .data import EvalFeed, to_device
 from .dispatcher import Dispatcher
 from .draw import LossWeight, draws
-from .errors import ConfigurationError
-from .forward import Forward, to_device
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards each part is in the mode it was in, and sharded ones in shards."""
-    modes = [(part, part.training) for part in model.modules()]  # a frozen part may stay in evaluation mode
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for part, training in modes:
-            part.training = training
-            if isinstance(part, FSDPModule):
-                part.reshard()  # without a backward pass FSDP2 leaves the root whole
+from .eval_mode import evaluating
+from .forward import Forward
 
 
 class LossEvaluation:
@@ -95,47 +76,3 @@ class LossEvaluation:
             weight += draw.total
             samples += draw.samples
         return float(torch.stack(losses).sum()) if losses else 0.0, weight, samples
-
-
-class EvalBatches:
-    """An evaluation set for callbacks to read: this rank's batches, from the first, on the model's device.
-
-    Not while the set is evaluated: there is one place in it, and it is in use.
-    """
-
-    def __init__(self, feed: EvalFeed, device: torch.device) -> None:
-        self._feed = feed
-        self._device = device
-
-    def __len__(self) -> int:
-        """
-        Raises:
-            TypeError: where it is unknown.
-        """
-        count = self._feed.microbatches_per_epoch()
-        if count is None:
-            raise TypeError("the length of this evaluation set is unknown")
-        return count
-
-    def __bool__(self) -> bool:
-        return True
-
-    def __iter__(self) -> Iterator[Any]:
-        """
-        Raises:
-            ConfigurationError: while the set is evaluated.
-        """
-        if self._feed.is_evaluated:
-            raise ConfigurationError(
-                "eval_dataloader is being evaluated on just now; read it in on_evaluate, or in any event but "
-                "on_prediction_step and those of the forward"
-            )
-        return self._batches()
-
-    def _batches(self) -> Iterator[Any]:
-        try:
-            for microbatch in self._feed:
-                yield to_device(microbatch.batch, self._device)
-        finally:
-            if not self._feed.is_evaluated:  # else this was left off, and an evaluation has taken its place
-                self._feed.close()

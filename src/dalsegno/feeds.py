@@ -9,9 +9,8 @@ import torch
 
 from . import ranks
 from .args import TrainingArguments
-from .data import EvalFeed, Feed, eval_feed, eval_loader_feed, loader_feed, train_feed
+from .data import EvalBatches, EvalFeed, Feed, eval_feed, eval_loader_feed, loader_feed, train_feed
 from .errors import ConfigurationError
-from .evaluation import EvalBatches
 
 Collator = Callable[[list[Any]], Any]
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from .args import TrainingArguments
 from .dispatcher import Dispatcher
 from .errors import ConfigurationError
 
@@ -97,23 +96,3 @@ def _describe(returned: Any) -> str:
     if isinstance(returned, torch.Tensor):
         return f"a tensor of shape {tuple(returned.shape)}"
     return f"a {type(returned).__name__}"
-
-
-def autocast_dtype(args: TrainingArguments) -> torch.dtype | None:
-    """The type of number of forward passes; None: that of the model's own weights."""
-    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with every tensor in it on ``device``; containers are rebuilt only where there is something to move."""
-    if device.type == "cpu":
-        return batch  # loaders yield CPU tensors
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(to_device(value, device) for value in batch)
-    return batch

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 
 from . import ranks
 from .errors import ConfigurationError, UnknownName
-from .evaluation import evaluating
+from .eval_mode import evaluating
 from .pieces import device_of
 from .randomness import seeded_generators
 

@@ -19,10 +19,11 @@ import torch
 from torch.optim import Optimizer
 
 from . import ranks
+from .data import to_device
 from .dispatcher import Dispatcher
 from .draw import Draw
 from .events import Event
-from .forward import Forward, Outputs, to_device
+from .forward import Forward, Outputs
 from .parallel import Parallel
 from .state import TrainerState
 

@@ -26,10 +26,11 @@ from .evaluation import LossEvaluation
 from .events import Event
 from .feeds import Collator, evaluation_sets, readable, training_feed
 from .foreign import adapt
-from .forward import Forward, LossFunction, autocast_dtype
+from .forward import Forward, LossFunction
 from .optim import PlateauStep, default_optimizer, default_scheduler
 from .parallel import InBackward, spread
 from .parallel.torchrun import join_ranks
+from .precision import autocast_dtype
 from .registration import check_callbacks
 from .result import TrainResult
 from .settings import Brought, planned_steps
@@ -155,7 +156,7 @@ class Trainer:
         on = self._assembly.on
         if args.fuse_optim_with_backward:
             parallel = InBackward(parallel, model, optimizer, lambda: self._update.wants_norm())
-        forward = Forward(on, parallel.module, loss_fn, device, autocast_dtype(args))
+        forward = Forward(on, parallel.module, loss_fn, device, autocast_dtype(bf16=args.bf16, fp16=args.fp16))
         self._update = Update(
             on,
             self.state,

@@ -11,8 +11,8 @@ from tqdm import tqdm
 
 from dalsegno.contexts import EvaluateContext, TrainBeginContext, TrainEndContext
 from dalsegno.errors import ConfigurationError, NotFound
-from dalsegno.forward import autocast_dtype
 from dalsegno.generation import TextGenerator
+from dalsegno.precision import autocast_dtype
 from dalsegno.randomness import TEXT, mix
 
 from .arguments import flag, number, whole, writer
@@ -65,7 +65,7 @@ class TextgenCallback(RecordCallback):
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         super().on_train_begin(ctx)
-        dtype = autocast_dtype(ctx.args)
+        dtype = autocast_dtype(bf16=ctx.args.bf16, fp16=ctx.args.fp16)
         self._generator = TextGenerator(ctx.model, ctx.processing_class, self._settings, self._most, dtype)
         self._generator.rehearse(self._prompts)
 

@@ -4,11 +4,14 @@ A run iterates a :class:`Feed` of :class:`Microbatch` es: :func:`train_feed` mak
 :func:`loader_feed` of a loader. docs/data.md says which kinds of data resume exactly, and how.
 """
 
+from .device import to_device
+from .eval_batches import EvalBatches
 from .feed import Feed, Microbatch, sample_count
 from .sampler import ResumableSampler
 from .sources import EvalFeed, eval_feed, eval_loader_feed, loader_feed, train_feed
 
 __all__ = [
+    "EvalBatches",
     "EvalFeed",
     "Feed",
     "Microbatch",
@@ -17,5 +20,6 @@ __all__ = [
     "eval_loader_feed",
     "loader_feed",
     "sample_count",
+    "to_device",
     "train_feed",
 ]

@@ -1,0 +1,10 @@
+"""The dtype of forward passes."""
+
+from __future__ import annotations
+
+import torch
+
+
+def autocast_dtype(*, bf16: bool, fp16: bool) -> torch.dtype | None:
+    """The dtype that a forward pass is cast to; None: that of the model's own weights."""
+    return torch.bfloat16 if bf16 else torch.float16 if fp16 else None
