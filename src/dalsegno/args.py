@@ -110,8 +110,8 @@ class TrainingArguments:
     torch_compile_backend: str = "inductor"
     """Of ``torch.compile``."""
     parallel: str = "auto"
-    """How the model is spread over the ranks: ``none``, ``ddp``, ``fsdp`` (``fully_shard``), or ``auto``: none when
-    alone, DDP under torchrun."""
+    """How the model is spread over the ranks: ``none``, ``ddp``, ``fsdp`` (``fully_shard``), or ``auto``: DDP under
+    torchrun. A single rank has the whole model in each case; ``ddp`` and ``fsdp`` want torchrun there, too."""
     use_cpu: bool = False
     """Train on the CPU even where there is a GPU."""
 

@@ -78,8 +78,6 @@ def train_part(
 ) -> dict[str, Any]:
     """Train up to ``stop_at``, or to the end of step 14, and tell what this rank knows then."""
     torch.manual_seed(ranks.rank())  # ranks begin with different weights: rank 0's are meant to count
-    if ranks.world_size() == 1:
-        parallel = "none"
     args = arguments(
         output_dir,
         max_steps=14,

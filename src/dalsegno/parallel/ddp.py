@@ -7,7 +7,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .base import Parallel
-from .torchrun import require_ranks
 
 
 class DataParallel(Parallel):
@@ -16,7 +15,6 @@ class DataParallel(Parallel):
     module: DistributedDataParallel
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        require_ranks("ddp")
         self.module = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
 
     def synchronize(self, wanted: bool) -> None:

@@ -16,7 +16,6 @@ from dalsegno import ranks
 from dalsegno.errors import ConfigurationError
 
 from .base import Parallel
-from .torchrun import require_ranks
 
 
 class FullySharded(Parallel):
@@ -27,7 +26,6 @@ class FullySharded(Parallel):
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        require_ranks("fsdp")
         self._before = {id(parameter): name for name, parameter in model.named_parameters()}
         if not isinstance(model, FSDPModule):
             # each rank keeps a shard of its own copy: they must be the same

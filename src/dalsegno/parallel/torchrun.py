@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from dalsegno import ranks
 from dalsegno.errors import ConfigurationError
 
 
@@ -34,15 +33,16 @@ def join_ranks(use_cpu: bool) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
 
 
-def require_ranks(way: str) -> None:
+def require_launch(way: str) -> None:
     """
     Raises:
-        ConfigurationError: if there is no process group to spread a model over.
+        ConfigurationError: if no launcher has said how many ranks there are, not even that there is one: torchrun was
+            forgotten, more likely than not.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if "WORLD_SIZE" not in os.environ and not (dist.is_available() and dist.is_initialized()):
         raise ConfigurationError(
-            f"parallel={way!r} needs a process group ({ranks.world_size()} rank now); start with torchrun, or use "
-            "parallel='none'"
+            f"parallel={way!r}: this process was started by itself, and no launcher has said how many ranks there are; "
+            "start with torchrun (--nproc-per-node 1 is enough for one rank), or use parallel='auto', which needs none"
         )
 
 
