@@ -102,6 +102,7 @@ class Normed(nn.Module):
 
 
 def normed(output_dir: Path, parallel: str) -> ds.Trainer:
+    torch.manual_seed(0)
     return small_trainer(
         output_dir,
         JsonLogger(),

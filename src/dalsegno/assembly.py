@@ -56,6 +56,8 @@ from .settings import Brought, Settings, planned_steps
 from .state import TrainerControl, TrainerState
 from .timelimit import TimeLimit
 
+_SCHEDULER = "scheduler."
+
 
 class Assembly:
     """A model, its optimizer, its data and its callbacks, with the checkpoints of their run."""
@@ -101,15 +103,17 @@ class Assembly:
         self._model = model
         self._model_state, self._optimizer_state = ModelState(model), OptimizerState(model, optimizer)
         self._settings = Settings(args, brought, AsBuilt(optimizer, schedulers), schedulers, feed, data)
-        self._others: dict[str, Stateful] = {
+        own: dict[str, Stateful] = {
             SETTINGS: self._settings,
             "trainer": self.state,
             "clock": self.state.clock,
             "loader": feed,
             "rng": self.random_state,
             "meter": self.meter,
-            **others,
         }
+        _check_state(others, taken=[self._model_state.key, self._optimizer_state.key, *own])
+        own |= {f"{_SCHEDULER}{index}": each for index, each in enumerate(schedulers)}
+        self._others = {**own, **others}
         self._manager = CheckpointManager(args.directory, keep=args.keeping)
         self._mirror = mirror_of(args.url, args.directory, args.keeping)
         self._interrupts = Interrupts(self.control)
@@ -144,6 +148,10 @@ class Assembly:
 
     def path_of(self, step: int) -> Path:
         return self._manager.path_of(step)
+
+    def rehearse(self) -> None:
+        if self.args.saving:
+            self._manager.rehearse(self._sharded(), self._components())
 
     def prepare(self) -> None:
         self._manager.prepare(self._sharded())
@@ -295,8 +303,7 @@ class Assembly:
         Raises:
             CannotSave: if the first checkpoint would fail, because a state holds what cannot be saved.
         """
-        if self.args.saving:
-            self._manager.rehearse(components_of(self.on.callbacks))
+        self.rehearse()
         self._result, self._has_trained = None, True
 
     def ended(self, result: TrainResult) -> TrainResult:
@@ -309,6 +316,24 @@ def _with_defaults(own: list[Callback]) -> list[Callback]:
     """The default callbacks, except those that the user gives settings of their own, then the user's."""
     taken = {callback.key for callback in own}
     return [*(callback for callback in default_callbacks() if callback.key not in taken), *own]
+
+
+def _check_state(state: Mapping[str, object], *, taken: Sequence[str]) -> None:
+    """
+    Raises:
+        ConfigurationError: if a name is ``taken`` by what a run saves by itself, or a thing has no state to save.
+    """
+    for name, thing in state.items():
+        if not isinstance(name, str) or name in taken or name.startswith((CALLBACKS, _SCHEDULER)):
+            raise ConfigurationError(
+                f"state={{{name!r}: …}}: name it otherwise; a run saves something of its own under "
+                f"{', '.join(taken)}, {_SCHEDULER}… and {CALLBACKS}…, and needs a text for a name"
+            )
+        if not isinstance(thing, Stateful):
+            raise ConfigurationError(
+                f"state={{{name!r}: …}}: a {type(thing).__name__} has no state_dict and load_state_dict, so there is "
+                "nothing to save"
+            )
 
 
 def _last_leg(output_dir: Path) -> Leg | None:

@@ -68,7 +68,7 @@ class Run(run.Run):
         lr_scheduler: whose state is saved too; one, or a list. The loop steps it.
         callbacks: as for the Trainer.
         evaluate: called when an evaluation is due, on all ranks; returns the metrics, reduced already.
-        state: whatever else has ``state_dict`` and ``load_state_dict``, by name.
+        state: whatever else has ``state_dict`` and ``load_state_dict``, by a name that is not one of the run's own.
         resume_from_checkpoint: as in ``Trainer.train``, like the next four.
         strict: whether a damaged newest checkpoint is an error.
         strict_callbacks: whether a callback that came or went is an error.
@@ -77,6 +77,7 @@ class Run(run.Run):
 
     Raises:
         EventNotFired: for a callback that needs an event which a hand-written loop cannot fire.
+        ConfigurationError: for a name in ``state`` that the run itself saves something under.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class Run(run.Run):
             schedulers=schedulers,
             feed=loader_feed(loader, seed=args.shuffle_seed, world_size=ranks.world_size()),
             callbacks=callbacks,
-            others={f"scheduler.{index}": each for index, each in enumerate(schedulers)} | dict(state or {}),
+            others=state or {},
             data=getattr(loader, "dataset", loader),
             brought=Brought(),
             surroundings={

@@ -72,6 +72,7 @@ class Run:
         self._ends_epoch = False  # with that draw, where the length is known
         self._due = _NOTHING
         self._exhausted = False
+        self._is_rehearsed = False
         self._final_metrics: dict[str, Any] = {}
         self._listens_to_metrics = False
 
@@ -194,6 +195,9 @@ class Run:
             if 0 < self.args.max_steps <= self.state.global_step:  # a loader that is longer than it said
                 return
             self._foresee()
+            if not self._is_rehearsed:  # once more: a loader has its state, and a callback all of its own, only now
+                self._saver.rehearse()
+                self._is_rehearsed = True
             if self._on.step_begin:
                 self._on.step_begin.fire()
             self._draw = draw

@@ -51,6 +51,14 @@ class Saver(Protocol):
         """The folder of that step's checkpoint."""
         ...
 
+    def rehearse(self) -> None:
+        """Take the state of every component as a save does, and write nothing. Collective.
+
+        Raises:
+            CannotSave: on every rank, if a state holds what cannot be saved.
+        """
+        ...
+
     def prepare(self) -> None:
         """Make ready for the first save, once everything has its size. Collective."""
         ...

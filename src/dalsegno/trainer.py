@@ -134,10 +134,7 @@ class Trainer:
             feed=feed,
             callbacks=callbacks,
             core=[PlateauStep(plateaus, args.best_metric_name)] if plateaus else [],
-            others={
-                **{f"scheduler.{index}": each for index, each in enumerate(schedulers)},
-                **({} if scaler is None else {"scaler": scaler}),
-            },
+            others={} if scaler is None else {"scaler": scaler},
             data=train_dataset if train_dataset is not None else getattr(train_dataloader, "dataset", train_dataloader),
             brought=Brought(
                 optimizer=is_own_optimizer,

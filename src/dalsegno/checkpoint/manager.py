@@ -15,7 +15,6 @@ from dalsegno.errors import ConfigurationError, DamagedCheckpoint
 from dalsegno.retention import Entry, Keep
 
 from . import folder
-from .codec import encode
 from .flight import Flight, Preparation
 from .loading import LoadReport, SavedStates, left_over
 from .manifest import Checkpoint, FileRecord
@@ -152,13 +151,18 @@ class CheckpointManager:
         path = self.path_of(step)
         ranks.from_rank_zero(lambda: folder.amend(path, metrics, is_best))
 
-    def rehearse(self, components: Sequence[Component]) -> None:
-        """Encode these states and write nothing: what cannot be saved is better known before hours of training.
+    def rehearse(self, sharded: Sequence[Sharded], components: Sequence[Component]) -> None:
+        """Take every state as a save does, and write nothing: what cannot be saved is better known before hours of
+        training. Collective.
+
+        Args:
+            sharded: model and optimizer.
+            components: everything else that has a state.
 
         Raises:
-            CannotSave: on every rank, if a state holds what cannot be saved.
+            CannotSave: on every rank, if a state holds what cannot be saved, or the ranks hold different tensors.
         """
-        ranks.together(lambda: [encode(component.capture(), component.key) for component in components])
+        self._stage.rehearse(sharded, components)
 
     def find(self, path: Path | None = None, *, strict: bool = False) -> Checkpoint | None:
         """The newest checkpoint whose every byte is what its manifest says; the ranks share the reading, file by file.

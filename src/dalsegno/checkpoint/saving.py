@@ -97,16 +97,28 @@ class Stage:
         self._planned_for: object = None
         self._has_said_short = False
 
+    def rehearse(self, sharded: Sequence[Sharded], components: Sequence[Component]) -> None:
+        """Take every state and plan who would write it: all in which a save can be refused. Collective.
+
+        Raises:
+            CannotSave: on every rank, if a state on any holds what cannot be saved.
+        """
+        states, failure = _states(sharded, components, {})
+        ranks.together(lambda: _reraise(failure))
+        signature = planning.signature(states.tensors)
+        if ranks.agree_max([signature != self._planned_for])[0]:
+            self._replan(states.tensors, signature)
+
     def prepare(self, sharded: Sequence[Sharded]) -> Iterator[None]:
-        """Plan and make room for these, before the first save is due. Collective.
+        """Rehearse these, and make room for them, before the first save is due. Collective.
 
         Returns:
             What is left to do, a little at each turn, on another thread; it may be broken off.
+
+        Raises:
+            CannotSave: as :meth:`rehearse` does: of an optimizer, the first step has made a state that is new.
         """
-        tensors = {each.key: each.capture()[0] for each in sharded}
-        signature = planning.signature(tensors)
-        if ranks.agree_max([signature != self._planned_for])[0]:
-            self._replan(tensors, signature)
+        self.rehearse(sharded, ())
         if self._shortage(self._plan.files):
             return iter(())
         buffers = [self._laid_out(file.name, file.layout) for file in self._plan.files]
