@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from dalsegno.errors import ConfigurationError
 from dalsegno.pieces import cleaned
 
 from .arguments import pattern, whole
-from .outputs import tensors_in
+from .routing import experts_of_a_token, routed
 
 
 class ExpertLoadBalance(Callback):
@@ -34,14 +35,19 @@ class ExpertLoadBalance(Callback):
     - ``expert_load/<router>/entropy``: of the shares, over that of balance: 1 is balance, 0 is one expert for all.
     - ``expert_load/<router>/idle``: how many experts got no token.
 
-    A router is a module whose name matches, and whose output (or the first tensor in it) holds a score for each expert
-    in its last dimension; a token goes to the ``top_k`` highest. Padding does not count. Steps that are not due cost a
-    look at a flag in each router.
+    A router is a module whose name matches; one inside of another is part of that. If its output holds the experts that
+    each token goes to, these are counted: whole numbers of shape (..., experts of a token), or a mask (..., experts).
+    They are what the router decides, with its biases and groups. Else its output, or the first tensor in it, holds a
+    score for each expert in its last dimension, and a token goes to the ``top_k`` highest.
+
+    Padding does not count: neither batches that only fill up ranks, nor tokens that the batch's ``attention_mask``
+    (samples, tokens) leaves out. Steps that are not due cost a look at a flag in each router.
 
     Args:
         every: steps from one look to the next.
         router: regular expression, found anywhere in a module's name.
-        top_k: experts that each token goes to.
+        top_k: experts that each token goes to, for routers that put out scores alone. None: what the router or the
+            model's ``config`` says (``top_k``, ``num_experts_per_tok``, ...), else 1.
 
     Raises:
         ConfigurationError: for a value that cannot work; and when training begins, if no module's name matches.
@@ -49,19 +55,23 @@ class ExpertLoadBalance(Callback):
 
     makes_wishes = False
 
-    def __init__(self, every: int = 100, router: str = r"(^|\.)(router|gate)$", top_k: int = 1) -> None:
+    def __init__(self, every: int = 100, router: str = r"(^|\.)(router|gate)$", top_k: int | None = None) -> None:
         self._every = whole("ExpertLoadBalance", "every", every)
-        self._top_k = whole("ExpertLoadBalance", "top_k", top_k)
+        self._top_k = None if top_k is None else whole("ExpertLoadBalance", "top_k", top_k)
         self._router = pattern("ExpertLoadBalance", "router", router)
         self._handles: list[RemovableHandle] = []
         self._counts: dict[str, Tensor] = {}
+        self._batch: Any = None  # of the micro-batch that is counted
         self._is_due = self._counting = False
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         self._counts, self._is_due = {}, False
+        config = getattr(ctx.model, "config", None)
+        routers: list[str] = []
         for name, module in ctx.model.named_modules():
-            if self._router.search(cleaned(name)):
-                self._handles.append(module.register_forward_hook(self._counter(cleaned(name))))
+            if self._router.search(cleaned(name)) and not any(name.startswith(f"{outer}.") for outer in routers):
+                routers.append(name)
+                self._handles.append(module.register_forward_hook(self._counter(cleaned(name), config)))
         if not self._handles:
             raise ConfigurationError(
                 f"ExpertLoadBalance: no module's name matches router={self._router.pattern!r}; the model has "
@@ -74,6 +84,7 @@ class ExpertLoadBalance(Callback):
 
     def on_microbatch_begin(self, ctx: MicrobatchBeginContext) -> None:
         self._counting = self._is_due and ctx.samples > 0
+        self._batch = ctx.batch if self._counting else None
 
     def on_step_end(self, ctx: StepEndContext) -> None:
         self._is_due = self._counting = False
@@ -92,23 +103,33 @@ class ExpertLoadBalance(Callback):
         while self._handles:
             self._handles.pop().remove()
 
-    def _counter(self, name: str) -> Any:
+    def _counter(self, name: str, config: Any) -> Any:
+        masked_by = "attention_mask"
+        if getattr(config, "is_encoder_decoder", False) and "decoder" in name.split("."):
+            masked_by = "decoder_attention_mask"
+
         def count(module: nn.Module, args: Any, outputs: Any) -> None:
             if not self._counting or not torch.is_grad_enabled():
                 return
-            scores = next(tensors_in(outputs), None)
-            if scores is None or not scores.dim():
+            try:
+                sent = routed(module, outputs, self._top_k or experts_of_a_token(module, config))
+            except ValueError as error:
                 raise ConfigurationError(
-                    f"ExpertLoadBalance: {name} puts out no scores of experts, but a {type(outputs).__name__}; "
-                    f"router={self._router.pattern!r} shall match routers only"
-                )
-            experts = scores.shape[-1]
-            chosen = scores.detach().reshape(-1, experts).topk(min(self._top_k, experts)).indices
-            numbers = torch.arange(experts, device=chosen.device)
-            counts = (chosen.reshape(-1, 1) == numbers).sum(0)
+                    f"ExpertLoadBalance: {name} {error}; router={self._router.pattern!r} shall match routers only"
+                ) from error
+            mask = self._batch.get(masked_by) if isinstance(self._batch, Mapping) else None
+            if isinstance(mask, Tensor) and _is_of(mask, sent):
+                sent = sent & mask.to(sent.device).bool().reshape(*sent.shape[:-1], 1)
+            counts = sent.reshape(-1, sent.shape[-1]).sum(0)
             self._counts[name] = self._counts[name] + counts if name in self._counts else counts
 
         return count
+
+
+def _is_of(mask: Tensor, sent: Tensor) -> bool:
+    """Whether it is a mask of just these tokens, in this order."""
+    tokens = sent.shape[:-1]
+    return mask.dim() == 2 and (tokens == mask.shape or tokens == (mask.numel(),))
 
 
 def _balance(title: str, loads: list[float]) -> dict[str, float]:

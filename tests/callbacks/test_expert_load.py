@@ -1,0 +1,162 @@
+"""ExpertLoadBalance on models of Hugging Face: against what reaches their experts, whoever sends it there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    SwitchTransformersConfig,
+    SwitchTransformersForConditionalGeneration,
+)
+
+import dalsegno as ds
+from dalsegno.callbacks import ExpertLoadBalance, JsonLogger
+from dalsegno.logs import read_records
+from support.small import small_trainer
+
+EXPERTS, LENGTH, PADDED = 4, 12, 5
+
+
+def mixtral() -> nn.Module:
+    return MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=8,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            num_local_experts=EXPERTS,
+            num_experts_per_tok=2,
+        )
+    )
+
+
+def deepseek() -> nn.Module:
+    """Its bias sends most tokens to experts whose scores are not the highest; a token's two are of one group."""
+    model = DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=8,
+            moe_intermediate_size=8,
+            num_hidden_layers=2,
+            first_k_dense_replace=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            n_routed_experts=EXPERTS,
+            num_experts_per_tok=2,
+            n_group=2,
+            topk_group=1,
+            n_shared_experts=1,
+            q_lora_rank=4,
+            kv_lora_rank=4,
+            qk_rope_head_dim=4,
+            qk_nope_head_dim=4,
+            v_head_dim=4,
+        )
+    )
+    model.get_submodule("model.layers.1.mlp.gate").e_score_correction_bias[:2] += 0.3
+    return model
+
+
+def switch() -> nn.Module:
+    """Its routers put out masks, without the tokens that an expert has no room for."""
+    return SwitchTransformersForConditionalGeneration(
+        SwitchTransformersConfig(
+            vocab_size=32,
+            d_model=16,
+            d_kv=4,
+            d_ff=8,
+            num_layers=2,
+            num_decoder_layers=2,
+            num_sparse_encoder_layers=1,
+            num_sparse_decoder_layers=1,
+            num_heads=2,
+            num_experts=EXPERTS,
+            expert_capacity=4,
+            decoder_start_token_id=0,
+        )
+    )
+
+
+def texts() -> list[dict[str, Tensor]]:
+    """Of different lengths, padded on the right."""
+    torch.manual_seed(1)
+    samples = []
+    for number in range(4):
+        ids = torch.randint(1, 32, (LENGTH,))
+        mask = torch.ones(LENGTH, dtype=torch.int64)
+        mask[LENGTH - PADDED * (number % 2) :] = 0
+        samples.append({"input_ids": ids * mask, "attention_mask": mask, "labels": ids})
+    return samples
+
+
+class Sent:
+    """What reaches each block's experts, token by token; without padding, but for a decoder of labels."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.loads: dict[str, Tensor] = {}
+        self._mask = torch.zeros(0)
+        model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        for name, module in model.named_modules():
+            if name.endswith(".experts"):
+                module.register_forward_pre_hook(self._look(name.removesuffix(".experts")))
+
+    def _begin(self, module: nn.Module, args: Any, named: dict[str, Tensor]) -> None:
+        self._mask = named["attention_mask"].flatten().bool()
+
+    def _look(self, name: str) -> Callable[..., None]:
+        def look(module: nn.Module, args: tuple[Any, ...]) -> None:
+            decided = args[1].flatten(0, -2)
+            decided = decided if name.startswith("decoder.") else decided[self._mask]
+            is_mask = decided.shape[-1] == EXPERTS
+            self.loads[name] = decided.sum(0) if is_mask else torch.bincount(decided.flatten(), minlength=EXPERTS)
+
+        return look
+
+
+@pytest.mark.parametrize("build", [mixtral, deepseek, switch])
+def test_what_the_router_decides_is_counted_without_padding(tmp_path: Path, build: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, data = build(), texts()
+    sent = Sent(model)
+    own = [ExpertLoadBalance(every=1), JsonLogger()]
+    small_trainer(tmp_path, *own, model=model, parts={"train_dataset": data}, max_steps=1, logging_steps=1).train()
+    (record,) = [each for each in read_records(tmp_path / "logs/train.jsonl") if "kind" not in each]
+    assert sent.loads
+    said = {key for key in record if key.startswith("expert_load/")}
+    assert len(said) == 3 * len(sent.loads)
+    for name, loads in sent.loads.items():
+        (title,) = {key.rpartition("/")[0] for key in said if key.startswith(f"expert_load/{name}.")}
+        shares = loads / loads.sum()
+        entropy = torch.special.entr(shares).sum() / torch.tensor(float(EXPERTS)).log()
+        assert record[f"{title}/max"] == pytest.approx(float(shares.max() * EXPERTS))
+        assert record[f"{title}/entropy"] == pytest.approx(float(entropy))
+        assert record[f"{title}/idle"] == int((loads == 0).sum())
+
+
+class Chosen(nn.Module):
+    """A router of nothing but scores, whose choice is made elsewhere, with a bias to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, EXPERTS)
+        self.router.register_buffer("e_score_correction_bias", torch.zeros(EXPERTS))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.router(x).square().mean()
+
+
+def test_what_cannot_be_seen_is_not_made_up(tmp_path: Path) -> None:
+    with pytest.raises(ds.ConfigurationError, match="scores alone, to which e_score_correction_bias is added"):
+        small_trainer(tmp_path, ExpertLoadBalance(every=1), model=Chosen(), max_steps=1).train()
