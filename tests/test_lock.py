@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -17,13 +18,13 @@ from typing import Any
 
 import pytest
 
-from dalsegno.errors import Locked
+from dalsegno.errors import ConfigurationError, Locked, RankFailed
 from dalsegno.events import Event
 from dalsegno.lock import DirectoryLock
 from dalsegno.testing import FaultPlan, run_ranks, start_ranks
 from support.listeners import Listener
 from support.small import small_trainer
-from support.stopping import train_in_folders, train_until
+from support.stopping import train_and_leave_a_worker, train_in_folders, train_until
 
 SINCE = time.mktime((2026, 11, 21, 4, 5, 6, 0, 0, -1))
 
@@ -112,7 +113,8 @@ def test_a_disk_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def refuse(*args: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(fcntl, "lockf", refuse)
+    for lock in ("fcntl", "flock"):
+        monkeypatch.setattr(fcntl, lock, refuse)
     other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         leave_lock(tmp_path, host=socket.gethostname(), pid=other.pid)
@@ -121,7 +123,90 @@ def test_a_disk_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     finally:
         other.kill()
         other.wait()
+    assert not DirectoryLock.is_held(tmp_path)
+    leave_lock(tmp_path, host=socket.gethostname(), pid=os.getpid())  # of a container that is gone: numbers come again
     assert small_trainer(tmp_path, max_steps=1).train().reason == "finished"
+
+
+def test_a_copy_of_the_folder_leaves_it_locked(tmp_path: Path) -> None:
+    """To open the lock's file in the very process that holds it, and to close it again, is what a copy does."""
+    run, told = tmp_path / "run", []
+
+    def copy(ctx: Any) -> None:
+        shutil.copytree(run, tmp_path / f"copy-{ctx.state.global_step}")
+        with pytest.raises(RankFailed, match=f"Locked: {run}: in use by process {os.getpid()} on "):
+            run_ranks(train_until, 1, run, None)
+        told.append(DirectoryLock.is_held(run))
+
+    small_trainer(run, Listener({"on_step_begin": copy}), max_steps=1).train()
+    assert told == [True]
+    assert not DirectoryLock.is_held(run)
+
+
+def test_a_worker_that_outlives_its_trainer_holds_nothing(tmp_path: Path) -> None:
+    """Forked from it, as workers of data loaders are: all that was open there is open here too."""
+    os.mkfifo(tmp_path / "end")
+    [outcome] = start_ranks(train_and_leave_a_worker, 1, tmp_path / "run", tmp_path / "end").wait()
+    assert outcome.was_killed
+    worker = int((tmp_path / "run/worker").read_text())
+    os.kill(worker, 0)  # it lives
+    assert not DirectoryLock.is_held(tmp_path / "run")
+    assert small_trainer(tmp_path / "run", max_steps=1).train().reason == "finished"
+    os.kill(worker, 0)
+    (tmp_path / "end").write_text("now")
+
+
+def test_a_worker_that_ends_takes_nothing_along(tmp_path: Path) -> None:
+    """Not the lock, and not the name in its file, though it leaves the block that holds both."""
+    with contextlib.suppress(_Forked), DirectoryLock(tmp_path):
+        if (worker := os.fork()) == 0:
+            raise _Forked
+        assert os.waitpid(worker, 0)[1] == 0
+        assert DirectoryLock.is_held(tmp_path)
+        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+        return
+    os._exit(0)
+
+
+class _Forked(Exception):
+    """Leads a forked process out of what its parent is in."""
+
+
+def test_where_open_files_cannot_be_locked_flock_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """macOS, old kernels, some sandboxes."""
+
+    def unknown(*args: Any) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(fcntl, "fcntl", unknown)
+    with DirectoryLock(tmp_path):
+        shutil.copytree(tmp_path, tmp_path / "copy")
+        assert DirectoryLock.is_held(tmp_path)
+        if (other := os.fork()) == 0:
+            with contextlib.suppress(Locked):
+                DirectoryLock(tmp_path).acquire()
+                os._exit(1)
+            os._exit(0)
+        assert os.waitpid(other, 0)[1] == 0, "the folder was given to a second process"
+    with DirectoryLock(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path, there: bool) -> None:
+    mine, run = tmp_path / "thesis.txt", tmp_path / "run"
+    run.mkdir()
+    if there:
+        mine.write_text("three years of work")
+    (run / ".lock").symlink_to(mine)
+    assert not DirectoryLock.is_held(run)
+    with pytest.raises(
+        ConfigurationError, match=r"this is a symbolic link, which is not followed; remove it, .*\.lock'"
+    ):
+        small_trainer(run, max_steps=1).train()
+    assert not there or mine.read_text() == "three years of work"
+    assert mine.exists() == there
+    assert [path.name for path in run.iterdir()] == [".lock"]
 
 
 def test_hosts_that_do_not_share_the_folder(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,6 +35,23 @@ def announce(operation: str, path: Path) -> None:
     """Tell the watcher, if there is one, what is about to happen to ``path``."""
     if watcher is not None:
         watcher(operation, path)
+
+
+def open_own(path: Path, flags: int) -> int:
+    """Open a file of a run's folder to be written; the descriptor.
+
+    ``path`` may be reached through linked folders, but is a regular file itself: one that is a link would lead the
+    writing, or the truncation, to wherever it points.
+
+    Raises:
+        OSError: if it is something else, or cannot be opened.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        kind = path.lstat().st_mode
+        if not stat.S_ISREG(kind):
+            what = "a symbolic link, which is not followed" if stat.S_ISLNK(kind) else "not a regular file"
+            raise OSError(errno.EINVAL, f"this is {what}; remove it, or use another output_dir", str(path))
+    return os.open(path, flags | os.O_NOFOLLOW, 0o644)
 
 
 def write_all(descriptor: int, data: Buffer, path: Path) -> None:
@@ -111,7 +129,7 @@ def write_durably(path: Path, data: Buffer) -> None:
 
 
 def _write_pieces(path: Path, pieces: Iterable[Buffer]) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    descriptor = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
         for piece in pieces:
             write_all(descriptor, piece, path)
@@ -161,11 +179,11 @@ def _write_piece(descriptor: int, piece: memoryview, begin: int, path: Path) -> 
 def _open_direct(path: Path) -> int:
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     try:
-        return os.open(path, flags | _DIRECT, 0o644)
+        return open_own(path, flags | _DIRECT)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        return os.open(path, flags, 0o644)
+        return open_own(path, flags)
 
 
 def replace_durably(path: Path, data: Buffer) -> None:

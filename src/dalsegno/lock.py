@@ -12,9 +12,10 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import ClassVar
 
 from .errors import Locked
+from .files import open_own
 
 PATIENCE = 60.0
 """Seconds until a file that was written on one host must be seen on all: network disks remember what was not there."""
@@ -26,44 +27,55 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 class DirectoryLock:
     """One live process at a time in a directory.
 
-    A POSIX record lock: the kernel drops it when its process dies, however that happens, and data loader workers
-    forked from that process do not inherit it (``flock`` would stay locked until the last of them is gone).
+    The kernel's lock belongs to the open file, not to the process: so nothing else that the process opens and closes,
+    a copy of the whole folder for example, drops it. (A POSIX record lock is dropped by that.) The kernel drops it
+    once the file is closed everywhere, however its process dies; a process that is forked from it, a data loader's
+    worker for example, closes its own copy at once, and so does not hold the lock any longer than its parent.
 
-    Between hosts it may not reach, so the file says who holds it, and is emptied when that one lets go. What a process
-    of another host has left in it counts, unless that one is certain to be dead.
+    Between hosts it may not reach, so the file names who holds it, and is emptied at the release. What a process of
+    another host has left in it counts, unless that one is certain to be dead.
 
     Raises:
         Locked: on :meth:`acquire`, if another process, or this one, holds it, or may do so on another host.
+        OSError: on :meth:`acquire`, if the folder cannot be written to, or its ``.lock`` is a link.
     """
 
-    _held_here: set[Path] = set()  # record locks never conflict within one process: this does
+    _held_here: ClassVar[dict[Path, DirectoryLock]] = {}
 
     def __init__(self, directory: Path, *, take_over: bool = False) -> None:
         """``take_over``: what a process of another host has left does not count."""
-        self._path = (directory / ".lock").resolve()
+        self._path = _file_of(directory)
         self._take_over = take_over
         self._descriptor: int | None = None
 
     @classmethod
     def is_held(cls, directory: Path) -> bool:
         """Whether a live process, this one included, holds it. Asking takes no lock, and needs no right to write."""
-        path = (directory / ".lock").resolve()
-        if path in cls._held_here:  # to open the file, and close it again, would drop the lock
-            return True
+        path = _file_of(directory)
         try:
-            descriptor = os.open(path, os.O_RDONLY)
-        except FileNotFoundError:
-            return False
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ELOOP):
+                return False
+            raise
         try:
-            return _is_locked(descriptor)
+            known = _is_locked(descriptor)
+            return cls._lives(path, Holder.read(descriptor)) if known is None else known
         finally:
             os.close(descriptor)
+
+    @classmethod
+    def _lives(cls, path: Path, holder: Holder | None) -> bool:
+        """Whether the holder of the lock at ``path`` is a live process of this host, where no kernel can tell."""
+        if holder is not None and holder.is_me():  # or had this process's number, in a container that is gone
+            return path in cls._held_here
+        return holder is not None and holder.lives_here()
 
     def acquire(self) -> str:
         """Hold it from now on. What is returned stands in the file, for :func:`is_seen`."""
         if self._path in self._held_here:
             raise Locked(f"{self._path.parent}: already in use by another run in this process ({os.getpid()})")
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = open_own(self._path, os.O_RDWR | os.O_CREAT)
         try:
             self._take(descriptor)
             me = Holder.here()
@@ -74,18 +86,18 @@ class DirectoryLock:
             os.close(descriptor)
             raise
         self._descriptor = descriptor
-        self._held_here.add(self._path)
+        self._held_here[self._path] = self
         return me.token
 
     def _take(self, descriptor: int) -> None:
         holder, folder = Holder.read(descriptor), self._path.parent
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(descriptor)
             is_alive = False
         except OSError as error:
             if error.errno not in (*_TAKEN, *_NO_LOCKS):
                 raise
-            is_alive = error.errno in _TAKEN or (holder is not None and holder.lives_here())
+            is_alive = error.errno in _TAKEN or self._lives(self._path, holder)
         if is_alive:
             who = holder or "another process"
             raise Locked(f"{folder}: in use by {who}; wait for it, stop it, or use another output_dir")
@@ -94,10 +106,19 @@ class DirectoryLock:
 
     def release(self) -> None:
         if self._descriptor is not None:
-            self._held_here.discard(self._path)
             os.ftruncate(self._descriptor, 0)
+            del self._held_here[self._path]
             os.close(self._descriptor)
             self._descriptor = None
+
+    @classmethod
+    def _leave_in_child(cls) -> None:
+        """A forked process holds nothing: to close its copy leaves the lock to its parent, to unlock would not."""
+        for lock in cls._held_here.values():
+            assert lock._descriptor is not None, "it is held"
+            os.close(lock._descriptor)
+            lock._descriptor = None
+        cls._held_here.clear()
 
     def __enter__(self) -> DirectoryLock:
         self.acquire()
@@ -107,6 +128,9 @@ class DirectoryLock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
+
+
+os.register_at_fork(after_in_child=DirectoryLock._leave_in_child)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,13 +247,43 @@ def _lives(pid: int) -> bool:
     return True
 
 
-def _is_locked(descriptor: int) -> bool:
-    """The answer of the kernel to F_GETLK: who stands in the way of a lock that is not taken."""
-    layout: str
-    fields: tuple[Any, ...]
-    if sys.platform == "darwin":
-        layout, fields, kind = "qqihh", (0, 0, 0, fcntl.F_WRLCK, os.SEEK_SET), 3
-    else:
-        layout, fields, kind = "hhqqi", (fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0), 0
-    answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, struct.pack(layout, *fields))
-    return bool(struct.unpack(layout, answer)[kind] != fcntl.F_UNLCK)
+def _file_of(directory: Path) -> Path:
+    """The folder may be reached through links; its lock is no link."""
+    return directory.resolve() / ".lock"
+
+
+def _lock(descriptor: int) -> None:
+    """Lock the open file, and not for the process, whose every close of the file would drop it.
+
+    An open file description lock is one that POSIX record locks of older versions respect, and that network disks
+    know. Elsewhere ``flock``, which Linux's network disks turn into such a lock.
+
+    Raises:
+        OSError: if another open file has it (:data:`_TAKEN`), or there are no locks on this disk (:data:`_NO_LOCKS`).
+    """
+    if sys.platform == "linux":
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _whole_file())
+            return
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # an old kernel, or a sandbox, that does not know them
+                raise
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _is_locked(descriptor: int) -> bool | None:
+    """Whether a lock of another open file stands in the way of one that is not taken; None where nobody can tell."""
+    if sys.platform == "linux":
+        try:
+            answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _whole_file())
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+        else:
+            return bool(struct.unpack_from("h", answer)[0] != fcntl.F_UNLCK)
+    return None
+
+
+def _whole_file() -> bytes:
+    """``struct flock``: kind, whence, start, length (to the end), process (none: of an open file description)."""
+    return struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)

@@ -202,3 +202,20 @@ def train_until(output_dir: Path, plan: FaultPlan | None) -> None:
     if plan is not None:
         plan.arm()
     small_trainer(output_dir, max_steps=4).train()
+
+
+def train_and_leave_a_worker(output_dir: Path, end: Path) -> None:
+    """Killed in the first step; a process forked from it, named in ``worker``, lives until ``end`` is written."""
+
+    def leave(ctx: Any) -> None:
+        if (worker := os.fork()) == 0:
+            for descriptor in os.listdir("/proc/self/fd"):  # else whoever waits for its parent waits for it
+                path = f"/proc/self/fd/{descriptor}"
+                if os.path.exists(path) and output_dir not in Path(os.readlink(path)).parents:
+                    os.close(int(descriptor))
+            end.read_text()
+            os._exit(0)
+        (output_dir / "worker").write_text(str(worker))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    small_trainer(output_dir, Listener({"on_step_begin": leave}), max_steps=1).train()
