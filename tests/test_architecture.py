@@ -22,7 +22,20 @@ LONGEST = 400  # lines
 
 FLOORS = [
     # what everything stands on
-    ["errors", "lazy", "files", "lock", "places", "ranks", "schedule", "component", "worker", "policy", "retention"],
+    [
+        "errors",
+        "lazy",
+        "files",
+        "lock",
+        "places",
+        "exchange",
+        "ranks",
+        "schedule",
+        "component",
+        "worker",
+        "policy",
+        "retention",
+    ],
     # the words of a run: settings, state, events, callbacks; and what can be said without torch
     [
         "args",

@@ -44,7 +44,7 @@ class Agreement:
         wishes = self._from_outside()  # first: those that wish to stop tell the control why
         wishes = self._control.wishes() if wishes is NO_WISHES else wishes.and_also(self._control.wishes())
         if not self._alone:
-            *flags, every = ranks.agree_max([*wishes, self._steps.fitting()])
+            *flags, every = ranks.agree_max([*wishes, self._steps.fitting()], "what a step's end shall do")
             self._steps.every = every
             wishes = Wishes(*map(bool, flags))
         self._control.grant(wishes)
@@ -59,7 +59,7 @@ class Agreement:
         where they act again after a resume, the run would never get past it."""
         stop: int = self._from_outside().stop
         if not self._alone:
-            stop, self._batches.every = ranks.agree_max([stop, self._batches.fitting()])
+            stop, self._batches.every = ranks.agree_max([stop, self._batches.fitting()], "whether to stop")
         if stop:
             self._control.grant(Wishes(stop=True))
         return bool(stop)
@@ -68,7 +68,7 @@ class Agreement:
         """Agree at once whether a callback wishes to end without a checkpoint: asked before one is captured."""
         wish: int = self._control.should_abort_without_save
         if not self._alone:
-            (wish,) = ranks.agree_max([wish])
+            (wish,) = ranks.agree_max([wish], "whether to save at all")
         if wish:
             self._control.grant(Wishes(abort=True))
         return bool(wish)
@@ -76,7 +76,7 @@ class Agreement:
     def share_reason(self) -> None:
         """Once all stop: tell all ranks why, and who asked."""
         if not self._alone:
-            asked = ranks.gather((self._control.stop_reason, self._control.stopped_by))
+            asked = ranks.gather((self._control.stop_reason, self._control.stopped_by), "why training stops")
             self._control.stop_reason, self._control.stopped_by = next((a for a in asked if a[1]), (None, None))
 
     def _from_outside(self) -> Wishes:

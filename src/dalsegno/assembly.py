@@ -35,7 +35,7 @@ from .checkpoint import (
 from .component import Component, Stateful, TensorHolder
 from .data import Feed
 from .dispatcher import Dispatcher
-from .draw import LossWeight
+from .draw import LossWeight, agreed_place
 from .errors import ConfigurationError, Locked
 from .events import Event
 from .files import make_directory
@@ -268,9 +268,9 @@ class Assembly:
 
     def finished(self) -> TrainResult | None:
         """The result of the leg that has finished this run, if one has, and nothing is left to do."""
-        state = self.state
+        state, place = self.state, agreed_place(self.feed)
         by_steps = self.args.max_steps > 0
-        is_done = state.global_step >= self.args.max_steps if by_steps else self.feed.position >= state.num_train_epochs
+        is_done = state.global_step >= self.args.max_steps if by_steps else place >= state.num_train_epochs
         result = (self._result or self._result_on_disk()) if is_done else None
         if result is not None:
             self.load_best_model()
@@ -348,7 +348,7 @@ def _expect_shared(directory: Path, token: str) -> None:
             of every checkpoint.
     """
     me = (socket.gethostname(), ranks.rank() == 0 or is_seen(directory, token))
-    told = ranks.gather(me)
+    told = ranks.gather(me, "who sees output_dir")
     if blind := [f"rank {rank} on {host}" for rank, (host, sees) in enumerate(told) if not sees]:
         more = f" and {len(blind) - 1} more" if blind[1:] else ""
         raise ConfigurationError(

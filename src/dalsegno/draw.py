@@ -10,7 +10,7 @@ motions with its last batch, at weight zero, until all have: otherwise the other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
@@ -31,6 +31,13 @@ class Source(Protocol):
     @property
     def lockstep(self) -> bool: ...
 
+    @property
+    def position(self) -> float: ...
+
+    def length(self) -> int | None:
+        """Micro-batches of the epoch on this rank; None where it is unknown."""
+        ...
+
     def __iter__(self) -> Iterator[Microbatch]: ...
 
 
@@ -47,6 +54,8 @@ class Draw:
     """On all ranks."""
     tokens: int
     """On this rank."""
+    place: float
+    """Behind it, in epochs; the same on all ranks, where each has a loader of its own that of the longest one."""
 
     def share(self, index: int) -> float:
         """The part of the step's loss that this micro-batch makes up; all of them, on all ranks, sum to 1."""
@@ -68,29 +77,33 @@ def draws(feed: Source, size: int, loss_weight: LossWeight | None = None) -> Ite
         if alone or known:
             if not held:
                 return
-            yield _weigh(held, loss_weight)
+            yield _weigh(held, loss_weight, feed.position)
         else:
-            draw = _weigh_together(held, spare, loss_weight)
+            draw = _weigh_together(held, spare, loss_weight, feed)
             if draw is None:
                 return
             spare = draw.microbatches[-1]
             yield draw
 
 
-def _weigh(held: list[Microbatch], loss_weight: LossWeight | None) -> Draw:
+def _weigh(held: list[Microbatch], loss_weight: LossWeight | None, place: float) -> Draw:
     weights, samples, tokens = [], 0, 0
     for microbatch in held:
         weights.append(_weight(microbatch, loss_weight))
         samples += microbatch.samples if microbatch.global_samples is None else microbatch.global_samples
         tokens += _tokens(microbatch)
     total = float(samples) if loss_weight is None else sum(weights)
-    return Draw(held, weights, total, samples, tokens)
+    return Draw(held, weights, total, samples, tokens, place)
 
 
-def _weigh_together(held: list[Microbatch], spare: Microbatch | None, loss_weight: LossWeight | None) -> Draw | None:
+def _weigh_together(
+    held: list[Microbatch], spare: Microbatch | None, loss_weight: LossWeight | None, feed: Source
+) -> Draw | None:
     weights = [_weight(microbatch, loss_weight) for microbatch in held]
     samples = sum(microbatch.samples for microbatch in held)
-    told = ranks.gather_floats([sum(weights), samples, len(held), bool(held) or spare is not None])
+    told = ranks.gather_floats(
+        [sum(weights), samples, len(held), bool(held) or spare is not None, *_told(feed)], "a step's samples"
+    )
     length = int(max(row[2] for row in told))
     if length == 0:
         return None
@@ -105,7 +118,25 @@ def _weigh_together(held: list[Microbatch], spare: Microbatch | None, loss_weigh
         sum(row[0] for row in told),
         int(sum(row[1] for row in told)),
         sum(map(_tokens, held)),
+        _place([(row[4], row[5]) for row in told]),
     )
+
+
+def agreed_place(feed: Source) -> float:
+    """Where the feed is, in epochs: the same on all ranks. Collective."""
+    return feed.position if feed.lockstep else _place(ranks.gather(_told(feed), "where the data are"))
+
+
+def _told(feed: Source) -> tuple[float, int]:
+    """This rank's position and length; 0, where that is unknown."""
+    return feed.position, feed.length() or 0
+
+
+def _place(told: Sequence[tuple[float, float]]) -> float:
+    """From each rank's position and length: that of the longest; where one is unknown, no more than the epoch is."""
+    if not all(length for _, length in told):
+        return min(position for position, _ in told)
+    return max(told, key=lambda each: each[1])[0]
 
 
 def _weight(microbatch: Microbatch, loss_weight: LossWeight | None) -> float:

@@ -15,7 +15,8 @@
     ├── DamagedCheckpoint (OSError)            a checkpoint's bytes are not the ones its manifest names
     ├── Locked (BlockingIOError)               another live run holds this output_dir
     ├── EventNotFired (TypeError)              a callback needs an event that this loop cannot fire
-    └── RankFailed (RuntimeError)              a rank ended with an error, or was killed
+    ├── RankFailed (RuntimeError)              a rank ended with an error, or was killed
+    └── RanksApart (RuntimeError)              the ranks are not at the same collective; names both places
 """
 
 from __future__ import annotations
@@ -85,3 +86,7 @@ class EventNotFired(DalsegnoError, TypeError):
 
 class RankFailed(DalsegnoError, RuntimeError):
     """A rank of a multi-process run ended with an error, or was killed by a signal."""
+
+
+class RanksApart(DalsegnoError, RuntimeError):
+    """The ranks are not at the same collective: one was left out, or called, on some of them only."""

@@ -54,8 +54,9 @@ class LossEvaluation:
             self._feed.close()
             self._feed.is_evaluated = False
         seconds = time.monotonic() - began
+        (loss_sum,) = ranks.sum_floats([loss_sum], "the loss of an evaluation")
         return {
-            f"{self._prefix}_loss": ranks.sum_floats([loss_sum])[0] / weight if weight else float("nan"),
+            f"{self._prefix}_loss": loss_sum / weight if weight else float("nan"),
             f"{self._prefix}_runtime": seconds,
             f"{self._prefix}_samples_per_second": samples / seconds,
         }

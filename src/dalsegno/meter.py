@@ -62,7 +62,7 @@ class Meter:
             something of it.
         """
         self._fold()
-        loss_sum, tokens = ranks.sum_floats([self._loss_sum, self.tokens])
+        loss_sum, tokens = ranks.sum_floats([self._loss_sum, self.tokens], "the loss of a record")
         figures: dict[str, float] = {}
         if self._steps:
             figures["loss"] = loss_sum / self._steps
@@ -78,7 +78,7 @@ class Meter:
     def run_loss(self) -> float | None:
         """The mean of all steps' losses since the run began; the interval goes on. Collective."""
         self._fold()
-        loss_sum, steps = ranks.sum_floats([self._loss_sum])[0], self._run_steps + self._steps
+        loss_sum, steps = ranks.sum_floats([self._loss_sum], "the loss of the run")[0], self._run_steps + self._steps
         return (self._run_loss_sum + loss_sum) / steps if steps else None
 
     def state_dict(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from . import errors
+from .exchange import exchange
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -50,32 +51,45 @@ def communication_device() -> torch.device:
     return torch.device("cpu")
 
 
-def agree_max(values: Sequence[int]) -> list[int]:
-    """Element-wise maximum over all ranks: with flags, any rank's wish counts. One small reduction."""
+def agree_max(values: Sequence[int], purpose: str) -> list[int]:
+    """Element-wise maximum over all ranks: with flags, any rank's wish counts. One small collective.
+
+    Args:
+        values: as many on each rank.
+        purpose: what they are for, in a few words: an error says them if the ranks are not at the same place.
+
+    Raises:
+        RanksApart: if another rank is at another place.
+    """
     if not initialized():
         return list(values)
-    tensor = torch.tensor(list(values), dtype=torch.int64, device=communication_device())
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    return [int(value) for value in tensor.tolist()]
+    own = torch.tensor(list(values), dtype=torch.int64)
+    return [int(value) for value in exchange(purpose, own, communication_device()).amax(0).tolist()]
 
 
-def sum_floats(values: Sequence[float]) -> list[float]:
-    """Element-wise sum over all ranks, in float64."""
+def sum_floats(values: Sequence[float], purpose: str) -> list[float]:
+    """Element-wise sum over all ranks, in float64, in rank order; else as :func:`agree_max`."""
     if not initialized():
         return list(values)
-    tensor = torch.tensor(list(values), dtype=torch.float64, device=communication_device())
-    dist.all_reduce(tensor)
-    return [float(value) for value in tensor.tolist()]
+    return [float(value) for value in _gathered(values, purpose).sum(0).tolist()]
 
 
-def gather_floats(values: Sequence[float]) -> list[list[float]]:
-    """Every rank's ``values`` (the same number on each), in rank order, in one small collective."""
+def gather_floats(values: Sequence[float], purpose: str) -> list[list[float]]:
+    """Every rank's ``values``, in rank order; else as :func:`agree_max`."""
     if not initialized():
         return [list(values)]
-    own = torch.tensor(list(values), dtype=torch.float64, device=communication_device())
-    gathered = [torch.empty_like(own) for _ in range(world_size())]
-    dist.all_gather(gathered, own)
-    return [[float(number) for number in row.tolist()] for row in gathered]
+    return [[float(number) for number in row] for row in _gathered(values, purpose).tolist()]
+
+
+def _gathered(values: Sequence[float], purpose: str) -> torch.Tensor:
+    """Shape (ranks, values), float64."""
+    own = torch.tensor(list(values), dtype=torch.float64).view(torch.int64)
+    return exchange(purpose, own, communication_device()).contiguous().view(torch.float64)
+
+
+def _meet(purpose: str) -> None:
+    """Make sure that all ranks are here, before a collective that could not tell."""
+    exchange(purpose, torch.zeros(0, dtype=torch.int64), communication_device())
 
 
 def share_from_zero(tensors: Iterable[torch.Tensor]) -> None:
@@ -87,19 +101,24 @@ def share_from_zero(tensors: Iterable[torch.Tensor]) -> None:
             tensor.detach().copy_(whole)
 
 
-def gather(value: T) -> list[T]:
-    """Every rank's ``value``, in rank order, on every rank. Between live ranks only: the objects are pickled."""
+def gather(value: T, purpose: str) -> list[T]:
+    """Every rank's ``value``, in rank order, on every rank. Between live ranks only: the objects are pickled.
+
+    ``purpose``: as for :func:`agree_max`.
+    """
     if not initialized():
         return [value]
+    _meet(purpose)
     gathered: list[Any] = [None] * world_size()
     dist.all_gather_object(gathered, value)
     return gathered
 
 
-def broadcast(value: T) -> T:
-    """Rank 0's ``value`` on every rank."""
+def broadcast(value: T, purpose: str) -> T:
+    """Rank 0's ``value`` on every rank. ``purpose``: as for :func:`agree_max`."""
     if not initialized():
         return value
+    _meet(purpose)
     box: list[Any] = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]  # type: ignore[no-any-return]
@@ -114,12 +133,16 @@ def together(work: Callable[[], T]) -> T:
             the first). That rank raises its own; the others the same, naming the rank, if it is one of dalsegno's,
             else :class:`~dalsegno.errors.RankFailed`.
     """
+    return _together(work, _name(work))
+
+
+def _together(work: Callable[[], T], purpose: str) -> T:
     failure: Exception | None = None
     try:
         result = work()
     except Exception as error:
         failure = error
-    outcomes = gather(None if failure is None else (type(failure).__name__, str(failure)))
+    outcomes = gather(None if failure is None else (type(failure).__name__, str(failure)), purpose)
     failed = {number: outcome for number, outcome in enumerate(outcomes) if outcome is not None}
     if not failed:
         return result
@@ -178,6 +201,11 @@ def _of_another_rank(number: int, name: str, text: str) -> errors.DalsegnoError:
     return errors.RankFailed(f"rank {number}: {name}: {text}") if kind is None else kind(f"rank {number}: {text}")
 
 
+def _name(work: Callable[[], object]) -> str:
+    """What it is called in the source, a lambda like the function that it stands in."""
+    return str(getattr(work, "__qualname__", type(work).__name__)).partition(".<locals>")[0]
+
+
 def _kind(name: str) -> type[errors.DalsegnoError] | None:
     """The error of dalsegno's with that name, if it is made of a text alone."""
     kind = getattr(errors, name, None)
@@ -187,7 +215,8 @@ def _kind(name: str) -> type[errors.DalsegnoError] | None:
 
 def from_rank_zero(work: Callable[[], T]) -> T:
     """Run ``work`` on rank 0 only and give its result, or its error, to every rank."""
-    return broadcast(together(lambda: work() if rank() == 0 else cast(T, None)))
+    purpose = _name(work)
+    return broadcast(_together(lambda: work() if rank() == 0 else cast(T, None), purpose), purpose)
 
 
 def from_rank_zero_in_time(work: Callable[[], T]) -> T:
@@ -196,6 +225,6 @@ def from_rank_zero_in_time(work: Callable[[], T]) -> T:
         return work()
     with ThreadPoolExecutor(1) as beside:
         running = beside.submit(work) if rank() == 0 else None
-        while agree_max([running is not None and not wait([running], timeout=1.0).done])[0]:
+        while agree_max([running is not None and not wait([running], timeout=1.0).done], "is rank 0 done")[0]:
             pass
         return from_rank_zero(lambda: cast(Future[T], running).result())

@@ -24,7 +24,7 @@ from .args import TrainingArguments
 from .boundary import Boundary, Due
 from .data import Feed
 from .dispatcher import Dispatcher
-from .draw import Draw, LossWeight, draws
+from .draw import Draw, LossWeight, agreed_place, draws
 from .errors import ConfigurationError, EmptyDataset
 from .events import Event
 from .logs import RunFile
@@ -68,7 +68,7 @@ class Run:
         self._legs = RunFile(args.directory) if ranks.rank() == 0 else None
         self._logging, self._evaluation, self._saving = args.logging, args.evaluation, args.saving
         self._draw: Draw | None = None  # the one whose step has not ended yet
-        self._place = 0.0  # of the feed, behind that draw
+        self._place = feed.position  # behind that draw, in epochs; the same on all ranks
         self._ends_epoch = False  # with that draw, where the length is known
         self._due = _NOTHING
         self._exhausted = False
@@ -170,6 +170,7 @@ class Run:
             EmptyDataset: if there is not a single batch.
         """
         on, feed = self._on, self._feed
+        self._place = agreed_place(feed)
         if self._boundary.leaves_at_once():
             return
         if self.state.evaluations_owed:
@@ -194,7 +195,7 @@ class Run:
         for draw in draws(self._feed, self.args.gradient_accumulation_steps, self._loss_weight):
             if 0 < self.args.max_steps <= self.state.global_step:  # a loader that is longer than it said
                 return
-            self._foresee()
+            self._foresee(draw)
             if not self._is_rehearsed:  # once more: a loader has its state, and a callback all of its own, only now
                 self._saver.rehearse()
                 self._is_rehearsed = True
@@ -257,7 +258,7 @@ class Run:
 
     def _report_metrics(self, loss: torch.Tensor, grad_norm: torch.Tensor | None) -> None:
         """on_train_metrics: the one event whose payload costs a reduction and a wait each step."""
-        metrics = {"loss": ranks.sum_floats([float(loss)])[0]}
+        metrics = {"loss": ranks.sum_floats([float(loss)], "the loss of a step")[0]}
         if grad_norm is not None:
             metrics["grad_norm"] = float(grad_norm)
         if self._boundary.lr is not None:
@@ -266,10 +267,10 @@ class Run:
             self._on.train_metrics.fill(metrics)
             self._on.train_metrics.fire()
 
-    def _foresee(self) -> None:
+    def _foresee(self, draw: Draw) -> None:
         """What the coming step's end will do, so that costly things are captured only then."""
         state, control, step = self.state, self.control, self.state.global_step + 1
-        self._place = self._feed.position
+        self._place = draw.place
         self._ends_epoch = ends_epoch = self._place >= self._feed.epoch + 1
         is_final = self._is_last(step, self._place) and not ends_epoch  # else the epoch's end saves
         self._due = due = Due(
@@ -278,9 +279,11 @@ class Run:
             save=self._saving.at_step(step) or (is_final and bool(self._saving)),
         )
         later = self._due_at_epoch_end(step) if ends_epoch else _NOTHING
-        state.will_log = due.log or later.log or control.should_log
-        state.will_evaluate = due.evaluate or later.evaluate or control.should_evaluate
-        state.will_save = due.save or later.save or control.should_save
+        # What this rank alone wishes counts once the others know of it: collectives hang on what is foreseen here.
+        alone = self._world_size == 1
+        state.will_log = due.log or later.log or (alone and control.should_log)
+        state.will_evaluate = due.evaluate or later.evaluate or (alone and control.should_evaluate)
+        state.will_save = due.save or later.save or (alone and control.should_save)
 
     # -- epochs -------------------------------------------------------------------------------------------------
 
@@ -291,7 +294,7 @@ class Run:
             on.epoch_end.fire()
         due = self._due_at_epoch_end(self.state.global_step)
         feed.next_epoch()
-        self.state.epoch = feed.position
+        self.state.epoch = self._place = feed.position
         self._boundary.act(due)
 
     def _due_at_epoch_end(self, step: int) -> Due:
@@ -317,9 +320,8 @@ class Run:
 
     def _is_cut_short(self) -> bool:
         """Whether the run is at its end in the middle of an epoch, which then does not end."""
-        place = self._feed.position
-        used_up = self._feed.started and place >= self._feed.epoch + 1  # so that the epoch's end is still to come
-        return self._is_last(self.state.global_step, place) and not used_up
+        used_up = self._feed.started and self._place >= self._feed.epoch + 1  # its end is still to come
+        return self._is_last(self.state.global_step, self._place) and not used_up
 
     def _is_over(self) -> bool:
         return self._boundary.leaving or self._is_cut_short()

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
 from dalsegno import ranks
 from dalsegno.agreement import Agreement
+from dalsegno.errors import RanksApart
 from dalsegno.state import NO_WISHES, TrainerControl, Wishes
 
 
@@ -25,3 +31,44 @@ def agree_on_what_rank_one_sees(each_step: bool) -> tuple[int, Wishes, str | Non
         if wishes.stop:
             agreement.share_reason()
             return step, wishes, control.stop_reason, control.should_training_stop
+
+
+def agree_on_a_step() -> object:
+    return Agreement(TrainerControl(), each_step=True).at_step()
+
+
+def all_reduce_of_a_programs_own() -> object:
+    """As many bytes as an agreement sends."""
+    mine = torch.full((2 * 16,), 0.5, dtype=torch.float64)
+    dist.all_reduce(mine)
+    return mine
+
+
+PLACES: dict[str, Callable[[], object]] = {
+    "step": agree_on_a_step,
+    "record": lambda: ranks.sum_floats([1.0, 2.0], "the loss of a record"),
+    "longer": lambda: ranks.sum_floats([1.0, 2.0, 3.0], "the loss of a record"),
+    "gather": lambda: ranks.gather({"router": [1, 2]}, "ExpertLoadBalance"),
+    "foreign": all_reduce_of_a_programs_own,
+}
+
+
+def come_to_different_places(*places: str) -> str | None:
+    """Each rank calls another collective; what it is told."""
+    agree_on_a_step()
+    try:
+        PLACES[places[ranks.rank()]]()
+    except RanksApart as error:
+        return str(error)
+    return None
+
+
+def say_many_numbers(length: int) -> tuple[list[list[float]], list[float], list[int]]:
+    """What every rank hears of that many numbers of each, some of them no ordinary ones."""
+    numbers = [float(ranks.rank()), -0.0, float("inf"), 5e-324, *range(length)][:length]
+    wholes = [(-1) ** ranks.rank() * 2**62, *range(length)][:length]
+    return (
+        ranks.gather_floats(numbers, "numbers"),
+        ranks.sum_floats(numbers, "sums"),
+        ranks.agree_max(wholes, "maxima"),
+    )

@@ -57,7 +57,7 @@ class CheckLoss(Callback):
 
     def _judge(self, ctx: Context) -> None:
         """On all ranks."""
-        found = enumerate(ranks.gather_floats(self._read()))
+        found = enumerate(ranks.gather_floats(self._read(), "CheckLoss"))
         broken = sorted((step, rank, index, value) for rank, (step, index, value) in found if step)
         if broken:
             step, rank, index, value = broken[0]

@@ -72,7 +72,7 @@ class DefaultMetrics(Callback):
         if ctx.kind != "train":
             return
         now = time.perf_counter_ns()
-        nanoseconds, peak_mem = ranks.agree_max([now - self._began, peak_memory(self._device)])
+        nanoseconds, peak_mem = ranks.agree_max([now - self._began, peak_memory(self._device)], "DefaultMetrics")
         self._began = now
         if "tokens" in ctx.logs:
             self._add_throughput(ctx.logs, nanoseconds)

@@ -65,13 +65,12 @@ class DurationProfiler(Callback):
         if ctx.kind != "train":
             return
         self._account("other")
-        microseconds = ranks.agree_max([int(self._seconds[section] * 1e6) for section in SECTIONS])
-        for section, value in zip(SECTIONS, microseconds, strict=True):
-            ctx.logs[f"{section}_runtime"] = value / 1e6
         now, steps = time.perf_counter(), ctx.state.global_step - self._last_step
+        took = [*(self._seconds[section] for section in SECTIONS), now - self._last_log]
+        *sections, interval = (each / 1e9 for each in ranks.agree_max([int(each * 1e9) for each in took], self.key))
+        ctx.logs |= {f"{section}_runtime": seconds for section, seconds in zip(SECTIONS, sections, strict=True)}
         if ctx.state.max_steps > 0 and steps:
-            (pace,) = ranks.agree_max([int((now - self._last_log) / steps * 1e9)])
-            ctx.logs["remaining_runtime"] = pace / 1e9 * (ctx.state.max_steps - ctx.state.global_step)
+            ctx.logs["remaining_runtime"] = interval / steps * (ctx.state.max_steps - ctx.state.global_step)
         self._seconds.clear()
         self._last_log, self._last_step = now, ctx.state.global_step
 

@@ -63,9 +63,10 @@ class ExpertLoadBalance(Callback):
         self._counts: dict[str, Tensor] = {}
         self._batch: Any = None  # of the micro-batch that is counted
         self._is_due = self._counting = False
+        self._is_owed = False  # the loads of a step: the same on all ranks, even where one has had padding only
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
-        self._counts, self._is_due = {}, False
+        self._counts, self._is_due, self._is_owed = {}, False, False
         config = getattr(ctx.model, "config", None)
         routers: list[str] = []
         for name, module in ctx.model.named_modules():
@@ -87,16 +88,17 @@ class ExpertLoadBalance(Callback):
         self._batch = ctx.batch if self._counting else None
 
     def on_step_end(self, ctx: StepEndContext) -> None:
+        self._is_owed |= self._is_due
         self._is_due = self._counting = False
 
     def on_log_step(self, ctx: LogContext) -> None:
-        if ctx.kind != "train" or not self._counts:
+        if ctx.kind != "train" or not self._is_owed:
             return
-        counts, self._counts = self._counts, {}
-        names = sorted(counts)
-        gathered = ranks.sum_floats([count for name in names for count in counts[name].tolist()])
-        for name in names:
-            loads, gathered = gathered[: len(counts[name])], gathered[len(counts[name]) :]
+        counted, self._counts, self._is_owed = self._counts, {}, False
+        told = ranks.gather({name: counts.tolist() for name, counts in counted.items()}, "ExpertLoadBalance")
+        for name in sorted({name for each in told for name in each}):  # a rank with padding only tells of none
+            of_ranks = [each[name] for each in told if name in each]
+            loads = [float(sum(counts)) for counts in zip(*of_ranks, strict=True)]
             ctx.logs |= _balance(f"expert_load/{name}", loads)
 
     def on_train_end(self, ctx: TrainEndContext) -> None:

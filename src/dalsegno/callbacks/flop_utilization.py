@@ -50,12 +50,14 @@ class FlopUtilization(Callback):
         self._began, self._samples = time.perf_counter(), ctx.state.samples_seen
 
     def on_log_step(self, ctx: LogContext) -> None:
-        if ctx.kind != "train" or self._forward is None or not self._forward.flops:
+        if ctx.kind != "train" or self._forward is None:
             return
-        (nanoseconds,) = ranks.agree_max([int((time.perf_counter() - self._began) * 1e9)])
-        per_sample = TRAINING * self._forward.flops / self._forward.samples
-        (per_sample,) = (total / ranks.world_size() for total in ranks.sum_floats([per_sample]))
-        rate = per_sample * (ctx.state.samples_seen - self._samples) * 1e9 / nanoseconds
+        counted = TRAINING * self._forward.flops / self._forward.samples if self._forward.flops else 0.0
+        told = ranks.gather_floats([time.perf_counter() - self._began, counted], "FlopUtilization")
+        if not all(per_sample for _, per_sample in told):  # a pass has failed on some rank
+            return
+        seconds, per_sample = max(row[0] for row in told), sum(row[1] for row in told) / len(told)
+        rate = per_sample * (ctx.state.samples_seen - self._samples) / seconds
         ctx.logs["flops_per_second"] = rate
         if self._peak is not None:
             ctx.logs["mfu"] = rate / (self._peak * ranks.world_size())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -11,8 +10,6 @@ from torch import Tensor
 from dalsegno import ranks
 from dalsegno.callback import Callback
 from dalsegno.contexts import LogContext, MicrobatchBeginContext
-
-_MEASURED = 5  # numbers of each tensor: count, mean, sum of squared deviations from it, minimum, maximum
 
 
 class LogInputSummaries(Callback):
@@ -26,43 +23,39 @@ class LogInputSummaries(Callback):
     makes_wishes = False
 
     def __init__(self) -> None:
-        self._names: list[str] = []
-        self._measured: Tensor | None = None
+        self._measured: dict[str, Tensor] = {}
         self._of_step = 0
 
     def on_microbatch_begin(self, ctx: MicrobatchBeginContext) -> None:
-        if ctx.index or not ctx.state.will_log or not isinstance(ctx.batch, Mapping):
+        if ctx.index or not ctx.state.will_log:
             return
-        tensors = {
-            str(name): each for name, each in ctx.batch.items() if isinstance(each, Tensor) and not each.is_complex()
-        }
-        self._names = list(tensors)
-        self._measured = (
-            torch.stack([_measure(each, bool(ctx.samples)) for each in tensors.values()]) if tensors else None
-        )
+        batch = ctx.batch if ctx.samples and isinstance(ctx.batch, Mapping) else {}  # padding is not measured
+        tensors = {str(name): each for name, each in batch.items() if isinstance(each, Tensor)}
+        self._measured = {name: _measure(each) for name, each in tensors.items() if not each.is_complex()}
         self._of_step = ctx.state.global_step + 1
 
     def on_log_step(self, ctx: LogContext) -> None:
-        measured, self._measured = self._measured, None
-        if ctx.kind != "train" or measured is None or self._of_step != ctx.state.global_step:
+        if ctx.kind != "train" or self._of_step != ctx.state.global_step:
             return
-        each_rank = torch.tensor(ranks.gather_floats(measured.flatten().tolist()), dtype=torch.float64)
-        by_rank = each_rank.reshape(-1, len(self._names), _MEASURED)
-        for number, name in enumerate(self._names):
-            counts, means, deviations = by_rank[:, number, :3].unbind(1)
+        measured, self._measured = self._measured, {}
+        numbers = torch.stack([*measured.values()]).tolist() if measured else []
+        told = ranks.gather(dict(zip(measured, numbers, strict=True)), "LogInputSummaries")
+        for name in dict.fromkeys(name for each in told for name in each):
+            of_ranks = torch.tensor([each[name] for each in told if name in each], dtype=torch.float64)
+            counts, means, deviations, lowest, highest = of_ranks.unbind(1)
             count = counts.sum()  # of no elements: the rest is NaN
             mean = (counts * means).sum() / count
             variance = (deviations + counts * (means - mean).square()).sum() / count
             ctx.logs[f"input/{name}/mean"] = float(mean)
             ctx.logs[f"input/{name}/std"] = float(variance.sqrt())
-            ctx.logs[f"input/{name}/min"] = float(by_rank[:, number, 3].min())
-            ctx.logs[f"input/{name}/max"] = float(by_rank[:, number, 4].max())
+            ctx.logs[f"input/{name}/min"] = float(lowest.min())
+            ctx.logs[f"input/{name}/max"] = float(highest.max())
 
 
-def _measure(tensor: Tensor, counts: bool) -> Tensor:
-    """Shape (5,), float64. Of padding: nothing."""
-    if not counts or not tensor.numel():
-        return torch.tensor([0.0, 0.0, 0.0, math.inf, -math.inf], dtype=torch.float64, device=tensor.device)
+def _measure(tensor: Tensor) -> Tensor:
+    """Shape (5,), float64: count, mean, sum of squared deviations from it, minimum, maximum."""
+    if not tensor.numel():
+        return torch.tensor([0.0, 0.0, 0.0, torch.inf, -torch.inf], dtype=torch.float64, device=tensor.device)
     flat = tensor.detach().double()
     count = torch.full((), flat.numel(), dtype=torch.float64, device=flat.device)
     mean = flat.mean()

@@ -104,8 +104,9 @@ class NaNChecker(Callback):
     def _judge(self, ctx: Context) -> None:
         """On all ranks: what breaks on one of them is in the weights of all a step later."""
         broken = self._read()
-        if ranks.agree_max([broken is not None])[0]:
-            found = ((*each, rank) for rank, each in enumerate(ranks.gather(broken)) if each is not None)
+        if ranks.agree_max([broken is not None], "NaNChecker")[0]:
+            told = ranks.gather(broken, "what NaNChecker found")
+            found = ((*each, rank) for rank, each in enumerate(told) if each is not None)
             step, what, rank = min(found, key=lambda each: each[0])
             ctx.control.stop(f"{what} is not finite, first in step {step}, on rank {rank}", save=False)
 

@@ -68,7 +68,7 @@ class PeakMemory(Callback):
     def on_log_step(self, ctx: LogContext) -> None:
         if ctx.kind not in ("train", "final"):
             return
-        self._peaks = [int(peak) for (peak,) in ranks.gather_floats([float(peak_memory(self._device))])]
+        self._peaks = [int(peak) for (peak,) in ranks.gather_floats([float(peak_memory(self._device))], "PeakMemory")]
         if self._do_log and ctx.kind == "train":
             ctx.logs["rank_peak_mem"] = self._peaks
 

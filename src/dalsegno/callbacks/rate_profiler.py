@@ -41,7 +41,7 @@ class RateProfiler(Callback):
         if ctx.kind != "train":
             return
         seconds = time.perf_counter() - self._began
-        each = ranks.gather_floats([self._samples / seconds, self._tokens / seconds])
+        each = ranks.gather_floats([self._samples / seconds, self._tokens / seconds], "RateProfiler")
         for position, name in enumerate(("samples", "tokens")):
             rates = [rates[position] for rates in each]
             if any(rates):

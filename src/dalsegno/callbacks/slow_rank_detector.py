@@ -63,7 +63,7 @@ class SlowRankDetector(Callback):
 
     def on_log_step(self, ctx: LogContext) -> None:
         if ctx.kind == "train" and ranks.world_size() > 1:
-            seconds = [each for (each,) in ranks.gather_floats([self._watch.read()])]
+            seconds = [each for (each,) in ranks.gather_floats([self._watch.read()], "SlowRankDetector")]
             ctx.logs["rank_runtime"] = seconds
             self._judge(seconds)
 

@@ -106,7 +106,7 @@ class CheckpointManager:
         """
         self.settle()
         final = self.path_of(step)
-        if ranks.agree_max([ranks.rank() == 0 and final.exists()])[0]:
+        if ranks.agree_max([ranks.rank() == 0 and final.exists()], "where to save")[0]:
             raise ConfigurationError(f"{final}: there is a checkpoint of this step already; it is not overwritten")
         captured = self._stage.capture(sharded, components, self._carried, copy=background)
 

@@ -149,10 +149,10 @@ def agree(tensors: Tensors) -> None:
     """
     told = [f"{component}.{line}" for component, its in tensors.items() for line in map(_told, its, its.values())]
     digest = xxhash.xxh3_64_intdigest("\n".join(told).encode()) >> 1
-    highest, lowest = ranks.agree_max([digest, -digest])
+    highest, lowest = ranks.agree_max([digest, -digest], "what all ranks hold")
     if highest == -lowest:
         return
-    of_zero, *others = ranks.gather(told)
+    of_zero, *others = ranks.gather(told, "what each rank holds")
     number, here, there = next(
         (number, here, there)
         for number, theirs in enumerate(others, start=1)

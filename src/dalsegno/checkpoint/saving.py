@@ -106,7 +106,7 @@ class Stage:
         states, failure = _states(sharded, components, {})
         ranks.together(lambda: _reraise(failure))
         signature = planning.signature(states.tensors)
-        if ranks.agree_max([signature != self._planned_for])[0]:
+        if ranks.agree_max([signature != self._planned_for], "whether to plan a save anew")[0]:
             self._replan(states.tensors, signature)
 
     def prepare(self, sharded: Sequence[Sharded]) -> Iterator[None]:
@@ -149,7 +149,7 @@ class Stage:
         digest = _digest(states.compared)
         shortage = self._shortage([*self._plan.files, *sidecars])
         has_failed, has_changed, is_short, highest, lowest = ranks.agree_max(
-            [failure is not None, signature != self._planned_for, shortage > 0, digest, -digest]
+            [failure is not None, signature != self._planned_for, shortage > 0, digest, -digest], "what a save captures"
         )
         if has_failed:
             ranks.together(lambda: _reraise(failure))
@@ -158,7 +158,7 @@ class Stage:
         if has_changed:
             self._replan(states.tensors, signature)
             shortage = self._shortage([*self._plan.files, *sidecars])
-            (is_short,) = ranks.agree_max([shortage > 0])
+            (is_short,) = ranks.agree_max([shortage > 0], "room for a save in memory")
         planned = [Part(file.name, file.layout, file.tensors(states.tensors)) for file in self._plan.files]
         documents = self._documents(states)
         records = {key: each.record for key, each in (states.shared | states.own).items()}
@@ -321,7 +321,7 @@ def _reraise(failure: Exception | None) -> None:
 
 def _warn_of_differences(compared: Mapping[str, Encoded]) -> None:
     """Say which states that must be the same on all ranks are not: only rank 0's is saved."""
-    checksums = ranks.gather({key: each.checksum() for key, each in compared.items()})
+    checksums = ranks.gather({key: each.checksum() for key, each in compared.items()}, "states that differ")
     if ranks.rank() != 0:
         return
     for key, first in checksums[0].items():

@@ -28,7 +28,7 @@ class EvalBatches:
         Raises:
             TypeError: where it is unknown.
         """
-        count = self._feed.microbatches_per_epoch()
+        count = self._feed.length()
         if count is None:
             raise TypeError("the length of this evaluation set is unknown")
         return count

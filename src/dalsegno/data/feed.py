@@ -83,8 +83,12 @@ class Feed(Protocol):
         """End the worker processes, if there are any. Iterating afterwards starts new ones."""
         ...
 
+    def length(self) -> int | None:
+        """Micro-batches of the current epoch, on this rank; None where it is unknown."""
+        ...
+
     def microbatches_per_epoch(self) -> int | None:
-        """On this rank; None where it is unknown."""
+        """On the rank that has the most: the same on all ranks. None where it is unknown."""
         ...
 
     def samples_per_epoch(self) -> int | None:

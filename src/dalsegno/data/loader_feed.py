@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from dalsegno import ranks
 from dalsegno.component import Scope
 from dalsegno.errors import EmptyDataset, StateMismatch
 from dalsegno.randomness import LOADER, mix
@@ -63,19 +64,24 @@ class LoaderFeed:
         # Always for torchdata's: of a generator that its sampler shares, it restores the sampler's draws alone.
         if isinstance(loader, DataLoader) and (loader.generator is None or isinstance(loader, StatefulDataLoader)):
             loader.generator = EpochGenerator()
-        if self._length() == 0:
+        if self.length() == 0:
             raise EmptyDataset("the loader has length 0; look at its dataset, its batch size and drop_last")
         self.epoch = 0
         self._microbatches = 0  # consumed of this epoch, on this rank
         self._samples = 0  # consumed of this epoch, over all ranks where that is known
         self._exhausted = False
         self._iterator: Iterator[Any] | None = None
+        self._lengths: list[int | None] | None = None  # of all ranks' loaders, once they have been told
+
+    def tell_length(self) -> None:
+        """Let all ranks know how long this rank's loader is, since they plan by the longest. Collective."""
+        self._lengths = ranks.gather(self.length(), "the lengths of loaders")
 
     @property
     def position(self) -> float:
         if self._samples_per_epoch:
             return self.epoch + min(1.0, self._samples / self._samples_per_epoch)
-        length = self._length()
+        length = self.length()
         return self.epoch + min(1.0, self._microbatches / length) if length else float(self.epoch)
 
     @property
@@ -138,14 +144,16 @@ class LoaderFeed:
         if isinstance(self._loader, DataLoader):
             self._loader._iterator = None  # where torch keeps persistent workers
 
-    def _length(self) -> int | None:
+    def length(self) -> int | None:
         try:
             return len(self._loader)  # type: ignore[arg-type]
         except TypeError:  # no length, or none that is known
             return None
 
     def microbatches_per_epoch(self) -> int | None:
-        return self._length()
+        lengths = [self.length()] if self._lengths is None else self._lengths
+        known = [length for length in lengths if length is not None]
+        return max(known) if len(known) == len(lengths) else None
 
     def samples_per_epoch(self) -> int | None:
         return self._samples_per_epoch

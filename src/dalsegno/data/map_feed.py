@@ -82,8 +82,11 @@ class MapFeed:
     def close(self) -> None:
         self._loader._iterator = None  # where torch keeps persistent workers; others end with their iterator
 
-    def microbatches_per_epoch(self) -> int:
+    def length(self) -> int:
         return len(self._sampler)
+
+    def microbatches_per_epoch(self) -> int:
+        return self.length()
 
     def samples_per_epoch(self) -> int:
         return self._sampler.samples

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from dalsegno import ranks
 from dalsegno.component import Stateful
 from dalsegno.errors import ConfigurationError
 
@@ -84,13 +85,16 @@ def loader_feed(loader: Iterable[Any], *, seed: int = 0, world_size: int = 1) ->
     """The training data from a loader of the user's own, taken as it is: each rank has its own.
 
     One with ``state_dict`` and ``load_state_dict`` goes on by itself; another one is read again up to its place.
+    Collective.
 
     Raises:
         EmptyDataset: if the loader has length 0.
         ConfigurationError: if it is nothing that can be iterated.
     """
     kind = StatefulFeed if isinstance(loader, Stateful) else ReplayedFeed
-    return kind(_iterable(loader), seed=seed, world_size=world_size)
+    feed = ranks.together(lambda: kind(_iterable(loader), seed=seed, world_size=world_size))
+    feed.tell_length()
+    return feed
 
 
 class EvalFeed:
@@ -105,6 +109,14 @@ class EvalFeed:
     def lockstep(self) -> bool:
         return self._feed.lockstep
 
+    @property
+    def position(self) -> float:
+        return self._feed.position
+
+    def length(self) -> int | None:
+        """Micro-batches on this rank; None where it is unknown."""
+        return self._feed.length()
+
     def __iter__(self) -> Iterator[Microbatch]:
         self._feed.restart()
         return iter(self._feed)
@@ -112,9 +124,6 @@ class EvalFeed:
     def close(self) -> None:
         """End the worker processes, if there are any."""
         self._feed.close()
-
-    def microbatches_per_epoch(self) -> int | None:
-        return self._feed.microbatches_per_epoch()
 
     def samples_per_epoch(self) -> int | None:
         return self._feed.samples_per_epoch()
