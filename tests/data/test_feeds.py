@@ -230,7 +230,7 @@ def test_evaluation_begins_at_the_first_sample_each_time() -> None:
         assert feed.lockstep
     own = eval_loader_feed(DataLoader(list(range(5)), 2))
     assert [m.samples for m in own] == [m.samples for m in own] == [2, 2, 1]
-    assert (own.microbatches_per_epoch(), own.samples_per_epoch()) == (3, None)
+    assert (own.length(), own.samples_per_epoch()) == (3, None)
 
 
 def test_a_generator_is_good_for_one_epoch() -> None:
