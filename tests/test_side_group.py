@@ -42,7 +42,7 @@ def decide_beside_other_collectives() -> tuple[list[str], float]:
     heard: list[str] = []
     beside = threading.Thread(target=lambda: heard.extend(total() for _ in range(20)))
     beside.start()
-    summed = [ranks.sum_floats([1.0])[0] for _ in range(200)]
+    summed = [ranks.sum_floats([1.0], "beside")[0] for _ in range(200)]
     beside.join()
     return heard, sum(summed)
 

@@ -129,7 +129,7 @@ def save_while_one_is_killed(directory: Path, victim: int, operation: str, end: 
 
 def save_while_rank_one_is_killed_by_rank_zero(directory: Path, operation: str, end: str) -> tuple[str, list[str]]:
     """When rank 0 comes to that operation, which is not before rank 1 has said what it has written."""
-    pids: list[int] = ranks.gather(os.getpid())
+    pids: list[int] = ranks.gather(os.getpid(), "processes")
 
     def kill(what: str, path: Path) -> None:
         if ranks.rank() == 0 and operation == what and path.name.endswith(end):

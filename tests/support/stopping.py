@@ -182,7 +182,7 @@ def save_by_the_clock(output_dir: Path) -> Any:
         output_dir, Listener({"on_before_save": note}), save_steps=500, save="Every(seconds=0.1)", max_steps=1_000_000
     )
     trainer.train()
-    return steps, ranks.broadcast(times)
+    return steps, ranks.broadcast(times, "times")
 
 
 def train_in_folders(of_rank_zero: Path, of_rank_one: Path, comes_late: bool = False) -> str:

@@ -67,7 +67,9 @@ class DurationProfiler(Callback):
         self._account("other")
         now, steps = time.perf_counter(), ctx.state.global_step - self._last_step
         took = [*(self._seconds[section] for section in SECTIONS), now - self._last_log]
-        *sections, interval = (each / 1e9 for each in ranks.agree_max([int(each * 1e9) for each in took], self.key))
+        *sections, interval = (
+            each / 1e9 for each in ranks.agree_max([int(each * 1e9) for each in took], "DurationProfiler")
+        )
         ctx.logs |= {f"{section}_runtime": seconds for section, seconds in zip(SECTIONS, sections, strict=True)}
         if ctx.state.max_steps > 0 and steps:
             ctx.logs["remaining_runtime"] = interval / steps * (ctx.state.max_steps - ctx.state.global_step)
