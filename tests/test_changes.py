@@ -18,7 +18,7 @@ from dalsegno.changes import REFUSED
 from dalsegno.checkpoint import LoadReport
 from dalsegno.checkpoint.manifest import _checksum_of
 from dalsegno.testing import run_ranks, tiny_regression_data
-from support.changing import train_on_ranks
+from support.changing import count_threads, train_in_type, train_on_ranks
 from support.listeners import Listener
 from support.small import Line, arguments, same, small_trainer, weights
 
@@ -115,6 +115,20 @@ def test_intervals_and_workers(tmp_path: Path) -> None:
     )
 
 
+def test_what_changes_bits_without_being_a_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums are taken in another order; a run of which nothing is left on the CPU has no thread to count."""
+    run_ranks(count_threads, 1, tmp_path, 1, 2)
+    (changes,) = run_ranks(count_threads, 1, tmp_path, 2, 4)
+    assert {change.setting: (change.verdict, change.saved, change.now) for change in changes} == {
+        "max_steps": ("said", "2", "4"),
+        "threads": ("warned", "1", "2"),
+    }
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    assert leg(tmp_path / "torch", 2).report.changes == []
+    monkeypatch.undo()
+    assert leg(tmp_path / "torch", 4).verdicts()["torch"] == ("warned", "2.99.0", torch.__version__)
+
+
 def test_other_ranks_with_the_same_samples_a_step(tmp_path: Path) -> None:
     """Nothing to warn of: the gradients are the same means."""
     run_ranks(train_on_ranks, 2, tmp_path, 2, 4)
@@ -185,7 +199,7 @@ def test_all_that_is_refused_is_told_at_once(tmp_path: Path) -> None:
         "  optimizer: saved torch.optim.adamw.AdamW, now torch.optim.sgd.SGD",
         "  dataset: saved 20 samples of _Pairs, now 21 samples of _Pairs",
         'if that is meant, give allow_changes=("dataset", "model", "optimizer"):',
-        "  model: what fits is loaded; all else begins as it was built",
+        "  model: what fits is loaded, cast if need be, its optimizer state too; all else begins as it was built",
         "  optimizer: its state begins anew, at the learning rate that it was built with",
         "  dataset: goes on at the same number of samples, in the new order: some come twice, some never",
     ]
@@ -269,6 +283,31 @@ def test_what_fits_of_a_model_is_loaded_and_so_is_its_optimizer_state(tmp_path: 
     }
     assert "missing in the checkpoint: head.weight [1, 1] float32" in seen["report"].table()
     assert small_trainer(tmp_path, model=Grown(), **{**usual, "max_steps": 8}).train().global_step == 8
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("types", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
+def test_the_optimizers_state_follows_the_element_type_of_its_weights(
+    tmp_path: Path, types: tuple[torch.dtype, torch.dtype], world_size: int
+) -> None:
+    """The number of its steps has a type of its own, and keeps it."""
+    before, after = types
+    (first, *_) = run_ranks(train_in_type, world_size, tmp_path, before, 2, ())
+    with pytest.raises(ds.RankFailed, match=r"layer.weight: saved as .*(\n.*)*what fits is loaded, cast if need be"):
+        run_ranks(train_in_type, world_size, tmp_path, after, 4, ())
+    (second, *_) = run_ranks(train_in_type, world_size, tmp_path, after, 4, ("model",))
+    assert {kind: dtype for kind, (dtype, _) in first.items()} == {
+        "step": torch.float32,
+        "exp_avg": before,
+        "exp_avg_sq": before,
+    }
+    assert {kind: dtype for kind, (dtype, _) in second.items()} == {
+        "step": torch.float32,
+        "exp_avg": after,
+        "exp_avg_sq": after,
+    }
+    assert second["step"] == (torch.float32, 4.0)
+    assert second["exp_avg_sq"][1] > first["exp_avg_sq"][1] / 2, "what was gathered before is still in it"
 
 
 def test_another_optimizer_takes_the_schedules_place_at_its_own_rate(tmp_path: Path) -> None:

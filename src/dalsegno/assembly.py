@@ -102,7 +102,9 @@ class Assembly:
         )
         self._model = model
         self._model_state, self._optimizer_state = ModelState(model), OptimizerState(model, optimizer)
-        self._settings = Settings(args, brought, AsBuilt(optimizer, schedulers), schedulers, feed, data)
+        self._settings = Settings(
+            args, brought, AsBuilt(optimizer, schedulers), schedulers, feed, data, device_of(model)
+        )
         own: dict[str, Stateful] = {
             SETTINGS: self._settings,
             "trainer": self.state,

@@ -61,6 +61,8 @@ class Change:
 END_OF_SCHEDULE = "max_steps of the schedule"
 """The name of the run's length where the learning rate comes down by then."""
 
+_OTHER_BITS = "sums are rounded otherwise: the run is no longer equal, bit by bit, to one without this change"
+
 RULES: dict[str, Rule] = {
     # what the saved state belongs to
     "dataset": Rule(
@@ -68,7 +70,9 @@ RULES: dict[str, Rule] = {
         "goes on at the same number of samples, in the new order: some come twice, some never",
         fingerprint.same,
     ),
-    "model": Rule("refused", "what fits is loaded; all else begins as it was built"),
+    "model": Rule(
+        "refused", "what fits is loaded, cast if need be, its optimizer state too; all else begins as it was built"
+    ),
     "optimizer": Rule("refused", "its state begins anew, at the learning rate that it was built with"),
     # what makes it another course than that of a run that was never cut
     "samples per step": Rule("warned", "gradients are means over more or fewer samples; the learning rate stays"),
@@ -79,6 +83,9 @@ RULES: dict[str, Rule] = {
     "lr_scheduler_type": Rule("warned", "the learning rate jumps to where the new schedule is"),
     "warmup_steps": Rule("warned", "the learning rate jumps to where the new schedule is"),
     END_OF_SCHEDULE: Rule("warned", "the learning rate jumps to where the new schedule is"),
+    "torch": Rule("warned", _OTHER_BITS),
+    "processor": Rule("warned", _OTHER_BITS),
+    "threads": Rule("warned", _OTHER_BITS),
     # what is the user's to change
     "learning_rate": Rule("said", "the schedule goes on from its place, at the new rate"),
     "world_size": Rule("said", "resharded; the data goes on at the same sample"),

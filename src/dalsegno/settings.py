@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from . import ranks
 from .args import TrainingArguments
 from .changes import END_OF_SCHEDULE, Change
@@ -68,6 +70,7 @@ class Settings:
         schedulers: for their classes.
         feed: for the samples in a step.
         data: the dataset, or what else is read.
+        device: where the model is.
     """
 
     state_compared = False  # only rank 0 looks at the data
@@ -80,6 +83,7 @@ class Settings:
         schedulers: Iterable[Any],
         feed: Feed,
         data: Any,
+        device: torch.device,
     ) -> None:
         self._args = args
         self._brought = brought
@@ -87,6 +91,7 @@ class Settings:
         self._schedulers = [type(each).__name__ for each in schedulers]
         self._feed = feed
         self._data = data
+        self._device = device
         self._fingerprint: dict[str, Any] | None = None
         self._planned = -1
 
@@ -114,6 +119,9 @@ class Settings:
         self._built.put_back_rates()
 
     def state_dict(self) -> dict[str, Any]:
+        return {**self._given(), **self._surroundings(), "dataset": self._fingerprint}
+
+    def _given(self) -> dict[str, Any]:
         args, brought = self._args, self._brought
         values = {name: value for name, value in args.to_dict().items() if self._has_effect(name)}
         if not brought.schedule and args.lr_scheduler_type != "constant":
@@ -129,7 +137,14 @@ class Settings:
         samples = self._feed.samples_per_microbatch()
         if samples is not None:
             values["samples per step"] = samples * args.gradient_accumulation_steps
-        return {**values, "world_size": ranks.world_size(), "dataset": self._fingerprint}
+        return values
+
+    def _surroundings(self) -> dict[str, Any]:
+        """What decides about the order in which sums are taken, and so about the last bits, without being a setting."""
+        values = {"world_size": ranks.world_size(), "torch": str(torch.__version__)}
+        if self._device.type == "cuda":
+            return {**values, "processor": torch.cuda.get_device_name(self._device)}
+        return {**values, "processor": _processor(), "threads": torch.get_num_threads()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """They are as they are now: what they were has been compared before."""
@@ -143,6 +158,11 @@ class Settings:
         if name in _OF_LOADER or name.startswith("dataloader_"):
             return not brought.loader
         return name not in _OF_NOBODY and not (brought.loop and name in _OF_LOOP)
+
+
+def _processor() -> str:
+    """The instructions for which torch chooses its kernels: ``AVX2``, ``AVX512``, …"""
+    return str(torch.backends.cpu.get_cpu_capability())
 
 
 def planned_steps(args: TrainingArguments, feed: Feed) -> int:

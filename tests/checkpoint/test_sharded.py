@@ -221,7 +221,7 @@ def test_a_model_that_does_not_fit_hears_all_of_it(tmp_path: Path) -> None:
         "    unexpected in the checkpoint: b.bias [2] float32",
         "    unexpected in the checkpoint: b.weight [2, 2] float32",
         'if that is meant, give allow_changes=("model",):',
-        "  model: what fits is loaded; all else begins as it was built",
+        "  model: what fits is loaded, cast if need be, its optimizer state too; all else begins as it was built",
     ]
     assert torch.equal(before, other["a"].weight)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dalsegno import ranks
 from dalsegno.changes import Change
 from support.listeners import Listener
@@ -29,3 +31,40 @@ def train_on_ranks(output_dir: Path, batch_size: int, max_steps: int) -> list[Ch
         parallel="ddp" if ranks.world_size() > 1 else "none",
     ).train()
     return changes
+
+
+def count_threads(output_dir: Path, threads: int, max_steps: int) -> list[Change]:
+    """The same with another number of threads."""
+    torch.set_num_threads(threads)
+    return train_on_ranks(output_dir, 4, max_steps)
+
+
+class Casting(Line):
+    """Computes in the element type of its weights."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """x: (batch, 8), y: (batch, 1)."""
+        return super().forward(x.to(self.layer.weight.dtype), y.to(self.layer.weight.dtype))
+
+
+def train_in_type(
+    output_dir: Path, dtype: torch.dtype, max_steps: int, allow: tuple[str, ...]
+) -> dict[str, tuple[torch.dtype, float]]:
+    """A leg with weights of that element type; type and mean of each state of a parameter's optimizer when it ends."""
+    states: dict[str, tuple[torch.dtype, float]] = {}
+
+    def look(ctx: Any) -> None:
+        state = ctx.optimizer.state[ctx.model.layer.weight]
+        states.update({kind: (value.dtype, float(value.float().mean())) for kind, value in state.items()})
+
+    small_trainer(
+        output_dir,
+        Listener({"on_train_end": look}),
+        model=Casting().to(dtype),
+        max_steps=max_steps,
+        save_steps=2,
+        lr_scheduler_type="constant",
+        parallel="fsdp" if ranks.world_size() > 1 else "none",
+        per_device_train_batch_size=4 // ranks.world_size(),
+    ).train(allow_changes=allow)
+    return states

@@ -177,6 +177,10 @@ class ModelState:
 class OptimizerState:
     """The state of any torch optimizer, by parameter name.
 
+    Where a parameter has another element type than when it was saved, state of the former type is cast with it: the
+    foreach kernels of most optimizers take no mixture. State of a type of its own (moments in float32, of weights in
+    bfloat16) keeps it.
+
     State that has its parameter's shape, or is a DTensor, is sharded like the parameter; all else (step counters,
     factored moments, histories) is the same on every rank and goes into the rest with the groups' hyperparameters.
 
@@ -243,15 +247,21 @@ class OptimizerState:
             for number, (name, parameter) in enumerate(named)
             if name in rows.plain and (name not in weights or weights[name].shape == parameter.shape)
         }
+        casts = {  # of a parameter whose element type has changed
+            name: (weights[name].dtype, named[number][1].dtype)
+            for name, number in fitting.items()
+            if name in weights and weights[name].dtype != named[number][1].dtype
+        }
         tensors = {
-            f"{name}.{kind}": _like(named[number][1], own[f"{name}.{kind}"])
+            f"{name}.{kind}": _like(named[number][1], own[f"{name}.{kind}"], casts.get(name))
             for name, number in fitting.items()
             for kind in rows.sharded.get(name, ())
         }
 
         def take_over() -> None:
             saved = {
-                name: rows.plain[name] | {kind: tensors[f"{name}.{kind}"] for kind in rows.sharded.get(name, ())}
+                name: {kind: _cast(value, casts.get(name)) for kind, value in rows.plain[name].items()}
+                | {kind: tensors[f"{name}.{kind}"] for kind in rows.sharded.get(name, ())}
                 for name in fitting
             }
             state = {fitting[name]: values for name, values in saved.items()} | rest["other"]
@@ -311,15 +321,27 @@ def _is_sharded(value: object, parameter: torch.Tensor) -> bool:
     return isinstance(value, DTensor) or (value.dim() > 0 and value.shape == parameter.shape)
 
 
-def _like(parameter: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
+_Cast = tuple[torch.dtype, torch.dtype]
+"""From which element type to which."""
+
+
+def _like(parameter: torch.Tensor, stored: StoredTensor, cast: _Cast | None) -> torch.Tensor:
     """An empty tensor for ``stored``, spread over the ranks as ``parameter`` is, if it has that shape."""
+    dtype = cast[1] if cast is not None and stored.dtype == cast[0] else stored.dtype
     if parameter.shape == stored.shape:
-        return torch.empty_like(parameter, dtype=stored.dtype).detach()
-    local = torch.empty(stored.shape, dtype=stored.dtype, device=parameter.device)
+        return torch.empty_like(parameter, dtype=dtype).detach()
+    local = torch.empty(stored.shape, dtype=dtype, device=parameter.device)
     if not isinstance(parameter, DTensor):
         return local
     mesh = parameter.device_mesh
     return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _cast(value: Any, cast: _Cast | None) -> Any:
+    """A tensor of its parameter's former element type as one of the new; a scalar, say the step's number, stays."""
+    if cast is None or not isinstance(value, torch.Tensor) or value.dim() == 0 or value.dtype != cast[0]:
+        return value
+    return value.to(cast[1])
 
 
 def _placed_like(value: Any, here: Any) -> Any:
