@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import register_backend
 from torch._dynamo.utils import counters
 from torch.optim import SGD, AdamW, lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset
@@ -248,6 +249,29 @@ def test_a_compiled_model_is_the_same_under_the_same_names(tmp_path: Path) -> No
     compiled = trained(tmp_path / "compiled", model=Line(), **settings)
     assert counters["frames"]["ok"] > 0
     assert_close(plain, compiled)
+
+
+@register_backend
+def rounds_by_kernel(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+    """A backend whose kernels for any size round otherwise than those for one size."""
+    is_general = any(isinstance(each, torch.SymInt) for each in inputs)
+
+    def compute(*values: Any) -> Any:
+        return tuple(value * (1 + 2**-20) if is_general else value for value in graph(*values))
+
+    return compute
+
+
+@pytest.mark.parametrize("stop", [2, 5])
+def test_a_compiled_model_meets_a_smaller_batch_first_after_a_resume(tmp_path: Path, stop: int) -> None:
+    """Ten samples: the third batch of an epoch has two, where the others have four."""
+    settings = {"torch_compile": True, "torch_compile_backend": "rounds_by_kernel", "num_train_epochs": 2}
+
+    def build(output_dir: Path, *callbacks: Any) -> ds.Trainer:
+        torch._dynamo.reset()  # as in another process
+        return small_trainer(output_dir, *callbacks, model=Line(), length=10, save_steps=100, **settings)
+
+    assert_resumes(build, tmp_path, stop)
 
 
 class Outputs:

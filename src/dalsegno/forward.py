@@ -30,12 +30,15 @@ class Forward:
         loss_fn: LossFunction | None,
         device: torch.device,
         autocast: torch.dtype | None,
+        *,
+        is_compiled: bool = False,
     ) -> None:
         self._on = on
         self.module = module
         self._loss_fn = loss_fn
         self._device = device
         self._autocast = autocast
+        self._is_compiled = is_compiled
 
     def __call__(self, batch: Any) -> tuple[torch.Tensor, Outputs]:
         """The batch's mean loss, a 0-dim tensor, and the outputs with the loss under ``"loss"``.
@@ -50,6 +53,8 @@ class Forward:
 
     def _call(self, batch: Any) -> tuple[torch.Tensor, Outputs]:
         on = self._on
+        if self._is_compiled:
+            keep_batch_size_static(batch)
         if on.before_forward:
             args, kwargs = _arguments(batch)
             on.before_forward.fill(batch, args, kwargs)
@@ -90,6 +95,23 @@ def _arguments(batch: Any) -> tuple[list[Any], dict[str, Any]]:
     if isinstance(batch, (tuple, list)):
         return list(batch), {}
     return [batch], {}
+
+
+def keep_batch_size_static(batch: Any) -> None:
+    """Have ``torch.compile`` make kernels for each batch size, rather than general ones from the second size on.
+
+    Otherwise it depends on the sizes that this process has seen before which kernels compute a batch, and so how its
+    sums are rounded: a process that resumes at the smaller batch of an epoch's end sees that one first.
+    """
+    if isinstance(batch, torch.Tensor):
+        if batch.dim():
+            torch._dynamo.mark_static(batch, 0)
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            keep_batch_size_static(value)
+    elif isinstance(batch, (tuple, list)):
+        for value in batch:
+            keep_batch_size_static(value)
 
 
 def _describe(returned: Any) -> str:

@@ -153,7 +153,8 @@ class Trainer:
         on = self._assembly.on
         if args.fuse_optim_with_backward:
             parallel = InBackward(parallel, model, optimizer, lambda: self._update.wants_norm())
-        forward = Forward(on, parallel.module, loss_fn, device, autocast_dtype(bf16=args.bf16, fp16=args.fp16))
+        autocast = autocast_dtype(bf16=args.bf16, fp16=args.fp16)
+        forward = Forward(on, parallel.module, loss_fn, device, autocast, is_compiled=args.torch_compile)
         self._update = Update(
             on,
             self.state,
