@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dalsegno as ds
-from dalsegno.logs import read_records
+from dalsegno.logs import read_records, timeless
 from dalsegno.testing import FaultPlan, assert_resume_equivalent
 from support.own_loops import OwnLoop
 
@@ -173,3 +173,39 @@ def test_state_of_the_users_own_is_saved_by_name(tmp_path: Path) -> None:
 
     assert train(5).total == 5
     assert train(9).total == 9
+
+
+@pytest.mark.parametrize("due", [{"save_steps": 13}, {"save_strategy": "epoch"}], ids=["at the step", "at the epoch"])
+def test_a_loop_left_at_an_epochs_last_step_has_its_checkpoint(tmp_path: Path, due: dict[str, object]) -> None:
+    """The checkpoint is taken at the epoch's end, which comes when the next batch is asked for; here it never is."""
+    settings = {"max_steps": 20, "eval_steps": 0, **due}
+    unbroken, broken = OwnLoop(tmp_path / "a", **settings), OwnLoop(tmp_path / "b", **settings)
+    unbroken.train()
+    with broken.run() as run:
+        for batch in run.batches():
+            run.step_end(loss=broken.update(batch))
+            if run.state.global_step == 13:
+                break
+    assert run.result is not None
+    assert run.result.checkpoint == tmp_path / "b/checkpoints/step-00000013"
+    again = OwnLoop(tmp_path / "b", **settings)
+    with again.run() as run:
+        for batch in run.batches():
+            run.step_end(loss=again.update(batch))
+    assert run.resumed_from == tmp_path / "b/checkpoints/step-00000013"
+    for one, other in zip(unbroken.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    logs = [[timeless(record) for record in read_records(tmp_path / run / "logs/train.jsonl")] for run in "ab"]
+    assert logs[0] == logs[1]
+
+
+def test_a_loop_left_in_the_middle_saves_nothing(tmp_path: Path) -> None:
+    """Behind an epoch's last step: the batch that is asked for next belongs to the epoch after it."""
+    loop = OwnLoop(tmp_path, eval_steps=0, save_steps=14)
+    with loop.run() as run:
+        for batch in run.batches():
+            if run.state.global_step == 13:
+                break
+            run.step_end(loss=loop.update(batch))
+    assert run.result is not None
+    assert run.result.checkpoint is None

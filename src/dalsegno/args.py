@@ -63,7 +63,7 @@ class TrainingArguments:
 
     output_dir: str | Path
     """Where checkpoints, logs and ``run.json`` live: a folder, or a URL such as ``s3://bucket/run``. The same again
-    means: go on with that run."""
+    means: go on with that run. A relative path is made absolute here: a later ``os.chdir`` does not move the run."""
     local_dir: str | Path | None = None
     """Of an ``output_dir`` that is a URL: the folder here into which everything is written first. None: one below
     ``~/.cache/dalsegno``."""
@@ -185,7 +185,9 @@ class TrainingArguments:
                 )
             if was_url(self.output_dir):
                 raise ConfigurationError(f"output_dir={str(self.output_dir)!r}: give a URL as text, not as a Path")
-            self.output_dir = Path(self.output_dir)
+            self.output_dir = Path(self.output_dir).absolute()  # os.chdir() later does not move the run
+        elif self.local_dir is not None:
+            self.local_dir = Path(self.local_dir).absolute()
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:

@@ -130,6 +130,13 @@ class Boundary:
         elif not self.leaving:
             self.saves.prepare()
 
+    def save_held(self, *, also: bool) -> None:
+        """The epoch's end, for which :meth:`act` has held a checkpoint back, does not come. ``also``: one that would
+        only fall due there. Collective."""
+        if self._save_is_held or also:
+            self._save_is_held = False
+            self._save()
+
     def _save(self) -> None:
         """A checkpoint of this step; or the end without one, where a handler of on_before_save calls it off."""
         control = self._control

@@ -100,12 +100,18 @@ class Run:
         if error is None:
             try:
                 if not (self._is_over() or self._exhausted):
+                    self._save_before_epoch_end()
                     self.control.stop("the loop was left before its end", by="the loop")
                 self._finish()
             except BaseException as late:
                 self._leave(late)
                 raise
         self._leave(error)
+
+    def _save_before_epoch_end(self) -> None:
+        """The loop was left: if between an epoch's last step and the epoch's end, the checkpoint due there is taken."""
+        if self._ends_epoch and self._draw is None:
+            self._boundary.save_held(also=self.state.will_save)
 
     def _finish(self) -> None:
         """A leg that comes to its end by itself: the last checkpoint, the final record, and the best weights."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -209,10 +210,10 @@ def train_and_leave_a_worker(output_dir: Path, end: Path) -> None:
 
     def leave(ctx: Any) -> None:
         if (worker := os.fork()) == 0:
-            for descriptor in os.listdir("/proc/self/fd"):  # else whoever waits for its parent waits for it
-                path = f"/proc/self/fd/{descriptor}"
-                if os.path.exists(path) and output_dir not in Path(os.readlink(path)).parents:
-                    os.close(int(descriptor))
+            for descriptor in Path("/proc/self/fd").iterdir():  # else whoever waits for its parent waits for it
+                if output_dir not in descriptor.resolve().parents:
+                    with contextlib.suppress(OSError):
+                        os.close(int(descriptor.name))
             end.read_text()
             os._exit(0)
         (output_dir / "worker").write_text(str(worker))

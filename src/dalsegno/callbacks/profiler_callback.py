@@ -53,7 +53,9 @@ class ProfilerCallback(Callback):
     ) -> None:
         self._start_step = whole("ProfilerCallback", "start_step", start_step, least=0)
         self._num_steps = whole("ProfilerCallback", "num_steps", num_steps)
-        self._output_dir = None if output_dir is None else folder("ProfilerCallback", "output_dir", output_dir)
+        self._output_dir = (
+            None if output_dir is None else folder("ProfilerCallback", "output_dir", output_dir).absolute()
+        )
         self._with_stack = flag("ProfilerCallback", "with_stack", with_stack)
         self._with_flops = flag("ProfilerCallback", "with_flops", with_flops)
         self._record_shapes = flag("ProfilerCallback", "record_shapes", record_shapes)
