@@ -1,13 +1,17 @@
-"""Where a run lies: one folder, wherever the process goes."""
+"""Where a run lies: one folder, wherever the process goes, also on a disk that is full for a while."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dalsegno.callbacks import JsonLogger
+from dalsegno.logs import ReadReport, read_records
+from support.disks import small_disk
 from support.listeners import Listener
 from support.small import arguments, small_trainer
 
@@ -33,3 +37,42 @@ def test_the_folder_of_a_url_is_where_it_was_when_it_was_named(tmp_path: Path, m
     args = arguments("memory://bucket/run", local_dir="here")  # type: ignore[arg-type]
     os.chdir("/")
     assert (args.directory, args.output_dir) == (tmp_path / "here", "memory://bucket/run")
+
+
+@pytest.mark.parametrize("frees", [True, False])
+def test_a_full_disk_costs_records_and_not_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, frees: bool
+) -> None:
+    """Full while steps 3 to 5 are logged, or until the log is closed. Each record is longer than a disk's block."""
+    with small_disk(tmp_path / "disk", kilobytes=256) as disk:
+        log, filler = disk / "run/logs/train.jsonl", disk / "filler"
+
+        def fill_or_free(ctx: Any) -> None:
+            if ctx.state.global_step == 2:
+                with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+                    while True:
+                        file.write(bytes(512))
+            elif ctx.state.global_step == 5 and frees:
+                filler.unlink()
+
+        added = Listener(
+            {
+                "on_step_begin": fill_or_free,
+                "on_log_step": lambda ctx: ctx.logs.update(text="x" * 9000),
+                "on_train_end": lambda _: filler.unlink(missing_ok=True),
+            }
+        )
+        trainer = small_trainer(disk / "run", JsonLogger(), added, max_steps=8, logging_steps=1)
+        assert trainer.train().reason == "finished"
+        report = ReadReport()
+        steps = [record["global_step"] for record in read_records(log, report) if "kind" not in record]
+        assert report.skipped == []
+    lost = [3, 4, 5] if frees else [3, 4, 5, 6, 7, 8]
+    assert steps == [step for step in range(1, 9) if step not in lost]
+    told = [message for message in caplog.messages if "lost" in message]
+    assert told[0] == (
+        f"{log}: the record of step 3 is lost ([Errno 28] No space left on device: '{log}'); training goes on"
+    )
+    count = 3 if frees else 7  # with the final one
+    state = "is written again" if frees else "ends incomplete"
+    assert told[1:] == [f"{log} {state}: {count} records are lost, of steps 3 to {lost[-1]}"]

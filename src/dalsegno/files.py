@@ -54,24 +54,35 @@ def open_own(path: Path, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, 0o644)
 
 
+@contextlib.contextmanager
+def _announced(operation: str, path: Path) -> Iterator[None]:
+    """Tell the watcher, and name the file in what the kernel raises, which knows a descriptor only."""
+    announce(operation, path)
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
 def write_all(descriptor: int, data: Buffer, path: Path) -> None:
     """Write every byte of ``data`` at the descriptor's position; ``path`` is for messages only."""
-    announce("write", path)
-    view = memoryview(data).cast("B")
-    while view:
-        view = view[os.write(descriptor, view) :]
+    with _announced("write", path):
+        view = memoryview(data).cast("B")
+        while view:
+            view = view[os.write(descriptor, view) :]
 
 
 def truncate(descriptor: int, length: int, path: Path) -> None:
     """Cut a file to ``length`` bytes."""
-    announce("truncate", path)
-    os.ftruncate(descriptor, length)
+    with _announced("truncate", path):
+        os.ftruncate(descriptor, length)
 
 
 def fsync(descriptor: int, path: Path) -> None:
     """Force a file's bytes to the disk."""
-    announce("fsync", path)
-    os.fsync(descriptor)
+    with _announced("fsync", path):
+        os.fsync(descriptor)
 
 
 def fsync_directory(path: Path) -> None:

@@ -41,7 +41,7 @@ def test_an_append_that_fails_leaves_no_half_record(log: RecordLog, monkeypatch:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "write", full_disk)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, match=f"No space left on device: '{log.path}'"):
         log.append(record(2))
     assert steps(log.path) == [0, 1]
     log.append(record(3))

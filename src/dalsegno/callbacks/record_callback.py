@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,11 +12,15 @@ from dalsegno.callback import Callback
 from dalsegno.contexts import Context, TrainBeginContext, TrainEndContext
 from dalsegno.logs import RecordLog
 
+logger = logging.getLogger("dalsegno")
+
 
 class RecordCallback(Callback):
     """Rank 0 writes records into a log that is cut back on resume to where the checkpoint was taken.
 
-    The file is open from on_train_begin to on_train_end. A second ``train()`` goes on behind the last record.
+    The file is open from on_train_begin to on_train_end. A second ``train()`` goes on behind the last record. A record
+    that does not get to the disk (it is full, say) does not end the run: that it is lost is logged, and the next one is
+    tried.
     """
 
     makes_wishes = False
@@ -27,6 +32,7 @@ class RecordCallback(Callback):
         self._log: RecordLog | None = None
         self._position: Any = None
         """Where the log goes on when it is opened: a state of RecordLog; None: at the beginning."""
+        self._lost: list[int] = []  # steps of the records that did not get to the disk, since one did
 
     @property
     def writing(self) -> bool:
@@ -37,7 +43,12 @@ class RecordCallback(Callback):
         """Append one record: when and at which step, then ``values``."""
         if self._log is not None:
             now = {"timestamp": time.time(), "global_step": ctx.state.global_step, "epoch": ctx.state.epoch}
-            self._log.append({**now, **values})
+            try:
+                self._log.append({**now, **values})
+            except OSError as error:
+                self._note_loss(self._log, ctx.state.global_step, error)
+            else:
+                self._tell_loss(self._log, "is written again")
 
     def header(self) -> Mapping[str, Any] | None:
         """The first record of the file, if it shall have one."""
@@ -46,13 +57,13 @@ class RecordCallback(Callback):
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         if not ctx.state.is_world_process_zero:
             return
-        log = RecordLog(self._path, ctx.args.directory)
+        log = RecordLog(self._path, ctx.args.directory, self._first_record)
         log.open(self._position)
         self._log = log
-        self._write_header()
 
     def on_train_end(self, ctx: TrainEndContext) -> None:
         if self._log is not None:
+            self._tell_loss(self._log, "ends incomplete")
             self._position = self._log.state()
             self._log.make_durable()
             self._log.close()
@@ -73,10 +84,19 @@ class RecordCallback(Callback):
         if self._log is not None:
             self._log.make_durable()
             self._log.open(state)
-            self._write_header()
 
-    def _write_header(self) -> None:
-        assert self._log is not None
+    def _first_record(self) -> Mapping[str, Any] | None:
         header = self.header()
-        if header is not None and self._log.records == 0:
-            self._log.append({"timestamp": time.time(), **header})
+        return None if header is None else {"timestamp": time.time(), **header}
+
+    def _note_loss(self, log: RecordLog, step: int, error: OSError) -> None:
+        if not self._lost:
+            logger.error("%s: the record of step %d is lost (%s); training goes on", log.path, step, error)
+        self._lost.append(step)
+
+    def _tell_loss(self, log: RecordLog, state: str) -> None:
+        """How much is lost, once that is known."""
+        if self._lost:
+            count, first, last = len(self._lost), self._lost[0], self._lost[-1]
+            logger.warning("%s %s: %d records are lost, of steps %d to %d", log.path, state, count, first, last)
+            self._lost.clear()

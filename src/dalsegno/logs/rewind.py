@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import xxhash
 
+from dalsegno import files
 from dalsegno.errors import StateMismatch
 
 from .archive import archive_tail, archive_whole, free_place
@@ -100,12 +101,15 @@ def rewind(root: Path, configured: PurePosixPath, saved: Position | None) -> Rew
     if not path.exists():
         logger.warning("%s is gone, and with it %d records; it starts anew", path, saved.records)
         return _fresh("gone", path, missing=saved.records)
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = files.open_own(path, os.O_RDONLY)
     try:
         size = os.fstat(descriptor).st_size
         if size < saved.offset:
             return _keep_shorter(path, descriptor, saved)
         if tail_hash(descriptor, saved.offset) != saved.tail:
+            if _begins_after(descriptor, saved):
+                logger.warning("%s was begun anew after the checkpoint, which knew %d records", path, saved.records)
+                return replace(_start_over(path), missing_records=saved.records)
             return _leave_alone(root / configured, path, saved)
         archived = _archive_rest(path, descriptor, saved.offset)
     finally:
@@ -143,8 +147,21 @@ def _start_over(path: Path) -> RewindReport:
 
 
 def _holds_nothing(path: Path, empty: bytes) -> bool:
-    with path.open("rb") as file:
-        return empty.startswith(file.read(len(empty) + 1))
+    descriptor = files.open_own(path, os.O_RDONLY)
+    try:
+        return empty.startswith(os.pread(descriptor, len(empty) + 1, 0))
+    finally:
+        os.close(descriptor)
+
+
+def _begins_after(descriptor: int, saved: Position) -> bool:
+    """Whether the file's first step is one that the checkpoint could not know: a leg that is dead has begun it."""
+    if saved.last_step is None:
+        return False
+    with open(descriptor, "rb", closefd=False) as file:
+        steps = (_step_of(record) for line in file if (record := strip_line(line)))
+        first = next((step for step in steps if step is not None), None)
+    return first is not None and first > saved.last_step
 
 
 def _archive_rest(path: Path, descriptor: int, offset: int) -> Path | None:
@@ -159,7 +176,10 @@ def _archive_rest(path: Path, descriptor: int, offset: int) -> Path | None:
 
 
 def _keep_shorter(path: Path, descriptor: int, saved: Position) -> RewindReport:
-    """The file has lost its end: go on behind its last whole record."""
+    """The file has lost its end: go on behind its last whole record of a step that the checkpoint knew.
+
+    Later ones are of a leg that went on in a file that was cut, or replaced by an older copy, while it lived.
+    """
     shape = format_of(path)
     end, records, last, position = len(shape.head), 0, b"", 0
     with open(descriptor, "rb", closefd=False) as file:
@@ -167,6 +187,8 @@ def _keep_shorter(path: Path, descriptor: int, saved: Position) -> RewindReport:
             if not line.endswith(b"\n"):
                 break
             if record := strip_line(line):
+                if (step := _step_of(record)) is not None and saved.last_step is not None and step > saved.last_step:
+                    break
                 records, last = records + 1, record
                 end = position + (len(line if shape.after else line.rstrip(b",\n")))
             position += len(line)

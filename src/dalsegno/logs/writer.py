@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
@@ -22,6 +22,7 @@ class RecordLog:
 
     ``path`` is relative to ``root``, the run's ``output_dir``, or absolute and inside it. Its suffix chooses
     the shape: ``.jsonl`` is a JSON object a line, ``.json`` a JSON array that is valid after every append.
+    ``header``: gives the first record of each new file.
 
     Raises:
         ConfigurationError: for another suffix, or a path outside of ``root``.
@@ -29,12 +30,15 @@ class RecordLog:
 
     _open_here: ClassVar[WeakValueDictionary[Path, RecordLog]] = WeakValueDictionary()  # two would mix their bytes
 
-    def __init__(self, path: str | Path, root: str | Path) -> None:
+    def __init__(
+        self, path: str | Path, root: str | Path, header: Callable[[], Mapping[str, Any] | None] = lambda: None
+    ) -> None:
         self._root = Path(root).absolute()
         if self._root not in (self._root / path).parents or ".." in Path(path).parts:
             raise ConfigurationError(f"log path {str(path)!r}: must lie inside output_dir ({self._root})")
         self._path = self._root / path
         self._format = format_of(self._path)
+        self._header = header
         self._claimed = self._path
         self._configured = PurePosixPath(self._path.relative_to(self._root))
         self._descriptor: int | None = None
@@ -68,8 +72,8 @@ class RecordLog:
         position = None if saved is None else Position.from_state(saved)
         self._claim()
         try:
-            report = rewind(self._root, self._configured, position)
-            self._go_on(report)
+            report = self._go_on(position)
+            self._begin()
         except BaseException:
             self.close()
             raise
@@ -78,29 +82,24 @@ class RecordLog:
     def append(self, record: Mapping[str, Any]) -> None:
         """Write ``record`` behind the others: one ``write``, in the kernel's hands when this returns.
 
+        If the file was deleted, moved away, replaced or cut meanwhile, the log goes on as :meth:`open` would from here,
+        with a warning: at worst in a new file, never in one that nobody can find.
+
         Raises:
             CannotSave: if a value is nothing that JSON can hold; nothing is written then.
+            OSError: if the disk is full, say. No half record stays, and the next one can be tried.
         """
-        descriptor = self._opened()
-        line = self._format.append(encode(record), first=self._records == 0)
-        end = self._offset + len(line)
-        try:
-            os.lseek(descriptor, self._offset, os.SEEK_SET)
-            files.write_all(descriptor, line + self._format.foot, self._path)
-            self._offset, self._records = end, self._records + 1
-        except BaseException:
-            if self._offset != end:  # a full disk, or Ctrl-C between two writes: no half record stays
-                self._end_after_offset()
-            raise
+        line = encode(record)
+        if not self._is_in_place(self._opened()):
+            self._go_on(self._position())
+        self._begin()
+        self._write(line)
         step = record.get("global_step")
         self._last_step = step if isinstance(step, int) else self._last_step
 
     def state(self) -> dict[str, Any]:
         """How far the log has come: what :meth:`open` takes. Whoever keeps it calls :meth:`make_durable` too."""
-        descriptor = self._opened()
-        tail = tail_hash(descriptor, self._offset)
-        path = self._path.relative_to(self._root).as_posix()
-        return Position(path, self._offset, self._records, self._last_step, tail).to_state()
+        return self._position().to_state()
 
     def make_durable(self) -> None:
         """Force all records to the disk; nothing happens if the log is closed. On any thread, beside appends."""
@@ -110,22 +109,61 @@ class RecordLog:
 
     def close(self) -> None:
         """Close the file. Closing twice is nothing."""
+        self._release()
+        if self._open_here.get(self._claimed) is self:
+            del self._open_here[self._claimed]
+
+    def _release(self) -> None:
         with self._closing:
             descriptor, self._descriptor = self._descriptor, None
             if descriptor is not None:
                 os.close(descriptor)
-        if self._open_here.get(self._claimed) is self:
-            del self._open_here[self._claimed]
 
-    def _go_on(self, report: RewindReport) -> None:
-        self._path = report.path
+    def _position(self) -> Position:
+        tail = tail_hash(self._opened(), self._offset)
+        path = self._path.relative_to(self._root).as_posix()
+        return Position(path, self._offset, self._records, self._last_step, tail)
+
+    def _is_in_place(self, descriptor: int) -> bool:
+        """Whether the file that is written is still the one of that name, and as long as it was left."""
+        own = os.fstat(descriptor)
+        try:
+            found = self._path.stat()
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(own, found) and own.st_size == self._offset + len(self._format.foot)
+
+    def _go_on(self, position: Position | None) -> RewindReport:
+        """Whatever fails here leaves the log as it was."""
+        report = rewind(self._root, self._configured, position)
+        files.make_directory(report.path.parent)
+        is_new = not report.path.exists()
+        descriptor = files.open_own(report.path, os.O_RDWR | os.O_CREAT)
+        self._release()
+        self._path, self._descriptor = report.path, descriptor
         self._offset, self._records, self._last_step = report.offset, report.records, report.last_step
-        files.make_directory(self._path.parent)
-        is_new = not self._path.exists()
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
         self._end_after_offset()
         if is_new:
             files.fsync_directory(self._path.parent)
+        return report
+
+    def _begin(self) -> None:
+        """The header, where the file has no record yet."""
+        if self._records == 0 and (header := self._header()) is not None:
+            self._write(encode(header))
+
+    def _write(self, record: bytes) -> None:
+        descriptor = self._opened()
+        line = self._format.append(record, first=self._records == 0)
+        end = self._offset + len(line)
+        try:
+            os.lseek(descriptor, self._offset, os.SEEK_SET)
+            files.write_all(descriptor, line + self._format.foot, self._path)
+            self._offset, self._records = end, self._records + 1
+        except BaseException:
+            if self._offset != end:  # a full disk, or Ctrl-C between two writes: no half record stays
+                self._end_after_offset()
+            raise
 
     def _claim(self) -> None:
         if self._open_here.setdefault(self._claimed, self) is not self:
