@@ -21,7 +21,10 @@ from support.stopping import save_by_the_clock
 
 whole = st.integers(0, 9)
 times = st.one_of(st.integers(0, 9), st.floats(0, 1e6))
-occasions = st.one_of(st.builds(ds.Every, whole, whole, times, times), st.just(ds.OnBest()), st.just(ds.AtEnd()))
+listed = st.lists(st.integers(1, 99), min_size=1).map(lambda steps: ds.AtSteps(*steps))
+occasions = st.one_of(
+    st.builds(ds.Every, whole, whole, times, times), listed, st.just(ds.OnBest()), st.just(ds.AtEnd())
+)
 joined = st.lists(occasions, min_size=1, max_size=4).map(when_of)
 
 
@@ -33,6 +36,12 @@ def test_joined_occasions_are_due_when_either_is(one: When, other: When, number:
     assert both.on_best == (one.on_best or other.on_best)
     assert both.seconds_apart == min(one.seconds_apart, other.seconds_apart)
     assert bool(both) == (bool(one) or bool(other))
+
+
+def test_listed_steps_are_saved_and_no_others(tmp_path: Path) -> None:
+    small_trainer(tmp_path, max_steps=9, save="AtSteps(2, 3, 7)", save_steps=500).train()
+    saved = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert saved == [f"step-{step:08d}" for step in (2, 3, 7, 9)]  # and the run's end
 
 
 @given(joined)
@@ -52,7 +61,14 @@ def test_occasions_are_read_as_they_are_written(when: When) -> None:
             ConfigurationError,
             "'every 5 steps': 'every 5 steps' is no rule; write for example Every(…)",
         ),
-        (5, ConfigurationError, "5 does not say when; use Every(…), OnBest(), AtEnd(), or several in a list"),
+        ("AtSteps()", ConfigurationError, "AtSteps(): needs whole numbers of at least 1"),
+        ("AtSteps(5, x)", ConfigurationError, "AtSteps(5, 'x'): needs whole numbers of at least 1"),
+        ("AtSteps(step=5)", ConfigurationError, "unknown argument of AtSteps 'step'"),
+        (
+            5,
+            ConfigurationError,
+            "5 does not say when; use Every(…), AtSteps(…), OnBest(), AtEnd(), or several in a list",
+        ),
         ([ds.Latest(5)], ConfigurationError, "Latest(count=5) does not say when"),
     ],
 )

@@ -91,6 +91,7 @@ if TYPE_CHECKING:
     from .retention import EveryNth as EveryNth
     from .retention import Latest as Latest
     from .schedule import AtEnd as AtEnd
+    from .schedule import AtSteps as AtSteps
     from .schedule import Every as Every
     from .schedule import OnBest as OnBest
     from .state import TrainerControl as TrainerControl
@@ -194,6 +195,7 @@ _HOMES = {
     ),
     "schedule": (
         "AtEnd",
+        "AtSteps",
         "Every",
         "OnBest",
     ),

@@ -7,9 +7,10 @@ The notation is Python's own, so that a rule in a program, in a log and in a con
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from typing import Any
 
 from .errors import ConfigurationError, UnknownName
@@ -51,10 +52,16 @@ def read_policies(text: str, known: Iterable[type[Policy]]) -> list[Policy]:
 def _read_rule(name: str, written: str, kinds: Mapping[str, type[Policy]]) -> Policy:
     if name not in kinds:
         raise UnknownName("rule", name, kinds)
-    known = [field.name for field in fields(kinds[name])]  # type: ignore[arg-type]
+    accepted = inspect.signature(kinds[name]).parameters.values()
+    known = [each.name for each in accepted if each.kind is not each.VAR_POSITIONAL]
+    takes_any_number = len(known) < len(accepted)
+    values: list[Any] = []
     arguments: dict[str, Any] = {}
     for place, each in enumerate(written.split(",") if written.strip() else []):
         argument = _ARGUMENT.fullmatch(each)
+        if argument is not None and argument[1] is None and takes_any_number:
+            values.append(_value(argument[2]))
+            continue
         if argument is None or (argument[1] is None and place >= len(known)):
             raise ConfigurationError(f"{name}({written}): {each.strip()!r} is no argument; known: {', '.join(known)}")
         key = argument[1] or known[place]
@@ -63,10 +70,10 @@ def _read_rule(name: str, written: str, kinds: Mapping[str, type[Policy]]) -> Po
         if key in arguments:
             raise ConfigurationError(f"{name}({written}): {key} is given twice")
         arguments[key] = _value(argument[2])
-    required = [field.name for field in fields(kinds[name]) if field.default is MISSING]  # type: ignore[arg-type]
+    required = [each.name for each in accepted if each.default is each.empty and each.name in known]
     if missing := [each for each in required if each not in arguments]:
         raise ConfigurationError(f"{name}({written}): needs {', '.join(missing)}")
-    return kinds[name](**arguments)
+    return kinds[name](*values, **arguments)
 
 
 def _value(text: str) -> int | float | str:

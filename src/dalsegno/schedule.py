@@ -80,6 +80,28 @@ class Every(When):
         return self.epochs > 0 and epoch % self.epochs == 0
 
 
+@dataclass(frozen=True, slots=True, repr=False, init=False)
+class AtSteps(When):
+    """Due when just these numbers of optimizer steps are finished: ``AtSteps(100, 1000, 10_000)``.
+
+    Raises:
+        ConfigurationError: if there is none, or one is not a whole number of at least 1.
+    """
+
+    steps: tuple[int, ...]
+
+    def __init__(self, *steps: int) -> None:
+        if not steps or not all(type(step) is int and step > 0 for step in steps):
+            raise ConfigurationError(f"AtSteps({', '.join(map(repr, steps))}): needs whole numbers of at least 1")
+        object.__setattr__(self, "steps", tuple(sorted({*steps})))
+
+    def __repr__(self) -> str:
+        return f"AtSteps({', '.join(map(str, self.steps))})"
+
+    def at_step(self, step: int) -> bool:
+        return step in self.steps
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class OnBest(When):
     """Due when an evaluation has found a new best ``metric_for_best_model``."""
@@ -128,15 +150,17 @@ def when_of(given: When | str | Sequence[When | str]) -> When:
     if isinstance(given, When):
         return given
     if isinstance(given, str):
-        read = read_policies(given, (Every, OnBest, AtEnd))
+        read = read_policies(given, (Every, AtSteps, OnBest, AtEnd))
         return when_of([each for each in read if isinstance(each, When)])
     if not isinstance(given, Sequence):
-        raise ConfigurationError(f"{given!r} does not say when; use Every(…), OnBest(), AtEnd(), or several in a list")
+        raise ConfigurationError(
+            f"{given!r} does not say when; use Every(…), AtSteps(…), OnBest(), AtEnd(), or several in a list"
+        )
     parts = tuple(part for each in given for part in _parts(when_of(each)))
     return parts[0] if len(parts) == 1 else AnyOccasion(parts)
 
 
 def _parts(when: When) -> tuple[When, ...]:
     if not isinstance(when, When):
-        raise ConfigurationError(f"{when!r} does not say when; use Every(…), OnBest() or AtEnd()")
+        raise ConfigurationError(f"{when!r} does not say when; use Every(…), AtSteps(…), OnBest() or AtEnd()")
     return when.parts if isinstance(when, AnyOccasion) else (when,)

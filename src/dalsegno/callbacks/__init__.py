@@ -24,6 +24,7 @@ from .json_logger import JsonLogger
 from .learning_dynamics import LearningDynamics
 from .log_input_summaries import LogInputSummaries
 from .log_optimizer_param_group import LogOptimizerParamGroup
+from .memory_monitor import MemoryMonitor
 from .model_eval_metrics import ModelEvalMetrics
 from .nan_checker import NaNChecker
 from .notify import Notify
@@ -38,8 +39,10 @@ from .scale_loss import ScaleLoss
 from .scoped_flags import ScopedFlags
 from .skip_samples import SkipSamples
 from .slow_rank_detector import SlowRankDetector
+from .stability_monitor import StabilityMonitor
 from .tb_logger import TBLogger
 from .textgen_callback import TextgenCallback
+from .trace_malloc import TraceMalloc
 from .weight_norm_logger import WeightNormLogger
 
 
@@ -69,6 +72,7 @@ __all__ = [
     "LearningDynamics",
     "LogInputSummaries",
     "LogOptimizerParamGroup",
+    "MemoryMonitor",
     "ModelEvalMetrics",
     "NaNChecker",
     "Notify",
@@ -83,7 +87,9 @@ __all__ = [
     "ScopedFlags",
     "SkipSamples",
     "SlowRankDetector",
+    "StabilityMonitor",
     "TBLogger",
     "TextgenCallback",
+    "TraceMalloc",
     "WeightNormLogger",
 ]

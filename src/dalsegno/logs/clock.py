@@ -1,4 +1,4 @@
-"""What in a record tells the time, or how fast things went: the only fields in which two equal runs may differ."""
+"""Fields of a record that time, speed and memory decide: the only ones in which two equal runs may differ."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 WALL_CLOCK = ("timestamp", "tok_per_sec", "mfu", "peak_mem", "rank_peak_mem")
+WALL_CLOCK_BEGINNING = "memory/"
 WALL_CLOCK_ENDINGS = ("_runtime", "_per_second")
 
 
 def is_wall_clock(key: str) -> bool:
     """Whether a field of this name may differ between two runs that are the same."""
-    return key in WALL_CLOCK or key.endswith(WALL_CLOCK_ENDINGS)
+    return key in WALL_CLOCK or key.startswith(WALL_CLOCK_BEGINNING) or key.endswith(WALL_CLOCK_ENDINGS)
 
 
 def timeless(record: Mapping[str, Any]) -> dict[str, Any]:
