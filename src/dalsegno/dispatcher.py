@@ -49,25 +49,34 @@ class Channel(list[Handler], Generic[P]):
     def fire(self) -> None:
         """Call the handlers. What one raises goes up, with a note that names callback and event."""
         context = self.context
+        control = context.control
+        outer = control.current_handler  # of the event in whose handler this one is fired
         handler: Handler | None = None
         try:
             for handler in self:
+                control.current_handler = handler
                 if (answer := handler(context)) is not None:
-                    context.control.adopt(answer)
+                    control.adopt(answer)
         except BaseException as error:
             if handler is not None:
                 error.add_note(f"raised in {method_of(handler, self.event.handler)}")
             raise
+        finally:
+            control.current_handler = outer
 
     def fire_all(self) -> list[BaseException]:
         """As :meth:`fire`, but one that raises keeps no other from being called; what they raised is returned."""
         failures: list[BaseException] = []
+        control = self.context.control
+        outer = control.current_handler
         for handler in self:
+            control.current_handler = handler
             try:
                 handler(self.context)
             except BaseException as error:
                 error.add_note(f"raised in {method_of(handler, self.event.handler)}")
                 failures.append(error)
+        control.current_handler = outer
         return failures
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
@@ -136,6 +136,8 @@ class TrainerControl:
     __slots__ = (
         "_aborting",
         "_stopping",
+        "_thread",
+        "current_handler",
         "should_epoch_stop",
         "should_evaluate",
         "should_log",
@@ -152,8 +154,11 @@ class TrainerControl:
     """Why training stops, in words, once somebody has asked for it."""
     stopped_by: str | None
     """The key of the callback that asked, ``signal``, ``clock``, or ``the program``."""
+    current_handler: Handler | None
+    """The handler that is running; None between handlers. Events keep it, so that who sets a flag is known."""
 
     def __init__(self) -> None:
+        self.current_handler = None
         self.clear()
 
     def clear(self) -> None:
@@ -161,6 +166,7 @@ class TrainerControl:
         self.should_log = self.should_evaluate = self.should_save = self.should_epoch_stop = False
         self._stopping = self._aborting = False
         self.stop_reason = self.stopped_by = None
+        self._thread = threading.get_ident()  # handlers run on the thread that begins the leg
 
     @property
     def should_training_stop(self) -> bool:
@@ -197,7 +203,12 @@ class TrainerControl:
                 self.stop_reason = self.stopped_by = None
         elif self.stopped_by is None:
             self.stop_reason = reason
-            self.stopped_by = by or _who_asks()
+            self.stopped_by = by or self._caller()
+
+    def _caller(self) -> str:
+        """The key of the callback whose handler sets a flag; code on another thread is the program's."""
+        handler = self.current_handler
+        return "the program" if handler is None or threading.get_ident() != self._thread else owner_of(handler)
 
     def wishes(self) -> Wishes:
         """The flags as they are now. Another thread may set one at any moment, so only what is in here is acted on."""
@@ -250,16 +261,6 @@ def _translated(returned: Any) -> TrainerControl:
         ) from None
     control.should_abort_without_save = bool(getattr(returned, "should_abort_without_save", False))
     return control
-
-
-def _who_asks() -> str:
-    """The callback whose handler runs just now, found on the stack: so firing an event need not keep track of it."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_qualname == "Channel.fire":
-            return owner_of(frame.f_locals["handler"])
-        frame = frame.f_back
-    return "the program"
 
 
 def method_of(handler: Handler, name: str) -> str:
