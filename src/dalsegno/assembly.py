@@ -45,7 +45,7 @@ from .lock import DirectoryLock, is_seen
 from .logs import Leg, RunFile
 from .meter import Meter
 from .optim import AsBuilt
-from .pieces import device_of
+from .pieces import are_finite, device_of
 from .randomness import RandomState
 from .registration import check_callbacks
 from .remote import mirror_of
@@ -167,6 +167,7 @@ class Assembly:
             self._components(),
             metrics=metrics,
             is_best=is_best,
+            is_finite=not self.meter.is_broken() or are_finite(self._model),
             background=self.args.save_in_background,
             published=partial(self._note_published, step, time.monotonic()),
             settled=self._mirror.look,

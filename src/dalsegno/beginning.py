@@ -127,6 +127,8 @@ class Beginning:
         )
         if SETTINGS in report.fresh:
             report.notes.append("settings: this checkpoint does not know its own, so nothing was compared")
+        if not checkpoint.manifest.finite:
+            report.notes.append("model: NaN or infinity is in its weights; resume_from_checkpoint= an older checkpoint")
         self._settings.put_in_force(report.changes)
         self._leave_behind(checkpoint, report, chosen=resume.origin is not True and not resume.load_components)
         logger.info("resumed from %s\n%s", checkpoint.path, report.table())

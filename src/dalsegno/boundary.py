@@ -12,6 +12,7 @@ on_save fires at the first boundary after it is published.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +28,8 @@ from .meter import Meter
 from .saves import Saver, Saves
 from .state import NO_WISHES, TrainerControl, TrainerState, Wishes
 from .takeback import Takeback
+
+logger = logging.getLogger("dalsegno")
 
 
 class Evaluation(Protocol):
@@ -92,6 +95,8 @@ class Boundary:
         self._save_is_held = False
         self.lr: Any = None
         """What the newest update used."""
+        self._broken_since: int | None = None  # the first of the last records whose loss was NaN or infinite
+        self._has_warned = False
         self.leaving = False
         """All ranks have agreed to stop."""
 
@@ -161,7 +166,35 @@ class Boundary:
             logs["learning_rate"] = float(self.lr)
         if self._meter.run_tokens:
             self._state.num_input_tokens_seen = logs["tokens"] = self._meter.run_tokens
+        loss = logs.get("loss", 0.0)
         self.log(logs, "train")
+        self._note_loss(loss)
+
+    def _note_loss(self, loss: float) -> None:
+        """Of a record. Where nobody ends the run for it, it is said."""
+        if math.isfinite(loss):
+            self._broken_since = None
+        elif self._broken_since is None:
+            self._broken_since = self._state.global_step
+            if not self._control.should_training_stop:
+                self._warn(
+                    f"the loss is {loss} in the record of step {self._broken_since}; CheckLoss() ends such a run"
+                )
+
+    def note_end(self, loss: float) -> None:
+        """The run ends by itself, and this is the mean loss of all its steps."""
+        if math.isfinite(loss) or self._control.should_training_stop:
+            return
+        if self._broken_since is not None:
+            since = f"since the record of step {self._broken_since}"
+            self._warn(f"the run is at its end, but the loss has been NaN or infinite {since}: look at the weights")
+        elif not self._has_warned:
+            self._warn(f"the run is at its end, but the mean loss of its steps is {loss}: look at the weights")
+
+    def _warn(self, text: str) -> None:
+        self._has_warned = True
+        if ranks.rank() == 0:
+            logger.warning("%s", text)
 
     def log(self, logs: dict[str, Any], kind: str) -> None:
         """Let callbacks add to the record, then hand it to those that write it."""

@@ -10,6 +10,7 @@ motions with its last batch, at weight zero, until all have: otherwise the other
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -54,6 +55,8 @@ class Draw:
     """On all ranks."""
     tokens: int
     """On this rank."""
+    seconds: float
+    """How long this rank has read them, alone."""
     place: float
     """Behind it, in epochs; the same on all ranks, where each has a loader of its own that of the longest one."""
 
@@ -73,31 +76,33 @@ def draws(feed: Source, size: int, loss_weight: LossWeight | None = None) -> Ite
     known = feed.lockstep and loss_weight is None
     spare: Microbatch | None = None
     while True:
+        began = time.perf_counter()
         held = list(islice(source, size))
+        seconds = time.perf_counter() - began
         if alone or known:
             if not held:
                 return
-            yield _weigh(held, loss_weight, feed.position)
+            yield _weigh(held, loss_weight, seconds, feed.position)
         else:
-            draw = _weigh_together(held, spare, loss_weight, feed)
+            draw = _weigh_together(held, spare, loss_weight, seconds, feed)
             if draw is None:
                 return
             spare = draw.microbatches[-1]
             yield draw
 
 
-def _weigh(held: list[Microbatch], loss_weight: LossWeight | None, place: float) -> Draw:
+def _weigh(held: list[Microbatch], loss_weight: LossWeight | None, seconds: float, place: float) -> Draw:
     weights, samples, tokens = [], 0, 0
     for microbatch in held:
         weights.append(_weight(microbatch, loss_weight))
         samples += microbatch.samples if microbatch.global_samples is None else microbatch.global_samples
         tokens += _tokens(microbatch)
     total = float(samples) if loss_weight is None else sum(weights)
-    return Draw(held, weights, total, samples, tokens, place)
+    return Draw(held, weights, total, samples, tokens, seconds, place)
 
 
 def _weigh_together(
-    held: list[Microbatch], spare: Microbatch | None, loss_weight: LossWeight | None, feed: Source
+    held: list[Microbatch], spare: Microbatch | None, loss_weight: LossWeight | None, seconds: float, feed: Source
 ) -> Draw | None:
     weights = [_weight(microbatch, loss_weight) for microbatch in held]
     samples = sum(microbatch.samples for microbatch in held)
@@ -118,6 +123,7 @@ def _weigh_together(
         sum(row[0] for row in told),
         int(sum(row[1] for row in told)),
         sum(map(_tokens, held)),
+        seconds,
         _place([(row[4], row[5]) for row in told]),
     )
 

@@ -32,14 +32,17 @@ class Meter:
         self._max_grad_norm: float | None = None
         self._run_loss_sum = 0.0
         self._run_steps = 0
+        self._last: tuple[torch.Tensor, ...] = ()  # loss and norm of the last step
         self.tokens = 0
         self.run_tokens = 0  # on all ranks, as of the last take
 
     def add(self, loss: torch.Tensor, grad_norm: torch.Tensor | None) -> None:
         """Count one step: this rank's share of its loss, and the (global) gradient norm, as 0-dim tensors."""
         self._losses.append(loss)
+        self._last = (loss,)
         if grad_norm is not None:
             self._grad_norms.append(grad_norm)
+            self._last = loss, grad_norm
         if len(self._losses) == _FOLD_AT:
             self._fold()
 
@@ -53,6 +56,10 @@ class Meter:
             earlier = [] if self._max_grad_norm is None else [self._max_grad_norm]
             self._grad_norm, self._max_grad_norm = norms[-1], _largest(earlier + norms)
             self._grad_norms.clear()
+
+    def is_broken(self) -> bool:
+        """Whether the last step's loss, or the norm of its gradients, is NaN or infinite; on this rank."""
+        return not all(math.isfinite(float(each)) for each in self._last)
 
     def take(self) -> dict[str, float]:
         """What the interval since the last take amounts to, on all ranks; and begin a new one. Collective.

@@ -54,6 +54,14 @@ def gradient_pieces(model: nn.Module) -> list[Piece]:
     return [_gradient_piece(name, each) for name, each in named_parameters(model) if each.requires_grad]
 
 
+def are_finite(model: nn.Module) -> bool:
+    """Whether this rank's parts of the parameters hold no NaN and no infinity. Waits for the device; no collective."""
+    pieces = [piece.local for piece in parameter_pieces(model)]
+    parts = [part for part in pieces if part.is_floating_point() and part.numel()]
+    largest = torch._foreach_norm(parts, torch.inf) if parts else ()  # NaN is not lost in a maximum
+    return all(bool(each.isfinite()) for each in largest)
+
+
 def device_of(model: nn.Module) -> torch.device:
     """Where the model lies; the CPU, for one without parameters."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

@@ -23,10 +23,18 @@ class Entry:
     step: int
     metrics: Mapping[str, float]
     best: bool
+    finite: bool = True
+    """Whether its weights are not known to hold NaN or infinity."""
 
 
 Keep = Callable[[Sequence[Entry]], set[int]]
 """From all checkpoints of a run, oldest first, to the steps of those that stay."""
+
+
+def staying(keep: Keep, entries: Sequence[Entry]) -> set[int]:
+    """The steps of those that stay: the newest, and what the rule keeps of all others. One with broken weights is never
+    kept in the place of a good one: the rule is not asked about it."""
+    return keep([entry for entry in entries if entry.finite]) | {entry.step for entry in entries[-1:]}
 
 
 class Retention(Policy):

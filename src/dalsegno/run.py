@@ -130,6 +130,7 @@ class Run:
         loss = self._meter.run_loss()
         if loss is not None:
             metrics["train_loss"] = loss
+            self._boundary.note_end(loss)
         self._boundary.log(metrics, "final")
         self._saver.load_best_model()
 
@@ -276,7 +277,7 @@ class Run:
     def _foresee(self, draw: Draw) -> None:
         """What the coming step's end will do, so that costly things are captured only then."""
         state, control, step = self.state, self.control, self.state.global_step + 1
-        self._place = draw.place
+        self._place, state.data_seconds = draw.place, draw.seconds
         self._ends_epoch = ends_epoch = self._place >= self._feed.epoch + 1
         is_final = self._is_last(step, self._place) and not ends_epoch  # else the epoch's end saves
         self._due = due = Due(

@@ -22,6 +22,7 @@ _NOT_SAVED = {
     "will_log",
     "will_evaluate",
     "will_save",
+    "data_seconds",
     "clock",  # a component of its own
 }
 
@@ -89,6 +90,9 @@ class TrainerState:
     """This step's end is going to log; known from on_step_begin on, like the next two."""
     will_evaluate: bool = False
     will_save: bool = False
+
+    data_seconds: float = 0.0
+    """How long this rank has read the data of the present step, without waiting for other ranks."""
 
     clock: Clock = field(default_factory=Clock)
 

@@ -78,7 +78,7 @@ def train(output_dir: Path, layout: str, case: str) -> Outcome:
         ("CheckLoss", "fsdp", (4, "aborted", "the loss is nan in micro-batch 0 (from 0) of step 3 on rank 1")),
         ("NaNChecker", "ddp", (4, "aborted", "first in step 3, on rank 1")),
         ("NaNChecker", "fsdp", (4, "aborted", "first in step 3, on rank 1")),
-        ("DivergenceDetector", "ddp", (4, "stopped", "health diverged at step 4")),
+        ("DivergenceDetector", "ddp", (4, "aborted", "health diverged at step 4")),
         ("EarlyStopping", "ddp", (4, "stopped", "eval_score was best at step 2")),
     ],
 )

@@ -238,6 +238,24 @@ def test_some_steps_of_each_leg_are_profiled(tmp_path: Path, capsys: pytest.Capt
     assert list(traces(tmp_path / "profile")) == ["step-00000003-rank-00000", "step-00000009-rank-00000"]
 
 
+def profile_on_ranks(output_dir: Path, rank: int | None) -> None:
+    profiler = ProfilerCallback(start_step=2, num_steps=1, with_stack=False, rank=rank)
+    layout_trainer(output_dir, "ddp", [profiler], max_steps=4).train()
+
+
+@pytest.mark.parametrize(("rank", "expected"), [(0, [0]), (1, [1]), (None, [0, 1])])
+def test_one_rank_is_profiled_or_all(tmp_path: Path, rank: int | None, expected: list[int]) -> None:
+    run_ranks(profile_on_ranks, 2, tmp_path, rank)
+    assert {name: counted(names) for name, names in traces(tmp_path / "profile").items()} == {
+        f"step-00000003-rank-{number:05d}": 1 for number in expected
+    }
+
+
+def test_a_training_that_ends_before_its_steps_has_no_trace(tmp_path: Path) -> None:
+    trainer(tmp_path, ProfilerCallback(start_step=4, with_stack=False), max_steps=4).train()
+    assert not (tmp_path / "profile").exists()
+
+
 def test_a_training_that_ends_early_is_exported_too(tmp_path: Path) -> None:
     def stop(ctx: Any) -> None:
         if ctx.step == 4:

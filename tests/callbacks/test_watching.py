@@ -15,11 +15,12 @@ from torch import Tensor, nn
 import dalsegno as ds
 from callbacks.layouts import layout_trainer
 from dalsegno import ranks
-from dalsegno.callbacks import CheckLoss, EarlyStopping, HangWatchdog, NaNChecker
+from dalsegno.callbacks import CheckLoss, DivergenceDetector, EarlyStopping, HangWatchdog, NaNChecker
+from dalsegno.checkpoint import Checkpoint
 from dalsegno.testing import run_ranks, start_ranks, tiny_regression_data
 from support.listeners import Listener
 from support.resumed import assert_resumes
-from support.small import small_trainer
+from support.small import arguments, small_trainer
 
 # --- CheckLoss and NaNChecker: a number that is none -----------------------------------------------------------------
 
@@ -150,6 +151,132 @@ def test_the_first_module_that_breaks_is_named(tmp_path: Path, how: str, where: 
     assert (result.global_step, result.reason) == (6, "aborted")
     assert result.why == f"{where} is not finite, first in step 5, on rank 0"
     assert not model.middle._forward_hooks
+
+
+class ThroughWeight(torch.autograd.Function):
+    """x·w, whose way back breaks for w alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight, x)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        weight, x = ctx.saved_tensors
+        return gradients[0] * weight, (gradients[0] * x).sum(0) * math.nan
+
+
+class Scale(nn.Module):
+    is_broken = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ThroughWeight.apply(x, self.weight) if self.is_broken else x * self.weight  # type: ignore[no-any-return]
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scale, self.last = nn.Linear(8, 8), Scale(), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.last(self.scale(self.first(x))), y)
+
+
+def train_with_a_broken_weight(output_dir: Path, parallel: str) -> tuple[int, str, str | None]:
+    """From step 5 on, on the last rank."""
+    torch.manual_seed(0)
+    model = Scaled()
+
+    def on_step_begin(ctx: Any) -> None:
+        model.scale.is_broken = ctx.state.global_step >= 4 and ranks.rank() == ranks.world_size() - 1
+
+    own = [Listener({"on_step_begin": on_step_begin}, name="breaker"), NaNChecker()]
+    args = arguments(output_dir, max_steps=20, logging_steps=3, parallel=parallel, max_grad_norm=1.0)
+    result = ds.Trainer(model, args, train_dataset=tiny_regression_data(20), callbacks=own).train()
+    return result.global_step, result.reason, result.why
+
+
+@pytest.mark.parametrize(("parallel", "world_size"), [("none", 1), ("ddp", 2), ("fsdp", 2)])
+def test_a_weight_whose_gradient_alone_breaks_is_named(tmp_path: Path, parallel: str, world_size: int) -> None:
+    """Not the first module, whose weights clipping has spread it to."""
+    where = "on rank 0" if world_size == 1 else "over all ranks"
+    why = f"the gradient of weights scale.weight is not finite, first in step 5, {where}"
+    assert run_ranks(train_with_a_broken_weight, world_size, tmp_path, parallel) == [(6, "aborted", why)] * world_size
+
+
+# --- no callback at all -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("logging_steps", [2, 0])
+def test_a_loss_that_nobody_watches_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, logging_steps: int
+) -> None:
+    """Once when a record shows it, and at the end of the run."""
+    small_trainer(tmp_path, broken_at(3, 0), max_steps=9, logging_steps=logging_steps).train()
+    said = [text for text in caplog.messages if "the loss" in text or "the mean loss" in text]
+    assert len(said) == (2 if logging_steps else 1)
+    if logging_steps:
+        assert said[0].startswith("the loss is nan in the record of step 4")
+        assert "since the record of step 4" in said[1]
+    assert "the run is at its end, but" in said[-1]
+
+
+def test_whoever_watches_it_says_so_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    small_trainer(tmp_path, broken_at(3, 0), CheckLoss(), max_steps=9, logging_steps=2).train()
+    assert not [text for text in caplog.messages if "the loss" in text or "the mean loss" in text]
+
+
+@pytest.mark.parametrize("keep", [{"save_total_limit": 1}, {"keep": ds.Latest(2)}])
+def test_no_good_checkpoint_is_deleted_for_a_broken_one(tmp_path: Path, keep: dict[str, Any]) -> None:
+    small_trainer(tmp_path, broken_at(5, 0), max_steps=10, save_steps=2, **keep).train()
+    steps = sorted(int(path.name.removeprefix("step-")) for path in (tmp_path / "checkpoints").glob("step-*"))
+    assert steps == ([4, 10] if "save_total_limit" in keep else [2, 4, 10])
+    assert [Checkpoint.open(path).manifest.finite for path in sorted((tmp_path / "checkpoints").glob("step-*"))] == [
+        step < 5 for step in steps
+    ]
+
+
+def train_in_shards(output_dir: Path) -> None:
+    layout_trainer(output_dir, "fsdp", [broken_at(5, 0, rank=1)], save_steps=1, save_total_limit=1).train()
+
+
+def test_nor_of_one_in_shards(tmp_path: Path) -> None:
+    run_ranks(train_in_shards, 2, tmp_path)
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step-00000004", "step-00000008"}
+
+
+@pytest.mark.parametrize("metric", ["loss", "eval_loss"])
+def test_a_diverged_run_keeps_its_last_good_checkpoint(tmp_path: Path, metric: str) -> None:
+    """NaN ends it without a checkpoint, whatever action says; so a resume begins with good weights."""
+    settings = {"max_steps": 9, "logging_steps": 1, "eval_steps": 1, "save_steps": 2, "save_total_limit": 1}
+    parts = {"eval_dataset": tiny_regression_data(4)}
+    own = [broken_at(5, 0), DivergenceDetector(metric_key=metric, action="stop")]
+    result = small_trainer(tmp_path, *own, parts=parts, **settings).train()
+    assert (result.global_step, result.reason, result.stopped_by) == (5, "aborted", "DivergenceDetector")
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000004"]
+    again = small_trainer(tmp_path, DivergenceDetector(metric_key=metric), parts=parts, **settings).train()
+    assert (again.global_step, again.reason) == (9, "finished")
+
+
+def test_an_infinite_norm_that_fp16_skips_is_no_divergence(tmp_path: Path) -> None:
+    norms: list[float] = []
+    note = Listener({"on_log": lambda ctx: norms.append(ctx.logs["max_grad_norm"]) if ctx.kind == "train" else None})
+    spoil = Listener({"on_gradients_ready": spoil_gradients}, name="spoiler")
+    own = [spoil, DivergenceDetector(metric_key="max_grad_norm", threshold=1e9), note]
+    result = small_trainer(tmp_path, *own, max_steps=6, logging_steps=2, fp16=True).train()
+    assert (result.global_step, result.reason) == (6, "finished")
+    assert not math.isfinite(norms[0]) and math.isfinite(norms[-1])
+
+
+def spoil_gradients(ctx: Any) -> None:
+    """As if the first scale were too large."""
+    if ctx.state.global_step == 0:
+        next(ctx.model.parameters()).grad.fill_(math.inf)
 
 
 def test_a_compiled_model_cannot_be_looked_into(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dalsegno import ranks
 from dalsegno.callback import Callback
 
 from .check_loss import CheckLoss
@@ -48,7 +49,8 @@ from .weight_norm_logger import WeightNormLogger
 
 def default_callbacks() -> list[Callback]:
     """Those that listen to every run unless they are removed; one of the user's own with the same key replaces one."""
-    return [DefaultMetrics(), ProgressCallback(), InfoCallback()]
+    together = [GarbageCollection()] if ranks.world_size() > 1 else []  # alone, no other rank waits for the collector
+    return [DefaultMetrics(), ProgressCallback(), InfoCallback(), *together]
 
 
 __all__ = [

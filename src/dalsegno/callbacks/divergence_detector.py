@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any, Literal
 
 from dalsegno.callback import Callback
 from dalsegno.contexts import LogContext
 from dalsegno.divergence import Divergence, Mode
 from dalsegno.errors import ConfigurationError
+from dalsegno.pieces import are_finite
 
 from .arguments import flag, text
 
@@ -18,13 +20,17 @@ logger = logging.getLogger("dalsegno")
 class DivergenceDetector(Callback):
     """Watches a logged metric and ends the training when it has diverged, as :class:`Divergence` defines it.
 
+    A metric that is NaN or infinite ends it at once, and always without a checkpoint: what it would hold are broken
+    weights, and a resume would begin with them. A gradient's norm may be infinite as long as the weights are not:
+    fp16's scaler skips such steps, the first ones among them.
+
     Args:
         smoothing: weight of the newest observation in the moving average, 0 < a ≤ 1.
         threshold: bad from this distance between average and best average on, in the metric's unit; or None.
         relative_threshold: bad from this multiple (over 1) of the best average on; or None.
         patience: how many bad observations in a row end the training.
         warmup: how many observations, from the run's first on, are not judged. NaN and infinity always are.
-        action: ``"stop"`` saves a checkpoint, ``"abort"`` ends without one.
+        action: ``"stop"`` saves a checkpoint, ``"abort"`` ends without one; so do NaN and infinity.
         use_eval_loss: watch ``eval_loss`` in the evaluation's records in place of ``loss`` in those of training.
         metric_key: another metric to watch; one that begins with ``eval_`` is looked for in evaluation's records.
         mode: ``"max"`` for a metric that should rise, such as an accuracy.
@@ -73,10 +79,14 @@ class DivergenceDetector(Callback):
         if self._metric not in ctx.logs:
             self._say_missing(ctx)
             return
-        verdict = self._divergence.observe(ctx.logs[self._metric])
+        value = float(ctx.logs[self._metric])
+        is_number = math.isfinite(value)
+        if not is_number and "grad_norm" in self._metric and are_finite(ctx.model):
+            return  # fp16: the scaler has skipped that step, as it does until it has found its scale
+        verdict = self._divergence.observe(value)
         if verdict.diverged:
             reason = f"{self._metric} diverged at step {ctx.state.global_step}: {verdict.reason}"
-            ctx.control.stop(reason, save=self._action == "stop")
+            ctx.control.stop(reason, save=is_number and self._action == "stop")
 
     def state_dict(self) -> dict[str, Any]:
         return self._divergence.state_dict()

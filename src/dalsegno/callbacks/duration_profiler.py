@@ -29,11 +29,13 @@ class DurationProfiler(Callback):
     def __init__(self) -> None:
         self._seconds: dict[str, float] = defaultdict(float)
         self._since = 0.0
+        self._is_saving = False  # since the last look
         self._last_log = 0.0
         self._last_step = 0
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         self._seconds.clear()
+        self._is_saving = False
         self._since = self._last_log = time.perf_counter()
         self._last_step = ctx.state.global_step
 
@@ -57,9 +59,19 @@ class DurationProfiler(Callback):
 
     def on_before_save(self, ctx: Context) -> None:
         self._account("other")
+        self._is_saving = True  # whether it was foreseen or not; no event tells when the state has been captured
+
+    def on_save(self, ctx: Context) -> None:
+        self._account("save")  # the wait for the one before
 
     def on_step_done(self, ctx: Context) -> None:
-        self._account("save" if ctx.state.will_save else "other")
+        self._account("other")
+
+    def on_epoch_end(self, ctx: Context) -> None:
+        self._account("data")
+
+    def on_epoch_begin(self, ctx: Context) -> None:
+        self._account("other")
 
     def on_log_step(self, ctx: LogContext) -> None:
         if ctx.kind != "train":
@@ -79,5 +91,5 @@ class DurationProfiler(Callback):
     def _account(self, section: str) -> None:
         """Whatever has passed since the last look was spent on this."""
         now = time.perf_counter()
-        self._seconds[section] += now - self._since
-        self._since = now
+        self._seconds["save" if self._is_saving else section] += now - self._since
+        self._since, self._is_saving = now, False

@@ -18,6 +18,8 @@ class GarbageCollection(Callback):
     made since the last time (generation 1); everything at the leg's beginning and end. How it was set before is
     restored, whatever ends the training.
 
+    With several ranks it is there by itself; ``trainer.remove_callback("GarbageCollection")`` leaves the collector on.
+
     Args:
         every: steps from one collection to the next.
 

@@ -36,8 +36,12 @@ class HangWatchdog(Callback):
     the run's folder, behind those of former legs. The watch is kept by the interpreter's own C thread: it works while
     some call holds Python's lock.
 
+    NCCL gives a collective ten minutes (``init_process_group(timeout=…)``) before it ends the process, and says which
+    one that was, not where the program stands. So the default is a minute less: this one is the first to tell.
+
     Args:
-        seconds: without progress. More than the longest step, save or import of a first batch takes.
+        seconds: without progress. More than the longest step, save or import of a first batch takes, and less than the
+            process group's timeout.
 
     Raises:
         ConfigurationError: if that is not a number over 0.
@@ -45,7 +49,7 @@ class HangWatchdog(Callback):
 
     makes_wishes = False
 
-    def __init__(self, seconds: float = 600.0) -> None:
+    def __init__(self, seconds: float = 540.0) -> None:
         self._seconds = number("HangWatchdog", "seconds", seconds, over=0)
         self._file: TextIO | None = None
         self._path: Path | None = None

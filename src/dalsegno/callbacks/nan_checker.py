@@ -23,7 +23,7 @@ from dalsegno.contexts import (
 )
 from dalsegno.errors import ConfigurationError
 from dalsegno.events import Event
-from dalsegno.pieces import cleaned, dense
+from dalsegno.pieces import cleaned, dense, local_gradients, named_parameters
 from dalsegno.state import Handler
 
 from .arguments import flag
@@ -31,13 +31,15 @@ from .outputs import tensors_in
 
 _NONE = 2**62
 _GRADIENT = "the gradient of "
+_OF_WEIGHTS = f"{_GRADIENT}weights "
 _SKIPS = 20  # in a row: by then a gradient scaler's 65536 has come down below 1, and explains nothing any more
 
 
 class NaNChecker(Callback):
-    """Looks at what every module puts out, and at the gradient of that, and ends the run, without a checkpoint, where
-    one holds NaN or infinity. The reason names the first such module, in the order in which they ran, with its step and
-    rank.
+    """Looks at what every module puts out, at the gradient of that, and at the gradient of every parameter, and ends
+    the run, without a checkpoint, where one holds NaN or infinity. The reason names the first such module, in the order
+    in which they ran, with its step and rank; where all outputs and their gradients are finite, the parameter. Its
+    gradient is that of all ranks together, before it is clipped: clipping spreads one NaN to all of them.
 
     Each is looked at on the device; the answers are read at steps that log, and before each save. It costs a pass over
     all activations and keeps nothing of them: a tool for finding out, not for every run. Tensors inside of tuples,
@@ -70,7 +72,8 @@ class NaNChecker(Callback):
 
     def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
         """Also what only some loops can tell: so that others need not refuse it."""
-        return [*super().bound_handlers(binder), (Event.STEP_SKIPPED, self._note_skip)]
+        some = [(Event.GRADIENTS_READY, self._note_gradients), (Event.STEP_SKIPPED, self._note_skip)]
+        return [*super().bound_handlers(binder), *some]
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         self._what, self._extremes, self._steps, self._first = [], [], [], None
@@ -95,6 +98,17 @@ class NaNChecker(Callback):
         while self._handles:
             self._handles.pop().remove()
 
+    def _note_gradients(self, ctx: Context) -> None:
+        if not self._gradients:
+            return
+        named = [(name, each) for name, each in named_parameters(ctx.model) if each.grad is not None]
+        parts = local_gradients([each for _, each in named], [each.grad for _, each in named if each.grad is not None])
+        here = [(name, part) for (name, _), part in zip(named, parts, strict=True) if part.numel()]
+        if here:
+            self._what.extend(f"{_OF_WEIGHTS}{name}" for name, _ in here)
+            largest = torch._foreach_norm([part for _, part in here], torch.inf)  # NaN if one is
+            self._extremes.extend((each, each) for each in largest)
+
     def _note_skip(self, ctx: StepSkippedContext) -> None:
         self._skips, self._is_skipped = self._skips + 1, True
         if self._skips <= _SKIPS:
@@ -107,8 +121,10 @@ class NaNChecker(Callback):
         if ranks.agree_max([broken is not None], "NaNChecker")[0]:
             told = ranks.gather(broken, "what NaNChecker found")
             found = ((*each, rank) for rank, each in enumerate(told) if each is not None)
-            step, what, rank = min(found, key=lambda each: each[0])
-            ctx.control.stop(f"{what} is not finite, first in step {step}, on rank {rank}", save=False)
+            # A weight's gradient has gone through all ranks: what one of them has found in a module comes before it.
+            step, what, rank = min(found, key=lambda each: (each[0], each[1].startswith(_OF_WEIGHTS)))
+            where = f"on rank {rank}" if not what.startswith(_OF_WEIGHTS) or len(told) == 1 else "over all ranks"
+            ctx.control.stop(f"{what} is not finite, first in step {step}, {where}", save=False)
 
     def _looking_at(self, name: str) -> Any:
         what = f"the output of {name}"

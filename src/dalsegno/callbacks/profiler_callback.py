@@ -6,11 +6,12 @@ import logging
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, schedule
 
 from dalsegno import ranks
 from dalsegno.callback import Callback
 from dalsegno.contexts import Context, StepDoneContext, TrainBeginContext, TrainEndContext
+from dalsegno.errors import ConfigurationError
 
 from .arguments import flag, folder, whole
 
@@ -20,10 +21,10 @@ _ROWS = 20  # of a summary table
 
 
 class ProfilerCallback(Callback):
-    """Profiles some steps of each leg, on every rank, and writes what they did with their time.
+    """Profiles some steps of each leg, on one rank, and writes what they did with their time.
 
-    For each rank there is a Chrome trace, ``…-rank-00000.trace.json.gz`` (open it at https://ui.perfetto.dev), and a
-    table of the operations that took the longest, ``…-rank-00000.txt``, which rank 0 prints too. Where training ends
+    There is a Chrome trace, ``…-rank-00000.trace.json.gz`` (open it at https://ui.perfetto.dev), and a
+    table of the operations that took the longest, ``…-rank-00000.txt``, which is printed too. Where training ends
     while the profiler runs, however it ends, they are of the steps until then. The steps themselves are slower; results
     stay the same.
 
@@ -35,6 +36,9 @@ class ProfilerCallback(Callback):
         with_stack: note where in the program each operation was called.
         with_flops: estimate floating-point operations.
         record_shapes: note the shapes of inputs.
+        warmup_steps: how many of those before run under the profiler already, and are left out of what it writes: where
+            it begins, it is slow itself. Fewer if there are not so many.
+        rank: the one that profiles; None: each of them, with files of its own. At hundreds of ranks that is a lot.
 
     Raises:
         ConfigurationError: for a value that cannot work.
@@ -50,9 +54,13 @@ class ProfilerCallback(Callback):
         with_stack: bool = True,
         with_flops: bool = True,
         record_shapes: bool = True,
+        warmup_steps: int = 1,
+        rank: int | None = 0,
     ) -> None:
         self._start_step = whole("ProfilerCallback", "start_step", start_step, least=0)
         self._num_steps = whole("ProfilerCallback", "num_steps", num_steps)
+        self._warmup = min(whole("ProfilerCallback", "warmup_steps", warmup_steps, least=0), start_step)
+        self._rank = None if rank is None else whole("ProfilerCallback", "rank", rank, least=0)
         self._output_dir = (
             None if output_dir is None else folder("ProfilerCallback", "output_dir", output_dir).absolute()
         )
@@ -64,23 +72,31 @@ class ProfilerCallback(Callback):
         self._first = 0
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
-        self._steps = 0
+        if self._rank is not None and self._rank >= ranks.world_size():
+            raise ConfigurationError(
+                f"ProfilerCallback: rank={self._rank}; the ranks are 0 to {ranks.world_size() - 1}"
+            )
+        self._steps = self._first = 0
 
     def on_step_begin(self, ctx: Context) -> None:
-        if self._steps == self._start_step and self._profile is None:
-            self._first = ctx.state.global_step + 1
+        if self._steps == self._start_step - self._warmup and self._rank in (None, ranks.rank()):
             self._profile = profile(
+                schedule=schedule(wait=0, warmup=self._warmup, active=self._num_steps + 1),  # the last never comes
                 activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])],
                 with_stack=self._with_stack,
                 with_flops=self._with_flops,
                 record_shapes=self._record_shapes,
             )
             self._profile.start()
+        if self._steps == self._start_step:
+            self._first = ctx.state.global_step + 1
 
     def on_step_done(self, ctx: StepDoneContext) -> None:
         self._steps += 1
         if self._steps == self._start_step + self._num_steps:
             self._export(ctx)
+        elif self._profile is not None:
+            self._profile.step()
 
     def on_train_end(self, ctx: TrainEndContext) -> None:
         self._export(ctx)
@@ -90,6 +106,8 @@ class ProfilerCallback(Callback):
             return
         running, self._profile = self._profile, None
         running.stop()
+        if not self._first:  # it has only been warming up
+            return
         folder = self._output_dir or ctx.args.directory / "profile"
         folder.mkdir(parents=True, exist_ok=True)
         name = f"step-{self._first:08d}-rank-{ranks.rank():05d}"
@@ -97,6 +115,6 @@ class ProfilerCallback(Callback):
         by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
         table = running.key_averages().table(sort_by=by, row_limit=_ROWS)
         (folder / f"{name}.txt").write_text(table)
-        if ranks.rank() == 0:
+        if ranks.rank() == (self._rank or 0):
             print(table, flush=True)
             logger.info("profiled from step %d on: %s", self._first, folder)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 import statistics
 import time
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from dalsegno import ranks
 from dalsegno.callback import Callback
-from dalsegno.contexts import BackwardContext, LogContext, MicrobatchBeginContext, StepEndContext, TrainBeginContext
+from dalsegno.contexts import BackwardContext, Context, EpochContext, LogContext, StepDoneContext, TrainBeginContext
 
 from .arguments import number, whole
+
+M = TypeVar("M")
 
 logger = logging.getLogger("dalsegno")
 
@@ -21,9 +24,11 @@ logger = logging.getLogger("dalsegno")
 class SlowRankDetector(Callback):
     """Says which rank is slower than the others, again and again: a hot GPU, a tired disk, a neighbour on the host.
 
-    Of each rank it measures what it does before it first meets the others in a step: reading data and running the model
-    forward; of a model in shards, whose forward pass meets the other ranks already, reading data alone. On CUDA with
-    events on the device. At each record of training the times are compared, in one small collective, and
+    Of each rank it measures what it does before it first meets the others in a step: reading data, from whatever it
+    comes, and running the model forward; of a model in shards, whose forward pass meets the other ranks already,
+    reading data alone. Evaluations, records and saves between two steps are left out. On CUDA with events on the
+    device: data that are read while it is still at work keep nobody waiting, and are not counted. At each record of
+    training the times are compared, in one small collective, and
     ``rank_runtime`` is added to it: a list, each rank's seconds a step. A rank that is slow in several records in a row
     is named in a warning.
 
@@ -40,25 +45,29 @@ class SlowRankDetector(Callback):
     def __init__(self, factor: float = 1.5, patience: int = 3) -> None:
         self._factor = number("SlowRankDetector", "factor", factor, over=1)
         self._patience = whole("SlowRankDetector", "patience", patience)
-        self._watch: HostWatch | DeviceWatch = HostWatch()
+        self._watch: Watch[Any] = Watch(HostClock())
         self._meets_in_forward = False
         self._slow = (-1, 0)  # a rank, and how often in a row
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         parameters = list(ctx.model.parameters())
-        self._watch = DeviceWatch() if any(each.is_cuda for each in parameters) else HostWatch()
+        self._watch = Watch(DeviceClock() if any(each.is_cuda for each in parameters) else HostClock())
         self._meets_in_forward = any(isinstance(each, DTensor) for each in parameters)
         self._slow = (-1, 0)
+
+    def on_epoch_begin(self, ctx: EpochContext) -> None:
         self._watch.start()
 
-    def on_microbatch_begin(self, ctx: MicrobatchBeginContext) -> None:
+    def on_step_begin(self, ctx: Context) -> None:
+        """The ranks may have met since the data were read, to tell each other how many there are."""
+        self._watch.have_read(ctx.state.data_seconds)
         if self._meets_in_forward:
             self._watch.stop()
 
     def on_before_backward(self, ctx: BackwardContext) -> None:
         self._watch.stop()
 
-    def on_step_end(self, ctx: StepEndContext) -> None:
+    def on_step_done(self, ctx: StepDoneContext) -> None:
         self._watch.start()
 
     def on_log_step(self, ctx: LogContext) -> None:
@@ -83,51 +92,62 @@ class SlowRankDetector(Callback):
             )
 
 
-class HostWatch:
+class Clock(Protocol[M]):
+    """Moments, and the time between them."""
+
+    def now(self) -> M: ...
+
+    def seconds(self, begin: M, end: M) -> float: ...
+
+
+class HostClock:
     """The program's own time."""
 
-    def __init__(self) -> None:
-        self._since: float | None = None
-        self._sum, self._count = 0.0, 0
+    def now(self) -> float:
+        return time.perf_counter()
 
-    def start(self) -> None:
-        self._since = time.perf_counter()
-
-    def stop(self) -> None:
-        """Stopping twice is nothing."""
-        if self._since is not None:
-            self._sum, self._count, self._since = self._sum + time.perf_counter() - self._since, self._count + 1, None
-
-    def read(self) -> float:
-        """Mean seconds from start to stop, since the last reading."""
-        mean = self._sum / self._count if self._count else 0.0
-        self._sum, self._count = 0.0, 0
-        return mean
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
 
 
-class DeviceWatch:
+class DeviceClock:
     """Time on a CUDA device's current stream: events that nobody waits for until they are read."""
 
-    def __init__(self) -> None:
-        self._since: torch.cuda.Event | None = None
-        self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    def start(self) -> None:
-        self._since = self._event()
-
-    def stop(self) -> None:
-        if self._since is not None:
-            self._pairs.append((self._since, self._event()))
-            self._since = None
-
-    def read(self) -> float:
-        pairs, self._pairs = self._pairs, []
-        if not pairs:
-            return 0.0
-        pairs[-1][1].synchronize()
-        return float(sum(begin.elapsed_time(end) for begin, end in pairs)) / 1e3 / len(pairs)
-
-    def _event(self) -> torch.cuda.Event:
+    def now(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
+
+    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+
+class Watch(Generic[M]):
+    """Over many steps, the time that a rank takes by itself to come to where it meets the others."""
+
+    def __init__(self, clock: Clock[M]) -> None:
+        self._clock = clock
+        self._since: M | None = None  # the end of the step before
+        self._step: tuple[M, float, M] | None = None
+        self._steps: list[tuple[M, float, M, M]] = []  # begin of reading, seconds of it, its end, the meeting
+
+    def start(self) -> None:
+        self._since, self._step = self._clock.now(), None
+
+    def have_read(self, seconds: float) -> None:
+        """The data are there; reading them has taken this rank so long, and then it may have waited."""
+        if self._since is not None:
+            self._step = self._since, seconds, self._clock.now()
+
+    def stop(self) -> None:
+        """Stopping twice is nothing."""
+        if self._step is not None:
+            self._steps.append((*self._step, self._clock.now()))
+        self._since = self._step = None
+
+    def read(self) -> float:
+        """Mean seconds a step, since the last reading."""
+        steps, self._steps, seconds = self._steps, [], self._clock.seconds
+        times = [min(data, seconds(begin, ready)) + seconds(ready, met) for begin, data, ready, met in steps]
+        return statistics.fmean(times) if times else 0.0

@@ -54,7 +54,7 @@ def reasons(rule: Retention | None, entries: Sequence[Entry]) -> dict[int, list[
         return {entry.step: [ALL_STAY] for entry in entries}
     kept: dict[int, list[str]] = {entry.step: [] for entry in entries}
     for part in rules_of(rule):
-        for step in part(entries):
+        for step in part([entry for entry in entries if entry.finite]):
             kept[step].append(repr(part))
     for entry in entries[-1:]:
         kept[entry.step].append(NEWEST)

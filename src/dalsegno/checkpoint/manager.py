@@ -12,7 +12,7 @@ from dalsegno import files, ranks
 from dalsegno.changes import Value
 from dalsegno.component import Component, State
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint
-from dalsegno.retention import Entry, Keep
+from dalsegno.retention import Entry, Keep, staying
 
 from . import folder
 from .flight import Flight, Preparation
@@ -40,6 +40,7 @@ class CheckpointManager:
         self._keep = keep
         self._stage = Stage()
         self._carried: Mapping[str, SavedState] = {}
+        self._has_said_broken = False
         self._trusted: Path | None = None  # verified, or written, by this process last
         self._flight: Flight | None = None  # the newest
         self._preparation: Preparation | None = None
@@ -81,6 +82,7 @@ class CheckpointManager:
         *,
         metrics: Mapping[str, float] | None = None,
         is_best: bool = False,
+        is_finite: bool = True,
         background: bool = True,
         published: Callable[[], object] = int,
         settled: Callable[[], object] = int,
@@ -95,6 +97,7 @@ class CheckpointManager:
             components: everything else that has a state.
             metrics: of the last evaluation, for policies and people.
             is_best: whether no earlier checkpoint was better.
+            is_finite: whether the weights are not known to hold NaN or infinity on this rank.
             background: go on as soon as the state is copied. False: when it is published, or has failed; that takes no
                 memory for a copy.
             published: called on rank 0, on another thread, once it is published.
@@ -106,8 +109,14 @@ class CheckpointManager:
         """
         self.settle()
         final = self.path_of(step)
-        if ranks.agree_max([ranks.rank() == 0 and final.exists()], "where to save")[0]:
+        is_there, is_broken = ranks.agree_max([ranks.rank() == 0 and final.exists(), not is_finite], "where to save")
+        if is_there:
             raise ConfigurationError(f"{final}: there is a checkpoint of this step already; it is not overwritten")
+        if is_broken and ranks.rank() == 0 and not self._has_said_broken:
+            self._has_said_broken = True
+            logger.warning(
+                "step %d: NaN or infinity is in the weights; no good checkpoint is deleted for one of these", step
+            )
         captured = self._stage.capture(sharded, components, self._carried, copy=background)
 
         def publish() -> None:
@@ -125,7 +134,7 @@ class CheckpointManager:
             final,
             step=step,
             is_best=is_best,
-            manifest_of=functools.partial(manifest_of, step, captured, metrics or {}, is_best),
+            manifest_of=functools.partial(manifest_of, step, captured, metrics or {}, is_best, not is_broken),
             published=publish,
             afterwards=thin_out,
         )
@@ -305,7 +314,7 @@ class CheckpointManager:
         if self._keep is None:
             return []
         entries = self._entries()
-        kept = self._keep(entries) | {entry.step for entry in entries[-1:]}
+        kept = staying(self._keep, entries)
         doomed = [self.path_of(entry.step) for entry in entries if entry.step not in kept]
         return [path for path in doomed if path.resolve() != self._trusted and folder.delete(path)]
 

@@ -4,6 +4,7 @@
 
     {"format": 2, "step": 500, "world_size": 2, "torch": "2.13.0", "dalsegno": "0.1.0", "created": "2026-…Z",
      "metrics": {"eval_loss": 2.5}, "best": true,
+     "finite": false,     only if NaN or infinity is in the weights
      "files": {"model/shard-00000.safetensors": {"size": 8192, "xxh3": "…32 hex digits…"}, …},
      "components": {"model": {"class": "torch.nn.Linear", "version": 1, "scope": "sharded"}, …},
      "xxh3": "…of all the above…"}
@@ -59,7 +60,8 @@ class ComponentRecord:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint says about itself. ``metrics``: the last evaluation's; ``best``: no earlier one was better."""
+    """What a checkpoint says about itself. ``metrics``: the last evaluation's; ``best``: no earlier one was better;
+    ``finite``: its weights are not known to hold NaN or infinity."""
 
     step: int
     world_size: int
@@ -70,6 +72,7 @@ class Manifest:
     best: bool
     files: Mapping[str, FileRecord]
     components: Mapping[str, ComponentRecord]
+    finite: bool = True
 
     def to_bytes(self) -> bytes:
         content = {
@@ -85,6 +88,7 @@ class Manifest:
                 if hasattr(value, "__float__")  # what is a curve, say, stays in the log
             },
             "best": self.best,
+            **({} if self.finite else {"finite": False}),
             "files": {name: {"size": file.size, "xxh3": file.xxh3} for name, file in self.files.items()},
             "components": {
                 key: {"class": each.class_name, "version": each.version, "scope": each.scope}
@@ -136,6 +140,7 @@ class Manifest:
             created=_text(content["created"]),
             metrics={name: float(value) for name, value in content["metrics"].items()},
             best=content["best"] is True,
+            finite=content.get("finite") is not False,
             files={name: _file_record(name, entry) for name, entry in content["files"].items()},
             components={key: _component_record(entry) for key, entry in content["components"].items()},
         )

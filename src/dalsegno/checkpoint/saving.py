@@ -234,6 +234,7 @@ def manifest_of(
     captured: Captured,
     metrics: Mapping[str, float],
     is_best: bool,
+    is_finite: bool,
     records: Sequence[Mapping[str, FileRecord]],
 ) -> Manifest:
     """What rank 0 writes over ``captured`` and all ranks' ``records``."""
@@ -245,6 +246,7 @@ def manifest_of(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         metrics=dict(metrics),
         best=is_best,
+        finite=is_finite,
         files={name: record for of_one_rank in records for name, record in of_one_rank.items()},
         components=captured.components,
     )

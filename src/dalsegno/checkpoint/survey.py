@@ -61,7 +61,7 @@ class Found:
         if self.checkpoint is None or self.condition is not Condition.WHOLE:
             return None
         its = self.checkpoint.manifest
-        return Entry(its.step, its.metrics, its.best)
+        return Entry(its.step, its.metrics, its.best, its.finite)
 
 
 def survey(place: Path) -> list[Found]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from dalsegno.checkpoint import folder
 from dalsegno.checkpoint.manifest import FILE_NAME, Checkpoint, Manifest
 from dalsegno.errors import DamagedCheckpoint, StateMismatch
-from dalsegno.retention import Entry, Keep
+from dalsegno.retention import Entry, Keep, staying
 
 from . import snapshot
 from .snapshot import CHECKPOINTS, Marks, Snapshot
@@ -121,7 +121,8 @@ class Uploader:
         here = set(self._steps_here())
         gone = (self._were_here - here) & self._there.keys()
         if self._keep is not None:
-            kept = self._keep([entry for step in sorted(self._there) if (entry := _entry(self._there[step]))])
+            entries = [entry for step in sorted(self._there) if (entry := _entry(self._there[step]))]
+            kept = staying(self._keep, entries)
             gone |= self._there.keys() - here - self._were_here - kept
         newest = max(self._there, default=None)
         for step in sorted(gone - {newest}):
@@ -195,7 +196,7 @@ def _same_files(one: bytes, other: bytes) -> bool:
 
 def _entry(manifest: bytes) -> Entry | None:
     its = _parsed(manifest)
-    return None if its is None else Entry(its.step, its.metrics, its.best)
+    return None if its is None else Entry(its.step, its.metrics, its.best, its.finite)
 
 
 def _parsed(manifest: bytes) -> Manifest | None:

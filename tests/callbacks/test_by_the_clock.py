@@ -1,0 +1,173 @@
+"""Callbacks that measure time, by a clock that moves only where a test says so."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+import dalsegno as ds
+from dalsegno import ranks
+from dalsegno.callbacks import DurationProfiler, SlowRankDetector
+from dalsegno.testing import run_ranks, tiny_regression_data
+from support.listeners import Listener
+from support.small import Line, arguments, small_trainer
+
+
+class Clock:
+    """In the place of ``time.perf_counter``."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def spend(clock: Clock, seconds: float) -> Any:
+    def handler(ctx: Any) -> None:
+        clock.now += seconds
+
+    return handler
+
+
+# --- SlowRankDetector: a rank that reads slowly -----------------------------------------------------------------------
+
+
+class Slow:
+    """A loader of one's own: six batches, each of which takes the second rank three times as long."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        data = tiny_regression_data(4)
+        self._batch = torch.utils.data.default_collate([data[index] for index in range(4)])
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(6):
+            self._clock.now += 3.0 if ranks.rank() == 1 else 1.0
+            yield self._batch
+
+    def __len__(self) -> int:
+        return 6
+
+
+class SlowStream(IterableDataset[dict[str, Tensor]]):
+    """The same as a dataset: 24 samples."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def __iter__(self) -> Iterator[Any]:
+        for sample in tiny_regression_data(24):
+            self._clock.now += 0.375 if ranks.rank() == 1 else 0.125
+            yield sample
+
+
+def train_with_a_slow_disk(output_dir: Path, source: str) -> tuple[list[list[float]], list[str]]:
+    """With an evaluation, a record and a save at each step, all of which take both ranks very long."""
+    clock = Clock()
+    time.perf_counter = clock
+    original = ranks.gather_floats
+
+    def gather_together(values: Any, purpose: str) -> list[list[float]]:
+        """Whoever comes first to the collective waits for the last."""
+        gathered = original(values, purpose)
+        clock.now = max(now for (now,) in original([clock.now], "clocks"))
+        return gathered
+
+    ranks.gather_floats = gather_together
+    told: list[list[float]] = []
+    said: list[str] = []
+    watching = logging.Handler()
+    watching.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dalsegno").addHandler(watching)
+    handlers = {
+        "on_evaluate": spend(clock, 100.0),
+        "on_before_save": spend(clock, 50.0),
+        "on_log": lambda ctx: told.append(ctx.logs["rank_runtime"]) if ctx.kind == "train" else None,
+    }
+    data: dict[str, Any] = (
+        {"train_dataloader": Slow(clock)} if source == "loader" else {"train_dataset": SlowStream(clock)}
+    )
+    if source == "weighed dataset":
+        data["loss_weight"] = lambda batch: 1.0
+    args = arguments(
+        output_dir, max_steps=6, logging_steps=1, eval_steps=1, save_steps=1, parallel="ddp", disable_tqdm=True
+    )
+    callbacks = [SlowRankDetector(factor=2.0, patience=2), Listener(handlers)]
+    ds.Trainer(Line(), args, eval_dataset=tiny_regression_data(8), callbacks=callbacks, **data).train()
+    return told, [text for text in said if "is slow" in text]
+
+
+@pytest.mark.parametrize("source", ["loader", "weighed dataset"])
+def test_a_rank_with_a_slow_disk_is_named(tmp_path: Path, source: str) -> None:
+    """Whatever else happens between two steps, and though the ranks wait for each other before each of them."""
+    (told, said), _ = run_ranks(train_with_a_slow_disk, 2, tmp_path, source)
+    assert told[1:]
+    assert all(second == pytest.approx(3 * first) and first > 0 for first, second in told)
+    assert len(said) == 1 and said[0].startswith("rank 1 is slow: 3 s a step")
+
+
+# --- DurationProfiler -------------------------------------------------------------------------------------------------
+
+
+class Heavy(ds.Callback):
+    """Its state takes long to save, once it is not only rehearsed."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._is_saved = False
+
+    def on_before_save(self, ctx: Any) -> None:
+        self._is_saved = True
+
+    def state_dict(self) -> dict[str, int]:
+        self._clock.now += 1000.0 if self._is_saved else 0.0
+        self._is_saved = False
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        pass
+
+
+SAVES: dict[str, dict[str, Any]] = {
+    "at an epoch's end": {"save_strategy": "epoch", "save_steps": 1},
+    "of the best": {"save": ds.OnBest(), "save_steps": 500},
+    "by the clock": {"save": ds.Every(seconds=1e-9), "save_steps": 500},
+    "by steps": {"save_steps": 2},
+}
+
+
+@pytest.mark.parametrize("when", SAVES)
+def test_a_save_is_booked_as_one_whenever_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    records: list[dict[str, float]] = []
+    handlers = {
+        "on_microbatch_end": spend(clock, 10.0),  # after the profiler's own: in what comes next
+        "on_log": lambda ctx: records.append(dict(ctx.logs)) if ctx.kind == "train" else None,
+    }
+    trainer = small_trainer(
+        tmp_path,
+        DurationProfiler(),
+        Heavy(clock),
+        Listener(handlers),
+        parts={"eval_dataset": tiny_regression_data(4)},
+        length=8,
+        max_steps=7,
+        logging_steps=1,
+        eval_steps=2,
+        **SAVES[when],
+    )
+    trainer.train()
+    sums = {name: sum(record[f"{name}_runtime"] for record in records) for name in ("save", "data", "other")}
+    assert sums["save"] >= 1000.0
+    assert sums["save"] % 1000.0 == 0.0
+    assert sums["data"] == sums["other"] == 0.0
