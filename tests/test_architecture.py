@@ -67,6 +67,8 @@ FLOORS = [
         "gradients",
         "spectral",
         "flops",
+        "peaks",
+        "shadow",
     ],
     # the story of a run: data, updates, boundaries, checkpoints
     [

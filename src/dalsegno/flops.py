@@ -1,105 +1,219 @@
-"""How many floating-point operations a model takes, counted once; and how many a device could do."""
+"""How many floating-point operations a training step of a model takes: reckoned from shapes, without the model itself.
+
+Counted are matrix products, convolutions and attention (in full, also where a mask leaves half of it out), two
+operations for each product and sum; forward, and backward as far as it is needed: a frozen weight has no gradient, and
+below the first one that is trained nothing has. Operations that activation checkpointing or an attention kernel does
+again are not the model's and do not count: what is reckoned is model FLOPs, as in Chowdhery et al. 2022, "PaLM"
+(arXiv:2204.02311), appendix B.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
-from torch.utils.hooks import RemovableHandle
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
 
-from .args import TrainingArguments
-
-TRAINING = 3
-"""Times the forward pass: the backward pass takes two more, one for the gradients of the inputs and one for those of
-the weights. Operations that activation checkpointing does again are not the model's, and do not count."""
-
-PER_PARAMETER = 6
-"""For each parameter and token, where nothing can be counted: one multiplication and one addition forward, twice that
-backward (C ≈ 6 N; Kaplan et al. 2020, "Scaling Laws for Neural Language Models", arXiv:2001.08361, section 2.1). It
-leaves out attention over long contexts, and takes embeddings for matrices that are multiplied."""
+from .pieces import device_of
+from .randomness import seeded_generators
+from .shadow import no_global_hooks, shadow_of, without_data
 
 
-def _attention(*args: Any, **named: Any) -> Any:
-    return flop_registry[torch.ops.aten._scaled_dot_product_flash_attention](*args, **named)
+class Uncountable(Exception):
+    """A step of this model cannot be followed by its shapes; the message says why."""
 
 
-_attention._get_raw = True  # type: ignore[attr-defined]  # it is given tensors, and takes their shapes itself
-_ON_CPU = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention}  # torch's own table leaves it out
+def count_flops(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], autocast: torch.dtype | None = None
+) -> int:
+    """FLOPs of ``model(*args, **kwargs)`` and of the backward pass of its loss.
 
-KNOWN_PEAKS: Mapping[str, float] = {
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "A10G": 70e12,
-    "A10": 125e12,
-    "V100": 125e12,
-    "T4": 65e12,
-}
-"""FLOP/s in 16-bit matrix products without sparsity, of the makers' data sheets, by what is in the device's name; the
-first that fits counts."""
+    Model, arguments and random numbers stay as they are; no hook runs, and nothing is compiled. The loss is what the
+    model returns as such, else the sum of what it returns, whose backward pass takes the same. Under FSDP2 all of the
+    model is counted.
 
+    Args:
+        model: in the mode (training or evaluation) that it is to be counted in.
+        args: positional ones of its call.
+        kwargs: named ones.
+        autocast: the type of number that is cast to; None: none.
 
-def known_peak(device: torch.device, args: TrainingArguments) -> float | None:
-    """FLOP/s of one device in 16-bit matrix products; None where that is not known, or the run is not in 16 bits."""
-    if device.type != "cuda" or not (args.bf16 or args.fp16):
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in KNOWN_PEAKS.items() if part in name), None)
-
-
-class CountedForward:
-    """Counts the operations of a model's next forward pass, with torch's own counter, and is gone after it.
-
-    The pass itself stays as it is; results are the same, bit by bit. On a rank, it is the operations of that rank. The
-    hooks go with the pass after it: torch does not expect one to remove itself while a failing pass is wound up.
+    Raises:
+        Uncountable: if the forward depends on values that there are none of, or does something whose operations nobody
+            knows.
     """
+    device = device_of(model)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with ExitStack() as held:
+        held.enter_context(seeded_generators(0, device))
+        held.enter_context(no_global_hooks())
+        held.enter_context(torch.compiler.set_stance("force_eager"))
+        held.enter_context(torch.enable_grad())
+        try:
+            shadow = shadow_of(model, mode)
+            args, kwargs = without_data((list(args), dict(kwargs)), mode)
+            counter = _Counter()
+            with mode, counter:
+                with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+                    loss = _loss(shadow(*args, **kwargs))
+                if loss is not None:
+                    counter.backward(loss)
+        except Uncountable:
+            raise
+        except Exception as error:
+            lines = str(error).strip().splitlines()
+            raise Uncountable(f"{type(error).__name__}: {lines[0] if lines else ''}") from error
+    return counter.flops
 
-    def __init__(self, model: nn.Module) -> None:
-        self.flops: int | None = None
-        """Of that pass, once it is over."""
-        self.tokens = 0
-        """Elements of its ``input_ids``; 0 where there are none."""
-        self.samples = 0
-        """The first dimension of the first tensor that it was given."""
-        self._counter = FlopCounterMode(display=False, custom_mapping=_ON_CPU)
-        self._counting = False
-        self._handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(self._begin, with_kwargs=True),
-            model.register_forward_hook(self._end, always_call=True),
-        ]
 
-    def close(self) -> None:
-        """Stop waiting for a pass."""
-        while self._handles:
-            self._handles.pop().remove()
-        self._stop()
+def _loss(returned: Any) -> Tensor | None:
+    """What to go back from; None: nothing needs a gradient."""
+    whole = dict(returned) if isinstance(returned, Mapping) else returned
+    named = whole.get("loss") if isinstance(whole, dict) else getattr(whole, "loss", None)
+    found = [named] if isinstance(named, Tensor) else tree_leaves(whole)
+    sums = [each.sum() for each in found if isinstance(each, Tensor) and each.requires_grad]
+    return torch.stack([each.float() for each in sums]).sum() if sums else None
 
-    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.flops is not None:
-            self.close()
-        if self.flops is not None or self._counting or not torch.is_grad_enabled():  # the last: an evaluation's
-            return
-        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-        self.samples = tensors[0].shape[0] if tensors and tensors[0].dim() else 1
-        ids = kwargs.get("input_ids")
-        self.tokens = ids.numel() if isinstance(ids, Tensor) else 0
-        self._counter.__enter__()  # type: ignore[no-untyped-call]
-        self._counting = True
 
-    def _end(self, module: nn.Module, args: Any, outputs: Any) -> None:
-        if self._counting:
-            self._stop()
-            self.flops = self._counter.get_total_flops()
+class _Counter(TorchDispatchMode):
+    """Adds up the FLOPs of whatever runs inside of it, on tensors without data."""
 
-    def _stop(self) -> None:
-        if self._counting:
-            self._counting = False
-            self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0
+        self._is_backward = False
+
+    def backward(self, loss: Tensor) -> None:
+        self._is_backward = True
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        real = [each for each in tensors if not isinstance(each, FakeTensor)]
+        if any(each.requires_grad for each in real):
+            raise Uncountable("its forward reaches a tensor of the model by another way than through its modules")
+        if real and len(real) == len(tensors):  # whole numbers among themselves: their values may be asked for
+            with unset_fake_temporarily():
+                return function(*args, **kwargs)
+        result = _grouped(function, args, kwargs) if function in _GROUPED else function(*args, **kwargs)
+        if not (self._is_backward and torch.is_grad_enabled()):  # else it is done again, to save memory
+            self.flops += _flops_of(function, args, kwargs, result)
+        return result
+
+
+_GROUPED = {torch.ops.aten._grouped_mm.default}
+
+
+def _grouped(function: Any, args: Any, kwargs: Any) -> Any:
+    """As bf16: torch knows what comes of no other type, though its kernels take them."""
+    cast = tree_map_only(Tensor, lambda each: each.bfloat16() if each.is_floating_point() else each, (args, kwargs))
+    return function(*cast[0], **cast[1]).to(args[0].dtype)
+
+
+def _flops_of(function: Any, args: Any, kwargs: Any, result: Any) -> int:
+    name = function.name().partition(".")[0]
+    if (formula := _FORMULAS.get(name)) is not None:
+        return formula(*args, **kwargs)
+    packet = getattr(function, "_overloadpacket", function)
+    if packet in flop_registry:
+        return int(flop_registry[packet](*args, **kwargs, out_val=result))
+    if name in _WITHOUT_FORMULA or name.partition("::")[0] not in _NO_PRODUCTS:
+        raise Uncountable(f"{name} has no formula (torch.utils.flop_counter.register_flop_formula gives it one)")
+    return 0
+
+
+def _matrix(a: Tensor, b: Tensor, *rest: Any, **named: Any) -> int:
+    """Of two matrices, or of groups of them, one after the other in the first or the last dimension."""
+    groups = a.shape[0] if a.dim() == b.dim() == 3 else 1
+    return 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
+
+
+def _added_matrix(added: Tensor, a: Tensor, b: Tensor, *rest: Any, **named: Any) -> int:
+    return _matrix(a, b)
+
+
+def _vector(a: Tensor, b: Tensor, *rest: Any, **named: Any) -> int:
+    return 2 * a.numel()
+
+
+def _added_vector(added: Tensor, a: Tensor, b: Tensor, *rest: Any, **named: Any) -> int:
+    return 2 * a.numel()
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> int:
+    """Queries (..., heads, length, width); keys and values may have fewer heads."""
+    return 2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+
+
+def _attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> int:
+    """Twice the forward pass; torch's own formula counts the scores once more, which the kernel makes again."""
+    return 2 * _attention(query, key, value)
+
+
+def _flex_attention_backward(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> int:
+    return 2 * _attention(query, key, value)
+
+
+def _experts_backward(gradient: Tensor, a: Tensor, b: Tensor, *rest: Any, **named: Any) -> int:
+    return 2 * _matrix(a, b)
+
+
+def _recurrent(x: Tensor, weights: Sequence[Tensor], *rest: Any, **named: Any) -> int:
+    """cuDNN's: (..., width), and for each layer the matrices of inputs and states."""
+    return 2 * math.prod(x.shape[:-1]) * sum(each.numel() for each in weights if each.dim() == 2)
+
+
+def _recurrent_backward(x: Tensor, weights: Sequence[Tensor], *rest: Any, **named: Any) -> int:
+    return 2 * _recurrent(x, weights)
+
+
+def _recurrent_layer(x: Tensor, inputs: Tensor, states: Tensor, *rest: Any, **named: Any) -> int:
+    return _recurrent(x, [inputs, states])
+
+
+def _recurrent_layer_backward(x: Tensor, inputs: Tensor, states: Tensor, *rest: Any, **named: Any) -> int:
+    return 2 * _recurrent(x, [inputs, states])
+
+
+_KERNELS = ("flash", "efficient", "cudnn")
+_FORMULAS: Mapping[str, Callable[..., int]] = {
+    "aten::_grouped_mm": _matrix,
+    "aten::_scaled_grouped_mm": _matrix,
+    "aten::_scaled_grouped_mm_v2": _matrix,
+    "aten::_scaled_mm_v2": _matrix,
+    "aten::_int_mm": _matrix,
+    "aten::mv": _vector,
+    "aten::dot": _vector,
+    "aten::vdot": _vector,
+    "aten::addmv": _added_vector,
+    "aten::addbmm": _added_matrix,
+    "aten::_cudnn_rnn": _recurrent,
+    "aten::_cudnn_rnn_backward": _recurrent_backward,
+    "aten::mkldnn_rnn_layer": _recurrent_layer,
+    "aten::mkldnn_rnn_layer_backward": _recurrent_layer_backward,
+    "transformers::grouped_mm_fallback": _matrix,
+    "transformers::grouped_mm_fallback_backward": _experts_backward,
+    "flex_attention": _attention,
+    "flex_attention_backward": _flex_attention_backward,
+    **{f"aten::_scaled_dot_product_{kernel}_attention": _attention for kernel in _KERNELS},
+    **{f"aten::_scaled_dot_product_{kernel}_attention_backward": _attention_backward for kernel in _KERNELS},
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "aten::_scaled_dot_product_fused_attention_overrideable": _attention,
+    "aten::_scaled_dot_product_fused_attention_overrideable_backward": _attention_backward,
+}
+"""What torch's table leaves out, or counts in another way, by operation."""
+
+_NO_PRODUCTS = {"aten", "prim", "prims", "c10d", "_c10d_functional", "profiler"}
+"""Whose operations are no matrix products, but for those that there are formulas for, and these:"""
+_WITHOUT_FORMULA = {"aten::_trilinear", "aten::miopen_rnn", "aten::_weight_int4pack_mm", "aten::_weight_int8pack_mm"}

@@ -1,4 +1,4 @@
-"""FLOPs, metrics of evaluation, activations, messages: against other reckonings, real servers, real files."""
+"""Metrics of evaluation, activations, messages: against other reckonings, real servers, real files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError
 import dalsegno as ds
 from callbacks.layouts import assert_same_values, on_every_layout, sentences
 from dalsegno.callbacks import (
-    DefaultMetrics,
     DumpActivations,
     EarlyStopping,
     FlopUtilization,
@@ -30,74 +29,13 @@ from dalsegno.callbacks import (
     Notify,
 )
 from dalsegno.logs import read_records
-from dalsegno.testing import TinyLanguageModel, tiny_regression_data
+from dalsegno.testing import tiny_regression_data
 from support.listeners import Listener
 from support.small import small_trainer
 
 
 def records(output_dir: Path, kind: str | None = None) -> list[dict[str, Any]]:
     return [record for record in read_records(output_dir / "logs/train.jsonl") if record.get("kind") == kind]
-
-
-# --- FLOPs ------------------------------------------------------------------------------------------------------------
-
-
-def words(length: int) -> list[dict[str, Tensor]]:
-    rows = torch.randint(0, 256, (16, length), generator=torch.Generator().manual_seed(0))
-    return [{"input_ids": row, "labels": row.roll(-1)} for row in rows]
-
-
-def language_run(output_dir: Path, length: int, *own: ds.Callback) -> None:
-    torch.manual_seed(0)
-    parts = {"train_dataset": words(length)}
-    settings = {"max_steps": 2, "logging_steps": 1}
-    small_trainer(output_dir, JsonLogger(), *own, model=TinyLanguageModel(width=32), parts=parts, **settings).train()
-
-
-@pytest.mark.parametrize("length", [8, 64])
-def test_model_flops_are_those_of_its_matrix_products(tmp_path: Path, length: int) -> None:
-    """Reckoned by hand: 2 FLOPs for a product and a sum; three times for forward and backward."""
-    width, batch, vocabulary = 32, 4, 256
-    a_block = 2 * width * (3 * width + width + 8 * width) + 2 * 2 * length * width  # of a token; attention not halved
-    expected = 3 * (2 * a_block + 2 * width * vocabulary)
-    language_run(tmp_path, length, DefaultMetrics(peak_hardware_flops=1e12), FlopUtilization(peak_hardware_flops=1e12))
-    for record in records(tmp_path):
-        assert record["flops_per_second"] == pytest.approx(record["mfu"] * 1e12)
-        assert record["mfu"] > 0
-    counted = flops_of_a_step(length)
-    assert counted == pytest.approx(expected * batch * length, rel=0.05)
-
-
-def flops_of_a_step(length: int) -> float:
-    from dalsegno.flops import TRAINING, CountedForward
-
-    model = TinyLanguageModel(width=32)
-    counted = CountedForward(model)
-    batch = words(length)[:4]
-    model(**{key: torch.stack([row[key] for row in batch]) for key in batch[0]})
-    assert (counted.tokens, counted.samples) == (4 * length, 4)
-    assert counted.flops is not None
-    model(**{key: torch.stack([row[key] for row in batch]) for key in batch[0]})
-    assert not model._forward_hooks and not model._forward_pre_hooks
-    return TRAINING * counted.flops
-
-
-def test_a_forward_pass_that_fails_leaves_no_counter(tmp_path: Path) -> None:
-    class Failing(nn.Linear):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            raise RuntimeError("in the forward pass")
-
-    trainer = small_trainer(tmp_path, FlopUtilization(), model=Failing(8, 1), max_steps=2)
-    with pytest.raises(RuntimeError, match="in the forward pass"):
-        trainer.train()
-    from torch.utils._python_dispatch import _get_current_dispatch_mode
-
-    assert _get_current_dispatch_mode() is None
-
-
-def test_an_unknown_peak_gives_no_utilization(tmp_path: Path) -> None:
-    language_run(tmp_path, 8, FlopUtilization())
-    assert all("flops_per_second" in record and "mfu" not in record for record in records(tmp_path))
 
 
 # --- ModelEvalMetrics -------------------------------------------------------------------------------------------------

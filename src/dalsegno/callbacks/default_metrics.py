@@ -9,12 +9,14 @@ import time
 import torch
 
 from dalsegno import ranks
-from dalsegno.callback import Callback
-from dalsegno.contexts import Context, LogContext, RollbackContext, TrainBeginContext, TrainEndContext
-from dalsegno.flops import PER_PARAMETER, TRAINING, CountedForward, known_peak
+from dalsegno.callback import Binder, Callback
+from dalsegno.contexts import Context, LogContext, RollbackContext, TrainBeginContext
+from dalsegno.events import Event
 from dalsegno.pieces import device_of
+from dalsegno.state import Handler
 
 from .arguments import number
+from .model_flops import ModelFlops
 
 
 class DefaultMetrics(Callback):
@@ -22,11 +24,10 @@ class DefaultMetrics(Callback):
 
     - ``tok_per_sec``: tokens of all ranks per second of wall clock since the last record, evaluations and saves in
       between included. Only where batches have ``input_ids``, whose elements are counted.
-    - ``mfu``: the part of the hardware's peak that the model makes use of, 0 to 1: its FLOPs for a token, times
-      ``tok_per_sec``, over the peak of all ranks' devices (Chowdhery et al. 2022, "PaLM", arXiv:2204.02311, appendix
-      B). The forward pass is counted once a leg, by torch's counter, attention included, and taken three times; of a
-      compiled model it is the estimate of 6 FLOPs for each parameter (:mod:`dalsegno.flops`). Where there is
-      ``tok_per_sec`` and the peak is known.
+    - ``mfu``: model FLOPs utilization, the part of the hardware's peak that the model makes use of, 0 to 1: what it
+      takes for each token (or sample, where there are no tokens), forward and backward, times tokens per second, over
+      the peak of all ranks' devices (Chowdhery et al. 2022, "PaLM", arXiv:2204.02311, appendix B). Counted once a leg,
+      from shapes alone (:mod:`dalsegno.flops`). Where the peak is known and the model can be counted.
     - ``peak_mem``: bytes, of the rank that needs the most, since its process began. On CUDA what PyTorch has allocated
       at once on the model's device; elsewhere the process's resident memory.
 
@@ -43,24 +44,20 @@ class DefaultMetrics(Callback):
     def __init__(self, peak_hardware_flops: float | None = None) -> None:
         given = peak_hardware_flops
         self._given = None if given is None else number("DefaultMetrics", "peak_hardware_flops", given, over=0)
-        self._peak: float | None = None
-        self._forward: CountedForward | None = None
-        self._parameters = 0
+        self._peak: float | None = None  # of all ranks' devices
+        self._flops: ModelFlops | None = None
         self._device = torch.device("cpu")
         self._began = 0
         self._tokens_before = 0
 
+    def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
+        self._flops = binder.companion(ModelFlops)
+        return super().bound_handlers(binder)
+
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         self._device = device_of(ctx.model)
-        self._peak = self._given or known_peak(self._device, ctx.args)
-        self._parameters = sum(parameter.numel() for parameter in ctx.model.parameters())
-        if self._peak is not None and not ctx.args.torch_compile:  # a compiled model hides what it does
-            self._forward = CountedForward(ctx.model)
+        self._peak = None if self._flops is None else self._flops.want(self._given, ctx)
         self._begin_interval(ctx)
-
-    def on_train_end(self, ctx: TrainEndContext) -> None:
-        if self._forward is not None:
-            self._forward.close()
 
     def on_rollback(self, ctx: RollbackContext) -> None:
         self._begin_interval(ctx)
@@ -76,22 +73,15 @@ class DefaultMetrics(Callback):
         self._began = now
         if "tokens" in ctx.logs:
             self._add_throughput(ctx.logs, nanoseconds)
+        if self._flops is not None and self._flops.rate is not None and self._peak is not None:
+            ctx.logs["mfu"] = self._flops.rate / self._peak
         ctx.logs["peak_mem"] = peak_mem
 
     def _add_throughput(self, logs: dict[str, float], nanoseconds: int) -> None:
         # Where a leg begins between two records, the count that it begins with is an estimate, perhaps too high.
         tokens = max(0, logs["tokens"] - self._tokens_before)
         self._tokens_before = int(logs["tokens"])
-        per_second = tokens * 1e9 / nanoseconds
-        logs["tok_per_sec"] = per_second
-        if self._peak is not None:
-            logs["mfu"] = per_second * self._flops_per_token() / (self._peak * ranks.world_size())
-
-    def _flops_per_token(self) -> float:
-        counted = self._forward
-        if counted is None or not counted.flops or not counted.tokens:
-            return PER_PARAMETER * self._parameters
-        return TRAINING * counted.flops / counted.tokens
+        logs["tok_per_sec"] = tokens * 1e9 / nanoseconds
 
 
 def peak_memory(device: torch.device) -> int:
