@@ -33,7 +33,7 @@ from .checkpoint import (
     load_parts,
 )
 from .component import Component, Stateful, TensorHolder
-from .data import Feed
+from .data import Feed, TrainingData
 from .dispatcher import Dispatcher
 from .draw import LossWeight, agreed_place
 from .errors import ConfigurationError, Locked
@@ -73,7 +73,7 @@ class Assembly:
         callbacks: Iterable[object],
         core: Sequence[Callback] = (),
         others: Mapping[str, Stateful],
-        data: Any,
+        data: TrainingData,
         brought: Brought,
         surroundings: Mapping[str, Any],
         unfired: Mapping[Event, str] | None = None,

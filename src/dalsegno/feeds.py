@@ -9,7 +9,7 @@ import torch
 
 from . import ranks
 from .args import TrainingArguments
-from .data import EvalBatches, EvalFeed, Feed, eval_feed, eval_loader_feed, loader_feed, train_feed
+from .data import EvalBatches, EvalFeed, Feed, eval_feed, eval_loader_feed, expect_same_length, loader_feed, train_feed
 from .errors import ConfigurationError
 
 Collator = Callable[[list[Any]], Any]
@@ -27,15 +27,18 @@ class EvaluationSet(NamedTuple):
 def training_feed(
     args: TrainingArguments, dataset: Any, loader: Iterable[Any] | None, collator: Collator | None
 ) -> Feed:
-    """
+    """Collective.
+
     Raises:
-        ConfigurationError: if there is not just one of dataset and loader, or it is none.
+        ConfigurationError: if there is not just one of dataset and loader, or it is none; or if the ranks are given
+            datasets of different lengths.
         EmptyDataset: if there is not a single batch.
     """
     if (dataset is None) == (loader is None):
         raise ConfigurationError("give train_dataset= or train_dataloader=, one of them")
     if loader is not None:
         return loader_feed(loader, seed=args.shuffle_seed, world_size=ranks.world_size())
+    expect_same_length("train_dataset", dataset)
     return train_feed(
         dataset,
         batch_size=args.per_device_train_batch_size,
@@ -49,10 +52,11 @@ def training_feed(
 def evaluation_sets(
     args: TrainingArguments, datasets: Any, loaders: Any, collator: Collator | None
 ) -> list[EvaluationSet]:
-    """One of a dataset or a loader, several of a dict of them, none of None.
+    """One of a dataset or a loader, several of a dict of them, none of None. Collective.
 
     Raises:
-        ConfigurationError: if there are both datasets and loaders, or something else.
+        ConfigurationError: if there are both datasets and loaders, or something else; or if the ranks are given
+            datasets of different lengths.
         EmptyDataset: if there is not a single sample in one.
     """
     if datasets is not None and loaders is not None:
@@ -64,6 +68,7 @@ def evaluation_sets(
     def feed(source: Any) -> EvalFeed:
         if datasets is None:
             return eval_loader_feed(source, seed=args.seed, world_size=ranks.world_size())
+        expect_same_length("eval_dataset", source)
         return eval_feed(
             source,
             batch_size=args.per_device_eval_batch_size,

@@ -28,7 +28,7 @@ from .args import TrainingArguments
 from .assembly import Assembly
 from .beginning import Resume
 from .checkpoint import unwrapped
-from .data import loader_feed
+from .data import TrainingData, loader_feed
 from .draw import Draw
 from .events import Event
 from .settings import Brought
@@ -106,7 +106,7 @@ class Run(run.Run):
             feed=loader_feed(loader, seed=args.shuffle_seed, world_size=ranks.world_size()),
             callbacks=callbacks,
             others=state or {},
-            data=getattr(loader, "dataset", loader),
+            data=TrainingData.of_loader(loader),
             brought=Brought(),
             surroundings={
                 "processing_class": None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,8 +13,10 @@ import torch
 from . import ranks
 from .args import TrainingArguments
 from .changes import END_OF_SCHEDULE, Change
-from .data import Feed, fingerprint
+from .data import Feed, TrainingData
 from .optim import AsBuilt
+
+logger = logging.getLogger("dalsegno")
 
 _OF_OPTIMIZER = {
     "learning_rate": "lr",
@@ -69,11 +72,11 @@ class Settings:
         built: the optimizer's hyperparameters, and the way back to them.
         schedulers: for their classes.
         feed: for the samples in a step.
-        data: the dataset, or what else is read.
+        data: what is read.
         device: where the model is.
     """
 
-    state_compared = False  # only rank 0 looks at the data
+    state_compared = False  # of loaders of the user's own, only rank 0 looks at the data
 
     def __init__(
         self,
@@ -82,7 +85,7 @@ class Settings:
         built: AsBuilt,
         schedulers: Iterable[Any],
         feed: Feed,
-        data: Any,
+        data: TrainingData,
         device: torch.device,
     ) -> None:
         self._args = args
@@ -96,13 +99,18 @@ class Settings:
         self._planned = -1
 
     def observe(self) -> None:
-        """A leg begins. Look at the data, once in this process, before training does. Collective."""
+        """A leg begins. Look at the data, once in this process, before training does. Collective.
+
+        Raises:
+            ConfigurationError: if the ranks are given different datasets.
+        """
         former, self._planned = self._planned, planned_steps(self._args, self._feed)
         if former not in (-1, self._planned) and not self._brought.schedule:
             self._built.follow_schedule()
         if self._fingerprint is None:
-            workers = 0 if self._brought.loader else self._args.dataloader_num_workers
-            self._fingerprint = ranks.from_rank_zero(lambda: fingerprint.fingerprint(self._data, workers))
+            self._fingerprint, doubts = self._data.examine()
+            if doubts and self._args.saving and ranks.rank() == 0:
+                logger.warning("a resumed run will not read what an uninterrupted one does:\n  %s", "\n  ".join(doubts))
 
     def put_in_force(self, changes: Iterable[Change]) -> None:
         """What a checkpoint has brought back with the optimizer, and the user has changed meanwhile, is the user's."""

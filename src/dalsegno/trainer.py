@@ -19,7 +19,7 @@ from .args import TrainingArguments
 from .assembly import Assembly
 from .beginning import Resume
 from .callback import Callback
-from .data import Feed
+from .data import Feed, TrainingData
 from .draw import LossWeight
 from .errors import ConfigurationError, UnknownName
 from .evaluation import LossEvaluation
@@ -135,7 +135,9 @@ class Trainer:
             callbacks=callbacks,
             core=[PlateauStep(plateaus, args.best_metric_name)] if plateaus else [],
             others={} if scaler is None else {"scaler": scaler},
-            data=train_dataset if train_dataset is not None else getattr(train_dataloader, "dataset", train_dataloader),
+            data=TrainingData(train_dataset, None, data_collator, args.dataloader_num_workers)
+            if train_dataset is not None
+            else TrainingData.of_loader(train_dataloader),
             brought=Brought(
                 optimizer=is_own_optimizer,
                 schedule=lr_scheduler is not None,

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset
 
-from dalsegno.data.fingerprint import SAMPLES, fingerprint, same
+from dalsegno.data import fingerprint as by_looks
+from dalsegno.data.fingerprint import SAMPLES, look_at, same
 from dalsegno.testing import tiny_regression_data
 
 
@@ -27,6 +28,10 @@ class Items(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         self.asked.append((os.getpid(), index))
         return self.items[index]
+
+
+def fingerprint(data: Any, num_workers: int = 0) -> dict[str, Any]:
+    return by_looks.fingerprint(data, look_at(data, num_workers))
 
 
 TEXTS = [{"text": f"number {number}", "ids": list(range(number))} for number in range(1000)]

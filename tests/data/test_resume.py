@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.nodes import Batcher, IterableWrapper, Loader
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -108,13 +117,124 @@ class OwnIterator(Bookmarked):
         return 1000 * self.rounds + self.at
 
 
+class Forgetful(IterableDataset[Any]):
+    """Goes on from a loaded place once: each later iterator begins anew. At its end it stays where it is."""
+
+    def __init__(self, length: int = 11) -> None:
+        self.length, self.start, self.at, self.epoch = length, 0, 0, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        start, self.start = self.start, 0
+        order = [1000 * self.epoch + i for i in range(self.length)]
+        random.Random(self.epoch).shuffle(order)
+        for index in range(start, self.length):
+            self.at = index + 1
+            yield order[index] + random.random() / 4
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = self.at = state["at"]
+        self.epoch = state["epoch"]
+
+
+class Rolling(Forgetful):
+    """Draws its order from a generator in its state."""
+
+    def __init__(self, length: int = 11) -> None:
+        super().__init__(length)
+        self.random = random.Random(3)
+        self.begin: Any = self.random.getstate()
+
+    def __iter__(self) -> Iterator[Any]:
+        start, self.start = self.start, 0
+        self.begin = self.random.getstate()
+        order = list(range(self.length))
+        self.random.shuffle(order)
+        for index in range(start, self.length):
+            self.at = index + 1
+            yield order[index]
+        self.begin, self.at = self.random.getstate(), 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "begin": self.begin}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = self.at = state["at"]
+        self.random.setstate(state["begin"])
+
+
+class Augmented(Numbers):
+    """Has random generators of its own."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.numpy, self.python, self.torch = np.random.default_rng(0), random.Random(0), torch.Generator()
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        noise = self.numpy.random() + self.python.random() + torch.rand(1, generator=self.torch).item()
+        return super().__getitem__(index) + noise / 8
+
+
+class Mixup:
+    """A collate function with a generator of its own."""
+
+    def __init__(self) -> None:
+        self.random = np.random.RandomState(0)
+
+    def __call__(self, samples: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(samples) * self.random.random_sample()
+
+
+class Shuffled(Sampler[int]):
+    """Draws its order when it is iterated; ``lazily``: when its first index is asked for."""
+
+    def __init__(self, length: int, lazily: bool = False) -> None:
+        self.length, self.lazily, self.random = length, lazily, random.Random(3)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        return self._drawn() if self.lazily else iter(list(self._drawn()))
+
+    def _drawn(self) -> Iterator[int]:
+        order = list(range(self.length))
+        self.random.shuffle(order)
+        yield from order
+
+
 def dataset(make: Callable[[], Any], batch_size: int = 3, **options: Any) -> Make:
-    return lambda: train_feed(make(), batch_size=batch_size, seed=7, **options)
+    """An option that is a class stands for a new object of it."""
+
+    def feed() -> Feed:
+        made = {name: value() if isinstance(value, type) else value for name, value in options.items()}
+        return train_feed(make(), batch_size=batch_size, seed=7, **made)
+
+    return feed
 
 
 def own_generator() -> Feed:
     numbers, generator = Numbers(11), torch.Generator().manual_seed(5)
     return loader_feed(DataLoader(numbers, 3, sampler=RandomSampler(numbers, generator=generator)))
+
+
+def two_generators() -> Feed:
+    numbers = Numbers(11)
+    sampler = RandomSampler(numbers, generator=torch.Generator().manual_seed(5))
+    return loader_feed(DataLoader(numbers, 3, sampler=sampler, generator=torch.Generator().manual_seed(6)))
+
+
+def batched(numbers: Any, **how: Any) -> BatchSampler:
+    return BatchSampler(RandomSampler(numbers, generator=torch.Generator().manual_seed(5), **how), 3, drop_last=False)
+
+
+def weighted() -> WeightedRandomSampler:
+    return WeightedRandomSampler([1.0, 2.0] * 5 + [3.0], 11)
 
 
 def batches_without_length() -> Feed:
@@ -148,6 +268,42 @@ FEEDS: dict[str, Make] = {
     "stateful loader": lambda: loader_feed(
         StatefulDataLoader(Numbers(11), 3, shuffle=True, generator=torch.Generator().manual_seed(5))
     ),
+    "stream that goes on once": dataset(Forgetful),
+    "stream that goes on once, even batches": dataset(lambda: Forgetful(12)),
+    "stream that goes on once, second of two ranks": dataset(lambda: Forgetful(13), rank=1, world_size=2),
+    "stream with a generator in its state": dataset(Rolling),
+    "stateful loader of a stream that goes on once": lambda: loader_feed(StatefulDataLoader(Forgetful(), 3)),
+    "map with generators": dataset(lambda: Augmented(11)),
+    "map and collate function with generators": dataset(lambda: Augmented(11), collate_fn=Mixup),
+    "map with generators, second of two ranks": dataset(lambda: Augmented(17), rank=1, world_size=2),
+    "two generators": two_generators,
+    "generator in a batch sampler": lambda: loader_feed(
+        DataLoader(Augmented(11), batch_sampler=batched(range(11)), collate_fn=Mixup())
+    ),
+    "sampler with a generator of its own": lambda: loader_feed(DataLoader(Numbers(11), 3, sampler=Shuffled(11))),
+    "stateful loader, a sampler's generator": lambda: loader_feed(
+        StatefulDataLoader(
+            Augmented(11), 3, sampler=RandomSampler(range(11), generator=torch.Generator().manual_seed(5))
+        )
+    ),
+    "stateful loader, generator in a batch sampler": lambda: loader_feed(
+        StatefulDataLoader(Numbers(11), batch_sampler=batched(range(11), replacement=True))
+    ),
+    "stateful loader, shuffled, generators in its dataset": lambda: loader_feed(
+        StatefulDataLoader(
+            Augmented(11), 3, shuffle=True, generator=torch.Generator().manual_seed(5), collate_fn=Mixup()
+        )
+    ),
+    "stateful loader, weighted": lambda: loader_feed(StatefulDataLoader(Numbers(11), 3, sampler=weighted())),
+    "stateful loader, sampler of one's own": lambda: loader_feed(
+        StatefulDataLoader(Numbers(11), 3, sampler=Shuffled(11))
+    ),
+    "stateful loader, lazy sampler of one's own": lambda: loader_feed(
+        StatefulDataLoader(Numbers(11), 3, sampler=Shuffled(11, lazily=True))
+    ),
+    "stateful loader, distributed": lambda: loader_feed(
+        StatefulDataLoader(Numbers(22), 3, sampler=DistributedSampler(Numbers(22), 2, 1)), world_size=2
+    ),
     "torchdata nodes": lambda: loader_feed(Loader(Batcher(IterableWrapper(range(11)), 3, drop_last=False))),
     "no loader at all": batches_without_length,
 }
@@ -178,7 +334,19 @@ WITH_WORKERS: dict[str, Make] = {
     "map with a state": dataset(lambda: Counting(17), num_workers=2),
     "stream": dataset(lambda: Stream(17), num_workers=2),
     "stream with a state": dataset(Bookmarked, num_workers=2),
+    "map with generators": dataset(lambda: Augmented(17), num_workers=2, collate_fn=Mixup),
+    "map with generators, persistent": dataset(lambda: Augmented(17), num_workers=2, persistent_workers=True),
+    "stream that goes on once": dataset(Forgetful, num_workers=2),
     "plain loader": lambda: loader_feed(DataLoader(Numbers(17), 3, shuffle=True, num_workers=2)),
+    "plain loader, generators": lambda: loader_feed(
+        DataLoader(Augmented(17), batch_sampler=batched(range(17)), num_workers=2, collate_fn=Mixup())
+    ),
+    "stateful loader, sampler of one's own": lambda: loader_feed(
+        StatefulDataLoader(list(range(17)), 3, sampler=Shuffled(17), num_workers=2)
+    ),
+    "stateful loader, shuffled": lambda: loader_feed(
+        StatefulDataLoader(list(range(17)), 3, shuffle=True, num_workers=2, generator=torch.Generator().manual_seed(5))
+    ),
 }
 
 

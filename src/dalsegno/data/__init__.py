@@ -9,6 +9,7 @@ from .eval_batches import EvalBatches
 from .feed import Feed, Microbatch, sample_count
 from .sampler import ResumableSampler
 from .sources import EvalFeed, eval_feed, eval_loader_feed, loader_feed, train_feed
+from .training_data import TrainingData, expect_same_length
 
 __all__ = [
     "EvalBatches",
@@ -16,8 +17,10 @@ __all__ = [
     "Feed",
     "Microbatch",
     "ResumableSampler",
+    "TrainingData",
     "eval_feed",
     "eval_loader_feed",
+    "expect_same_length",
     "loader_feed",
     "sample_count",
     "to_device",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -15,13 +14,10 @@ from dalsegno.errors import EmptyDataset, StateMismatch
 from dalsegno.randomness import LOADER, mix
 
 from .feed import Microbatch, expect_kind, sample_count
+from .own_generators import EpochGenerator, OwnGenerators
 from .workers import let_workers_live_on
 
 END = object()
-
-
-class EpochGenerator(torch.Generator):
-    """Lent to a loader, so that the seeds of its workers are not drawn from a generator that others use."""
 
 
 class LoaderFeed:
@@ -66,11 +62,13 @@ class LoaderFeed:
             loader.generator = EpochGenerator()
         if self.length() == 0:
             raise EmptyDataset("the loader has length 0; look at its dataset, its batch size and drop_last")
+        self._own = OwnGenerators(**{"": loader})
         self.epoch = 0
         self._microbatches = 0  # consumed of this epoch, on this rank
         self._samples = 0  # consumed of this epoch, over all ranks where that is known
         self._exhausted = False
         self._iterator: Iterator[Any] | None = None
+        self._loaded_own: dict[str, Any] = {}  # the states of the data's own generators, at the place that was loaded
         self._lengths: list[int | None] | None = None  # of all ranks' loaders, once they have been told
 
     def tell_length(self) -> None:
@@ -100,18 +98,21 @@ class LoaderFeed:
 
     def _open(self) -> Iterator[Any]:
         """An iterator over the rest of the epoch."""
-        self._announce_epoch()
+        self._announce_epoch(self.epoch)
         return iter(self._loader)
 
-    def _announce_epoch(self) -> None:
-        loader, epoch = self._loader, self.epoch
-        for name in ("", "sampler", "batch_sampler", "dataset"):
-            part = getattr(loader, name, None) if name else loader
-            if callable(set_epoch := getattr(part, "set_epoch", None)):
-                set_epoch(epoch)
+    def _announce_epoch(self, epoch: int) -> None:
+        loader = self._loader
+        for part in self._told_the_epoch():
+            part.set_epoch(epoch)
         generator = getattr(loader, "generator", None)
         if isinstance(generator, EpochGenerator):
             generator.manual_seed(mix(LOADER, self._seed, epoch))
+
+    def _told_the_epoch(self) -> list[Any]:
+        """Itself, its samplers and its dataset, as far as they want to know the epoch."""
+        parts = [self._loader, *(getattr(self._loader, name, None) for name in ("sampler", "batch_sampler", "dataset"))]
+        return [part for part in parts if callable(getattr(part, "set_epoch", None))]
 
     def _count(self, item: Any) -> Microbatch:
         if isinstance(item, Microbatch):
@@ -173,13 +174,15 @@ class LoaderFeed:
             "microbatches": self._microbatches,
             "samples": self._samples,
             "exhausted": self._exhausted,
+            "own_generators": self._own.state_dict(),
         }
 
     def _go_to(self, state: dict[str, Any], kind: str) -> None:
         expect_kind(state, kind)
         self.epoch, self._exhausted = state["epoch"], state["exhausted"]
         self._microbatches, self._samples = state["microbatches"], state["samples"]
-        self._iterator = None
+        self._iterator, self._loaded_own = None, state.get("own_generators", {})
+        self._own.load_state_dict(self._loaded_own)
 
     @classmethod
     def reshard(cls, states: Sequence[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,9 +23,11 @@ class MapFeed:
     ``loader`` is torch's own, over :class:`Samples`, with ``sampler`` for its batches and a generator of its own, so
     that creating an iterator draws nothing from the global one. The state is the place behind the last micro-batch that
     was handed out, not the place up to which workers have read: world size, batch size, number of workers may change.
+
+    Generators that the dataset or the collate function owns are saved with the place, per rank. In worker processes
+    :class:`Samples` seeds them instead.
     """
 
-    state_scope: Scope = "replicated"
     lockstep = True
 
     # torch's DataLoader, since torchdata's StatefulDataLoader would keep, per micro-batch and worker, a second copy
@@ -34,8 +36,16 @@ class MapFeed:
         let_workers_live_on(loader)
         self._loader = loader
         self._sampler = sampler
+        samples = loader.dataset
+        assert isinstance(samples, Samples)
+        self._generators = samples.generators
         self.epoch = 0
         self._cursor = 0
+
+    @property
+    def state_scope(self) -> Scope:
+        """The place is the same on all ranks; what a generator of one rank's has drawn is not."""
+        return "per_rank" if self._generators.find() else "replicated"
 
     @property
     def position(self) -> float:
@@ -98,14 +108,23 @@ class MapFeed:
         return {**state, **self._sampler.adapt(state)}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"kind": "map", **self._sampler.state_dict(), "epoch": self.epoch, "cursor": self._cursor}
+        state = {"kind": "map", **self._sampler.state_dict(), "epoch": self.epoch, "cursor": self._cursor}
+        generators = self._generators.state_dict()
+        return {**state, "generators": generators} if generators else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved place.
 
         Raises:
-            StateMismatch: if it lies in another kind of data, or in a dataset of another length.
+            StateMismatch: if it lies in another kind of data, or in a dataset of another length; or if a random
+                generator of the data's that was saved is not there any more.
         """
         expect_kind(state, "map")
         self._sampler.load_state_dict(state)
+        self._generators.load_state_dict(state.get("generators", {}))
         self.epoch, self._cursor = state["epoch"], state["cursor"]
+
+    @classmethod
+    def reshard(cls, states: Sequence[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
+        """The same place on any number of ranks; of more ranks, several go on with the generators of one."""
+        return [states[rank % len(states)] for rank in range(world_size)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from dalsegno import ranks
 from dalsegno.errors import StateMismatch
 from dalsegno.randomness import capture_generators, preserved_generators, restore_generators
 
-from .loader_feed import END, EpochGenerator, LoaderFeed
+from .loader_feed import END, LoaderFeed
+from .own_generators import EpochGenerator
 from .stream import RankShard
 
 log = logging.getLogger(__name__)
@@ -24,10 +25,11 @@ log = logging.getLogger(__name__)
 class ReplayedFeed(LoaderFeed):
     """Micro-batches of a loader without ``state_dict``.
 
-    Saved are the number of micro-batches and the random generators as they were when the epoch began. On resume these
-    are put in place, the loader is read up to there, and the generators are set back. That is exact for a plain
-    ``DataLoader(shuffle=True)``, and for whatever else decides its order when an iterator is made; where the order is
-    drawn on the way (a shuffle buffer in this process), only the dataset itself could do it: give it a ``state_dict``.
+    Saved are the number of micro-batches and the random generators as they were when the epoch began, the process's
+    and those that loader, samplers, dataset and collate function own. On resume these are put in place, the loader is
+    read up to there, and the generators are set back. That is exact for a plain ``DataLoader(shuffle=True)``, and for
+    whatever else decides its order when an iterator is made, or with generators of its own; where the order is drawn on
+    the way from the process's (a shuffle buffer), only the dataset itself could do it: give it a ``state_dict``.
     """
 
     _at_epoch_begin: dict[str, Any] | None = None  # the generators, while an iterator is open
@@ -35,16 +37,16 @@ class ReplayedFeed(LoaderFeed):
 
     def _open(self) -> Iterator[Any]:
         saved, self._saved = self._saved, None
-        if saved is not None and (own := self._own_generator()) is not None:
-            own.set_state(saved["own"])
         if saved is None or self._microbatches == 0:
             self._at_epoch_begin = self._generators()
             return super()._open()
         self._at_epoch_begin = saved
         with preserved_generators():
             restore_generators(saved)
+            self._own.load_state_dict(saved["own"])
             iterator = super()._open()
             self._read_again(iterator)
+        self._own.load_state_dict(self._loaded_own)
         return iterator
 
     def _read_again(self, iterator: Iterator[Any]) -> None:
@@ -74,16 +76,7 @@ class ReplayedFeed(LoaderFeed):
         log.warning("reading again took %.1f s; a dataset or loader with a state_dict would save that", took)
 
     def _generators(self) -> dict[str, Any]:
-        own = self._own_generator()
-        return {**capture_generators(), "own": None if own is None else own.get_state()}
-
-    def _own_generator(self) -> torch.Generator | None:
-        """The generator that the user has given to the loader or its sampler."""
-        for holder in (self._loader, getattr(self._loader, "sampler", None)):
-            generator = getattr(holder, "generator", None)
-            if isinstance(generator, torch.Generator) and not isinstance(generator, EpochGenerator):
-                return generator
-        return None
+        return {**capture_generators(), "own": self._own.state_dict()}
 
     def _worker_layout(self) -> list[int]:
         """What must not change where several workers take turns with the batches of one epoch."""
@@ -115,4 +108,16 @@ class ReplayedFeed(LoaderFeed):
                 f"{list(state['workers'])}, now it is {self._worker_layout()} (none: []): the order would differ; "
                 "resume with the same numbers, or give the dataset a state_dict"
             )
-        self._saved = state["generators"]
+        own = self._by_way(state["generators"]["own"])
+        if self._microbatches == 0:
+            self._own.load_state_dict(own)
+        self._saved = {**state["generators"], "own": own}
+
+    def _by_way(self, own: Any) -> Mapping[str, Any]:
+        """Former checkpoints have one state: that of the loader's generator or, where it has none, its sampler's."""
+        if isinstance(own, Mapping):
+            return own
+        holders = self._loader, getattr(self._loader, "sampler", None)
+        meant = [getattr(holder, "generator", None) for holder in holders]
+        meant = [each for each in meant if isinstance(each, torch.Generator) and not isinstance(each, EpochGenerator)]
+        return {way: own for way, each in self._own.find().items() if own is not None and each is meant[0]}

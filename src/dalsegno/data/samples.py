@@ -7,6 +7,8 @@ no checkpoint can know: workers read ahead.
 from __future__ import annotations
 
 import inspect
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils.data import Dataset, get_worker_info
@@ -14,6 +16,7 @@ from torch.utils.data import Dataset, get_worker_info
 from dalsegno.randomness import SAMPLE, WORKER, mix, seed_generators
 
 from .feed import Counted
+from .own_generators import OwnGenerators
 from .sampler import IndexBatch
 
 
@@ -29,16 +32,20 @@ class Samples(Dataset[Any]):
     """Fetches whole micro-batches by :class:`IndexBatch`.
 
     A sample's seed is a pure function of (seed, epoch, index). In a worker process, Python's, NumPy's and torch's
-    generators are seeded once per micro-batch from (seed, epoch, its global position, rank).
+    generators are seeded once per micro-batch from (seed, epoch, its global position, rank), and so are those that
+    the dataset and the collate function own.
     """
 
-    def __init__(self, dataset: Any, rank: int) -> None:
+    def __init__(self, dataset: Any, rank: int, collate: Callable[[list[Any]], Any] | None = None) -> None:
         self.dataset, self.rank = dataset, rank
+        self.generators = OwnGenerators(dataset=dataset, collate_fn=collate)
         self._takes_seed = takes_seed(dataset)
 
     def __getitems__(self, indices: IndexBatch) -> list[Any]:
         if get_worker_info() is not None:
-            seed_generators(mix(WORKER, indices.key, indices.cursor, self.rank))
+            place = indices.key, indices.cursor, self.rank
+            seed_generators(mix(WORKER, *place))
+            self.generators.seed(mix(WORKER, *place, number) for number in itertools.count(1))
         return self.fetch(indices)
 
     def fetch(self, indices: IndexBatch) -> list[Any]:

@@ -16,6 +16,7 @@ from dalsegno.errors import ConfigurationError
 from .feed import CountingCollate, Feed, Microbatch
 from .loader_feed import LoaderFeed
 from .map_feed import MapFeed
+from .order import keeps_its_order
 from .replayed_feed import ReplayedFeed
 from .sampler import ResumableSampler
 from .samples import Samples, StatefulSamples
@@ -75,7 +76,10 @@ def train_feed(
     workers["persistent_workers"] = persistent_workers
     if isinstance(source, Stateful):
         stateful = StatefulDataLoader(
-            StatefulSamples(source, rank), batch_sampler=sampler, collate_fn=CountingCollate(collate), **workers
+            StatefulSamples(source, rank, collate),
+            batch_sampler=sampler,
+            collate_fn=CountingCollate(collate),
+            **workers,
         )
         return StatefulFeed(stateful, seed=seed, world_size=world_size, samples=sampler.samples, lockstep=True)
     return _map_feed(source, sampler, collate, workers)
@@ -84,14 +88,14 @@ def train_feed(
 def loader_feed(loader: Iterable[Any], *, seed: int = 0, world_size: int = 1) -> Feed:
     """The training data from a loader of the user's own, taken as it is: each rank has its own.
 
-    One with ``state_dict`` and ``load_state_dict`` goes on by itself; another one is read again up to its place.
-    Collective.
+    One with ``state_dict`` and ``load_state_dict`` goes on by itself, if the order of its samples is in that state;
+    another one is read again up to its place. Collective.
 
     Raises:
         EmptyDataset: if the loader has length 0.
         ConfigurationError: if it is nothing that can be iterated.
     """
-    kind = StatefulFeed if isinstance(loader, Stateful) else ReplayedFeed
+    kind = StatefulFeed if isinstance(loader, Stateful) and keeps_its_order(loader) else ReplayedFeed
     feed = ranks.together(lambda: kind(_iterable(loader), seed=seed, world_size=world_size))
     feed.tell_length()
     return feed
@@ -172,7 +176,7 @@ def eval_loader_feed(loader: Iterable[Any], *, seed: int = 0, world_size: int = 
 
 def _map_feed(source: Any, sampler: ResumableSampler, collate: Collate, workers: dict[str, Any]) -> MapFeed:
     loader: DataLoader[Any] = DataLoader(
-        Samples(source, sampler.rank),
+        Samples(source, sampler.rank, collate),
         batch_sampler=sampler,
         collate_fn=collate,
         generator=torch.Generator(),
