@@ -24,7 +24,8 @@ from torchdata.nodes import Batcher, IterableWrapper, Loader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dalsegno.data import Feed, loader_feed, train_feed
-from data.journey import Make, travel
+from dalsegno.errors import StateMismatch
+from data.journey import Make, plain, travel
 
 
 class Numbers(Dataset[Any]):
@@ -355,3 +356,65 @@ def test_killed_while_workers_read_ahead(name: str) -> None:
     make = WITH_WORKERS[name]
     whole = travel(make, epochs=2)
     assert travel(make, 2, {2, len(whole) // 2, "epoch 1", len(whole) - 1}) == whole
+
+
+# -- checkpoints of former times -------------------------------------------------------------------------------------
+
+
+def test_a_former_checkpoint_has_one_generators_state() -> None:
+    """It was the loader's or its sampler's, without its way."""
+    whole = travel(own_generator, 2)
+    feed = own_generator()
+    for _ in feed:
+        pass
+    feed.next_epoch()
+    next(iter(feed))
+    state = feed.state_dict()
+    del state["own_generators"]
+    state["generators"]["own"] = state["generators"]["own"].pop("sampler.generator")
+    again = own_generator()
+    again.load_state_dict(state)
+    assert [number // 1 for m in again for number in plain(m.batch)] == [n // 1 for e in whole[5:] for n in e[2]]
+
+
+def test_a_place_that_was_once_left_to_the_loader() -> None:
+    make = FEEDS["stateful loader, a sampler's generator"]
+    whole = [[number // 1 for number in entry[2]] for entry in travel(make, 1)]
+
+    def saved(epoch: int) -> dict[str, Any]:
+        return {"kind": "stateful", "one_stream": False, "epoch": epoch, "microbatches": 2, "samples": 6} | {
+            "exhausted": False,
+            "cut": False,
+            "loader": {},
+        }
+
+    feed = make()
+    feed.load_state_dict(saved(0))
+    assert [[number // 1 for number in plain(m.batch)] for m in feed] == whole[2:]
+    with pytest.raises(StateMismatch, match="what its sampler had drawn before is not in it"):
+        make().load_state_dict(saved(1))
+
+
+def test_a_generator_that_is_gone() -> None:
+    feed = dataset(lambda: Augmented(11))()
+    next(iter(feed))
+    state = feed.state_dict()
+    with pytest.raises(StateMismatch, match=r"'dataset.numpy' of the data was saved, and now it is not there"):
+        dataset(lambda: Numbers(11))().load_state_dict(state)
+    with pytest.raises(StateMismatch, match=r"'dataset.python' of the data was saved, and now it is Random"):
+        dataset(lambda: Augmented(11))().load_state_dict({**state, "generators": {"dataset.python": [1, 2]}})
+
+
+def test_a_stream_that_changes_where_it_ends(caplog: pytest.LogCaptureFixture) -> None:
+    class Rounds(Forgetful):
+        def __iter__(self) -> Iterator[Any]:
+            yield from super().__iter__()
+            self.epoch += 1
+
+        def set_epoch(self, epoch: int) -> None: ...
+
+    make = dataset(Rounds)
+    travel(make, 2)
+    assert not caplog.records
+    travel(make, 2, {"epoch 1"})
+    assert "Rounds changes its state where an iterator ends, and a resumed run comes there twice" in caplog.text

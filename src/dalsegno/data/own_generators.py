@@ -133,6 +133,8 @@ def _parts_of(thing: Any) -> Iterator[tuple[str, Any]]:
         yield from ((".func", thing.func), (".args", thing.args), (".keywords", thing.keywords))
     elif isinstance(thing, types.MethodType):
         yield from ((".__self__", thing.__self__), (".__func__", thing.__func__))
+    elif isinstance(thing, types.BuiltinMethodType):  # say random.Random(0).random
+        yield ".__self__", thing.__self__
     elif isinstance(thing, types.FunctionType):
         yield from _parts_of_function(thing)
     elif isinstance(thing, staticmethod | classmethod):

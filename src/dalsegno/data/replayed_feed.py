@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 from tqdm import tqdm
 
 from dalsegno import ranks
@@ -101,6 +102,8 @@ class ReplayedFeed(LoaderFeed):
             StateMismatch: if it lies in another kind of data, or the worker processes of an iterable dataset have
                 changed in number or batch size; on iterating, if the place is not there any more.
         """
+        if state["kind"] == "stateful" and isinstance(self._loader, StatefulDataLoader):
+            state = self._of_former_times(state)
         self._go_to(state, "replayed")
         if list(state["workers"]) != self._worker_layout():
             raise StateMismatch(
@@ -112,6 +115,17 @@ class ReplayedFeed(LoaderFeed):
         if self._microbatches == 0:
             self._own.load_state_dict(own)
         self._saved = {**state["generators"], "own": own}
+
+    def _of_former_times(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A place that was once left to the loader's own state, which does not tell the order of the samples."""
+        if state["epoch"] or not self._own.find():
+            raise StateMismatch(
+                f"the checkpoint holds the {type(self._loader).__name__}'s own state, and what its sampler had drawn "
+                "before is not in it: other samples would come; resume from a checkpoint of the first epoch, or start "
+                "anew"
+            )
+        # In the first epoch, its generators began as they are now.
+        return {**state, "kind": "replayed", "workers": self._worker_layout(), "generators": self._generators()}
 
     def _by_way(self, own: Any) -> Mapping[str, Any]:
         """Former checkpoints have one state: that of the loader's generator or, where it has none, its sampler's."""

@@ -101,8 +101,9 @@ class StatefulFeed(LoaderFeed):
         """The dataset, if it is read in this process from its beginning to its end, and has a state."""
         dataset = getattr(self._loader, "dataset", None)
         dataset = dataset.dataset if isinstance(dataset, RankShard) else dataset
-        is_here = getattr(self._loader, "num_workers", 0) == 0 and not hasattr(dataset, "__getitem__")
-        return dataset if is_here and isinstance(dataset, Stateful) else None
+        is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+        is_here = getattr(self._loader, "num_workers", 0) == 0
+        return dataset if is_stream and is_here and isinstance(dataset, Stateful) else None
 
     def _drop_one(self, iterator: Iterator[Any]) -> None:
         """Read one more micro-batch of an epoch that was left, without a trace in the random generators."""

@@ -1,0 +1,90 @@
+"""A run that is killed or stopped at an epoch's end, and what it reads then: as if it had gone on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import dalsegno as ds
+from dalsegno.testing import DataOrder, TinyRegression, compare_runs, tiny_regression_data
+from support.listeners import Listener
+from support.resumed import assert_resumes
+from support.small import arguments
+
+
+class Lines(IterableDataset[Any]):
+    """Like lines of a file: goes on once behind the line that was loaded, and else begins with the first."""
+
+    def __init__(self, length: int = 10) -> None:
+        self.data, self.length, self.start, self.at = tiny_regression_data(length), length, 0, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        start, self.start = self.start, 0
+        for index in range(start, self.length):
+            self.at = index + 1
+            yield self.data[index]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = self.at = state["at"]
+
+
+class Once(Lines):
+    """Has nothing more to give behind its last line."""
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < self.length:
+            self.at += 1
+            yield self.data[self.at - 1]
+
+
+def build(output_dir: Path, *callbacks: Any, loads: bool = False, **settings: Any) -> ds.Trainer:
+    torch.manual_seed(0)
+    data: dict[str, Any] = {"train_dataset": Lines()}
+    if loads:
+        data = {"train_dataloader": StatefulDataLoader(Lines(), batch_size=4)}
+    return ds.Trainer(
+        TinyRegression(),
+        arguments(
+            output_dir, **{"num_train_epochs": 3, "save_strategy": "epoch", "lr_scheduler_type": "constant", **settings}
+        ),
+        callbacks=[DataOrder(), *callbacks],
+        **data,
+    )
+
+
+@pytest.mark.parametrize("loads", [False, True], ids=["dataset", "loader"])
+def test_from_the_checkpoint_of_an_epoch(tmp_path: Path, loads: bool) -> None:
+    build(tmp_path / "whole", loads=loads).train()
+    build(tmp_path / "parts", loads=loads).train()
+    for checkpoint in sorted((tmp_path / "parts" / "checkpoints").iterdir())[:-1]:
+        result = build(tmp_path / "parts", loads=loads).train(checkpoint)
+        assert (result.global_step, result.reason) == (9, "finished")
+        comparison = compare_runs(tmp_path / "whole", tmp_path / "parts")
+        assert comparison.identical, f"\n{comparison.table()}"
+
+
+def test_after_an_epoch_that_was_left_early(tmp_path: Path) -> None:
+    def leave(ctx: Any) -> None:
+        ctx.control.should_epoch_stop = ctx.step in (2, 4)
+
+    def left_early(output_dir: Path, *callbacks: Any) -> ds.Trainer:
+        return build(output_dir, Listener({"on_step_end": leave}, name="leaver"), *callbacks)
+
+    assert_resumes(left_early, tmp_path, 2, 4, 5)
+
+
+def test_data_that_is_read_once_ends_in_every_leg(tmp_path: Path) -> None:
+    def train() -> ds.TrainResult:
+        args = arguments(tmp_path, max_steps=9, save_strategy="epoch")
+        return ds.Trainer(TinyRegression(), args, train_dataset=Once()).train()
+
+    assert [(each.global_step, each.reason) for each in (train(), train())] == [(3, "exhausted")] * 2
