@@ -26,10 +26,10 @@ from dalsegno.errors import StateMismatch
 
 Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState | np.random.BitGenerator
 
-OBJECTS = 20_000
-"""How many objects a walk looks at. It goes level by level, so that those near the data are seen first."""
+OBJECTS = 5_000
+"""How many objects a walk looks at, at most 5 ms long. It goes level by level: those near the data are seen first."""
 
-ITEMS = 256
+ITEMS = 64
 """How many items of one container it looks at."""
 
 _OF_LOADER = ("dataset", "sampler", "batch_sampler", "generator", "collate_fn", "worker_init_fn")
@@ -95,16 +95,18 @@ class OwnGenerators:
 def _walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Generator]]:
     waiting = deque(roots.items())
     seen: dict[int, Any] = {}  # the objects too, so that no number is given to another one meanwhile
-    while waiting and len(seen) < OBJECTS:
+    while waiting:
         way, thing = waiting.popleft()
-        if id(thing) in seen or isinstance(thing, _LEAVES):
+        if id(thing) in seen:
             continue
         seen[id(thing)] = thing
         if isinstance(thing, Generator):
             if not _is_shared(thing):
                 yield way, thing
         elif isinstance(thing, DataLoader) or not isinstance(thing, Stateful):
-            waiting.extend((f"{way}{step}".lstrip("."), part) for step, part in _parts_of(thing))
+            parts = (each for each in _parts_of(thing) if not isinstance(each[1], _LEAVES))
+            room = max(0, OBJECTS - len(seen) - len(waiting))
+            waiting.extend((f"{way}{step}".lstrip("."), part) for step, part in itertools.islice(parts, room))
 
 
 def _is_shared(generator: Generator) -> bool:
@@ -152,7 +154,7 @@ def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
     except AttributeError:
         own = {}
     if isinstance(own, dict):
-        yield from ((f".{name}", value) for name, value in itertools.islice(own.items(), ITEMS))
+        yield from ((f".{name}", value) for name, value in list(own.items()))
     for kind in type(thing).__mro__:
         for name, value in vars(kind).items():
             if isinstance(value, types.MemberDescriptorType):  # a slot

@@ -45,7 +45,7 @@ class TrainingData:
             return ranks.from_rank_zero(self._examine_alone)
         found, doubts = ranks.together(self._examine_alone)
         _expect_same("train_dataset", found)
-        return ranks.broadcast((found, doubts))
+        return ranks.broadcast((found, doubts), "what rank 0 has seen of the data")
 
     def _examine_alone(self) -> tuple[dict[str, Any], list[str]]:
         looks = look_at(self.dataset, self.num_workers, self.collate_fn)
@@ -95,7 +95,7 @@ def _expect_same(argument: str, found: dict[str, Any]) -> None:
     Raises:
         ConfigurationError: on all ranks, if the fingerprints of what they are given as ``argument`` differ.
     """
-    everywhere = ranks.gather(found)
+    everywhere = ranks.gather(found, "the datasets of all ranks")
     others = [rank for rank, theirs in enumerate(everywhere) if not same(everywhere[0], theirs)]
     if not others:
         return
