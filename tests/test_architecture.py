@@ -62,6 +62,7 @@ FLOORS = [
         "randomness",
         "dialects",
         "pieces",
+        "buffers",
         "eval_mode",
         "precision",
         "gradients",
@@ -94,7 +95,7 @@ FLOORS = [
     # what listens to it
     ["callbacks"],
     # what puts it all together
-    ["settings", "beginning", "assembly", "trainer", "own_loop", "testing", "config"],
+    ["settings", "beginning", "trained", "assembly", "trainer", "own_loop", "testing", "config"],
     # what people type
     ["cli"],
 ]

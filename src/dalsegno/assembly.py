@@ -20,10 +20,12 @@ from . import ranks
 from .args import TrainingArguments
 from .beginning import Beginning, Resume
 from .boundary import Boundary
+from .buffers import SharedBuffers
 from .callback import Callback, components_of, global_callbacks
 from .callbacks import default_callbacks
 from .checkpoint import (
     CALLBACKS,
+    LOSS,
     SETTINGS,
     CheckpointManager,
     HeldTensors,
@@ -55,6 +57,7 @@ from .saves import Flight
 from .settings import Brought, Settings, planned_steps
 from .state import TrainerControl, TrainerState
 from .timelimit import TimeLimit
+from .trained import expect_saved
 
 _SCHEDULER = "scheduler."
 
@@ -67,6 +70,7 @@ class Assembly:
         args: TrainingArguments,
         *,
         model: nn.Module,
+        loss_fn: nn.Module | None = None,
         optimizer: Optimizer,
         schedulers: Sequence[Any],
         feed: Feed,
@@ -101,7 +105,9 @@ class Assembly:
             unfired=unfired,
         )
         self._model = model
-        self._model_state, self._optimizer_state = ModelState(model), OptimizerState(model, optimizer)
+        self._model_state, self._loss_states = ModelState(model), _loss_states(loss_fn, model)
+        self._optimizer_state = OptimizerState(model, optimizer, loss_fn)
+        self.buffers = SharedBuffers([model] if loss_fn is None else [model, loss_fn])
         self._settings = Settings(
             args, brought, AsBuilt(optimizer, schedulers), schedulers, feed, data, device_of(model)
         )
@@ -114,6 +120,7 @@ class Assembly:
             "meter": self.meter,
         }
         _check_state(others, taken=[self._model_state.key, self._optimizer_state.key, *own])
+        expect_saved(optimizer, self._model_state, self._loss_states, others)
         own |= {f"{_SCHEDULER}{index}": each for index, each in enumerate(schedulers)}
         self._others = {**own, **others}
         self._manager = CheckpointManager(args.directory, keep=args.keeping)
@@ -160,7 +167,6 @@ class Assembly:
 
     def save(self, step: int, *, metrics: Mapping[str, float], is_best: bool) -> Flight:
         self.random_state.step = step
-        ranks.share_from_zero(self._model.buffers())  # a rank's own batch statistics are not what is saved
         return self._manager.launch(
             step,
             self._sharded(),
@@ -187,11 +193,13 @@ class Assembly:
             return
         checkpoint = self._manager.find(self.args.directory / best)
         assert checkpoint is not None, "a path is found, or an error"
-        load_parts(checkpoint, [self._model_state, *self._held])  # an average was measured in the weights' place
+        load_parts(
+            checkpoint, [self._model_state, *self._loss_states, *self._held]
+        )  # an average was measured in the weights' place
 
     def _sharded(self) -> list[Sharded]:
-        """What is spread over the ranks: the model, its optimizer, and what callbacks hold of that kind."""
-        return [self._model_state, self._optimizer_state, *self._held]
+        """What is spread over the ranks: model and loss, their optimizer, and what callbacks hold of that kind."""
+        return [self._model_state, *self._loss_states, self._optimizer_state, *self._held]
 
     def _components(self) -> list[Component]:
         others = [Component(key, target) for key, target in self._others.items()]
@@ -296,6 +304,7 @@ class Assembly:
             meter=self.meter,
             boundary=self.boundary,
             saver=self,
+            buffers=self.buffers,
             loss_weight=loss_weight,
             resumed_from=resumed_from,
         )
@@ -319,6 +328,14 @@ def _with_defaults(own: list[Callback]) -> list[Callback]:
     """The default callbacks, except those that the user gives settings of their own, then the user's."""
     taken = {callback.key for callback in own}
     return [*(callback for callback in default_callbacks() if callback.key not in taken), *own]
+
+
+def _loss_states(loss_fn: nn.Module | None, model: nn.Module) -> list[ModelState]:
+    """What is saved of a loss function: nothing, if it holds no tensor that is not the model's."""
+    if loss_fn is None:
+        return []
+    state = ModelState(loss_fn, key=LOSS, apart_from=model)
+    return [] if state.is_empty() else [state]
 
 
 def _check_state(state: Mapping[str, object], *, taken: Sequence[str]) -> None:

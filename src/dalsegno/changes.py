@@ -73,6 +73,9 @@ RULES: dict[str, Rule] = {
     "model": Rule(
         "refused", "what fits is loaded, cast if need be, its optimizer state too; all else begins as it was built"
     ),
+    "loss_fn": Rule(
+        "refused", "what fits is loaded, cast if need be, its optimizer state too; all else begins as it was built"
+    ),
     "optimizer": Rule("refused", "its state begins anew, at the learning rate that it was built with"),
     # what makes it another course than that of a run that was never cut
     "samples per step": Rule("warned", "gradients are means over more or fewer samples; the learning rate stays"),

@@ -1,4 +1,4 @@
-"""The model in evaluation mode for a while, and afterwards as it was."""
+"""Modules in evaluation mode for a while, and afterwards as they were."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from torch.distributed.fsdp import FSDPModule
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(*modules: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; afterwards each part is in the mode it was in, and sharded ones in shards."""
-    modes = [(part, part.training) for part in model.modules()]  # a frozen part may stay in evaluation mode
-    model.eval()
+    # A frozen part may stay in evaluation mode.
+    modes = [(part, part.training) for module in modules for part in module.modules()]
+    for module in modules:
+        module.eval()
     try:
         with torch.no_grad():
             yield

@@ -48,7 +48,7 @@ class LossEvaluation:
         began = time.monotonic()
         self._feed.is_evaluated = True
         try:
-            with evaluating(self._forward.module):
+            with evaluating(*self._forward.modules):
                 loss_sum, weight, samples = self._sums()
         finally:
             self._feed.close()

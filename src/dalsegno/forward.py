@@ -40,6 +40,11 @@ class Forward:
         self._autocast = autocast
         self._is_compiled = is_compiled
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The model, and the loss function if it is a module."""
+        return [each for each in (self.module, self._loss_fn) if isinstance(each, nn.Module)]
+
     def __call__(self, batch: Any) -> tuple[torch.Tensor, Outputs]:
         """The batch's mean loss, a 0-dim tensor, and the outputs with the loss under ``"loss"``.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,10 @@ from .contexts import EvaluateContext
 from .errors import ConfigurationError
 
 
-def default_optimizer(model: nn.Module, args: TrainingArguments) -> Optimizer:
-    """AdamW on everything that is trained; matrices decay, vectors (norms, biases) do not."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+def default_optimizer(modules: Iterable[nn.Module], args: TrainingArguments) -> Optimizer:
+    """AdamW on everything in ``modules`` that is trained; matrices decay, vectors (norms, biases) do not."""
+    parameters = dict.fromkeys(parameter for module in modules for parameter in module.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
     groups = [
         {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": args.weight_decay},
         {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},

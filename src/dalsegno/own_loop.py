@@ -62,7 +62,8 @@ class Run(run.Run):
 
     Args:
         args: the settings; those of the update itself (clipping, precision, schedule) are the loop's own affair.
-        model: as the loop calls it, or what is inside of it.
+        model: as the loop calls it, or what is inside of it. On several ranks its persistent buffers (running
+            statistics) are rank 0's on every rank at each step's end.
         optimizer: the one that the loop steps.
         loader: yields the batches. One with ``state_dict`` goes on by itself, another is read again up to its place.
         lr_scheduler: whose state is saved too; one, or a list. The loop steps it.
@@ -77,7 +78,8 @@ class Run(run.Run):
 
     Raises:
         EventNotFired: for a callback that needs an event which a hand-written loop cannot fire.
-        ConfigurationError: for a name in ``state`` that the run itself saves something under.
+        ConfigurationError: for a name in ``state`` that the run itself saves something under; or if the optimizer
+            trains what is neither the model's nor in ``state``, or nothing of the model.
     """
 
     def __init__(
@@ -127,6 +129,7 @@ class Run(run.Run):
             meter=parts.meter,
             boundary=parts.boundary,
             saver=parts,
+            buffers=parts.buffers,
         )
         self._optimizer = optimizer
         self._lr: float | torch.Tensor | None = None  # that the newest update used

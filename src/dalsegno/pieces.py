@@ -75,6 +75,14 @@ def cleaned(name: str) -> str:
     return name
 
 
+def once(tensor: Tensor) -> Tensor:
+    """The same memory without the repetitions of an expanded tensor, so that it can be written to."""
+    for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
+
+
 def dense(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, dense and real."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor

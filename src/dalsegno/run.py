@@ -22,6 +22,7 @@ import torch
 from . import ranks
 from .args import TrainingArguments
 from .boundary import Boundary, Due
+from .buffers import SharedBuffers
 from .data import Feed
 from .dispatcher import Dispatcher
 from .draw import Draw, LossWeight, agreed_place, draws
@@ -50,6 +51,7 @@ class Run:
         meter: Meter,
         boundary: Boundary,
         saver: Saver,
+        buffers: SharedBuffers,
         loss_weight: LossWeight | None = None,
         resumed_from: Path | None = None,
     ) -> None:
@@ -62,6 +64,7 @@ class Run:
         self._meter = meter
         self._boundary = boundary
         self._saver = saver
+        self._buffers = buffers
         self._loss_weight = loss_weight
         self.resumed_from = resumed_from
         self._world_size = ranks.world_size()
@@ -82,6 +85,7 @@ class Run:
         state = self.state
         self._listens_to_metrics = self._on.listens_anywhere(Event.TRAIN_METRICS)
         self._boundary.begin_leg()
+        self._buffers.begin_leg()
         state.clock.start()
         if self._legs is not None:
             self._legs.begin(self._relative(self.resumed_from), self._world_size, state.global_step)
@@ -246,6 +250,7 @@ class Run:
         if draw is None:
             raise ConfigurationError("run.step_end(): no step has begun; take a batch from the run first")
         self._draw = None
+        self._buffers.share()
         self._meter.add(loss, grad_norm)
         self._meter.tokens += draw.tokens
         self._boundary.lr = lr

@@ -19,6 +19,7 @@ from .args import TrainingArguments
 from .assembly import Assembly
 from .beginning import Resume
 from .callback import Callback
+from .checkpoint import unwrapped
 from .data import Feed, TrainingData
 from .draw import LossWeight
 from .errors import ConfigurationError, UnknownName
@@ -61,11 +62,12 @@ class Trainer:
         args: the settings of the run.
         train_dataset: map or iterable dataset; or give a ``train_dataloader`` of your own, which is taken as it is.
         eval_dataset: the same for evaluation; a dict of several is evaluated one by one, under their names.
-        loss_fn: ``loss_fn(outputs, batch)``, for models that return no loss.
+        loss_fn: ``loss_fn(outputs, batch)``, for models that return no loss. If it is a module, it is moved to the
+            model's device, its parameters are trained with the model's, and all its tensors are saved.
         loss_weight: what a batch's mean loss counts for in its step, say its number of tokens; the number of its
             samples if None. Costs a small collective per step when there are several ranks.
         data_collator: makes a batch of a list of samples; torch's own if None.
-        optimizer: built on ``model``; None: AdamW from ``args``.
+        optimizer: built on ``model`` (and ``loss_fn``); None: AdamW from ``args``.
         lr_scheduler: one or a list, each stepped after every step (a ``ReduceLROnPlateau`` after every evaluation,
             with ``metric_for_best_model``); None: warm-up and decay from ``args``, or constant with your own optimizer
             if ``args`` say so.
@@ -114,10 +116,11 @@ class Trainer:
         model.to(device)
         if args.torch_compile:
             model.compile(backend=args.torch_compile_backend)
-        parallel = spread(model, args.parallel, device)
+        loss_module = unwrapped(loss_fn).to(device) if isinstance(loss_fn, nn.Module) else None
+        parallel = spread(model, args.parallel, device, loss_module)
         is_own_optimizer = optimizer is not None
         if optimizer is None:
-            optimizer = default_optimizer(model, args)
+            optimizer = default_optimizer([model] if loss_module is None else [model, loss_module], args)
         else:
             _check_steps_alone(optimizer)
             parallel.adopt(optimizer)
@@ -129,6 +132,7 @@ class Trainer:
         self._assembly = Assembly(
             args,
             model=model,
+            loss_fn=loss_module,
             optimizer=optimizer,
             schedulers=schedulers,
             feed=feed,
@@ -156,6 +160,7 @@ class Trainer:
         if args.fuse_optim_with_backward:
             parallel = InBackward(parallel, model, optimizer, lambda: self._update.wants_norm())
         autocast = autocast_dtype(bf16=args.bf16, fp16=args.fp16)
+        loss_fn = parallel.loss_fn or loss_module or loss_fn
         forward = Forward(on, parallel.module, loss_fn, device, autocast, is_compiled=args.torch_compile)
         self._update = Update(
             on,

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .export import Exported, export_model
     from .held import HeldTensors
     from .inspect import read_tensors, saved_states
-    from .loading import CALLBACKS, SETTINGS, LoadReport
+    from .loading import CALLBACKS, LOSS, SETTINGS, LoadReport
     from .manager import CheckpointManager
     from .manifest import Checkpoint, Manifest
     from .restoring import load_parts
@@ -24,7 +24,7 @@ _HOMES = {
     "export": ("Exported", "export_model"),
     "held": ("HeldTensors",),
     "inspect": ("read_tensors", "saved_states"),
-    "loading": ("CALLBACKS", "SETTINGS", "LoadReport"),
+    "loading": ("CALLBACKS", "LOSS", "SETTINGS", "LoadReport"),
     "manager": ("CheckpointManager",),
     "manifest": ("Checkpoint", "Manifest"),
     "restoring": ("load_parts",),
@@ -34,6 +34,7 @@ _HOMES = {
 
 __all__ = [
     "CALLBACKS",
+    "LOSS",
     "SETTINGS",
     "Checkpoint",
     "CheckpointManager",

@@ -154,7 +154,10 @@ def _encode_tuple(value: tuple[Any, ...], where: str, found: _Found, depth: int)
 
 
 def _encode_size(value: torch.Size, where: str, found: _Found, depth: int) -> Json:
-    return {"$size": [int(size) for size in value]}
+    sizes = [int(size) for size in value]
+    if not is_shape(sizes):
+        raise CannotSave(f"{where}: cannot save a torch.Size of {sizes}, which no tensor has; save a tuple")
+    return {"$size": sizes}
 
 
 def _encode_dtype(value: torch.dtype, where: str, found: _Found, depth: int) -> Json:

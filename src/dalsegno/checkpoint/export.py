@@ -23,10 +23,9 @@ from dalsegno.errors import CannotSave, ConfigurationError, NotFound, UnknownNam
 from . import index, survey
 from .index import Index, StoredTensor
 from .layout import SAFETENSORS_NAMES, StoredFile, byte_count, name_of
-from .loading import CALLBACKS, SavedStates
+from .loading import CALLBACKS, MODEL, SavedStates
 from .manifest import Checkpoint
 
-MODEL = "model"
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 

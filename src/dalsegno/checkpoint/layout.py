@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from dalsegno import files
-from dalsegno.errors import DamagedCheckpoint, StateMismatch
+from dalsegno.errors import CannotSave, DamagedCheckpoint, StateMismatch
 
 from .manifest import opened
 
@@ -47,6 +47,7 @@ DTYPES: dict[str, torch.dtype] = {str(dtype).removeprefix("torch."): dtype for d
 }
 """Every element type that a checkpoint can hold, by torch's name for it."""
 
+_METADATA = "__metadata__"
 _KNOWN = frozenset(DTYPES.values())
 _LARGEST_HEADER = 100_000_000  # bytes: what other readers of safetensors take, too
 _DTYPES_OF_SAFETENSORS = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
@@ -59,16 +60,24 @@ def name_of(dtype: torch.dtype) -> str:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether it has elements, one beside the other, that a file can hold."""
-    return tensor.layout == torch.strided and tensor.dtype in _KNOWN and not tensor.is_meta
+    has_elements = tensor.layout == torch.strided and tensor.dtype in _KNOWN and not tensor.is_meta
+    return has_elements and is_shape(list(tensor.shape))
 
 
 def is_shape(value: object) -> bool:
-    """Whether ``value``, read from disk, is a list of dimensions that no arithmetic overflows on."""
+    """Whether ``value``, maybe read from disk, is a list of dimensions that no arithmetic overflows on."""
     return (
         isinstance(value, list)
         and len(value) <= 64
         and all(type(size) is int and 0 <= size < 1 << 48 for size in value)
     )
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's elements as one row of bytes, in their order: its own memory, if they lie there like that."""
+    whole = tensor.resolve_conj().resolve_neg().contiguous()
+    # A single element may have any stride, which no view of another type takes.
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
 
 
 def byte_count(shape: Sequence[int], dtype: torch.dtype) -> int:
@@ -123,6 +132,8 @@ class Layout:
 
 
 def _header(placed: Sequence[tuple[Piece, tuple[int, int]]]) -> bytes:
+    if any(piece.name == _METADATA for piece, _ in placed):
+        raise CannotSave(f"cannot save a tensor with the name {_METADATA}, which safetensors has for itself; rename it")
     entries: dict[str, Any] = {}
     parts: dict[str, Any] = {}
     for piece, span in placed:
@@ -133,7 +144,7 @@ def _header(placed: Sequence[tuple[Piece, tuple[int, int]]]) -> bytes:
             part = {"offsets": piece.offsets, "shape": piece.whole, "dtype": name_of(piece.dtype)}
             parts[piece.name] = part
     metadata = {"format": "pt"} | ({"parts": json.dumps(parts)} if parts else {})
-    text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
+    text = json.dumps({_METADATA: metadata, **entries}, separators=(",", ":")).encode()
     padding = -(8 + len(text)) % files.PAGE
     return (len(text) + padding).to_bytes(8, "little") + text + b" " * padding
 
@@ -259,7 +270,7 @@ class StoredFile:
             raise DamagedCheckpoint(f"{self.path}: its header is larger than any of safetensors")
         try:
             header = json.loads(self._bytes(8, length))
-            header.pop("__metadata__", None)
+            header.pop(_METADATA, None)
             entries = {
                 name: (entry.get("dtype"), entry.get("shape"), entry["data_offsets"]) for name, entry in header.items()
             }

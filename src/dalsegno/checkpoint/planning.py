@@ -148,7 +148,7 @@ def agree(tensors: Tensors) -> None:
         CannotSave: on every rank, if they do not; names the first that differs.
     """
     told = [f"{component}.{line}" for component, its in tensors.items() for line in map(_told, its, its.values())]
-    digest = xxhash.xxh3_64_intdigest("\n".join(told).encode()) >> 1
+    digest = xxhash.xxh3_64_intdigest("\n".join(told).encode("utf-8", "surrogatepass")) >> 1
     highest, lowest = ranks.agree_max([digest, -digest], "what all ranks hold")
     if highest == -lowest:
         return

@@ -18,11 +18,12 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dalsegno.component import State
 from dalsegno.errors import CannotSave
-from dalsegno.pieces import cleaned
+from dalsegno.pieces import cleaned, once
 
 from .columns import Rows
 from .index import Index, StoredTensor
 from .layout import DTYPES, is_plain, name_of
+from .loading import LOSS, MODEL
 
 Tensors = dict[str, torch.Tensor]
 
@@ -73,13 +74,16 @@ class ModelState:
     Args:
         model: the module itself; a DistributedDataParallel around it is looked through. Under FSDP2 its
             parameters are DTensors, and each rank saves its own part.
+        key: of the component.
+        apart_from: a model whose tensors are left out, since it is saved by itself.
     """
 
-    key = "model"
     optimizer = None  # a forward may change buffers
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, key: str = MODEL, apart_from: nn.Module | None = None) -> None:
+        self.key = key
         self._model = unwrapped(model)
+        self._apart_from = apart_from
 
     @property
     def class_name(self) -> str:
@@ -127,6 +131,8 @@ class ModelState:
             for raw, here in self._raw().items():
                 name = cleaned(raw)
                 source = targets.get(sources[name])
+                if isinstance(here, torch.Tensor) and once(here).shape != here.shape:
+                    continue  # it is loaded, and torch itself cannot write to an expanded tensor
                 if source is not None and isinstance(here, torch.Tensor) and source.shape == here.shape:
                     state[raw] = source
                 elif name in rest["extra"]:
@@ -134,6 +140,20 @@ class ModelState:
             self._model.load_state_dict(state, strict=False)
 
         return Prepared(targets, take_over)
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to save."""
+        return not self._raw()
+
+    def held(self) -> set[int]:
+        """The ``id`` of each parameter and buffer that is saved here, be it as a copy that the model's hooks make."""
+        raw = {cleaned(name): each for name, each in self._raw().items()}
+        copied = {id(each) for name, each in self._model.named_parameters() if cleaned(name) in raw}
+        return {id(each) for each in raw.values()} | copied
+
+    def is_trained(self) -> bool:
+        """Whether it has parameters that need gradients."""
+        return any(parameter.requires_grad for parameter in self._model.parameters())
 
     def names(self) -> set[str]:
         """Of all tensors, also those that are further names of others."""
@@ -149,7 +169,11 @@ class ModelState:
 
     def _raw(self) -> dict[str, Any]:
         """The model's own state dict, its parameters themselves."""
-        return dict(self._model.state_dict(keep_vars=True))
+        raw: dict[str, Any] = dict(self._model.state_dict(keep_vars=True))
+        if self._apart_from is None:
+            return raw
+        others = {id(each) for each in self._apart_from.state_dict(keep_vars=True).values()}
+        return {name: each for name, each in raw.items() if id(each) not in others}
 
     def _sorted(self) -> tuple[Tensors, dict[str, str], dict[str, Any]]:
         """Tensors, each once; further names of the same tensors; values of ``get_extra_state``."""
@@ -187,12 +211,14 @@ class OptimizerState:
     Args:
         model: the model whose parameters it updates, for their names.
         optimizer: may have no state yet: it is created as the checkpoint names it, without a step.
+        loss_fn: with parameters that it updates too.
     """
 
     key = "optimizer"
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: nn.Module | None = None) -> None:
         self._model = unwrapped(model)
+        self._loss_fn = loss_fn
         self.optimizer: torch.optim.Optimizer = optimizer
 
     @property
@@ -240,7 +266,8 @@ class OptimizerState:
 
     def prepare(self, stored: Index, rest: State) -> Prepared:
         named = [each for group in self._named_groups() for each in group]
-        weights, own = stored.of(ModelState.key), stored.of(self.key)
+        weights = stored.of(MODEL) | {_of_loss(name): each for name, each in stored.of(LOSS).items()}
+        own = stored.of(self.key)
         rows = Rows.of(rest)
         fitting = {  # a parameter that has another shape now has no use for its former state
             name: number
@@ -287,6 +314,8 @@ class OptimizerState:
     def _named_groups(self) -> list[list[tuple[str, torch.Tensor]]]:
         """The parameters of each group, in the optimizer's order, which ``state_dict`` numbers them by."""
         names = {id(each): cleaned(name) for name, each in self._model.named_parameters()}
+        for name, each in () if self._loss_fn is None else self._loss_fn.named_parameters():
+            names.setdefault(id(each), _of_loss(cleaned(name)))
         return [
             [
                 (names.get(id(each), f"group[{number}].params[{position}]"), each)
@@ -294,6 +323,11 @@ class OptimizerState:
             ]
             for number, group in enumerate(self.optimizer.param_groups)
         ]
+
+
+def _of_loss(name: str) -> str:
+    """A name that no parameter of the model has: theirs are joined by dots."""
+    return f"{LOSS}/{name}"
 
 
 def _with_aliases(stored: Mapping[str, StoredTensor], rest: State) -> dict[str, StoredTensor]:

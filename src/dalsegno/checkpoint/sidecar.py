@@ -23,7 +23,7 @@ from dalsegno.component import State
 from dalsegno.errors import DamagedCheckpoint
 
 from .codec import Arrays, Json, decode, encode
-from .layout import StoredFile
+from .layout import StoredFile, as_bytes
 from .manifest import Checkpoint, ComponentRecord, read_json
 from .staging import Document
 
@@ -66,8 +66,7 @@ class Encoded:
         """Equal on two ranks if the state is, bit by bit."""
         checksum = xxhash.xxh3_128(json.dumps([each for each, _ in self.states]).encode())
         for _, tensor in self.named_arrays(""):
-            raw = tensor.cpu().contiguous().resolve_conj().resolve_neg()
-            checksum.update(raw.reshape(-1).view(torch.uint8).numpy().data)
+            checksum.update(as_bytes(tensor.cpu()).numpy().data)
         return checksum.hexdigest()
 
 

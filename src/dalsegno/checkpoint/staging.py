@@ -22,7 +22,7 @@ import xxhash
 from dalsegno import files
 
 from .device import DeviceCopies, pin
-from .layout import Layout
+from .layout import Layout, as_bytes
 from .manifest import FileRecord
 
 Advance = Callable[[int], object]
@@ -220,7 +220,7 @@ def _in_file_order(layout: Layout, tensors: Sequence[torch.Tensor]) -> Iterator[
             small.append(tensor)
             room -= tensor.nbytes
         else:
-            yield tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+            yield as_bytes(tensor)
     if small:
         yield _joined(small)
 

@@ -30,10 +30,11 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dalsegno import ranks
-from dalsegno.errors import DamagedCheckpoint, RankFailed
+from dalsegno.errors import DamagedCheckpoint, RankFailed, StateMismatch
+from dalsegno.pieces import once
 
 from .index import Index
-from .layout import StoredFile
+from .layout import StoredFile, as_bytes
 from .planning import Tensors
 
 
@@ -112,11 +113,32 @@ class ShardReader(StorageReader):
             self._opened[piece.file] = StoredFile(self._files.file(piece.file))
         dtype = self._index.tensors[item.storage_index.fqn].dtype
         box = list(zip(item.storage_offsets, item.lengths, strict=True))
-        self._opened[piece.file].fill(target, piece.span, dtype, piece.shape, box)
+        memory = once(target)
+        if memory.shape == target.shape:
+            self._opened[piece.file].fill(target, piece.span, dtype, piece.shape, box)
+            return
+        read = torch.empty(target.shape, dtype=dtype)
+        self._opened[piece.file].fill(read, piece.span, dtype, piece.shape, box)
+        memory.copy_(_repeated_in(read, memory.shape, item.storage_index.fqn))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
+
+
+def _repeated_in(read: torch.Tensor, shape: torch.Size, name: str) -> torch.Tensor:
+    """The part of that shape which ``read`` repeats.
+
+    Raises:
+        StateMismatch: if it does not.
+    """
+    part = read[tuple(slice(size) for size in shape)]
+    if not torch.equal(as_bytes(part.expand(read.shape)), as_bytes(read)):  # as bytes, a NaN equals itself
+        raise StateMismatch(
+            f"{name}: here it is an expanded tensor, of shape {list(shape)} in memory, but what was saved differs "
+            "along what is expanded; make it whole: .expand(…).clone()"
+        )
+    return part
 
 
 @contextmanager

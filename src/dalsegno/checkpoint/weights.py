@@ -17,10 +17,10 @@ from dalsegno import ranks
 from dalsegno.changes import refuse
 from dalsegno.errors import DamagedCheckpoint, NotFound
 
-from .export import INDEX, MODEL, WHOLE
+from .export import INDEX, WHOLE
 from .index import Index, StoredPiece, StoredTensor
 from .layout import StoredFile
-from .loading import LoadReport
+from .loading import MODEL, LoadReport
 from .manifest import Checkpoint, read_json
 from .parts import Stored, misfits, restore_sharded
 from .sharded import ModelState

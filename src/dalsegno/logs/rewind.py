@@ -59,10 +59,12 @@ class Position:
             raise StateMismatch(f"a log's saved state must have the keys {', '.join(types)}; got {state!r}")
         for key, kind in types.items():
             value = state[key]
+            if key == "last_step" and isinstance(value, int):
+                continue  # whatever a callback has put into a record
             right_type = isinstance(value, kind) and not isinstance(value, bool)
             if not right_type or (isinstance(value, int) and value < 0):
                 raise StateMismatch(f"a log's saved state: {key} cannot be {value!r}")
-        return cls(**state)
+        return cls(**{**state, "last_step": step_of(state["last_step"])})
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,12 +207,16 @@ def _keep_shorter(path: Path, descriptor: int, saved: Position) -> RewindReport:
     return RewindReport("shorter", path, end, records, _step_of(last), archived, missing)
 
 
+def step_of(value: object) -> int | None:
+    """``value`` if it can be a step's number: a record has what a callback has put into it."""
+    return value if type(value) is int and value >= 0 else None
+
+
 def _step_of(line: bytes) -> int | None:
     try:
-        step = decode(line).get("global_step")
+        return step_of(decode(line).get("global_step"))
     except (ValueError, AttributeError):
         return None
-    return step if isinstance(step, int) else None
 
 
 def _leave_alone(configured: Path, path: Path, saved: Position) -> RewindReport:

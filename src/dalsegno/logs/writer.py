@@ -13,7 +13,7 @@ from dalsegno import files
 from dalsegno.errors import ConfigurationError
 
 from .formats import format_of
-from .rewind import Position, RewindReport, rewind, tail_hash
+from .rewind import Position, RewindReport, rewind, step_of, tail_hash
 from .values import encode
 
 
@@ -94,8 +94,8 @@ class RecordLog:
             self._go_on(self._position())
         self._begin()
         self._write(line)
-        step = record.get("global_step")
-        self._last_step = step if isinstance(step, int) else self._last_step
+        step = step_of(record.get("global_step"))
+        self._last_step = self._last_step if step is None else step
 
     def state(self) -> dict[str, Any]:
         """How far the log has come: what :meth:`open` takes. Whoever keeps it calls :meth:`make_durable` too."""

@@ -16,6 +16,8 @@ class Parallel:
 
     module: nn.Module
     """What is called with a batch."""
+    loss_fn: nn.Module | None = None
+    """What makes the loss of it, if that is trained too."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         """``model`` lies on ``device``."""

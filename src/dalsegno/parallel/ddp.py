@@ -15,7 +15,9 @@ class DataParallel(Parallel):
     module: DistributedDataParallel
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.module = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
+        devices = [device] if device.type == "cuda" else None
+        # The run shares buffers at each step's end, so that they are the same in evaluations and checkpoints, too.
+        self.module = DistributedDataParallel(model, device_ids=devices, broadcast_buffers=False)
 
     def synchronize(self, wanted: bool) -> None:
         self.module.require_backward_grad_sync = wanted  # what no_sync() sets, without a context a micro-batch

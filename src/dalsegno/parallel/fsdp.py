@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from dalsegno import ranks
 from dalsegno.errors import ConfigurationError
+from dalsegno.pieces import once
 
 from .base import Parallel
 
@@ -29,7 +30,7 @@ class FullySharded(Parallel):
         self._before = {id(parameter): name for name, parameter in model.named_parameters()}
         if not isinstance(model, FSDPModule):
             # each rank keeps a shard of its own copy: they must be the same
-            ranks.share_from_zero([*model.parameters(), *model.buffers()])
+            ranks.share_from_zero([*model.parameters(), *map(once, model.buffers())])
             mesh = init_device_mesh(device.type, (ranks.world_size(),))
             for block in _blocks(model):
                 fully_shard(block, mesh=mesh)
@@ -44,18 +45,18 @@ class FullySharded(Parallel):
         """Sharding replaces each parameter by another object: put the new ones in the old ones' places.
 
         Raises:
-            ConfigurationError: if the optimizer has stepped already, or holds parameters of another model.
+            ConfigurationError: if the optimizer has stepped already.
         """
         now = dict(self.module.named_parameters())
         known = {id(parameter) for parameter in now.values()}
         for group in optimizer.param_groups:
             for index, parameter in enumerate(group["params"]):
-                if id(parameter) in known:
+                if id(parameter) in known or id(parameter) not in self._before:
                     continue
-                if optimizer.state or id(parameter) not in self._before:
+                if optimizer.state:
                     raise ConfigurationError(
-                        "optimizer: it has stepped before the model was sharded, or holds parameters that are not the "
-                        "model's; build it on the model that the trainer is given"
+                        "optimizer: it has stepped before the model was sharded; build it anew, on the model that the "
+                        "trainer is given"
                     )
                 group["params"][index] = now[self._before[id(parameter)]]
 

@@ -21,6 +21,7 @@ from dalsegno.pieces import total_norm
 
 from .base import Parallel
 from .ddp import DataParallel
+from .trained_loss import WithTrainedLoss
 
 
 class InBackward(Parallel):
@@ -102,6 +103,11 @@ class InBackward(Parallel):
 
 
 def _check(parallel: Parallel, optimizer: Optimizer) -> None:
+    if isinstance(parallel, WithTrainedLoss):
+        raise ConfigurationError(
+            "fuse_optim_with_backward=True: loss_fn has parameters of its own, which only an optimizer of all can "
+            "train with the model; do without one of the two, or let the model compute the loss, in its forward"
+        )
     if isinstance(parallel, DataParallel):
         raise ConfigurationError(
             "fuse_optim_with_backward=True: DDP keeps all gradients, in its buckets, until it has averaged them, so "
