@@ -11,7 +11,10 @@ rows (a sum of floats, say) comes out the same on all ranks and with any backend
 
 from __future__ import annotations
 
+import functools
+import struct
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,12 +34,12 @@ _numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """Of the last exchange, by process group."""
 
 
-def exchange(purpose: str, own: Tensor, device: torch.device) -> Tensor:
+def exchange(purpose: str, own: Sequence[int], device: torch.device) -> Tensor:
     """Every rank's ``own``, one row each. Collective, over the default group.
 
     Args:
         purpose: what for, in at most 32 characters of ASCII: what an error calls it.
-        own: shape (n,), int64, on the CPU; n is the same on all ranks.
+        own: n numbers of 64 bits; n is the same on all ranks.
         device: where a tensor must lie for a collective.
 
     Returns:
@@ -47,29 +50,30 @@ def exchange(purpose: str, own: Tensor, device: torch.device) -> Tensor:
     """
     group = dist.group.WORLD
     number = _numbers[group] = _numbers.get(group, 0) + 1
-    header = _header(number, purpose, len(own))
-    begin = own[: WIDTH - _HEADER]
-    rows = _table(torch.cat([header, begin, begin.new_zeros(WIDTH - _HEADER - len(begin))]), device)
-    if not torch.equal(rows[:, :_HEADER], header.expand(len(rows), _HEADER)):
-        raise RanksApart(_complaint(purpose, header, rows[:, :_HEADER]))
+    header = (number * _LENGTHS + len(own), *_words(purpose))
+    begin, rest = own[: WIDTH - _HEADER], own[WIDTH - _HEADER :]
+    rows = _table([*header, *begin, *[0] * (WIDTH - _HEADER - len(begin))], device)
+    expected = torch.tensor(header)
+    if not bool((rows[:, :_HEADER] == expected).all()):
+        raise RanksApart(_complaint(expected, rows[:, :_HEADER]))
     said = rows[:, _HEADER : _HEADER + len(begin)]
-    rest = own[len(begin) :]
-    return torch.cat([said, _table(rest, device)], 1) if len(rest) else said
+    return torch.cat([said, _table(rest, device)], 1) if rest else said
 
 
-def _table(own: Tensor, device: torch.device) -> Tensor:
-    table = torch.zeros(dist.get_world_size(), len(own), dtype=torch.int64, device=device)
-    table[dist.get_rank()] = own.to(device)
+def _table(own: Sequence[int], device: torch.device) -> Tensor:
+    table = torch.zeros(dist.get_world_size(), len(own), dtype=torch.int64)
+    table[dist.get_rank()] = torch.tensor(own)
+    table = table.to(device)
     dist.all_reduce(table)
     return table.cpu()
 
 
-def _header(number: int, purpose: str, length: int) -> Tensor:
-    name = purpose.encode("ascii", "replace")[: 8 * _NAME].ljust(8 * _NAME)
-    return torch.cat([torch.tensor([number * _LENGTHS + length]), torch.frombuffer(bytearray(name), dtype=torch.int64)])
+@functools.cache
+def _words(purpose: str) -> tuple[int, ...]:
+    return struct.unpack(f"{_NAME}q", purpose.encode("ascii", "replace")[: 8 * _NAME].ljust(8 * _NAME))
 
 
-def _complaint(purpose: str, own: Tensor, headers: Tensor) -> str:
+def _complaint(own: Tensor, headers: Tensor) -> str:
     here = dist.get_rank()
     others = {rank: _told(header) for rank, header in enumerate(headers) if rank != here}
     strangers = [rank for rank, told in others.items() if told is None]

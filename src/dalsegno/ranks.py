@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import struct
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -63,8 +64,8 @@ def agree_max(values: Sequence[int], purpose: str) -> list[int]:
     """
     if not initialized():
         return list(values)
-    own = torch.tensor(list(values), dtype=torch.int64)
-    return [int(value) for value in exchange(purpose, own, communication_device()).amax(0).tolist()]
+    told = exchange(purpose, [*map(int, values)], communication_device())
+    return [int(value) for value in told.amax(0).tolist()]
 
 
 def sum_floats(values: Sequence[float], purpose: str) -> list[float]:
@@ -83,13 +84,13 @@ def gather_floats(values: Sequence[float], purpose: str) -> list[list[float]]:
 
 def _gathered(values: Sequence[float], purpose: str) -> torch.Tensor:
     """Shape (ranks, values), float64."""
-    own = torch.tensor(list(values), dtype=torch.float64).view(torch.int64)
-    return exchange(purpose, own, communication_device()).contiguous().view(torch.float64)
+    bits = struct.unpack(f"{len(values)}q", struct.pack(f"{len(values)}d", *values))
+    return exchange(purpose, bits, communication_device()).contiguous().view(torch.float64)
 
 
 def _meet(purpose: str) -> None:
     """Make sure that all ranks are here, before a collective that could not tell."""
-    exchange(purpose, torch.zeros(0, dtype=torch.int64), communication_device())
+    exchange(purpose, (), communication_device())
 
 
 def share_from_zero(tensors: Iterable[torch.Tensor]) -> None:

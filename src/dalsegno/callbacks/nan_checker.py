@@ -42,10 +42,10 @@ class NaNChecker(Callback):
     gradient is that of all ranks together, before it is clipped: clipping spreads one NaN to all of them.
 
     Each is looked at on the device; the answers are read at steps that log, and before each save. It costs a pass over
-    all activations and gradients and keeps nothing of them: a tool for finding out, not for every run. Tensors inside of tuples,
-    lists and dicts are found too. Infinity where a model means it, in an attention mask say, is none of a module's
-    output. Under fp16, gradients are scaled up until they do not fit any more, and the scaler skips that step: such
-    gradients are no finding, unless it skips one step after the other.
+    all activations and gradients, and keeps nothing of them: a tool for finding out, not for every run. Tensors inside
+    of tuples, lists and dicts are found too. Infinity where a model means it, in an attention mask say, is none of a
+    module's output. Under fp16, gradients are scaled up until they do not fit any more, and the scaler skips that step:
+    such gradients are no finding, unless it skips one step after the other.
 
     Args:
         gradients: look at gradients too.

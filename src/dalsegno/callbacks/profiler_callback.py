@@ -72,10 +72,9 @@ class ProfilerCallback(Callback):
         self._first = 0
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
-        if self._rank is not None and self._rank >= ranks.world_size():
-            raise ConfigurationError(
-                f"ProfilerCallback: rank={self._rank}; the ranks are 0 to {ranks.world_size() - 1}"
-            )
+        world_size = ranks.world_size()
+        if self._rank is not None and self._rank >= world_size:
+            raise ConfigurationError(f"ProfilerCallback: rank={self._rank}; the ranks are 0 to {world_size - 1}")
         self._steps = self._first = 0
 
     def on_step_begin(self, ctx: Context) -> None:
