@@ -233,6 +233,32 @@ def test_evaluation_begins_at_the_first_sample_each_time() -> None:
     assert (own.length(), own.samples_per_epoch()) == (3, None)
 
 
+class Drawing(list[int]):
+    def __init__(self, length: int, generator: random.Random) -> None:
+        super().__init__(range(length))
+        self.generator = generator
+
+    def __getitem__(self, index: Any) -> Any:
+        return index + self.generator.random()
+
+
+def test_evaluation_draws_the_same_each_time_and_takes_nothing_from_training() -> None:
+    shared = random.Random(3)
+    for feed in (
+        eval_feed(Drawing(10, shared), batch_size=4),
+        eval_loader_feed(DataLoader(Drawing(10, shared), 4)),  # type: ignore[arg-type]
+    ):
+        shared.random()
+        before = shared.getstate()
+        once = [m.batch.tolist() for m in feed]
+        feed.close()
+        assert shared.getstate() == before
+        next(iter(feed))
+        assert [m.batch.tolist() for m in feed] == once
+        feed.close()
+        assert shared.getstate() == before
+
+
 def test_a_generator_is_good_for_one_epoch() -> None:
     feed = train_feed((i for i in range(7)), batch_size=3)
     assert [values(m) for m in feed] == [[0, 1, 2], [3, 4, 5], [6]]

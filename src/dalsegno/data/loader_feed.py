@@ -62,7 +62,7 @@ class LoaderFeed:
             loader.generator = EpochGenerator()
         if self.length() == 0:
             raise EmptyDataset("the loader has length 0; look at its dataset, its batch size and drop_last")
-        self._own = OwnGenerators(**{"": loader})
+        self.own_generators = OwnGenerators(**{"": loader})
         self.epoch = 0
         self._microbatches = 0  # consumed of this epoch, on this rank
         self._samples = 0  # consumed of this epoch, over all ranks where that is known
@@ -174,7 +174,7 @@ class LoaderFeed:
             "microbatches": self._microbatches,
             "samples": self._samples,
             "exhausted": self._exhausted,
-            "own_generators": self._own.state_dict(),
+            "own_generators": self.own_generators.state_dict(),
         }
 
     def _go_to(self, state: dict[str, Any], kind: str) -> None:
@@ -182,7 +182,7 @@ class LoaderFeed:
         self.epoch, self._exhausted = state["epoch"], state["exhausted"]
         self._microbatches, self._samples = state["microbatches"], state["samples"]
         self._iterator, self._loaded_own = None, state.get("own_generators", {})
-        self._own.load_state_dict(self._loaded_own)
+        self.own_generators.load_state_dict(self._loaded_own)
 
     @classmethod
     def reshard(cls, states: Sequence[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:

@@ -38,14 +38,14 @@ class MapFeed:
         self._sampler = sampler
         samples = loader.dataset
         assert isinstance(samples, Samples)
-        self._generators = samples.generators
+        self.own_generators = samples.generators
         self.epoch = 0
         self._cursor = 0
 
     @property
     def state_scope(self) -> Scope:
         """The place is the same on all ranks; what a generator of one rank's has drawn is not."""
-        return "per_rank" if self._generators.find() else "replicated"
+        return "per_rank" if self.own_generators.find() else "replicated"
 
     @property
     def position(self) -> float:
@@ -109,7 +109,7 @@ class MapFeed:
 
     def state_dict(self) -> dict[str, Any]:
         state = {"kind": "map", **self._sampler.state_dict(), "epoch": self.epoch, "cursor": self._cursor}
-        generators = self._generators.state_dict()
+        generators = self.own_generators.state_dict()
         return {**state, "generators": generators} if generators else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -121,7 +121,7 @@ class MapFeed:
         """
         expect_kind(state, "map")
         self._sampler.load_state_dict(state)
-        self._generators.load_state_dict(state.get("generators", {}))
+        self.own_generators.load_state_dict(state.get("generators", {}))
         self.epoch, self._cursor = state["epoch"], state["cursor"]
 
     @classmethod

@@ -125,6 +125,8 @@ def _is_shared(generator: Generator) -> bool:
 
 def _parts_of(thing: Any) -> Iterator[tuple[str, Any]]:
     """What ``thing`` holds, and how one gets there from it."""
+    if isinstance(thing, dict | list | tuple | deque) and type(thing).__module__ not in ("builtins", "collections"):
+        yield from _attributes(thing)
     if isinstance(thing, DataLoader):
         yield from ((f".{name}", getattr(thing, name, None)) for name in _OF_LOADER)
     elif isinstance(thing, dict):

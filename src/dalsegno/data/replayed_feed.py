@@ -44,10 +44,10 @@ class ReplayedFeed(LoaderFeed):
         self._at_epoch_begin = saved
         with preserved_generators():
             restore_generators(saved)
-            self._own.load_state_dict(saved["own"])
+            self.own_generators.load_state_dict(saved["own"])
             iterator = super()._open()
             self._read_again(iterator)
-        self._own.load_state_dict(self._loaded_own)
+        self.own_generators.load_state_dict(self._loaded_own)
         return iterator
 
     def _read_again(self, iterator: Iterator[Any]) -> None:
@@ -77,7 +77,7 @@ class ReplayedFeed(LoaderFeed):
         log.warning("reading again took %.1f s; a dataset or loader with a state_dict would save that", took)
 
     def _generators(self) -> dict[str, Any]:
-        return {**capture_generators(), "own": self._own.state_dict()}
+        return {**capture_generators(), "own": self.own_generators.state_dict()}
 
     def _worker_layout(self) -> list[int]:
         """What must not change where several workers take turns with the batches of one epoch."""
@@ -113,12 +113,12 @@ class ReplayedFeed(LoaderFeed):
             )
         own = self._by_way(state["generators"]["own"])
         if self._microbatches == 0:
-            self._own.load_state_dict(own)
+            self.own_generators.load_state_dict(own)
         self._saved = {**state["generators"], "own": own}
 
     def _of_former_times(self, state: dict[str, Any]) -> dict[str, Any]:
         """A place that was once left to the loader's own state, which does not tell the order of the samples."""
-        if state["epoch"] or not self._own.find():
+        if state["epoch"] or not self.own_generators.find():
             raise StateMismatch(
                 f"the checkpoint holds the {type(self._loader).__name__}'s own state, and what its sampler had drawn "
                 "before is not in it: other samples would come; resume from a checkpoint of the first epoch, or start "
@@ -134,4 +134,4 @@ class ReplayedFeed(LoaderFeed):
         holders = self._loader, getattr(self._loader, "sampler", None)
         meant = [getattr(holder, "generator", None) for holder in holders]
         meant = [each for each in meant if isinstance(each, torch.Generator) and not isinstance(each, EpochGenerator)]
-        return {way: own for way, each in self._own.find().items() if own is not None and each is meant[0]}
+        return {way: own for way, each in self.own_generators.find().items() if own is not None and each is meant[0]}

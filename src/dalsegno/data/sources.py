@@ -102,10 +102,16 @@ def loader_feed(loader: Iterable[Any], *, seed: int = 0, world_size: int = 1) ->
 
 
 class EvalFeed:
-    """The same micro-batches each time it is iterated, from the first to the last; nothing to save."""
+    """The same micro-batches each time it is iterated, from the first to the last; nothing to save.
+
+    Generators that the data owns begin where they were at first, and afterwards are as before: the training data may
+    have the same ones.
+    """
 
     def __init__(self, feed: MapFeed | LoaderFeed) -> None:
         self._feed = feed
+        self._at_first = feed.own_generators.state_dict()
+        self._outside: dict[str, Any] = {}
         self.is_evaluated = False
         """Just now, so that nobody else may read it."""
 
@@ -123,11 +129,15 @@ class EvalFeed:
 
     def __iter__(self) -> Iterator[Microbatch]:
         self._feed.restart()
+        self._outside = self._outside or self._feed.own_generators.state_dict()
+        self._feed.own_generators.load_state_dict(self._at_first)
         return iter(self._feed)
 
     def close(self) -> None:
         """End the worker processes, if there are any."""
         self._feed.close()
+        self._feed.own_generators.load_state_dict(self._outside)
+        self._outside = {}
 
     def samples_per_epoch(self) -> int | None:
         return self._feed.samples_per_epoch()

@@ -54,7 +54,7 @@ class StatefulFeed(LoaderFeed):
             return self._next_epoch_after(saved, cut)
         self._announce_epoch(self.epoch)
         iterator = self._resumed(self._loader, saved)
-        self._own.load_state_dict(self._loaded_own)
+        self.own_generators.load_state_dict(self._loaded_own)
         self._resumed_inside = True  # maybe behind its last micro-batch
         return iterator
 
@@ -63,7 +63,7 @@ class StatefulFeed(LoaderFeed):
         loader = self._loader
         self._announce_epoch(self.epoch - 1 if cut else self.epoch)
         iterator = self._resumed(loader, saved)
-        self._own.load_state_dict(self._loaded_own)
+        self.own_generators.load_state_dict(self._loaded_own)
         if cut:
             self._drop_one(iterator)
         if cut or self._told_the_epoch() or self._loaded_own or hasattr(loader, "restart_on_stop_iteration"):
@@ -75,11 +75,11 @@ class StatefulFeed(LoaderFeed):
         """The same with its first micro-batch; or one made anew, where this one only had the end of the last epoch."""
         if isinstance(self._loader, DataLoader) and not isinstance(self._loader.dataset, IterableDataset):
             return iterator
-        before, own = capture_generators(), self._own.state_dict()
+        before, own = capture_generators(), self.own_generators.state_dict()
         first = next(iterator, END)
         if first is END:
             restore_generators(before)
-            self._own.load_state_dict(own)
+            self.own_generators.load_state_dict(own)
             self._check_unchanged()
             iterator = iter(self._loader)
             first = next(iterator, END)
@@ -107,10 +107,10 @@ class StatefulFeed(LoaderFeed):
 
     def _drop_one(self, iterator: Iterator[Any]) -> None:
         """Read one more micro-batch of an epoch that was left, without a trace in the random generators."""
-        own = self._own.state_dict()
+        own = self.own_generators.state_dict()
         with preserved_generators():
             next(iterator, None)
-        self._own.load_state_dict(own)
+        self.own_generators.load_state_dict(own)
 
     @staticmethod
     def _resumed(loader: Any, saved: Any) -> Iterator[Any]:
