@@ -24,7 +24,7 @@ from dalsegno.callbacks import (
     ScaleLoss,
 )
 from dalsegno.logs import read_records
-from dalsegno.testing import run_ranks
+from dalsegno.testing import run_ranks, tiny_regression_data
 from support.listeners import Listener
 from support.small import Line, small_trainer
 
@@ -134,6 +134,21 @@ def test_a_step_that_the_scaler_skips_is_no_alarm(tmp_path: Path) -> None:
     result = trainer.train()
     assert skipped
     assert (result.reason, result.global_step) == ("finished", 12)
+
+
+def test_a_step_that_the_scaler_skips_is_marked(tmp_path: Path) -> None:
+    """Neither no norms nor updates of zero."""
+    skipped: list[int] = []
+    note = Listener({"on_step_skipped": lambda ctx: skipped.append(ctx.state.global_step + 1)})
+    own = [GradNormLogger(), LearningDynamics(every=1), note]
+    settings = {"max_steps": 12, "eval_steps": 1, "fp16": True}
+    parts = {"eval_dataset": tiny_regression_data(4)}
+    small_trainer(tmp_path, *own, model=Steep(), parts=parts, **settings).train()
+    assert 0 < len(skipped) < 12
+    for log, title in (("gradient_norms", "norms"), ("learning_dynamics", "update_ratios")):
+        records = list(read_records(tmp_path / "logs" / f"{log}.jsonl"))
+        assert [each["global_step"] for each in records if each.get("skipped")] == skipped
+        assert all(("skipped" in each) != (title in each) for each in records)
 
 
 class Broken(Line):

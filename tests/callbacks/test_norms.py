@@ -23,7 +23,7 @@ NAMES = {"embed.weight", "blocks.0.weight", "blocks.0.bias", "blocks.1.weight", 
 
 
 def all_of_them() -> Sequence[ds.Callback]:
-    return [ComputeNorm(per_layer=True), GradNormLogger(), WeightNormLogger(), ParameterNormLogger(power_iter_steps=40)]
+    return [ComputeNorm(per_layer=True), GradNormLogger(), WeightNormLogger(), ParameterNormLogger()]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_against_torch_itself(tmp_path: Path) -> None:
     for record in records(tmp_path, "parameter_norms.jsonl"):
         weights = seen["weights"][record["global_step"]]
         assert record["norms"] == pytest.approx({name: float(w.norm()) for name, w in weights.items()}, rel=1e-6)
-        assert record["spectral_norms"] == pytest.approx({n: spectral(w) for n, w in weights.items()}, rel=2e-3)
+        assert record["spectral_norms"] == pytest.approx({n: spectral(w) for n, w in weights.items()}, rel=1e-5)
 
 
 def total(tensors: Any) -> float:
@@ -86,12 +86,38 @@ def spectral(weight: Tensor) -> float:
     return float(torch.linalg.svdvals(weight.flatten(1))[0])
 
 
-def test_power_iteration_gets_better_with_each_measurement() -> None:
-    model = nn.Conv2d(3, 4, 3)
-    exact = spectral(model.weight.detach().double())
-    spectra = SpectralNorms(2)
-    errors = [abs(spectra.measure(model).read()["weight"] / exact - 1) for _ in range(20)]
-    assert errors[-1] < 1e-5 <= errors[0]
+@pytest.mark.parametrize("shape", [(6, 4), (64, 64), (300, 300), (256, 700)])
+def test_spectral_norms_are_right_at_any_size(shape: tuple[int, int]) -> None:
+    """The largest singular values of matrices of random numbers lie close together: power iteration takes for ever."""
+    torch.manual_seed(0)
+    model = nn.Linear(*shape, bias=False)
+    exact = float(torch.linalg.matrix_norm(model.weight.detach().double(), ord=2))
+    assert SpectralNorms(200).measure(model).read()["weight"] == pytest.approx(exact, rel=1e-5)
+
+
+def test_stacked_matrices_are_measured_each() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter(torch.randn(3, 16, 8))
+            self.mixed = nn.Conv1d(4, 8, 3, bias=False)
+
+    model = Experts()
+    said = SpectralNorms(200).measure(model).read()
+    exact = [float(each) for each in torch.linalg.matrix_norm(model.up.detach(), ord=2)]
+    expected = {f"up.{number}": value for number, value in enumerate(exact)}
+    assert said == pytest.approx({**expected, "mixed.weight": spectral(model.mixed.weight.detach())}, rel=1e-5)
+
+
+def test_what_is_not_found_in_time_is_said_and_goes_on_the_next_time() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(300, 300, bias=False)
+    exact, spectra = spectral(model.weight.detach().double()), SpectralNorms(4)
+    errors = []
+    for _ in range(30):
+        errors.append(abs(spectra.measure(model).read()["weight"] / exact - 1))
+        assert spectra.unfinished or errors[-1] < 1e-3
+    assert errors[-1] < 1e-3 < errors[0] < 0.2
 
 
 def test_a_matrix_of_zeros_is_measured_once_it_is_something() -> None:

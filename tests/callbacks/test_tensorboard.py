@@ -52,6 +52,27 @@ def test_the_default_curves(tmp_path: Path) -> None:
     assert dict(drawn["eval-perplexity"]) == pytest.approx(perplexities)
 
 
+def test_each_of_several_evaluation_sets_has_its_curves(tmp_path: Path) -> None:
+    class Drawn:
+        def __init__(self) -> None:
+            self.points: dict[str, list[float]] = {}
+
+        def add_scalar(self, tag: str, value: float, step: int) -> None:
+            self.points.setdefault(tag, []).append(value)
+
+        def add_text(self, *args: object) -> None: ...
+
+    drawn = Drawn()
+    sets = {"one": tiny_regression_data(4, seed=1), "two": tiny_regression_data(4, seed=2)}
+    own = [TBLogger(drawn), JsonLogger()]
+    small_trainer(tmp_path, *own, parts={"eval_dataset": sets}, max_steps=2, eval_steps=1).train()
+    records = list(read_records(tmp_path / "logs/train.jsonl"))
+    for name in sets:
+        losses = [each[f"eval_{name}_loss"] for each in records if f"eval_{name}_loss" in each]
+        assert drawn.points[f"eval-loss/{name}"] == losses and len(losses) == 2
+        assert drawn.points[f"eval-perplexity/{name}"] == pytest.approx([math.exp(loss) for loss in losses])
+
+
 def test_curves_of_ones_own_and_zeros(tmp_path: Path) -> None:
     def add(ctx: Any) -> None:
         ctx.logs["flat"] = 0

@@ -6,9 +6,12 @@ from typing import Any
 
 import torch
 
-from dalsegno.contexts import EvaluateContext, StepEndContext, TrainBeginContext, TrainEndContext
+from dalsegno.callback import Binder
+from dalsegno.contexts import Context, EvaluateContext, StepEndContext, TrainBeginContext, TrainEndContext
+from dalsegno.events import Event
 from dalsegno.gradients import GradientNorms
 from dalsegno.pieces import Readings
+from dalsegno.state import Handler
 
 from .record_callback import RecordCallback
 
@@ -20,7 +23,8 @@ class GradNormLogger(RecordCallback):
     once, one whose gradient the optimizer did not take not at all. The norms are of whole gradients, whichever way the
     model is spread, and with ``fuse_optim_with_backward`` too: they are measured in the optimizer's step, wherever that
     is. The values stay on the device until the evaluation is done; other steps cost nothing. Where the run is stopped
-    in that evaluation, the leg that does it again writes the record.
+    in that evaluation, the leg that does it again writes the record. Of a step that the gradient scaler skipped under
+    fp16 there is ``"skipped": true`` in their place.
     """
 
     state_version = 2
@@ -30,6 +34,17 @@ class GradNormLogger(RecordCallback):
         self._watch: GradientNorms | None = None
         self._norms: Readings | None = None
         self._of_step = 0
+        self._is_skipped = False  # by the gradient scaler
+
+    def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
+        # Not in the table of its handlers: a loop of one's own cannot fire this, and need not be refused for it.
+        return [*super().bound_handlers(binder), (Event.STEP_SKIPPED, self._note_skip)]
+
+    def _note_skip(self, ctx: Context) -> None:
+        self._is_skipped = True
+
+    def on_step_begin(self, ctx: Context) -> None:
+        self._is_skipped = False
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         super().on_train_begin(ctx)
@@ -43,7 +58,7 @@ class GradNormLogger(RecordCallback):
     def on_evaluate(self, ctx: EvaluateContext) -> None:
         measured, self._norms = self._norms, None
         if self.writing and measured is not None and self._of_step == ctx.state.global_step:
-            self.write(ctx, {"norms": measured.read()})
+            self.write(ctx, {"skipped": True} if self._is_skipped else {"norms": measured.read()})
 
     def on_train_end(self, ctx: TrainEndContext) -> None:
         super().on_train_end(ctx)
@@ -53,11 +68,12 @@ class GradNormLogger(RecordCallback):
 
     def state_dict(self) -> Any:
         norms = None if self._norms is None else self._norms.read()
-        return {"log": super().state_dict(), "of_step": self._of_step, "norms": norms}
+        return {"log": super().state_dict(), "of_step": self._of_step, "norms": norms, "skipped": self._is_skipped}
 
     def load_state_dict(self, state: Any) -> None:
         super().load_state_dict(state["log"])
         norms, self._of_step = state["norms"], state["of_step"]
+        self._is_skipped = state.get("skipped", False)
         self._norms = None if norms is None else Readings(list(norms), torch.tensor(list(norms.values())))
 
     def migrate(self, state: Any, from_version: int) -> Any:

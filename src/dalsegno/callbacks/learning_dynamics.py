@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dalsegno.callback import Binder
 from dalsegno.contexts import Context, PreOptimizerStepContext, StepEndContext
+from dalsegno.events import Event
 from dalsegno.pieces import (
     Piece,
     Readings,
@@ -17,6 +19,7 @@ from dalsegno.pieces import (
     reduced,
     squared_norms,
 )
+from dalsegno.state import Handler
 
 from .arguments import whole
 from .record_callback import RecordCallback
@@ -34,6 +37,7 @@ class LearningDynamics(RecordCallback):
       "Understanding Why Neural Networks Generalize Well Through GSNR of Parameters" (arXiv:2001.07384), over the steps
       that the means remember.
 
+    Of a step that the gradient scaler skipped under fp16 there is ``"skipped": true`` in their place: nothing moved.
     All of whole tensors, however the model is spread. A step that is due keeps a copy of the weights for its duration;
     the others cost nothing.
 
@@ -49,6 +53,14 @@ class LearningDynamics(RecordCallback):
         self._every = whole("LearningDynamics", "every", every)
         self._before: list[Piece] = []
         self._measured: list[Readings] = []
+        self._is_skipped = False  # by the gradient scaler
+
+    def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
+        # Not in the table of its handlers: a loop of one's own cannot fire this, and need not be refused for it.
+        return [*super().bound_handlers(binder), (Event.STEP_SKIPPED, self._note_skip)]
+
+    def _note_skip(self, ctx: Context) -> None:
+        self._is_skipped = True
 
     def on_pre_optimizer_step(self, ctx: PreOptimizerStepContext) -> None:
         if (ctx.state.global_step + 1) % self._every == 0:
@@ -67,7 +79,11 @@ class LearningDynamics(RecordCallback):
 
     def on_step_end(self, ctx: StepEndContext) -> None:
         measured, self._measured = self._measured, []
+        is_skipped, self._is_skipped = self._is_skipped, False
         if not measured or not self.writing:
+            return
+        if is_skipped:
+            self.write(ctx, {"skipped": True})
             return
         weights, ratios, snr = read_together(measured)
         self.write(ctx, {"weight_norms": weights, "update_ratios": ratios} | ({"gradient_snr": snr} if snr else {}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,8 @@ DEFAULT_SCALARS: Mapping[str, Scalar] = {
 
 class TBLogger(Callback):
     """Writes chosen values of each record as curves, and texts that describe the run, once.
+
+    Where there are several evaluation sets, a curve of ``eval_...`` is drawn for each, as ``<tag>/<set>``.
 
     Args:
         summary_writer: a :class:`ResumableSummaryWriter` that is among the trainer's callbacks too, or any object with
@@ -95,7 +97,8 @@ class TBLogger(Callback):
             self._has_described = True
             for title, text in self._texts.items():
                 self._writer.add_text(title, _markdown(text), 0)
-        for tag, scalar in self._scalars.items():
+        sets = ctx.eval_dataloader if isinstance(ctx.eval_dataloader, Mapping) else {}
+        for tag, scalar in _of_each_set(self._scalars, sets):
             value = ctx.logs.get(scalar.source)
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 shown = float(value) if scalar.transform is None else scalar.transform(float(value))
@@ -116,6 +119,15 @@ class TBLogger(Callback):
     def make_durable(self) -> None:
         if self._own is not None:
             self._own.make_durable()
+
+
+def _of_each_set(scalars: Mapping[str, Scalar], sets: Iterable[str]) -> Iterator[tuple[str, Scalar]]:
+    """The curves; of several evaluation sets, what is called ``eval_...`` has one for each: ``<tag>/<set>``."""
+    for tag, scalar in scalars.items():
+        yield tag, scalar
+        if scalar.source.startswith("eval_"):
+            for name in sets:
+                yield f"{tag}/{name}", Scalar(f"eval_{name}_{scalar.source.removeprefix('eval_')}", scalar.transform)
 
 
 def _scalar(tag: str, given: Mapping[str, Any] | str) -> Scalar:
