@@ -209,7 +209,10 @@ def _legend(panel: Panel) -> list[Line2D]:
     for number, run in enumerate(runs):
         curve = next(curve for curve in curves if curve.run == run)
         label = shortened(run, LONGEST) if len(runs) > 1 else panel.metric
-        handles.append(Line2D([], [], color=curve.colour, linestyle=_line_of(number), linewidth=1.9, label=label))
+        if any(curve.run == run and not curve.dotted for curve in curves):
+            handles.append(Line2D([], [], color=curve.colour, linestyle=_line_of(number), linewidth=1.9, label=label))
+        elif len(runs) > 1:
+            handles.append(Line2D([], [], color=curve.colour, marker="o", linestyle="", label=label))
     dots = [curve for curve in curves if curve.dotted]
     if dots:
         colour = dots[0].colour if len(runs) == 1 else INK

@@ -1,6 +1,7 @@
 """The command line: ``dalsegno COMMAND``.
 
-Each command is a module with ``describe(parser)`` and ``run(arguments) -> exit status``, or a group of commands: a
+Each command is a module with ``describe(parser)`` and ``run(arguments) -> exit status``, and perhaps
+``suggest(unknown arguments) -> what was meant``; or a group of commands: a
 package with ``COMMANDS`` of its own. Only here are imports allowed inside of functions: torch takes more than a second
 to import, and ``dalsegno --help`` shall not wait for it. What a command needs it imports when it runs, and of the
 commands only the one that is called is imported at all.
@@ -13,7 +14,7 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +25,8 @@ COMMANDS = ("demo", "train", "callbacks", "check-resume", "logs", "checkpoints")
 
 FAILED = 2
 """Exit status: what was asked for could not be done. 1 is a command's own "no"."""
+RUN_OTHERS_CODE = ("demo", "train", "check-resume")
+"""What these raise may come from code of the user's, and shows where; the others' errors are a line each."""
 INTERRUPTED = 130
 """Exit status: Ctrl-C, as shells have it."""
 
@@ -34,7 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a bar of question marks is better than none
     try:
-        arguments = _parser(words).parse_args(words)
+        parser = _parser(words)
+        arguments, unknown = parser.parse_known_args(words)
+        if unknown:
+            suggest: Callable[[Sequence[str]], str] = getattr(arguments, "suggest", lambda _: "")
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}{suggest(unknown)}")
         status: int = arguments.run(arguments)
         return status
     except DalsegnoError as error:
@@ -42,6 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
     except BrokenPipeError:  # nobody reads any more; nor shall Python's last flush fail
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except OSError as error:  # a disk that cannot be read or written
+        if words[0] in RUN_OTHERS_CODE:
+            raise
+        print(f"dalsegno: {error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         print("\ndalsegno: interrupted", file=sys.stderr)
@@ -86,6 +98,8 @@ def _add_commands(parser: argparse.ArgumentParser, group: ModuleType, words: Seq
         else:
             module.describe(command)
             command.set_defaults(run=module.run)
+            if hasattr(module, "suggest"):
+                command.set_defaults(suggest=module.suggest)
 
 
 class _Help(argparse.HelpFormatter):

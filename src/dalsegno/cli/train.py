@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -44,6 +45,19 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check", action="store_true", help="check the file, print every setting as JSON, and train nothing"
     )
+
+
+def suggest(unknown: Sequence[str]) -> str:
+    """For an option that is a setting of the file: how to give it here."""
+    from dalsegno.args import MEANT, TrainingArguments
+
+    name, equals, value = unknown[0].removeprefix("--").partition("=")
+    name = name.replace("-", "_")
+    name = MEANT.get(name, name)
+    if name not in TrainingArguments.__dataclass_fields__:
+        return "; settings of the file are given as --set KEY=VALUE"
+    value = value if equals else next((word for word in unknown[1:2] if not word.startswith("--")), "VALUE")
+    return f"; did you mean --set args.{name}={value}?"
 
 
 def run(arguments: argparse.Namespace) -> int:

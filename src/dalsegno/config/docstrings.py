@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 _ARGUMENTS = re.compile(r"^(Args|Arguments|Parameters):$")
+_NAME = re.compile(r"`[^`]+`")
 _ENTRY = re.compile(r"^\*{0,2}(\w+)(?:\s*\([^)]*\))?:\s*(.*)$")
 _ROLE = re.compile(r":\w+:(?=`)")
 
@@ -20,9 +21,14 @@ def prose(made: Callable[..., Any]) -> str:
 
 
 def summary(made: Callable[..., Any]) -> str:
-    """The first sentence of :func:`prose`."""
-    paragraph = " ".join(prose(made).partition("\n\n")[0].split())
-    return re.split(r"(?<=\.)\s|:$", paragraph, maxsplit=1)[0]
+    """The first sentence of :func:`prose`; where it leads to a list, with the names that the list explains."""
+    first, _, rest = prose(made).partition("\n\n")
+    sentence = re.split(r"(?<=\.)\s", " ".join(first.split()), maxsplit=1)[0]
+    if not sentence.endswith(":"):
+        return sentence
+    listed = re.findall(r"^- ([^:]*):", rest.partition("\n\n")[0], re.MULTILINE)
+    named = [name for item in listed for name in _NAME.findall(item)]
+    return f"{sentence.rstrip(':')}: {', '.join(named)}." if named else f"{sentence.rstrip(':')}."
 
 
 def argument_docs(made: Callable[..., Any]) -> dict[str, str]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from dalsegno.cli.places import place
+
 
 def add_place(parser: argparse.ArgumentParser) -> None:
     """``DIR``, as ``arguments.place``."""
     parser.add_argument(
-        "place", metavar="DIR", nargs="?", type=Path, default=Path(), help="run or checkpoint; default: this folder"
+        "place", metavar="DIR", nargs="?", type=place, default=Path(), help="run or checkpoint; default: this folder"
     )
 
 

@@ -6,8 +6,9 @@ Both are verified first. Exit status 1: they differ.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from dalsegno.cli.places import place
 
 from .arguments import add_json
 
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 
 def describe(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    parser.add_argument("first", metavar="A", type=Path, help="a checkpoint, or a run: its newest one")
-    parser.add_argument("second", metavar="B", type=Path, help="the other one")
+    parser.add_argument("first", metavar="A", type=place, help="a checkpoint, or a run: its newest one")
+    parser.add_argument("second", metavar="B", type=place, help="the other one")
     parser.add_argument("--tensors", action="store_true", help="compare model and optimizer only")
     add_json(parser)
 

@@ -46,8 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
     from dalsegno.cli.tables import Column, number, print_json, print_table, size
 
     found = survey(arguments.place)
-    why = _reasons(survey(directory_of(arguments.place)) if is_checkpoint(arguments.place) else found)
-    rows = [_row(each) | {"kept": why[each.entry.step] if each.entry else []} for each in found]
+    everything = survey(directory_of(arguments.place)) if is_checkpoint(arguments.place) else found
+    why, best = _reasons(everything), _best(everything)
+    rows = [_row(each, best) | {"kept": why[each.entry.step] if each.entry else []} for each in found]
     if arguments.verify:
         _note_verified(rows, found)
     if arguments.json:
@@ -78,7 +79,12 @@ def _reasons(found: Sequence[Found]) -> dict[int, list[str]]:
     return reasons(rule_of_run(found), [each.entry for each in found if each.entry is not None])
 
 
-def _row(found: Found) -> dict[str, Any]:
+def _best(found: Sequence[Found]) -> Found | None:
+    """Each was the best when it was saved, if its manifest says so: the last of them still is."""
+    return next((each for each in reversed(found) if each.checkpoint and each.checkpoint.manifest.best), None)
+
+
+def _row(found: Found, best: Found | None) -> dict[str, Any]:
     its = found.checkpoint.manifest if found.checkpoint else None
     return {
         "path": str(found.path),
@@ -87,7 +93,7 @@ def _row(found: Found) -> dict[str, Any]:
         "size": found.size,
         "ranks": its.world_size if its else None,
         "metrics": dict(its.metrics) if its else {},
-        "best": its.best if its else False,
+        "best": best is not None and found.path.name == best.path.name,
         "condition": found.condition.value,
         "problem": found.problem,
     }

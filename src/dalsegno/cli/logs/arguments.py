@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TypeVar
+
+from dalsegno.cli.places import place
 
 Settings = TypeVar("Settings")
 
@@ -13,9 +14,9 @@ def add_runs(parser: argparse.ArgumentParser, *, several: bool = True) -> None:
     """``RUN``, one or several, as ``arguments.runs`` (a list) or ``arguments.run_path``; and ``--step-key``."""
     where = "a run's folder, a log file, or a folder of runs"
     if several:
-        parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help=where)
+        parser.add_argument("runs", metavar="RUN", nargs="+", type=place, help=where)
     else:
-        parser.add_argument("run_path", metavar="RUN", type=Path, help=where)
+        parser.add_argument("run_path", metavar="RUN", type=place, help=where)
     add_step_key(parser)
 
 

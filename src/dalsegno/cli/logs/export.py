@@ -12,6 +12,7 @@ from pathlib import Path
 from dalsegno.errors import ConfigurationError
 
 from .arguments import add_runs
+from .pictures import add_force, expect_free
 
 TARGETS = ("csv", "parquet", "json", "tensorboard")
 
@@ -23,6 +24,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
     target.add_argument("--to", choices=TARGETS)
     target.add_argument("--json", dest="to", action="store_const", const="json", help="the same as --to json")
     parser.add_argument("-o", "--output", type=Path, metavar="PATH", help="a file; for TensorBoard a folder")
+    add_force(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -39,8 +41,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigurationError(f"--to {arguments.to} needs -o: it is nothing to look at")
     if output is not None and not output.absolute().parent.is_dir():
         raise ConfigurationError(f"-o {output}: there is no folder {output.parent}")
+    if output is not None and arguments.to != "tensorboard":
+        expect_free(output, arguments)
     log = open_log(arguments.run_path, arguments.step_key)
     export_log(log, arguments.to, sys.stdout.buffer if output is None else output)
+    if output is not None:
+        print(f"wrote {output}")
     if log.skipped:
         print(f"dalsegno: skipped {log.skipped.count:,}: {log.skipped}", file=sys.stderr)
     return 0

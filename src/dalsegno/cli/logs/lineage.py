@@ -103,7 +103,7 @@ def _told(life: Life) -> list[str]:
     end = "running" if life.reason is None else f"{life.reason}{by}"
     ranks = _count(life.world_size, "rank")
     lines = [
-        f"leg {life.leg}  {start}, steps {life.first_step:,} to {life.last_step:,}: {end}",
+        f"leg {life.leg}  {start}, {_steps(life)}: {end}",
         f"{moment(life.started)}, {span(life.ended - life.started)}, {ranks}, process {life.pid} on {life.host}",
     ]
     if life.why:
@@ -111,6 +111,13 @@ def _told(life: Life) -> list[str]:
     if life.idle is not None:
         lines.append(f"{_count(life.redone, 'step')} done again, {span(life.idle)} until the next leg")
     return lines
+
+
+def _steps(life: Life) -> str:
+    """A leg may have died before its first checkpoint, and have left no record."""
+    if life.last_step <= life.first_step:
+        return f"no step after {life.first_step:,} known"
+    return f"steps {life.first_step:,} to {life.last_step:,}"
 
 
 def _line_of(lives: Sequence[Life]) -> set[int]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from dalsegno.errors import ConfigurationError
 
 from .arguments import add_json, add_runs
+from .pictures import add_force, expect_free
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -20,6 +21,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", type=Path, default=Path("report.html"), metavar="FILE", help="default: %(default)s"
     )
+    add_force(parser)
     parser.add_argument("--title", help="default: the runs' names")
     add_json(parser)
 
@@ -36,6 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     path: Path = arguments.output
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise ConfigurationError(f"-o {path}: name a file in a folder that exists")
+    expect_free(path, arguments)
     logs = open_logs(arguments.runs, arguments.step_key)
     write_report(logs, path, title=arguments.title)
     if arguments.json:

@@ -1,0 +1,96 @@
+"""What commands say where they cannot do as asked: one line, and what to do."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from dalsegno.cli import main
+from dalsegno.lock import DirectoryLock
+from support.small import small_trainer
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The last line on stderr of a command that fails."""
+    try:
+        assert main(words) == 2
+    except SystemExit as end:
+        assert end.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("option", "meant"),
+    [
+        (["--max_steps", "3"], "; did you mean --set args.max_steps=3?"),
+        (["--max-steps=3"], "; did you mean --set args.max_steps=3?"),
+        (["--lr", "1e-3"], "; did you mean --set args.learning_rate=1e-3?"),
+        (["--fp16"], "; did you mean --set args.fp16=VALUE?"),
+        (["--width", "64"], "; settings of the file are given as --set KEY=VALUE"),
+    ],
+)
+def test_a_setting_as_an_option(capsys: pytest.CaptureFixture[str], option: list[str], meant: str) -> None:
+    told = said(capsys, "train", "run.toml", *option)
+    assert told == f"dalsegno: error: unrecognized arguments: {' '.join(option)}{meant}"
+
+
+@pytest.mark.parametrize("words", [("checkpoints", "list"), ("logs", "show"), ("checkpoints", "diff", ".")])
+def test_a_url_keeps_its_slashes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("DALSEGNO_CACHE", str(tmp_path))
+    told = said(capsys, *words, "s3://bucket/run")
+    assert "s3://bucket/run is a URL, and this command reads folders" in told
+    assert str(tmp_path) in told
+
+
+def test_a_disk_that_cannot_be_written_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    small_trainer(tmp_path, max_steps=1, save_steps=1).train()
+
+    def read_only(lock: DirectoryLock) -> str:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(tmp_path / ".lock"))
+
+    monkeypatch.setattr(DirectoryLock, "acquire", read_only)
+    told = said(capsys, "checkpoints", "prune", str(tmp_path), "--keep-latest", "1")
+    assert told == f"dalsegno: [Errno 30] Read-only file system: '{tmp_path / '.lock'}'"
+
+
+def test_one_checkpoint_is_the_best(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Each was when it was saved, since the loss falls."""
+    from dalsegno.testing import tiny_regression_data
+
+    parts = {"eval_dataset": tiny_regression_data(8, seed=1)}
+    small_trainer(tmp_path, parts=parts, max_steps=6, save_steps=2, eval_steps=2).train()
+    capsys.readouterr()
+    for place, bests in ((tmp_path, 1), (tmp_path / "checkpoints/step-00000002", 0)):
+        assert main(["checkpoints", "list", str(place)]) == 0
+        assert capsys.readouterr().out.count("  best  ") == 1 + bests  # with the column's title
+
+
+def test_a_file_that_is_there_is_not_replaced_unasked(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("log.jsonl").write_text('{"global_step": 1, "loss": 2.0}\n{"global_step": 2, "loss": 1.0}\n')
+    commands = {"plot.png": ["plot"], "report.html": ["report"], "a.csv": ["export", "--to", "csv", "-o", "a.csv"]}
+    for name, (command, *options) in commands.items():
+        Path(name).write_text("mine")
+        told = said(capsys, "logs", command, "log.jsonl", *options)
+        assert told == f"dalsegno: {name} is there already; --force replaces it, -o names another file"
+        assert Path(name).read_text() == "mine"
+        assert main(["logs", command, "log.jsonl", *options, "--force"]) == 0
+        assert f"wrote {name}" in capsys.readouterr().out
+        assert Path(name).read_bytes() != b"mine"
+
+
+def test_descriptions_end(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["callbacks", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    [metrics] = [line for line in lines if line.startswith("DefaultMetrics ")]
+    assert metrics.endswith("Adds to each record of training: `tok_per_sec`, `mfu`, `peak_mem`.")
+    assert all(line.endswith(".") for line in lines[1:] if " built-in " in line)
