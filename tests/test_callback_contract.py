@@ -120,6 +120,17 @@ def test_a_second_fit_goes_on(tmp_path: Path, name: str) -> None:
 
 
 @every_builtin
+def test_it_can_be_evaluated_with_before_and_after(tmp_path: Path, name: str) -> None:
+    """Also by a program that finds the run finished: it measures what the one that trained it does."""
+    first = trainer(tmp_path, build(name), max_steps=4)
+    assert first.evaluate()["eval_loss"] > 0
+    first.train()
+    again = trainer(tmp_path, build(name), max_steps=4)
+    again.train()
+    assert again.evaluate()["eval_loss"] == first.evaluate()["eval_loss"]
+
+
+@every_builtin
 def test_it_survives_an_exception_in_the_run(tmp_path: Path, name: str) -> None:
     def fail(ctx: Any) -> None:
         if ctx.step == 5:

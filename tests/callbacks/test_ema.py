@@ -208,7 +208,7 @@ def test_buffers_are_the_models_own(tmp_path: Path) -> None:
 def test_by_hand_they_can_be_put_in_place(tmp_path: Path) -> None:
     trainer = averaged(tmp_path, max_steps=4)
     ema = ema_of(trainer)
-    with pytest.raises(ds.ConfigurationError, match="there is no average before training begins"), ema.averaged():
+    with pytest.raises(ds.ConfigurationError, match=r"there is no average before train\(\)"), ema.averaged():
         pass
     trainer.train()
     before = weights(trainer)
@@ -219,6 +219,21 @@ def test_by_hand_they_can_be_put_in_place(tmp_path: Path) -> None:
             pass
     assert same(weights(trainer), before)
     assert trainer.predict(sentences(4, seed=2))["test_loss"] == plain
+
+
+def test_a_finished_runs_averages_are_there(tmp_path: Path) -> None:
+    """In a program that does not train, they are evaluated as in the one that did, and can be put in place."""
+    first = averaged(tmp_path)
+    first.train()
+    second = averaged(tmp_path)
+    second.train()
+    assert second.evaluate()["eval_loss"] == first.evaluate()["eval_loss"]
+    second.remove_callback("EMA")
+    assert second.evaluate()["eval_loss"] != first.evaluate()["eval_loss"]
+    third = averaged(tmp_path)
+    third.train()
+    with ema_of(third).averaged():
+        assert_close(saved(tmp_path), dict(third.model.named_parameters()))
 
 
 def test_the_best_model_comes_with_its_averages(tmp_path: Path) -> None:

@@ -210,6 +210,29 @@ def test_programs_may_flush_and_close_it(tmp_path: Path) -> None:
     assert len(list((tmp_path / EVENTS).iterdir())) == 1
 
 
+def test_what_is_written_before_and_after_is_not_kept_and_that_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Texts that describe the run wait for it."""
+    writer = ResumableSummaryWriter(name="shared")
+
+    def note(ctx: Any) -> None:
+        writer.add_scalar("mine", ctx.metrics["eval_loss"], ctx.state.global_step)
+
+    own = [TBLogger(experiment_info="about"), writer, Listener({"on_evaluate": note})]
+    evaluated = trainer(tmp_path, *own, max_steps=4)
+    assert evaluated.evaluate().keys() >= {"eval_loss"}
+    evaluated.train()
+    evaluated.evaluate()
+    said = "writes while training runs; what is written before or after is not kept"
+    assert [record.message for record in caplog.records] == [f"TBLogger {said}", f"shared {said}"]
+    drawn = curves(tmp_path / EVENTS)
+    assert [step for step, _ in drawn["eval-loss"]] == [step for step, _ in drawn["mine"]] == [4]
+    reader = EventAccumulator(str(tmp_path / EVENTS))
+    reader.Reload()
+    assert "experiment/text_summary" in reader.Tags()["tensors"]
+
+
 def test_nothing_is_opened_where_nothing_is_written(tmp_path: Path) -> None:
     trainer(tmp_path, ResumableSummaryWriter()).train()
     assert not (tmp_path / EVENTS).exists()
@@ -220,7 +243,7 @@ def test_nothing_is_opened_where_nothing_is_written(tmp_path: Path) -> None:
     [
         (lambda: TBLogger(summary_writer=1), "it has no add_scalar"),
         (lambda: TBLogger(scalars={"a": {"transform": abs}}), r"scalars\['a'\]=.*; needs 'source'"),
-        (lambda: ResumableSummaryWriter().add_scalar("a", 1), "writes while training runs"),
+        (lambda: ResumableSummaryWriter().add_scalar("a", 1), "in no trainer's list of callbacks"),
         (lambda: ProfilerCallback(num_steps=0), "num_steps=0; needs a whole number of at least 1"),
     ],
 )

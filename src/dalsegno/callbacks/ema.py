@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dalsegno.callback import Callback
-from dalsegno.contexts import EvaluateBeginContext, EvaluateEndContext, StepEndContext, TrainBeginContext
+from dalsegno.contexts import (
+    EvaluateBeginContext,
+    EvaluateEndContext,
+    LoadContext,
+    StepEndContext,
+    TrainBeginContext,
+)
 from dalsegno.errors import ConfigurationError
 from dalsegno.pieces import named_parameters
 
@@ -70,16 +76,20 @@ class EMA(Callback):
         """Inside ``with ema.averaged():`` the model has the averages in place of its weights. On all ranks.
 
         Raises:
-            ConfigurationError: if it is so already, as in an evaluation; or if no training has begun.
+            ConfigurationError: if it is so already, as in an evaluation; or if nothing was restored and no
+                training has begun.
         """
         if self._kept is not None or not self._weights:
-            what = "there is no average before training begins" if not self._weights else "the averages are in place"
+            what = "there is no average before train()" if not self._weights else "the averages are in place"
             raise ConfigurationError(f"EMA.averaged(): {what}")
         self._swap_in()
         try:
             yield
         finally:
             self._swap_back()
+
+    def on_load(self, ctx: LoadContext) -> None:
+        self._begin(ctx.model)  # a finished run's averages can be measured, and no training begins there
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         self._begin(ctx.model)

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakValueDictionary
 
-from dalsegno.callback import Callback
+from dalsegno import ranks
+from dalsegno.callback import Binder, Callback
 from dalsegno.contexts import LoadContext, TrainBeginContext, TrainEndContext
 from dalsegno.errors import ConfigurationError
+from dalsegno.events import Event
 from dalsegno.logs.event_files import EventPosition, lengths, make_durable, rewind_events
+from dalsegno.state import Handler
 
 from .arguments import folder
 
@@ -39,8 +42,11 @@ class ResumableSummaryWriter(Callback):
         log_dir: relative to ``output_dir``, or absolute.
         name: the key of its state in checkpoints; the class's name if None.
 
+    What is written before or after the training is not kept, and the first time that is said: no checkpoint would know
+    of it.
+
     Raises:
-        ConfigurationError: when something is written while no training runs, since it would not be known where.
+        ConfigurationError: when something is written, and the writer is in no trainer's list of callbacks.
     """
 
     _first_in: ClassVar[WeakValueDictionary[Path, ResumableSummaryWriter]] = WeakValueDictionary()
@@ -53,21 +59,24 @@ class ResumableSummaryWriter(Callback):
         self.name = name
         self._log_dir = folder("ResumableSummaryWriter", "log_dir", log_dir)
         self._folder: Path | None = None  # while training runs, on rank 0
-        self._is_elsewhere = False  # on another rank
+        self._is_bound = False  # to the events of a run, that tell when training begins
+        self._said_not_writing = False
         self._writer: SummaryWriter | None = None
         self._saved = EventPosition(0, {})
         self._events = 0
         self._first_step: int | None = None  # the first that a resumed leg writes
 
+    def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
+        self._is_bound = True
+        return super().bound_handlers(binder)
+
     def on_load(self, ctx: LoadContext) -> None:
         self._first_step = ctx.step + 1
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
-        self._is_elsewhere = not ctx.state.is_world_process_zero
-        if self._is_elsewhere:
-            return
-        self._folder = ctx.args.directory / self._log_dir
-        self._go_back()
+        if ctx.state.is_world_process_zero:
+            self._folder = ctx.args.directory / self._log_dir
+            self._go_back()
 
     def on_train_end(self, ctx: TrainEndContext) -> None:
         if self._writer is not None:
@@ -116,9 +125,18 @@ class ResumableSummaryWriter(Callback):
         return partial(self._add, name)
 
     def _add(self, name: str, /, *args: Any, **named: Any) -> None:
-        if not self._is_elsewhere:
-            getattr(self._opened(), name)(*args, **named)
+        if ranks.rank() != 0:
+            return
+        if self._folder is not None:
+            getattr(self._opened(self._folder), name)(*args, **named)
             self._events += 1
+        elif not self._is_bound:
+            raise ConfigurationError(
+                f"{self.key}.{name}(): this writer is in no trainer's list of callbacks; callbacks=[writer, …]"
+            )
+        elif not self._said_not_writing:
+            self._said_not_writing = True
+            logger.warning("%s writes while training runs; what is written before or after is not kept", self.key)
 
     def _go_back(self) -> None:
         assert self._folder is not None
@@ -128,15 +146,13 @@ class ResumableSummaryWriter(Callback):
         rewind_events(self._folder, self._mark, self._saved.files)
         self._events = self._saved.events
 
-    def _opened(self) -> SummaryWriter:
-        if self._folder is None:
-            raise ConfigurationError(f"{self.key} writes while training runs; nothing is written before or after")
+    def _opened(self, folder: Path) -> SummaryWriter:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
             # The purge step is for a TensorBoard that has read the tail already, which by now is in rewound/. It
             # forgets what every writer has written from there on: so the first says it, before the others write.
-            is_first = self._first_in.setdefault(self._folder, self) is self
+            is_first = self._first_in.setdefault(folder, self) is self
             purge_step = self._first_step if is_first else None
-            self._writer = SummaryWriter(str(self._folder), purge_step=purge_step, filename_suffix=self._mark)
+            self._writer = SummaryWriter(str(folder), purge_step=purge_step, filename_suffix=self._mark)
         return self._writer

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dalsegno.callback import Callback
+from dalsegno.callback import Binder, Callback
 from dalsegno.contexts import LoadContext, LogContext, TrainBeginContext, TrainEndContext
 from dalsegno.errors import ConfigurationError
+from dalsegno.events import Event
+from dalsegno.state import Handler
 
 from .arguments import mapping, writer
 from .resumable_summary_writer import ResumableSummaryWriter
@@ -83,17 +85,26 @@ class TBLogger(Callback):
         info: Any = {} if experiment_info is None else experiment_info
         self._texts = {"experiment": info} if isinstance(info, str) else mapping("TBLogger", "experiment_info", info)
         self._has_described = False
+        self._is_training = False
+
+    def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
+        if self._own is not None:
+            self._own.bound_handlers(binder)  # what it handles is handed on, below
+        return super().bound_handlers(binder)
 
     def on_load(self, ctx: LoadContext) -> None:
         if self._own is not None:
             self._own.on_load(ctx)
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        self._is_training = True
         if self._own is not None:
             self._own.on_train_begin(ctx)
 
     def on_log(self, ctx: LogContext) -> None:
-        if not self._has_described:  # here, since what a leg writes before its first record would be lost with it
+        if (
+            self._is_training and not self._has_described
+        ):  # here, since what a leg writes before its first record would be lost with it
             self._has_described = True
             for title, text in self._texts.items():
                 self._writer.add_text(title, _markdown(text), 0)
@@ -105,6 +116,7 @@ class TBLogger(Callback):
                 self._writer.add_scalar(tag, shown, ctx.state.global_step)
 
     def on_train_end(self, ctx: TrainEndContext) -> None:
+        self._is_training = False
         if self._own is not None:
             self._own.on_train_end(ctx)
 
