@@ -9,18 +9,33 @@
             optimizer.step()
             optimizer.zero_grad()
             run.step_end(loss=loss)
+
+With several batches in a step (``gradient_accumulation_steps``), the run says which is its last::
+
+        for batch in run.batches():
+            with run.accumulate(model):
+                loss = compute(model, batch) * run.microbatch_weight
+                loss.backward()
+            total += loss.detach()
+            if run.is_last_microbatch:
+                optimizer.step()
+                optimizer.zero_grad()
+                run.step_end(loss=total)
+                total = 0.0
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from . import ranks, run
@@ -30,7 +45,9 @@ from .beginning import Resume
 from .checkpoint import unwrapped
 from .data import TrainingData, loader_feed
 from .draw import Draw
+from .errors import ConfigurationError
 from .events import Event
+from .pieces import device_of
 from .settings import Brought
 
 UNFIRED = dict.fromkeys(
@@ -68,7 +85,8 @@ class Run(run.Run):
         loader: yields the batches. One with ``state_dict`` goes on by itself, another is read again up to its place.
         lr_scheduler: whose state is saved too; one, or a list. The loop steps it.
         callbacks: as for the Trainer.
-        evaluate: called when an evaluation is due, on all ranks; returns the metrics, reduced already.
+        evaluate: called when an evaluation is due, on all ranks; returns the metrics by name, reduced already:
+            ``{"eval_loss": 0.7}``.
         state: whatever else has ``state_dict`` and ``load_state_dict``, by a name that is not one of the run's own.
         resume_from_checkpoint: as in ``Trainer.train``, like the next four.
         strict: whether a damaged newest checkpoint is an error.
@@ -131,7 +149,10 @@ class Run(run.Run):
             saver=parts,
             buffers=parts.buffers,
         )
+        self._model = model
         self._optimizer = optimizer
+        self._is_inside = False  # the ``with`` block
+        self._index = 0  # of the present micro-batch in its step
         self._lr: float | torch.Tensor | None = None  # that the newest update used
         self._resume = Resume(resume_from_checkpoint, strict, strict_callbacks, allow_changes, load_components)
         self._held = ExitStack()
@@ -149,11 +170,13 @@ class Run(run.Run):
                 held.callback(self._optimizer.register_step_pre_hook(self._before_update).remove)
                 held.callback(self._optimizer.register_step_post_hook(self._after_update).remove)
             self._held = held.pop_all()
+        self._is_inside = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._is_inside = False
         with self._held:
             if self.result is None:
                 super().__exit__(kind, error, trace)
@@ -161,26 +184,111 @@ class Run(run.Run):
                 self._assembly.ended(self.result)
 
     def draws(self) -> Iterator[Draw]:
-        """As :meth:`dalsegno.run.Run.draws`; none if the run is finished."""
+        """As :meth:`dalsegno.run.Run.draws`; none if the run is finished.
+
+        Raises:
+            ConfigurationError: outside of ``with``, where nothing is restored or saved.
+        """
+        if not self._is_inside:
+            raise ConfigurationError(
+                "ds.Run restores when it is entered, and saves and ends the run when it is left: with ds.Run(…) as "
+                "run: for batch in run.batches(): …"
+            )
         if self.result is None:
             yield from super().draws()
 
+    def batches(self) -> Iterator[Any]:
+        """The batches of the steps that are left to do. :meth:`step_end` is due after each step's last one.
+
+        Raises:
+            ConfigurationError: outside of ``with``; or if a step's last batch is behind, and it did not end.
+        """
+        on = self._on
+        for draw in self.draws():
+            for self._index, microbatch in enumerate(draw.microbatches):
+                if on.microbatch_begin:
+                    on.microbatch_begin.fill(microbatch.batch, self._index, microbatch.samples)
+                    on.microbatch_begin.fire()
+                yield microbatch.batch
+
+    @property
+    def is_last_microbatch(self) -> bool:
+        """Whether the step ends with the present batch: step the optimizer, and call :meth:`step_end`.
+
+        Without ``gradient_accumulation_steps`` that is each. At an epoch's end a step may have fewer than the others.
+        """
+        return self._index == len(self._present("is_last_microbatch").microbatches) - 1
+
+    @property
+    def microbatch_weight(self) -> float:
+        """By what to multiply the present batch's mean loss before ``backward``, so that the step's is the mean over
+        its samples, on all ranks: 1 / n for one of n that are equally large, less for a smaller one, and 0 for one
+        that only pads, on a rank that has run out of data while another has not. DDP and FSDP2 average over the ranks;
+        that is allowed for.
+        """
+        return self._present("microbatch_weight").share(self._index) * self._world_size
+
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """Around forward and backward of each batch: gradients are reduced over the ranks in the step's last one only.
+
+        What DDP's ``no_sync()`` and FSDP2's ``set_requires_gradient_sync()`` are for. Where nothing is reduced it
+        does nothing.
+
+        Args:
+            models: as the loop calls them; the one that the run was given, if none.
+        """
+        with ExitStack() as held:
+            if not self.is_last_microbatch:
+                for model in models or (self._model,):
+                    _accumulate(model, held)
+            yield
+
+    def _present(self, what: str) -> Draw:
+        if self._draw is None:
+            raise ConfigurationError(f"run.{what}: there is no batch just now; it is known from a batch to step_end()")
+        return self._draw
+
     def step_end(
         self,
-        loss: torch.Tensor,
+        loss: torch.Tensor | float,
         *,
-        grad_norm: torch.Tensor | None = None,
+        grad_norm: torch.Tensor | float | None = None,
         lr: float | torch.Tensor | None = None,
     ) -> None:
         """The weights are updated: count the step, and do whatever is due.
 
         Args:
-            loss: the step's mean loss on this rank, 0-dim; what is logged is the mean over the ranks.
-            grad_norm: total L2 norm before clipping, 0-dim, if the loop knows it.
+            loss: the step's mean loss on this rank; what is logged is the mean over the ranks. A tensor on the device
+                is not waited for; ``loss.item()`` is.
+            grad_norm: total L2 norm before clipping, if the loop knows it.
             lr: the learning rate that was used; None: what the optimizer's first group had when it stepped.
+
+        Raises:
+            ConfigurationError: if no step has begun, or this one has further batches; or for what is no number.
         """
-        share = loss.detach() / ranks.world_size()
-        super().step_end(share, grad_norm=grad_norm, lr=self._lr if lr is None else lr)
+        if self._draw is not None and not self.is_last_microbatch:
+            of = f"{self._index + 1} of the {len(self._draw.microbatches)} batches of this step"
+            raise ConfigurationError(
+                f"run.step_end() after {of} (gradient_accumulation_steps={self.args.gradient_accumulation_steps}); "
+                "update the weights and call it only if run.is_last_microbatch"
+            )
+        share = self._number("loss", loss) / self._world_size
+        norm = None if grad_norm is None else self._number("grad_norm", grad_norm)
+        super().step_end(share, grad_norm=norm, lr=self._lr if lr is None else lr)
+
+    def _number(self, name: str, given: object) -> torch.Tensor:
+        """It as a 0-dim tensor, detached; where it lies, or with the model."""
+        if isinstance(given, DTensor):
+            given = given.full_tensor()
+        if isinstance(given, torch.Tensor) and given.numel() == 1:
+            return given.detach().reshape(())
+        if isinstance(given, (int, float)):
+            return torch.tensor(float(given), device=device_of(self._model))
+        shown = f"a tensor of shape {list(given.shape)}" if isinstance(given, torch.Tensor) else repr(given)
+        raise ConfigurationError(
+            f"run.step_end({name}=…): {shown}; needs one number: a tensor of one element, or a float"
+        )
 
     def log(self, metrics: MutableMapping[str, Any]) -> None:
         """Hand a record of your own to every logger (kind ``user``). On all ranks, with the same values."""
@@ -218,6 +326,15 @@ class Run(run.Run):
             self._on.optimizer_step.fire()
 
 
+def _accumulate(model: nn.Module, held: ExitStack) -> None:
+    """Keep the gradients of a model's backward passes on this rank, until ``held`` closes."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(False)
+        held.callback(model.set_requires_gradient_sync, True)
+    elif callable(no_sync := getattr(model, "no_sync", None)):
+        held.enter_context(no_sync())
+
+
 class _Evaluation:
     """A function of the user's, as an evaluation set."""
 
@@ -227,4 +344,22 @@ class _Evaluation:
         self._function = function
 
     def __call__(self) -> dict[str, float]:
-        return dict(self._function())
+        """
+        Raises:
+            ConfigurationError: if it returns something else than numbers by name.
+        """
+        metrics: Any = self._function()
+        try:
+            return {str(name): _plain(value) for name, value in metrics.items()}
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            raise ConfigurationError(
+                f'evaluate= returned {metrics!r}; needs the metrics by name, each a number: {{"eval_loss": 0.7}}'
+            ) from error
+
+
+def _plain(value: Any) -> float:
+    """A number as Python has it; it may be a tensor or an array of one element."""
+    number = value.item() if hasattr(value, "item") else value
+    if not isinstance(number, (int, float)):
+        raise TypeError(f"{number!r} is not a number")
+    return number

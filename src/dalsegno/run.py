@@ -216,21 +216,11 @@ class Run:
             yield draw
             if self._draw is not None:
                 raise ConfigurationError(
-                    f"step {self.state.global_step + 1} did not end: call run.step_end(loss=…) after each "
-                    "gradient_accumulation_steps batches, and after what is left at an epoch's end"
+                    f"step {self.state.global_step + 1} did not end: call run.step_end(loss=…) after each batch for "
+                    "which run.is_last_microbatch is true (an epoch's last step may have fewer batches than the others)"
                 )
             if self._boundary.leaving or self.state.epoch_is_cut or self._is_cut_short():
                 return
-
-    def batches(self) -> Iterator[Any]:
-        """The batches one by one. After ``gradient_accumulation_steps`` of them, :meth:`step_end` is due."""
-        on = self._on
-        for draw in self.draws():
-            for index, microbatch in enumerate(draw.microbatches):
-                if on.microbatch_begin:
-                    on.microbatch_begin.fill(microbatch.batch, index, microbatch.samples)
-                    on.microbatch_begin.fire()
-                yield microbatch.batch
 
     def step_end(
         self,

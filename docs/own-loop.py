@@ -1,0 +1,42 @@
+"""Writes into docs/own-loop.md which events a loop of one's own cannot fire, and which built-in callbacks need one of
+them: ``python docs/own-loop.py``. A test holds page and code together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dalsegno import callbacks
+from dalsegno.callback import Callback
+from dalsegno.own_loop import UNFIRED
+
+PAGE = Path(__file__).with_suffix(".md")
+BEGIN, END = "<!-- written by docs/own-loop.py -->\n", "<!-- end -->\n"
+
+
+def table() -> str:
+    """Events in the order of firing, callbacks in that of the alphabet."""
+    rows = [
+        ("events that are not fired", [event.handler for event in UNFIRED]),
+        ("built-ins that are refused", [name for name in callbacks.__all__ if needs_more(getattr(callbacks, name))]),
+        ("built-ins that work", [name for name in callbacks.__all__ if not needs_more(getattr(callbacks, name))]),
+    ]
+    return "\n".join(["| | |", "|---|---|", *(f"| {what} | {listed(names)} |" for what, names in rows)]) + "\n"
+
+
+def needs_more(kind: type[Callback]) -> bool:
+    return any(getattr(kind, event.handler) is not getattr(Callback, event.handler) for event in UNFIRED)
+
+
+def listed(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def page() -> str:
+    """The page with the table as it must be."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return before + BEGIN + table() + END + after
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
