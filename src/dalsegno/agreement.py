@@ -76,8 +76,10 @@ class Agreement:
     def share_reason(self) -> None:
         """Once all stop: tell all ranks why, and who asked."""
         if not self._alone:
-            asked = ranks.gather((self._control.stop_reason, self._control.stopped_by), "why training stops")
-            self._control.stop_reason, self._control.stopped_by = next((a for a in asked if a[1]), (None, None))
+            control = self._control
+            asked = ranks.gather((control.stop_reason, control.stopped_by, control.stop_is_final), "why training stops")
+            first = next((each for each in asked if each[1]), (None, None, False))
+            control.stop_reason, control.stopped_by, control.stop_is_final = first
 
     def _from_outside(self) -> Wishes:
         wishes = NO_WISHES

@@ -5,13 +5,14 @@ What is here lives as long as the object that the user holds; a :class:`dalsegno
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.optim import Optimizer
@@ -51,7 +52,7 @@ from .pieces import are_finite, device_of
 from .randomness import RandomState
 from .registration import check_callbacks
 from .remote import mirror_of
-from .result import TrainResult
+from .result import Reason, TrainResult
 from .run import Run
 from .saves import Flight
 from .settings import Brought, Settings, planned_steps
@@ -60,6 +61,8 @@ from .timelimit import TimeLimit
 from .trained import expect_saved
 
 _SCHEDULER = "scheduler."
+
+logger = logging.getLogger("dalsegno")
 
 
 class Assembly:
@@ -277,21 +280,39 @@ class Assembly:
         self.state.num_input_tokens_seen = self.meter.run_tokens + self.meter.tokens * ranks.world_size()
         return checkpoint.path
 
-    def finished(self) -> TrainResult | None:
-        """The result of the leg that has finished this run, if one has, and nothing is left to do."""
-        state, place = self.state, agreed_place(self.feed)
-        by_steps = self.args.max_steps > 0
-        is_done = state.global_step >= self.args.max_steps if by_steps else place >= state.num_train_epochs
-        result = (self._result or self._result_on_disk()) if is_done else None
+    def finished(self, resume: Resume) -> TrainResult | None:
+        """The result of the leg that has ended this run, if one has, and nothing more is asked for."""
+        args, state, place = self.args, self.state, agreed_place(self.feed)
+        ended = ranks.from_rank_zero(lambda: _last_leg(args.directory))
+        is_done = state.global_step >= args.max_steps if args.max_steps > 0 else place >= state.num_train_epochs
+        has_given_up = ended is not None and ended.has_given_up(args.max_steps, args.num_train_epochs)
+        if not is_done:
+            if ended is None or not has_given_up or resume.chooses or resume.continue_stopped:
+                return None
+            self._say_given_up(ended)
+        result = self._result
+        if result is None and ended is not None:
+            has_finished = ended.reason == "finished" and ended.last_step == state.global_step
+            result = self._result_of(ended) if has_finished or has_given_up else None
         if result is not None:
             self.load_best_model()
         return result
 
-    def _result_on_disk(self) -> TrainResult | None:
-        step, last = self.state.global_step, ranks.from_rank_zero(lambda: _last_leg(self.args.directory))
-        if last is None or last.reason != "finished" or last.last_step != step:
-            return None
-        return TrainResult(step, "finished", metrics=last.metrics, checkpoint=self._manager.path_of(step))
+    def _result_of(self, ended: Leg) -> TrainResult:
+        reason, newest = cast(Reason, ended.reason), self.boundary.saves.newest
+        result = TrainResult(ended.last_step, reason, ended.why, ended.by, ended.metrics, newest)
+        return result.with_best(self.state, self._manager.path_of)
+
+    def _say_given_up(self, ended: Leg) -> None:
+        if self.state.is_world_process_zero:
+            logger.warning(
+                "%s at step %d already, by %s: %s; to go on, raise max_steps or num_train_epochs, whichever the run "
+                "ends by, or give continue_stopped=True",
+                ended.reason,
+                ended.last_step,
+                ended.by,
+                ended.why or "no reason given",
+            )
 
     def leg(self, resumed_from: Path | None, loss_weight: LossWeight | None = None) -> Run:
         """A run from where everything is now to its end."""

@@ -52,6 +52,13 @@ class Resume:
 
     load_components: Collection[str] = ()
     """Only these, from the path, into a new run that begins at step 0."""
+    continue_stopped: bool = False
+    """Go on with a run that a callback has judged to be over."""
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the user says where to begin, in place of going on from wherever the run is."""
+        return self.origin is not True and not self.load_components
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "allow_changes", check_allowed(self.allow_changes))
@@ -130,7 +137,7 @@ class Beginning:
         if not checkpoint.manifest.finite:
             report.notes.append("model: NaN or infinity is in its weights; resume_from_checkpoint= an older checkpoint")
         self._settings.put_in_force(report.changes)
-        self._leave_behind(checkpoint, report, chosen=resume.origin is not True and not resume.load_components)
+        self._leave_behind(checkpoint, report, chosen=resume.chooses)
         logger.info("resumed from %s\n%s", checkpoint.path, report.table())
         self._warn(report)
         if self._on.load:

@@ -145,7 +145,7 @@ class Boundary:
     def _save(self) -> None:
         """A checkpoint of this step; or the end without one, where a handler of on_before_save calls it off."""
         control = self._control
-        asked = control.stop_reason, control.stopped_by
+        asked = control.stop_reason, control.stopped_by, control.stop_is_final
         control.stop_reason = control.stopped_by = None  # so that who calls it off is named
         self._saved_at = time.monotonic()
         self.saves.save(self.metrics)
@@ -153,7 +153,7 @@ class Boundary:
             self._leave()
             self.saves.forgo()
         else:
-            control.stop_reason, control.stopped_by = asked
+            control.stop_reason, control.stopped_by, control.stop_is_final = asked
 
     def _leave(self) -> None:
         self.leaving = True

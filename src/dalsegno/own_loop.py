@@ -88,11 +88,12 @@ class Run(run.Run):
         evaluate: called when an evaluation is due, on all ranks; returns the metrics by name, reduced already:
             ``{"eval_loss": 0.7}``.
         state: whatever else has ``state_dict`` and ``load_state_dict``, by a name that is not one of the run's own.
-        resume_from_checkpoint: as in ``Trainer.train``, like the next four.
+        resume_from_checkpoint: as in ``Trainer.train``, like the next five.
         strict: whether a damaged newest checkpoint is an error.
         strict_callbacks: whether a callback that came or went is an error.
         allow_changes: what may differ from what was saved.
         load_components: what to begin a new run with, from the path.
+        continue_stopped: whether to go on although a callback has judged the training to be over.
 
     Raises:
         EventNotFired: for a callback that needs an event which a hand-written loop cannot fire.
@@ -116,6 +117,7 @@ class Run(run.Run):
         strict_callbacks: bool = False,
         allow_changes: Collection[str] = (),
         load_components: Collection[str] = (),
+        continue_stopped: bool = False,
     ) -> None:
         schedulers = lr_scheduler if isinstance(lr_scheduler, (list, tuple)) else [lr_scheduler] if lr_scheduler else []
         self._assembly = parts = Assembly(
@@ -154,7 +156,9 @@ class Run(run.Run):
         self._is_inside = False  # the ``with`` block
         self._index = 0  # of the present micro-batch in its step
         self._lr: float | torch.Tensor | None = None  # that the newest update used
-        self._resume = Resume(resume_from_checkpoint, strict, strict_callbacks, allow_changes, load_components)
+        self._resume = Resume(
+            resume_from_checkpoint, strict, strict_callbacks, allow_changes, load_components, continue_stopped
+        )
         self._held = ExitStack()
         if self._on.init_end:
             self._on.init_end.fire()
@@ -163,7 +167,7 @@ class Run(run.Run):
         with ExitStack() as held:
             held.enter_context(self._assembly.opened())
             self.resumed_from = self._assembly.restore(self._resume)
-            self.result = self._assembly.finished()
+            self.result = self._assembly.finished(self._resume)
             if self.result is None:
                 self._assembly.begun()
                 super().__enter__()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from .state import TrainerControl
+from .state import TrainerControl, TrainerState
 
 Reason = Literal["finished", "stopped", "aborted", "exhausted", "interrupted", "exception"]
 
@@ -28,6 +29,24 @@ class TrainResult:
     """Of the final record."""
     checkpoint: Path | None = None
     """The newest one."""
+    best_step: int | None = None
+    """Of the best evaluation, by ``metric_for_best_model``; None if there was none."""
+    best_metric: float | None = None
+    """Its value there."""
+    best_checkpoint: Path | None = None
+    """The one of that step; None if none was saved then, or it has not been kept."""
+
+    def with_best(self, state: TrainerState, path_of: Callable[[int], Path]) -> TrainResult:
+        """The same, with the best evaluation that ``state`` knows of."""
+        if state.best_metric is None:
+            return self
+        path = path_of(state.best_global_step)
+        return replace(
+            self,
+            best_step=state.best_global_step,
+            best_metric=state.best_metric,
+            best_checkpoint=path if path.is_dir() else None,
+        )
 
 
 def reason_of(error: BaseException | None, control: TrainerControl, exhausted: bool) -> Reason:

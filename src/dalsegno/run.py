@@ -150,7 +150,7 @@ class Run:
             stopped_by=control.stopped_by,
             metrics=metrics,
             checkpoint=self._boundary.saves.newest,
-        )
+        ).with_best(self.state, self._saver.path_of)
         failures += _failures(self._feed.close)
         if error is not None and on.exception:
             on.exception.fill(error)
@@ -159,8 +159,10 @@ class Run:
             on.train_end.fill(result.reason, metrics, result.checkpoint)
             failures += on.train_end.fire_all()
         if self._legs is not None:
+            goal = {"max_steps": self.args.max_steps, "num_train_epochs": self.args.num_train_epochs}
+            is_final = result.reason in ("stopped", "aborted") and control.stop_is_final
             end = partial(self._legs.end, result.reason, result.stopped_by, result.global_step, metrics, result.why)
-            failures += _failures(end)
+            failures += _failures(partial(end, goal_given_up=goal if is_final else None))
         for failure in failures:
             if error is None:
                 raise failure

@@ -146,6 +146,7 @@ class TrainerControl:
         "should_evaluate",
         "should_log",
         "should_save",
+        "stop_is_final",
         "stop_reason",
         "stopped_by",
     )
@@ -158,6 +159,8 @@ class TrainerControl:
     """Why training stops, in words, once somebody has asked for it."""
     stopped_by: str | None
     """The key of the callback that asked, ``signal``, ``clock``, or ``the program``."""
+    stop_is_final: bool
+    """Whether that is the run's end: started again, it trains no further until the user asks for more."""
     current_handler: Handler | None
     """The handler that is running; None between handlers. Events keep it, so that who sets a flag is known."""
 
@@ -171,6 +174,7 @@ class TrainerControl:
         self._stopping = self._aborting = False
         self.stop_reason = self.stopped_by = None
         self._thread = threading.get_ident()  # handlers run on the thread that begins the leg
+        self.stop_is_final = False
 
     @property
     def should_training_stop(self) -> bool:
@@ -179,7 +183,7 @@ class TrainerControl:
     @should_training_stop.setter
     def should_training_stop(self, wish: bool) -> None:
         self._stopping = wish
-        self._remember(wish, None)
+        self._remember(wish, None, is_final=True)
 
     @property
     def should_abort_without_save(self) -> bool:
@@ -188,25 +192,28 @@ class TrainerControl:
     @should_abort_without_save.setter
     def should_abort_without_save(self, wish: bool) -> None:
         self._aborting = wish
-        self._remember(wish, None)
+        self._remember(wish, None, is_final=True)
 
-    def stop(self, reason: str, *, save: bool = True, by: str | None = None) -> None:
+    def stop(self, reason: str, *, save: bool = True, final: bool = False, by: str | None = None) -> None:
         """Ask for the end of training, with a reason for people to read; ``save=False`` writes no checkpoint.
 
-        ``by`` says who asks; inside a handler it is known.
+        ``final`` says that the training is judged to be over (it has converged, or diverged): started again, the run
+        trains no further until the user asks for more. Else this leg ends, and the next one goes on. A bare flag, as
+        other libraries' callbacks set it, is final. ``by`` says who asks; inside a handler it is known.
         """
         if save:
             self._stopping = True
         else:
             self._aborting = True
-        self._remember(True, reason, by)
+        self._remember(True, reason, by, is_final=final)
 
-    def _remember(self, wish: bool, reason: str | None, by: str | None = None) -> None:
+    def _remember(self, wish: bool, reason: str | None, by: str | None = None, *, is_final: bool) -> None:
         if not wish:
             if not self.should_training_stop:
                 self.stop_reason = self.stopped_by = None
+                self.stop_is_final = False
         elif self.stopped_by is None:
-            self.stop_reason = reason
+            self.stop_reason, self.stop_is_final = reason, is_final
             self.stopped_by = by or self._caller()
 
     def _caller(self) -> str:
@@ -250,7 +257,8 @@ class TrainerControl:
         flags = control.wishes()
         self.should_log, self.should_evaluate, self.should_save, self.should_epoch_stop = flags[:4]
         self._stopping, self._aborting = flags.stop, flags.abort
-        self._remember(self.should_training_stop, control.stop_reason, control.stopped_by)
+        reason, by, is_final = control.stop_reason, control.stopped_by, control.stop_is_final
+        self._remember(self.should_training_stop, reason, by, is_final=is_final)
 
 
 def _translated(returned: Any) -> TrainerControl:

@@ -208,6 +208,7 @@ class Trainer:
         strict_callbacks: bool = False,
         allow_changes: Collection[str] = (),
         load_components: Collection[str] = (),
+        continue_stopped: bool = False,
     ) -> TrainResult:
         """Bring the run in ``output_dir`` to its end: nothing happens if it is there already.
 
@@ -222,6 +223,8 @@ class Trainer:
             load_components: load only these, say ``("model",)``, and begin a new run with them: from the checkpoint of
                 another run at the path or, the model, from a file or folder of safetensors there. Once this run has
                 checkpoints of its own, it goes on from the newest of them.
+            continue_stopped: go on although a callback has judged the training to be over (early stopping, a
+                divergence). Without it, that is done only if ``max_steps`` or ``num_train_epochs`` has been raised.
 
         Raises:
             UnknownName: for another name in ``allow_changes``, or one in ``load_components`` that is not there.
@@ -231,11 +234,13 @@ class Trainer:
             StateMismatch: if what was saved does not fit what is here; nothing has been changed then.
             EmptyDataset: if there is not a single batch.
         """
-        resume = Resume(resume_from_checkpoint, strict, strict_callbacks, allow_changes, load_components)
+        resume = Resume(
+            resume_from_checkpoint, strict, strict_callbacks, allow_changes, load_components, continue_stopped
+        )
         assembly = self._assembly
         with assembly.opened():
             resumed_from = assembly.restore(resume)
-            finished = assembly.finished()
+            finished = assembly.finished(resume)
             if finished is not None:
                 return finished
             assembly.begun()

@@ -86,7 +86,7 @@ class DivergenceDetector(Callback):
         verdict = self._divergence.observe(value)
         if verdict.diverged:
             reason = f"{self._metric} diverged at step {ctx.state.global_step}: {verdict.reason}"
-            ctx.control.stop(reason, save=is_number and self._action == "stop")
+            ctx.control.stop(reason, save=is_number and self._action == "stop", final=True)
 
     def state_dict(self) -> dict[str, Any]:
         return self._divergence.state_dict()

@@ -15,8 +15,9 @@ from .arguments import number, one_of, text, whole
 class EarlyStopping(Callback):
     """Ends the training, with a checkpoint, when a metric has not improved in ``patience`` evaluations in a row.
 
-    Best value and count are part of each checkpoint: a resumed run stops where the unbroken one would. The count starts
-    over with a stop, so a run that is resumed after it (with more steps) has its patience again. NaN is no improvement.
+    Best value and count are part of each checkpoint: a resumed run stops where the unbroken one would. The stop
+    is the run's end: started again, it trains no further until it is asked for more (``max_steps`` raised, or
+    ``train(continue_stopped=True)``), and then has its patience again. NaN is no improvement.
 
     Args:
         metric: a name among the evaluation's metrics; with or without ``eval_``.
@@ -63,7 +64,7 @@ class EarlyStopping(Callback):
         if self._bad >= self._patience:
             bad, self._bad = self._bad, 0
             best = "never was a number" if self._best is None else f"was best at step {self._best_step}: {self._best:g}"
-            ctx.control.stop(f"{self._metric} {best}; no better in {bad} evaluations, now {value:g}")
+            ctx.control.stop(f"{self._metric} {best}; no better in {bad} evaluations, now {value:g}", final=True)
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self._best, "best_step": self._best_step, "bad": self._bad}

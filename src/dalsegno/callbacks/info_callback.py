@@ -70,7 +70,8 @@ class InfoCallback(Callback):
         elif control.stopped_by is not None:
             why = f" by {control.stopped_by}: {control.stop_reason or 'no reason given'}"
         newest = "no checkpoint" if checkpoint is None else f"newest checkpoint {_shown(checkpoint, ctx)}"
-        _say(ctx.reason, f"at step {ctx.state.global_step:,}{why}; {newest}")
+        in_memory = _weights_line(ctx) if self._error is None else ""
+        _say(ctx.reason, f"at step {ctx.state.global_step:,}{why}; {newest}{in_memory}")
         self._error = None
 
 
@@ -83,6 +84,19 @@ def _shown(path: Path, ctx: Context) -> str:
     """A checkpoint's path, relative to the run's folder if it lies in there."""
     directory = ctx.args.directory
     return str(path.relative_to(directory) if path.is_relative_to(directory) else path)
+
+
+def _weights_line(ctx: TrainEndContext) -> str:
+    """Which weights a training that came to its end by itself has left in memory, where an evaluation may tell."""
+    state, name = ctx.state, ctx.args.best_metric_name
+    if state.best_metric is None:
+        return ""
+    best = f"{name} {state.best_metric:g} at step {state.best_global_step:,}"
+    if ctx.args.load_best_model_at_end and state.best_model_checkpoint is not None:
+        return f"; in memory: the best weights ({best})"
+    if state.best_global_step == state.global_step:
+        return f"; in memory: the last weights, which are the best so far ({best})"
+    return f"; in memory: the last weights, not the best ({best})"
 
 
 def _model_line(model: nn.Module) -> str:

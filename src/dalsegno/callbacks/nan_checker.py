@@ -124,7 +124,7 @@ class NaNChecker(Callback):
             # A weight's gradient has gone through all ranks: what one of them has found in a module comes before it.
             step, what, rank = min(found, key=lambda each: (each[0], each[1].startswith(_OF_WEIGHTS)))
             where = f"on rank {rank}" if not what.startswith(_OF_WEIGHTS) or len(told) == 1 else "over all ranks"
-            ctx.control.stop(f"{what} is not finite, first in step {step}, {where}", save=False)
+            ctx.control.stop(f"{what} is not finite, first in step {step}, {where}", save=False, final=True)
 
     def _looking_at(self, name: str) -> Any:
         what = f"the output of {name}"

@@ -21,6 +21,7 @@ from dalsegno import files
 from dalsegno.errors import CannotSave, ConfigurationError, NotFound, UnknownName
 
 from . import index, survey
+from .folder import path_of
 from .index import Index, StoredTensor
 from .layout import SAFETENSORS_NAMES, StoredFile, byte_count, name_of
 from .loading import CALLBACKS, MODEL, SavedStates
@@ -76,6 +77,7 @@ def export_model(
     max_shard_size: int | str = "5GB",
     config_from: str | Path | None = None,
     average: str | None = None,
+    best: bool = False,
 ) -> Exported:
     """Write the model of a checkpoint as plain safetensors, for inference or other programs. In one process.
 
@@ -89,10 +91,11 @@ def export_model(
             is larger by itself makes a larger file.
         config_from: copy configuration and tokenizer (``config.json``, ``tokenizer.json`` …) from this folder, so that
             ``from_pretrained(folder)`` needs nothing else.
+        best: of a run, the checkpoint with the best evaluation so far, not the newest one.
         average: the key of an ``EMA`` callback, whose averages take the place of the weights that were trained.
 
     Raises:
-        NotFound: if there is no such checkpoint, or no ``config_from``.
+        NotFound: if there is no such checkpoint, none of the best evaluation, or no ``config_from``.
         UnknownName: if the checkpoint has no such averages; the message names the nearest.
         DamagedCheckpoint: if its bytes are not what its manifest says.
         ConfigurationError: if ``max_shard_size`` is no size, or there is a model in ``folder`` already.
@@ -104,6 +107,8 @@ def export_model(
     if target.is_dir() and (present := sorted(target.glob("model*.safetensors*"))):
         raise ConfigurationError(f"{target}: holds {present[0].name} already; name another folder")
     source = survey.verified(Path(checkpoint))
+    if best:
+        source = _best(source)
     everything = Index.read(source.file(index.FILE_NAME))
     stored = everything.of(MODEL)
     if average is not None:
@@ -126,6 +131,22 @@ def export_model(
     return Exported(
         source.path, [target / name for name in names], size, len(stored), rest["tied"], sorted(rest["extra"]), copied
     )
+
+
+def _best(newest: Checkpoint) -> Checkpoint:
+    """The checkpoint of the best evaluation that ``newest`` knows of."""
+    if newest.manifest.best:
+        return newest
+    state = SavedStates(newest).state("trainer")
+    if state["best_metric"] is None:
+        raise NotFound(f"{newest.path}: the run had no evaluation until then that could tell which checkpoint is best")
+    path = path_of(newest.path.parent, state["best_global_step"])
+    if not path.is_dir():
+        raise NotFound(
+            f"{path}: that would be the best evaluation's ({state['best_metric']:g}), but it was not saved, or not "
+            "kept; save=OnBest() and keep=Best() see to that"
+        )
+    return survey.verified(path)
 
 
 def byte_size(value: int | str) -> int:

@@ -46,6 +46,14 @@ class Leg:
     why: str | None = None
     """In words: what was asked for, or the error it ended with."""
     metrics: dict[str, Any] = field(default_factory=dict)
+    goal_given_up: dict[str, float] | None = None
+    """Where a callback judged the training to be over: ``max_steps`` and ``num_train_epochs`` as they were. The run has
+    ended there, unless one of them is raised."""
+
+    def has_given_up(self, max_steps: int, num_train_epochs: float) -> bool:
+        """Whether the run has ended here, and is to go no further than it was to go then."""
+        goal = self.goal_given_up
+        return goal is not None and max_steps <= goal["max_steps"] and num_train_epochs <= goal["num_train_epochs"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -105,13 +113,19 @@ class RunFile:
         self._write(run)
 
     def end(
-        self, reason: str, by: str | None, last_step: int, metrics: Mapping[str, Any], why: str | None = None
+        self,
+        reason: str,
+        by: str | None,
+        last_step: int,
+        metrics: Mapping[str, Any],
+        why: str | None = None,
+        goal_given_up: dict[str, float] | None = None,
     ) -> None:
         """Close the present leg."""
         run = self._current()
         leg = run.legs[-1]
         leg.ended, leg.reason, leg.by, leg.why = time.time(), reason, by, why
-        leg.last_step, leg.metrics = last_step, dict(metrics)
+        leg.last_step, leg.metrics, leg.goal_given_up = last_step, dict(metrics), goal_given_up
         self._write(run)
 
     def _current(self) -> RunRecord:

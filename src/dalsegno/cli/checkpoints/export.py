@@ -2,7 +2,7 @@
 
 FOLDER then holds model.safetensors, or for a larger model several files with model.safetensors.index.json: what
 transformers' from_pretrained and safetensors.torch.load_file read. Memory holds one tensor at a time. The checkpoint is
-verified first; of a run, the newest one that verifies is taken.
+verified first; of a run, the newest one that verifies is taken, or with --best the one with the best evaluation.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "--config-from", metavar="FOLDER", type=Path, help="copy config.json, tokenizer and the like from there"
     )
     parser.add_argument(
+        "--best", action="store_true", help="of a run, the checkpoint with the best evaluation, not the newest one"
+    )
+    parser.add_argument(
         "--average", metavar="NAME", help="the averages of this callback, say EMA, in place of the trained weights"
     )
     add_json(parser)
@@ -35,7 +38,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """
     Raises:
-        NotFound: if there is no checkpoint, or no configuration.
+        NotFound: if there is no checkpoint, none of the best evaluation, or no configuration.
         UnknownName: if there are no such averages in it.
         DamagedCheckpoint: if it does not verify.
         ConfigurationError: if the size is none, or there is a model in the folder already.
@@ -49,6 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         max_shard_size=arguments.max_shard_size,
         config_from=arguments.config_from,
         average=arguments.average,
+        best=arguments.best,
     )
     if arguments.json:
         print_json(
