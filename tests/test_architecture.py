@@ -49,6 +49,7 @@ FLOORS = [
         "timeline",
         "foreign",
         "registration",
+        "judging",
         "listening",
         "background",
     ],

@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 from torch import nn
+from torch.utils.data import DataLoader
 
 import dalsegno as ds
-from dalsegno.callbacks import DefaultMetrics, DivergenceDetector, JsonLogger
+from dalsegno.callbacks import DefaultMetrics, DivergenceDetector, EarlyStopping, JsonLogger
 from dalsegno.errors import CannotSave, ConfigurationError, DalsegnoError, UnknownDialect, UnknownName
 from dalsegno.events import Event
+from dalsegno.retention import Best, Latest
 from dalsegno.testing import FaultPlan, TinyRegression, tiny_regression_data
 from support.listeners import Listener
+from support.own_loops import OwnLoop
 from support.small import arguments, small_trainer
 
 NAN = float("nan")
@@ -137,6 +140,14 @@ PARTS: dict[str, tuple[dict[str, Any], str]] = {
         "a int is no dataset: it needs __len__ and __getitem__, or __iter__; a loader goes to train_dataloader= or "
         "eval_dataloader=",
     ),
+    "a loader for data": (
+        {"train_dataset": DataLoader(tiny_regression_data(8))},
+        "a DataLoader is a loader, and makes batches already: give it as train_dataloader= or eval_dataloader=",
+    ),
+    "a name for data": (
+        {"train_dataset": "imdb"},
+        "'imdb' is a text, no dataset; give the dataset that it stands for",
+    ),
 }
 
 
@@ -162,6 +173,64 @@ def test_ranks_that_are_not_there(tmp_path: Path, parallel: str) -> None:
     expected = f"parallel='{parallel}': this process was started by itself, .*; start with torchrun .*parallel='auto'"
     with pytest.raises(ConfigurationError, match=expected):
         small_trainer(tmp_path, parallel=parallel)
+
+
+def test_texts_that_nobody_has_made_tensors_of(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"a batch of 4 texts \('text'…\), .*; make tensors .* data_collator="):
+        small_trainer(tmp_path, parts={"train_dataset": ["text"] * 8}, max_steps=1).train()
+
+
+@pytest.mark.parametrize("origin", [None, 7, [Path("a")]])
+def test_a_beginning_that_is_none(tmp_path: Path, origin: Any) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"resume_from_checkpoint=.*; give True .*, False .* or a checkpoint's"
+    ):
+        small_trainer(tmp_path, max_steps=1).train(origin)
+
+
+def test_evaluating_on_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"trainer.evaluate\(\): there is nothing to evaluate on; give the"):
+        small_trainer(tmp_path).evaluate()
+
+
+COUNT_ON_EVALUATIONS: dict[str, tuple[list[ds.Callback], dict[str, Any], str]] = {
+    "early stopping": ([EarlyStopping()], {}, "EarlyStopping needs evaluations"),
+    "a divergence of the evaluation": ([DivergenceDetector(use_eval_loss=True)], {}, "DivergenceDetector needs"),
+    "keep the best": (
+        [],
+        {"keep": Latest(2) | Best(2)},
+        r"keep=Latest\(count=2\) \| Best\(count=2\) needs evaluations",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COUNT_ON_EVALUATIONS)
+def test_who_counts_on_evaluations_is_told_at_once_that_there_are_none(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before the first step; where there is a set, and only no schedule, a callback may still ask for them."""
+    own, settings, text = COUNT_ON_EVALUATIONS[name]
+    settings = {"max_steps": 2, "save_steps": 1, **settings}
+    with pytest.raises(ConfigurationError, match=f"{text}.* nothing to evaluate on: give eval_dataset="):
+        small_trainer(tmp_path, *own, eval_steps=1, **settings).train()
+    assert not (tmp_path / "checkpoints").exists() and not (tmp_path / "run.json").exists()
+    loop = OwnLoop(tmp_path, *own, **settings)
+    with (
+        pytest.raises(ConfigurationError, match=text),
+        ds.Run(loop.args, model=loop.model, optimizer=loop.optimizer, loader=loop.loader, callbacks=own),
+    ):
+        pass
+    small_trainer(tmp_path, *own, parts={"eval_dataset": tiny_regression_data(4)}, **settings).train()
+    assert [each for each in caplog.messages if "none is due by itself: see eval_steps" in each]
+
+
+def test_a_best_that_no_evaluation_gives(tmp_path: Path) -> None:
+    """At the first evaluation, before its step is saved."""
+    parts = {"eval_dataset": tiny_regression_data(4)}
+    settings = {"max_steps": 4, "eval_steps": 1, "save_steps": 1, "keep": "Best(2, metric=los)"}
+    with pytest.raises(UnknownName, match=r"unknown metric in keep=.*: 'los'; did you mean 'eval_loss'"):
+        small_trainer(tmp_path, parts=parts, **settings).train()
+    assert not list((tmp_path / "checkpoints").glob("*"))
 
 
 def test_a_metric_that_no_evaluation_gives(tmp_path: Path) -> None:

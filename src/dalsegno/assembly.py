@@ -44,6 +44,7 @@ from .events import Event
 from .files import make_directory
 from .foreign import registered_elsewhere
 from .interrupts import Interrupts
+from .judging import expect_evaluations
 from .lock import DirectoryLock, is_seen
 from .logs import Leg, RunFile
 from .meter import Meter
@@ -246,6 +247,8 @@ class Assembly:
 
     def restore(self, resume: Resume) -> Path | None:
         """Bring everything to where the leg begins: see ``Trainer.train``. The checkpoint that it goes on from."""
+        self.set_callbacks(self.own_callbacks)  # a global callback may have come or gone
+        expect_evaluations(self.args, self.on.callbacks, has_sets=bool(self.boundary.evaluations))
         path, step = self._restored(resume), self.state.global_step
         is_own = path is not None and path.resolve() == self._manager.path_of(step).resolve()
         self._mirror.begin(step if is_own else None)
@@ -253,7 +256,6 @@ class Assembly:
 
     def _restored(self, resume: Resume) -> Path | None:
         self.control.clear()  # no wish of a former leg sticks
-        self.set_callbacks(self.own_callbacks)  # a global callback may have come or gone
         self.state.max_steps = planned_steps(self.args, self.feed)
         self.state.num_train_epochs = self.args.num_train_epochs
         self._settings.observe()

@@ -61,6 +61,11 @@ class Resume:
         return self.origin is not True and not self.load_components
 
     def __post_init__(self) -> None:
+        if not isinstance(self.origin, (bool, str, Path)):
+            raise ConfigurationError(
+                f"resume_from_checkpoint={self.origin!r}; give True (from the newest checkpoint, if any), False "
+                "(start anew) or a checkpoint's path"
+            )
         object.__setattr__(self, "allow_changes", check_allowed(self.allow_changes))
         names = [self.load_components] if isinstance(self.load_components, str) else list(self.load_components)
         object.__setattr__(self, "load_components", names)

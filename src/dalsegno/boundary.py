@@ -24,6 +24,7 @@ from .agreement import Agreement, Source
 from .args import TrainingArguments
 from .dispatcher import Dispatcher
 from .errors import UnknownName
+from .judging import expect_metrics
 from .meter import Meter
 from .saves import Saver, Saves
 from .state import NO_WISHES, TrainerControl, TrainerState, Wishes
@@ -276,6 +277,8 @@ class Boundary:
 
     def _note_best(self, metrics: Mapping[str, float]) -> None:
         args, state, name = self._args, self._state, self._args.best_metric_name
+        if metrics:
+            expect_metrics(args, metrics)
         if name not in metrics:
             if metrics and args.metric_for_best_model is not None:
                 raise UnknownName("metric_for_best_model", name, metrics)

@@ -68,6 +68,8 @@ class Callback:
     every step, which costs a small reduction."""
     observes: bool = True
     """False: its handlers need more than what is in the context, so that a snapshot of it, later, would not do."""
+    needs_evaluations: bool = False
+    """True: without evaluations it would be of no use, so a run that has nothing to evaluate on is refused."""
     ranks: Literal["all", "zero"] = "all"
     """``"zero"``: handlers run on rank 0 only. Such a callback must not call a collective."""
 

@@ -98,6 +98,11 @@ def _arguments(batch: Any) -> tuple[list[Any], dict[str, Any]]:
     if isinstance(batch, Mapping):
         return [], dict(batch)
     if isinstance(batch, (tuple, list)):
+        if batch and all(isinstance(each, str) for each in batch):
+            raise ConfigurationError(
+                f"a batch of {len(batch)} texts ({batch[0][:40]!r}…), which no model takes as they are; make "
+                "tensors of them in the dataset, or give data_collator=, a function from a list of samples to a batch"
+            )
         return list(batch), {}
     return [batch], {}
 

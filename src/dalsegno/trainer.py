@@ -248,7 +248,16 @@ class Trainer:
                 return assembly.ended(loop.train(assembly.leg(resumed_from, self._loss_weight), self._update))
 
     def evaluate(self) -> dict[str, float]:
-        """Measure the model as it is on each evaluation set. On all ranks."""
+        """Measure the model as it is on each evaluation set. On all ranks.
+
+        Raises:
+            ConfigurationError: if there is none.
+        """
+        if not self._assembly.boundary.evaluations:
+            raise ConfigurationError(
+                "trainer.evaluate(): there is nothing to evaluate on; give the trainer eval_dataset= or "
+                "eval_dataloader=, or use trainer.predict(dataset)"
+            )
         return self._assembly.boundary.evaluate()
 
     def predict(self, test_dataset: Any) -> dict[str, float]:

@@ -71,6 +71,7 @@ class DivergenceDetector(Callback):
             warmup=warmup,
             mode=mode,
         )
+        self.needs_evaluations = self._kind == "eval"
         self._said_missing = False
 
     def on_log(self, ctx: LogContext) -> None:

@@ -27,9 +27,11 @@ class EarlyStopping(Callback):
         name: the key of its state in checkpoints; the class's name if None.
 
     Raises:
-        ConfigurationError: for a value that cannot work.
+        ConfigurationError: for a value that cannot work; when training begins, if there is nothing to evaluate on.
         UnknownName: at the first evaluation, if none of its sets has the metric; the message names the nearest.
     """
+
+    needs_evaluations = True
 
     def __init__(
         self,

@@ -202,6 +202,13 @@ def _stream_loader(stream: RankShard, collate: Collate, drop_last: bool, workers
 
 
 def _is_stream(source: Any) -> bool:
+    if isinstance(source, DataLoader):
+        raise ConfigurationError(
+            f"a {type(source).__name__} is a loader, and makes batches already: give it as train_dataloader= or "
+            "eval_dataloader="
+        )
+    if isinstance(source, (str, bytes)):
+        raise ConfigurationError(f"{source[:80]!r} is a text, no dataset; give the dataset that it stands for")
     # torch's IterableDataset inherits a __getitem__ that only raises: so it is asked first.
     if isinstance(source, IterableDataset):
         return True
