@@ -184,7 +184,7 @@ def accumulate_on_ranks(wrapping: str) -> list[tuple[bool, float, float]]:
     optimizer = torch.optim.SGD(called.parameters(), lr=0.0)
     data = [rows(tiny_regression_data(8), [2 * ranks.rank() + 4 * index]) for index in range(2)]
     with TemporaryDirectory() as folder:
-        folder = ranks.broadcast(folder)
+        folder = ranks.broadcast(folder, "where the run is")
         args = ds.TrainingArguments(folder, max_steps=1, gradient_accumulation_steps=2, save_steps=0, disable_tqdm=True)
         with ds.Run(args, model=called, optimizer=optimizer, loader=data) as run:
             for batch in run.batches():

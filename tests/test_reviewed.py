@@ -64,7 +64,9 @@ def test_a_kill_right_behind_that_checkpoint_costs_no_record(tmp_path: Path) -> 
 def test_a_run_stopped_for_its_evaluation_goes_on_behind_it(tmp_path: Path) -> None:
     def leg() -> ds.TrainResult:
         detector = DivergenceDetector(smoothing=1.0, threshold=1.0, patience=1, warmup=1, use_eval_loss=True)
-        return by_epochs(tmp_path, Listener({"on_log_step": worsen}, name="worsen"), detector).train()
+        return by_epochs(tmp_path, Listener({"on_log_step": worsen}, name="worsen"), detector).train(
+            continue_stopped=True
+        )
 
     def worsen(ctx: Any) -> None:
         if ctx.kind == "eval":

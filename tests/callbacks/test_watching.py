@@ -56,7 +56,8 @@ def test_no_checkpoint_is_written_of_a_broken_loss(tmp_path: Path) -> None:
     result = small_trainer(tmp_path, broken_at(4, 0), CheckLoss(), max_steps=9, save_steps=3).train()
     assert (result.global_step, result.reason) == (6, "aborted")
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]
-    assert small_trainer(tmp_path, CheckLoss(), max_steps=9, save_steps=3).train().reason == "finished"
+    mended = small_trainer(tmp_path, CheckLoss(), max_steps=9, save_steps=3)
+    assert mended.train(continue_stopped=True).reason == "finished"
 
 
 def send(ctx: Any) -> None:
@@ -337,7 +338,7 @@ def test_its_counter_survives_a_resume(tmp_path: Path) -> None:
 def test_a_run_that_it_has_stopped_has_its_patience_again(tmp_path: Path) -> None:
     scores = [1.0] * 12
     assert scored(tmp_path, scores, EarlyStopping("score")).train().global_step == 4
-    assert scored(tmp_path, scores, EarlyStopping("score")).train().global_step == 7
+    assert scored(tmp_path, scores, EarlyStopping("score")).train(continue_stopped=True).global_step == 7
 
 
 def test_a_metric_that_nobody_measures(tmp_path: Path) -> None:

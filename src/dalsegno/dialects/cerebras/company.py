@@ -86,7 +86,7 @@ class Company(Callback):
 
     def on_step_end(self, ctx: StepEndContext) -> None:
         if self.trainer.early_exit.should_exit:
-            ctx.control.stop("a function of trainer.early_exit returned True", final=True, by="early_exit")
+            ctx.control.stop("a function of trainer.early_exit returned True", by="early_exit")
 
     def on_log_step(self, ctx: LogContext) -> None:
         if ctx.kind in ("train", "eval") and self.trainer.collected is not None:
