@@ -23,9 +23,11 @@ bench: $(READY)
 	-@$(MAKE) --no-print-directory peers
 	$(BIN)/python -m benchmarks
 
-# A thousand kills at random instants: twenty minutes or so. `make soak KILLS=100` is shorter.
+# A thousand kills at random instants: twenty minutes or so; `make soak KILLS=100` is shorter. Then every kind of data,
+# broken off in each of its first epochs.
 soak: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m durability.soak --kills $(or $(KILLS),1000)
+	PYTHONPATH=tests $(BIN)/python -W ignore -m durability.matrix --write
 
 # What the benchmarks are measured beside, in an environment of its own.
 peers: $(PEERS)/.ready

@@ -14,7 +14,7 @@ from dalsegno import callbacks
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("name", ["events", "own-loop", "trainer"])
+@pytest.mark.parametrize("name", ["data", "events", "own-loop", "trainer"])
 def test_a_page_made_from_the_code_is_up_to_date(name: str) -> None:
     spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs" / f"{name}.py")
     assert spec is not None and spec.loader is not None

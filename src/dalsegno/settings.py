@@ -13,7 +13,7 @@ import torch
 from . import ranks
 from .args import TrainingArguments
 from .changes import END_OF_SCHEDULE, Change
-from .data import Feed, TrainingData
+from .data import NOT_EXACT, Feed, TrainingData
 from .optim import AsBuilt
 
 logger = logging.getLogger("dalsegno")
@@ -110,7 +110,8 @@ class Settings:
         if self._fingerprint is None:
             self._fingerprint, doubts = self._data.examine()
             if doubts and self._args.saving and ranks.rank() == 0:
-                logger.warning("a resumed run will not read what an uninterrupted one does:\n  %s", "\n  ".join(doubts))
+                said = "a resumed run will not read what an uninterrupted one does:\n  " + "\n  ".join(doubts)
+                logger.warning("%s", said, extra={NOT_EXACT: True})
 
     def put_in_force(self, changes: Iterable[Change]) -> None:
         """What a checkpoint has brought back with the optimizer, and the user has changed meanwhile, is the user's."""

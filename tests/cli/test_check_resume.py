@@ -13,6 +13,7 @@ from dalsegno.cli import main
 OWN_TRAINING = '''
 import torch
 import dalsegno as ds
+from dalsegno import ranks
 from dalsegno.callbacks import JsonLogger
 from dalsegno.testing import TinyRegression, tiny_regression_data
 
@@ -45,7 +46,7 @@ class Remembering(Counter):
         self.seen = state["seen"]
 
 
-def build(output_dir, callback):
+def build(output_dir, callback, samples=100):
     torch.manual_seed(0)
     print("building in", output_dir)
     return ds.Trainer(
@@ -54,11 +55,12 @@ def build(output_dir, callback):
             output_dir=output_dir,
             max_steps=12,
             save_steps=3,
+            per_device_train_batch_size=8 // ranks.world_size(),
             save_in_background=False,  # so that a kill between two steps always costs as many
             logging_steps=1,
             use_cpu=True,
         ),
-        train_dataset=tiny_regression_data(),
+        train_dataset=tiny_regression_data(samples),
         callbacks=[callback, JsonLogger()],
     )
 
@@ -69,6 +71,14 @@ def good(output_dir):
 
 def broken(output_dir):
     return build(output_dir, Counter())
+
+
+def good_epochs(output_dir):
+    return build(output_dir, Remembering(), 24)
+
+
+def broken_epochs(output_dir):
+    return build(output_dir, Counter(), 24)
 
 
 def raises(output_dir):
@@ -144,6 +154,28 @@ def test_what_cannot_be_tried(
 ) -> None:
     assert main(["check-resume", *words]) == 2
     assert complaint in capsys.readouterr().err
+
+
+def test_thoroughly(folder: Path) -> None:
+    """In each epoch, by kill and by stop; a run of the user's that differs is broken off at each place alone."""
+    done = dalsegno("check-resume", "own_training:good_epochs", "--thorough", "--ranks", "2", folder=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    tried = [line for line in lines if line.startswith("exact      2 ranks")]
+    assert sum("killed" in line for line in tried) == sum("stopped" in line for line in tried) == 7
+    assert all(sum(f"epoch {epoch}" in line for line in tried) == (4 if epoch < 4 else 2) for epoch in range(1, 5))
+    assert lines[-1] == "Nothing differs."
+
+
+def test_what_differs_is_shown_with_its_place(folder: Path) -> None:
+    words = ["--thorough", "--ranks", "1", "--json"]
+    done = dalsegno("check-resume", "own_training:broken_epochs", *words, folder=folder)
+    assert done.returncode == 1, done.stdout + done.stderr
+    trials = json.loads(done.stdout)
+    assert {trial["verdict"] for trial in trials} == {"different"}
+    assert [len(trial["breaks"]) for trial in trials] == [1] * 14
+    assert all(trial["words"].startswith("layers.0.bias: ") for trial in trials), "weights come first"
+    assert main(["check-resume", "own_training:good", "--thorough", "--kill-at", "2s"]) == 2
 
 
 def test_two_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

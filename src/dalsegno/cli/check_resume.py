@@ -6,6 +6,10 @@ FACTORY is "module:function"; the module is looked for in the current folder fir
     def build(output_dir):
         return dalsegno.Trainer(model, dalsegno.TrainingArguments(output_dir=output_dir, ...), ...)
 
+With --thorough the run is broken off in the middle and at the end of each of its first four epochs, by SIGKILL and by
+SIGTERM, on one rank and on two; build one of four epochs or more, as small as you can. Each break is exact (nothing
+differs), refused (an error before the first step), said (a warning before the first step) or different.
+
 Exit status 0: nothing differs; 1: something does, and the table says what, down to the first record and tensor; 2: it
 could not be tried.
 """
@@ -20,7 +24,11 @@ from typing import TYPE_CHECKING
 from dalsegno.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from dalsegno.testing import Comparison
+    from collections.abc import Callable, Sequence
+
+    from dalsegno.testing import Comparison, Trial
+
+    from .factory import Factory
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -34,8 +42,14 @@ def describe(parser: argparse.ArgumentParser) -> None:
         help="when to kill a leg: on_step_end:12 (an event, and its how manyth time), write:3 or write:3:logs (a file "
         "operation, on paths that contain a text), 2.5s (time). Once for each kill; default: two, at random",
     )
+    parser.add_argument("--thorough", action="store_true", help="break it off in each of its first four epochs")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random kills; default: %(default)s")
-    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="processes that train together, over gloo")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="processes that train together, over gloo; default: 1, with --thorough 1 and then 2",
+    )
     parser.add_argument(
         "--timeout", type=float, default=300.0, metavar="SECONDS", help="for each leg; default: %(default)g"
     )
@@ -49,33 +63,57 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigurationError: if factory, moments or folder are not to be had; UnknownName names the nearest.
         RankFailed: if a leg ends with an error of its own.
     """
-    if arguments.ranks < 1:
+    if arguments.ranks is not None and arguments.ranks < 1:
         raise ConfigurationError(f"--ranks {arguments.ranks}: needs at least 1")
+    if arguments.thorough and arguments.kill_at:
+        raise ConfigurationError("--thorough chooses where to break off by itself; leave out --kill-at")
     if arguments.keep is not None:
         _check_empty(arguments.keep)
     sys.path.insert(0, str(Path.cwd()))  # other processes begin with this one's path
 
     import tempfile
 
-    from dalsegno.testing import check_resume
-
     from .factory import Factory
-    from .moments import moment
 
     factory = Factory.named(arguments.factory)
-    kill_at = [moment(spec) for spec in arguments.kill_at]
     with tempfile.TemporaryDirectory(prefix="dalsegno-check-resume-") as temporary:
-        comparison = check_resume(
-            factory,
-            kill_at or None,
-            folder=arguments.keep or Path(temporary),
-            world_size=arguments.ranks,
-            timeout=arguments.timeout,
-            seed=arguments.seed,
-            say=_to_stderr if arguments.json else _to_stdout,
-        )
+        folder = arguments.keep or Path(temporary)
+        check = _check_thoroughly if arguments.thorough else _check
+        return check(arguments, factory, folder, _to_stderr if arguments.json else _to_stdout)
+
+
+def _check(arguments: argparse.Namespace, factory: Factory, folder: Path, say: Callable[[str], None]) -> int:
+    from dalsegno.testing import check_resume
+
+    from .moments import moment
+
+    comparison = check_resume(
+        factory,
+        [moment(spec) for spec in arguments.kill_at] or None,
+        folder=folder,
+        world_size=arguments.ranks or 1,
+        timeout=arguments.timeout,
+        seed=arguments.seed,
+        say=say,
+    )
     _to_stdout(_as_json(comparison) if arguments.json else _as_text(comparison))
     return 0 if comparison.identical else 1
+
+
+def _check_thoroughly(arguments: argparse.Namespace, factory: Factory, folder: Path, say: Callable[[str], None]) -> int:
+    from dalsegno.testing import Verdict, check_resume_thoroughly
+
+    trials = check_resume_thoroughly(
+        factory,
+        folder=folder,
+        world_sizes=[arguments.ranks] if arguments.ranks else [1, 2],
+        timeout=arguments.timeout,
+        say=say,
+    )
+    if not any(trial.breaks for trial in trials):
+        raise ConfigurationError(trials[0].words if trials else "the run is too short to be broken off anywhere")
+    _to_stdout(_trials_as_json(trials) if arguments.json else _trials_as_text(trials))
+    return 1 if {trial.verdict for trial in trials} & {Verdict.DIFFERENT, Verdict.SAID} else 0
 
 
 def _check_empty(keep: Path) -> None:
@@ -94,6 +132,25 @@ def _as_json(comparison: Comparison) -> str:
 
     rows = [{**asdict(row), "identical": row.identical} for row in comparison.rows]
     return json.dumps({"identical": comparison.identical, "rows": rows}, indent=2)
+
+
+def _trials_as_text(trials: Sequence[Trial]) -> str:
+    """A line for each break, and under it what was found where it is not exact."""
+    lines = [""]
+    for trial in trials:
+        ranks = f"{trial.world_size} rank{'s' * (trial.world_size > 1)}"
+        lines += [f"{trial.verdict:<10} {ranks:<8} {place}" for place in trial.breaks or ("from the beginning",)]
+        if trial.words:
+            lines.append(f"           {trial.words}")
+    exact = all(trial.verdict == "exact" for trial in trials)
+    return "\n".join([*lines, "", "Nothing differs." if exact else "NOT EVERYTHING IS EXACT."])
+
+
+def _trials_as_json(trials: Sequence[Trial]) -> str:
+    import json
+    from dataclasses import asdict
+
+    return json.dumps([{**asdict(trial), "comparison": None} for trial in trials], indent=2)
 
 
 def _to_stdout(line: str) -> None:

@@ -108,6 +108,9 @@ class Feed(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+NOT_EXACT = "data_is_not_exact"
+"""True in a log record that says that a resumed run will not read what an uninterrupted one does."""
+
 KINDS = {
     "map": "a map dataset",
     "stateful": "a dataset or loader with a state_dict of its own",

@@ -16,6 +16,8 @@ from dalsegno import ranks
 from dalsegno.errors import StateMismatch
 from dalsegno.randomness import capture_generators, preserved_generators, restore_generators
 
+from .feed import NOT_EXACT
+from .fingerprint import digest
 from .loader_feed import END, LoaderFeed
 from .own_generators import EpochGenerator
 from .stream import RankShard
@@ -61,11 +63,14 @@ class ReplayedFeed(LoaderFeed):
             self._samples,
         )
         self._microbatches = self._samples = done = 0
+        first = ""  # of the process's generators, behind the first micro-batch
         began = time.monotonic()
         quiet = True if ranks.rank() else None  # None: shown on a terminal only
         with tqdm(total=goal, desc="reading again", unit=f" {unit}", disable=quiet) as bar:
             while done < goal and (item := next(iterator, END)) is not END:
                 self._count(item)
+                if not done:
+                    first = digest(capture_generators())
                 done = self._samples if self._one_stream else self._microbatches
                 bar.update(done - bar.n)
         if done != goal:
@@ -73,8 +78,22 @@ class ReplayedFeed(LoaderFeed):
                 f"the saved position is {goal} {unit} into the epoch, and reading again stops at {done}; the data has "
                 "become shorter, or the batches (batch_size times ranks) do not divide the position"
             )
+        if self._orders_on_the_way() and digest(capture_generators()) != first:
+            log.warning(
+                "%s draws random numbers between its batches, from generators that the model may draw from too; if its "
+                "order depends on them (a shuffle buffer), other samples come than in a run that was never stopped: "
+                "give it a random generator of its own, or a state_dict",
+                type(data.dataset if isinstance(data, RankShard) else data).__name__,
+                extra={NOT_EXACT: True},
+            )
         took = time.monotonic() - began
         log.warning("reading again took %.1f s; a dataset or loader with a state_dict would save that", took)
+
+    def _orders_on_the_way(self) -> bool:
+        """Whether samples come in an order of the data's own, decided in this process while they are read."""
+        if not isinstance(self._loader, DataLoader):
+            return True
+        return isinstance(self._loader.dataset, IterableDataset) and not self._loader.num_workers
 
     def _generators(self) -> dict[str, Any]:
         return {**capture_generators(), "own": self.own_generators.state_dict()}

@@ -13,6 +13,7 @@ from dalsegno.component import Stateful
 from dalsegno.errors import StateMismatch
 from dalsegno.randomness import capture_generators, preserved_generators, restore_generators
 
+from .feed import NOT_EXACT
 from .fingerprint import digest
 from .loader_feed import END, LoaderFeed
 from .stream import RankShard
@@ -95,6 +96,7 @@ class StatefulFeed(LoaderFeed):
                 "%s changes its state where an iterator ends, and a resumed run comes there twice: from this epoch on "
                 "its data is not that of a run that was never stopped; change the state where an iterator begins",
                 type(stream).__name__,
+                extra={NOT_EXACT: True},
             )
 
     def _stream(self) -> Stateful | None:

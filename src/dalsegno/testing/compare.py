@@ -6,7 +6,7 @@ Only what tells the time may differ: ``timestamp``, ``tok_per_sec``, ``mfu``, ``
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -89,8 +89,13 @@ class Comparison:
         return "\n".join(f"{a:<{widths[0]}}  {b:>{widths[1]}} {c:<{widths[2]}}  {d}" for a, b, c, d in lines)
 
 
-def compare_runs(first: str | Path, second: str | Path) -> Comparison:
+def compare_runs(first: str | Path, second: str | Path, *, ignoring: Collection[str] = ()) -> Comparison:
     """The newest checkpoints of two output folders, and all their logs.
+
+    Args:
+        first: an output folder.
+        second: another one.
+        ignoring: values of components that may differ, as ``"trainer.best_model_checkpoint"``.
 
     Raises:
         NotFound: if one has no checkpoint.
@@ -98,7 +103,7 @@ def compare_runs(first: str | Path, second: str | Path) -> Comparison:
     first, second = Path(first), Path(second)
     ours, theirs = _newest(first), _newest(second)
     rows = [Row("step", 1, "values", _unlike(ours.manifest.step, theirs.manifest.step))]
-    rows += sorted([*_tensors(read_tensors(ours), read_tensors(theirs)), *_states(ours, theirs)], key=_place)
+    rows += sorted([*_tensors(read_tensors(ours), read_tensors(theirs)), *_states(ours, theirs, ignoring)], key=_place)
     rows += _logs(first, second)
     return Comparison(rows)
 
@@ -124,12 +129,18 @@ def _tensors(ours: Tensors, theirs: Tensors) -> Iterator[Row]:
         yield Row(component, len(names), "tensors", next(filter(None, differences), None))
 
 
-def _states(ours: Checkpoint, theirs: Checkpoint) -> Iterator[Row]:
+def _states(ours: Checkpoint, theirs: Checkpoint, ignoring: Collection[str]) -> Iterator[Row]:
     mine, yours = saved_states(ours), saved_states(theirs)
     for key in sorted({*mine, *yours} - {_CLOCK}):
-        states = mine.get(key), yours.get(key)
-        if size := max(map(_size, states)):
-            yield Row(key, size, "values", _first_difference(*states, key))
+        here, there = ([_without(state, key, ignoring) for state in saved.get(key, [])] for saved in (mine, yours))
+        if size := max(_size(here), _size(there)):
+            yield Row(key, size, "values", _first_difference(here, there, key))
+
+
+def _without(state: Any, key: str, ignoring: Collection[str]) -> Any:
+    if not isinstance(state, Mapping):
+        return state
+    return {name: value for name, value in state.items() if f"{key}.{name}" not in ignoring}
 
 
 def _logs(ours: Path, theirs: Path) -> Iterator[Row]:

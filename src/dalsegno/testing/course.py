@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,8 @@ class Course:
     steps: int
     writes: Mapping[int, int]
     """How many writes each checkpoint took, under its step."""
+    epoch_ends: Sequence[int] = ()
+    """The steps that were finished when each epoch ended."""
 
     def moments(self, seed: int) -> list[FaultPlan]:
         """Two moments at random: between two steps of the first leg, and in a save of the leg after it.
@@ -67,6 +69,7 @@ class CourseRecorder(Callback):
     def __init__(self) -> None:
         self._steps = 0
         self._writes: Counter[int] = Counter()
+        self._epoch_ends: list[int] = []
 
     def start(self) -> None:
         """From now on."""
@@ -75,10 +78,13 @@ class CourseRecorder(Callback):
 
     def course(self) -> Course:
         """What has been noted so far."""
-        return Course(self._steps, dict(self._writes))
+        return Course(self._steps, dict(self._writes), tuple(self._epoch_ends))
 
     def on_step_begin(self, ctx: Context) -> None:
         self._steps += 1
+
+    def on_epoch_end(self, ctx: Context) -> None:
+        self._epoch_ends.append(self._steps)
 
     def _watch(self, operation: str, path: Path) -> None:
         saving = _SAVING.search(str(path)) if operation == "write" else None

@@ -1,0 +1,24 @@
+"""A part of the matrix: each kind of data once, broken off in each of its first epochs, as docs/data.md says of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dalsegno.testing import BRIEF
+from durability.matrix import Cell, cells, key, shown, verdict
+
+SHOWN = shown()
+CELLS = [
+    (cell, 2 if number % 2 and key(cell, 2) in SHOWN else 1)
+    for number, cell in enumerate(cell for cell in cells() if not cell.workers)
+    if key(cell, 1) in SHOWN
+]
+"""On one rank and on two in turn. Worker processes take long to start: they are tried by ``make soak``."""
+
+
+@pytest.mark.parametrize(("cell", "world_size"), CELLS, ids=lambda value: getattr(value, "kind", None))
+def test_a_kind_of_data(tmp_path: Path, cell: Cell, world_size: int) -> None:
+    found, trials = verdict(cell, world_size, tmp_path, BRIEF[world_size - 1 :][:1])
+    assert found == SHOWN[key(cell, world_size)], "\n".join(map(str, trials))
