@@ -260,7 +260,8 @@ def test_a_diverged_run_keeps_its_last_good_checkpoint(tmp_path: Path, metric: s
     result = small_trainer(tmp_path, *own, parts=parts, **settings).train()
     assert (result.global_step, result.reason, result.stopped_by) == (5, "aborted", "DivergenceDetector")
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000004"]
-    again = small_trainer(tmp_path, DivergenceDetector(metric_key=metric), parts=parts, **settings).train()
+    mended = small_trainer(tmp_path, DivergenceDetector(metric_key=metric), parts=parts, **settings)
+    again = mended.train(continue_stopped=True)
     assert (again.global_step, again.reason) == (9, "finished")
 
 
