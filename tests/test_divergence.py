@@ -1,13 +1,15 @@
 """The mathematics of divergence, against a plain reading of its definition."""
 
 import math
+import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dalsegno.divergence import Divergence
+from dalsegno.divergence import LOST, NOISE, Divergence, migrated
 from dalsegno.errors import ConfigurationError, StateMismatch
 
 values = st.floats(-20, 20) | st.sampled_from([math.nan, math.inf, -math.inf])
@@ -20,8 +22,9 @@ settings_of_it = st.fixed_dictionaries(
         "patience": st.integers(1, 4),
         "warmup": st.integers(0, 6),
         "mode": st.sampled_from(["min", "max"]),
+        "baseline_smoothing": st.none() | st.floats(0.01, 0.04),
     }
-).filter(lambda it: it["threshold"] is not None or it["relative_threshold"] is not None)
+)
 
 
 def diverged(found: Divergence, observations: list[float]) -> list[bool]:
@@ -30,23 +33,40 @@ def diverged(found: Divergence, observations: list[float]) -> list[bool]:
 
 def as_defined(observations: list[float], it: dict[str, Any]) -> list[bool]:
     """The definition read out loud, with the whole past at hand at each observation."""
-    answers, smoothed, bad = [], [], 0
+    answers: list[bool] = []
+    seen: list[float] = []
+    smoothed: list[float] = []
+    slow: list[float] = []
+    bad = 0
+    a, b = it["smoothing"], it["baseline_smoothing"]
     for x in observations:
         if not math.isfinite(x):
             bad = 0
             answers.append(True)
             continue
         x = x if it["mode"] == "min" else -x
-        a = it["smoothing"]
+        seen.append(x)
         smoothed.append(a * x + (1 - a) * smoothed[-1] if smoothed else x)
-        s, best = smoothed[-1], min(smoothed)
-        far = it["threshold"] is not None and s - best >= it["threshold"]
+        slow.append((b or 0) * x + (1 - (b or 0)) * slow[-1] if slow else x)
+        s, base = smoothed[-1], min(smoothed) if b is None else slow[-1]
+        far = it["threshold"] is not None and s - base >= it["threshold"]
         factor = it["relative_threshold"]
-        multiple = factor is not None and s > best and s - best >= abs(best) * (factor - 1)
+        multiple = factor is not None and s > base and s - base >= abs(base) * (factor - 1)
+        if it["threshold"] is None and factor is None:
+            far = min(s, x) - base > max(LOST * (seen[0] - base), NOISE * noise(seen, a))
         bad = bad + 1 if (far or multiple) and len(smoothed) > it["warmup"] else 0
         answers.append(bad == it["patience"])
         bad %= it["patience"]
     return answers
+
+
+def noise(seen: list[float], smoothing: float) -> float:
+    """Of an exponential average: from the distances of neighbours, none of them over four times what is usual."""
+    usual = 0.0
+    for number, distance in enumerate((abs(y - x) for x, y in pairwise(seen)), start=1):
+        counted = min(distance, 4 * usual) if usual > 0 and number >= 5 else distance
+        usual += max(0.05, 1 / number) * (counted - usual)
+    return math.sqrt(math.pi) / 2 * usual * math.sqrt(smoothing / (2 - smoothing))
 
 
 @settings(max_examples=200)
@@ -91,12 +111,12 @@ def test_a_negative_best_and_a_best_of_zero() -> None:
 
 
 def test_a_single_spike_needs_company() -> None:
-    found = Divergence(smoothing=1, patience=2, warmup=0)
+    found = Divergence(smoothing=1, threshold=1.0, patience=2, warmup=0)
     assert diverged(found, [1, 9, 1, 9, 1, 9, 9]) == [False] * 6 + [True]
 
 
 def test_nothing_is_judged_in_warmup_but_nan() -> None:
-    found = Divergence(smoothing=1, patience=1, warmup=3)
+    found = Divergence(smoothing=1, threshold=1.0, patience=1, warmup=3)
     assert diverged(found, [1, 9, math.inf, 9, 9]) == [False, False, True, False, True]
 
 
@@ -117,6 +137,7 @@ def test_nothing_is_judged_in_warmup_but_nan() -> None:
         ("warmup", -1, "at least 0"),
         ("warmup", True, "whole number"),
         ("mode", "maximum", "'min' or 'max'"),
+        ("baseline_smoothing", 0.3, "over 0 and under smoothing, which is 0.3, or None"),
     ],
 )
 def test_a_value_that_cannot_work(argument: str, value: Any, allowed: str) -> None:
@@ -126,18 +147,51 @@ def test_a_value_that_cannot_work(argument: str, value: Any, allowed: str) -> No
     assert allowed in str(caught.value)
 
 
-def test_no_threshold_at_all() -> None:
-    with pytest.raises(ConfigurationError, match="threshold and relative_threshold are both None"):
-        Divergence(threshold=None)
+def noisy(level: float, count: int, seed: int) -> list[float]:
+    generator = random.Random(seed)
+    return [level + generator.gauss(0, 0.1) for _ in range(count)]
+
+
+falling = [8 * 0.97**step + noise for step, noise in enumerate(noisy(2.0, 300, 0))]
+
+
+@pytest.mark.parametrize("unit", [1e-9, 1.0, 1e9])
+@pytest.mark.parametrize("shift", [0.0, -50.0])
+def test_without_a_threshold_every_unit_is_judged_alike(unit: float, shift: float) -> None:
+    """A healthy run is let pass, noise and all; one that climbs back a part of its way is not."""
+    healthy = [unit * (x + shift) for x in [*falling, *noisy(2.2, 3000, 1)]]
+    assert not any(diverged(Divergence(), healthy))
+    climbing = [unit * (x + shift) for x in [*falling, *(2 + 0.1 * step for step in range(80))]]
+    fired = diverged(Divergence(), climbing).index(True)
+    assert 300 + 20 < fired < 300 + 40  # a quarter of 8 is lost after 20 observations; s follows a little later
+
+
+def test_noise_alone_is_no_divergence_where_nothing_was_gained() -> None:
+    for seed in range(20):
+        assert not any(diverged(Divergence(), noisy(1.0, 2000, seed)))
+
+
+def test_a_slow_average_forgives_an_old_best() -> None:
+    rising = [*noisy(1.0, 50, 0), *(1 + 0.01 * step for step in range(400))]
+    assert any(diverged(Divergence(threshold=1.0), rising))
+    assert not any(diverged(Divergence(threshold=1.0, baseline_smoothing=0.05), rising))
+    assert any(diverged(Divergence(threshold=1.0, baseline_smoothing=0.05), [*rising, *[9.0] * 5]))
+
+
+def test_the_state_of_a_detector_that_knew_no_noise() -> None:
+    found = Divergence(smoothing=1)
+    found.load_state_dict(migrated({"smoothed": 2.0, "best": 2.0, "observations": 50, "bad_in_a_row": 0}))
+    assert diverged(found, [2.0, 2.1, 2.9, 2.9, 2.9]) == [False] * 5
+    assert diverged(found, [40.0, 40.0, 40.0]) == [False, False, True]
 
 
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        (None, "must have the keys smoothed, best, observations, bad_in_a_row"),
+        (None, "must have the keys smoothed, best, first, newest, step, observations, bad_in_a_row"),
         ({"smoothed": 1.0}, "must have the keys"),
-        ({"smoothed": "1", "best": 1.0, "observations": 1, "bad_in_a_row": 0}, "smoothed cannot be '1'"),
-        ({"smoothed": 1.0, "best": 1.0, "observations": None, "bad_in_a_row": 0}, "observations cannot be None"),
+        ({**Divergence().state_dict(), "smoothed": "1"}, "smoothed cannot be '1'"),
+        ({**Divergence().state_dict(), "observations": None}, "observations cannot be None"),
     ],
 )
 def test_a_state_that_is_none(state: Any, message: str) -> None:

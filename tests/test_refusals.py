@@ -79,10 +79,10 @@ CALLBACKS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ConfigurationError,
         "smoothing is nan; allowed: a number over 0, up to 1",
     ),
-    "no threshold": (
-        lambda: DivergenceDetector(threshold=None),
+    "a baseline as fast as the average": (
+        lambda: DivergenceDetector(baseline_smoothing=0.3),
         ConfigurationError,
-        "threshold and relative_threshold are both None; give at least one",
+        "baseline_smoothing is 0.3; allowed: a number over 0 and under smoothing, which is 0.3, or None",
     ),
     "no such action": (
         lambda: DivergenceDetector(action="pause"),  # type: ignore[arg-type]

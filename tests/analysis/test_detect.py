@@ -49,8 +49,10 @@ def test_a_run_that_is_all_warm_up_is_said_to_be() -> None:
 def test_settings_are_checked_as_the_detector_checks_them() -> None:
     with pytest.raises(ConfigurationError, match="patience is 0"):
         DetectorSettings(patience=0)
-    with pytest.raises(ConfigurationError, match="both None"):
-        DetectorSettings(threshold=None)
+    with pytest.raises(
+        ConfigurationError, match=r"baseline_smoothing is 0\.3; allowed: a number over 0 and under smooth"
+    ):
+        DetectorSettings(baseline_smoothing=0.3)
 
 
 @given(

@@ -13,7 +13,9 @@ from dalsegno.errors import ConfigurationError
 
 
 def watched(tmp_path: Path, **arguments: Any) -> Stage:
-    return Stage(tmp_path, DivergenceDetector(**{"smoothing": 1.0, "warmup": 0, "patience": 2, **arguments}))
+    return Stage(
+        tmp_path, DivergenceDetector(**{"smoothing": 1.0, "threshold": 1.0, "warmup": 0, "patience": 2, **arguments})
+    )
 
 
 def feed(stage: Stage, *values: float, metric: str = "loss", kind: str = "train", first: int = 1) -> None:
@@ -76,12 +78,12 @@ def test_a_missing_metric_is_said_once_and_zero_is_not_missing(
 
 
 def test_resumed_from_the_checkpoint_of_its_stop_it_needs_new_observations(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, callback := DivergenceDetector(smoothing=1.0, warmup=0, patience=3))
+    stage = Stage(tmp_path, callback := DivergenceDetector(smoothing=1.0, threshold=1.0, warmup=0, patience=3))
     feed(stage, 1, 9, 9, 9)
     assert stage.control.should_training_stop
     state = callback.state_dict()
 
-    resumed = Stage(tmp_path, again := DivergenceDetector(smoothing=1.0, warmup=0, patience=3))
+    resumed = Stage(tmp_path, again := DivergenceDetector(smoothing=1.0, threshold=1.0, warmup=0, patience=3))
     again.load_state_dict(state)
     feed(resumed, 9, 9)
     assert not resumed.control.should_training_stop

@@ -25,7 +25,7 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 
 def detector(**arguments: Any) -> DivergenceDetector:
-    return DivergenceDetector(**{"smoothing": 1.0, "warmup": 0, "patience": 2, **arguments})
+    return DivergenceDetector(**{"smoothing": 1.0, "threshold": 1.0, "warmup": 0, "patience": 2, **arguments})
 
 
 # -- DivergenceDetector -------------------------------------------------------------------------------------------
@@ -37,7 +37,7 @@ def test_a_stop_saves_and_a_resumed_run_needs_new_observations(tmp_path: Path) -
     assert (result.reason, result.global_step, result.stopped_by) == ("stopped", 4, "DivergenceDetector")
     assert result.checkpoint == tmp_path / "checkpoints/step-00000004"
 
-    resumed = trainer(tmp_path, losses, detector()).train()
+    resumed = trainer(tmp_path, losses, detector()).train(continue_stopped=True)
     assert (resumed.reason, resumed.global_step) == ("stopped", 6), "as many as the patience is"
 
 

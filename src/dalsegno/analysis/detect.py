@@ -18,11 +18,12 @@ class DetectorSettings:
     """
 
     smoothing: float = 0.3
-    threshold: float | None = 1.0
+    threshold: float | None = None
     relative_threshold: float | None = None
     patience: int = 3
     warmup: int = 10
     mode: Mode = "min"
+    baseline_smoothing: float | None = None
 
     def __post_init__(self) -> None:
         self.build()

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from dalsegno.callback import Callback
 from dalsegno.contexts import LogContext
-from dalsegno.divergence import Divergence, Mode
+from dalsegno.divergence import Divergence, Mode, migrated
 from dalsegno.errors import ConfigurationError
 from dalsegno.pieces import are_finite
 
@@ -27,23 +27,28 @@ class DivergenceDetector(Callback):
     Args:
         smoothing: weight of the newest observation in the moving average, 0 < a ≤ 1.
         threshold: bad from this distance between average and best average on, in the metric's unit; or None.
-        relative_threshold: bad from this multiple (over 1) of the best average on; or None.
+        relative_threshold: bad from this multiple (over 1) of the best average on; or None. Where both are None, bad is
+            who has lost a quarter of what was gained since the beginning, and more than noise explains.
         patience: how many bad observations in a row end the training.
         warmup: how many observations, from the run's first on, are not judged. NaN and infinity always are.
         action: ``"stop"`` saves a checkpoint, ``"abort"`` ends without one; so do NaN and infinity.
         use_eval_loss: watch ``eval_loss`` in the evaluation's records in place of ``loss`` in those of training.
         metric_key: another metric to watch; one that begins with ``eval_`` is looked for in evaluation's records.
         mode: ``"max"`` for a metric that should rise, such as an accuracy.
+        baseline_smoothing: weight of the newest observation in a second, slower moving average, with which the first
+            one is compared in place of its best: a slow rise is forgiven. Under ``smoothing``; or None.
         name: the key of its state in checkpoints; the class's name if None.
 
     Raises:
         ConfigurationError: for a value that cannot work.
     """
 
+    state_version = 2
+
     def __init__(
         self,
         smoothing: float = 0.3,
-        threshold: float | None = 1.0,
+        threshold: float | None = None,
         relative_threshold: float | None = None,
         patience: int = 3,
         warmup: int = 10,
@@ -51,6 +56,7 @@ class DivergenceDetector(Callback):
         use_eval_loss: bool = False,
         metric_key: str | None = None,
         mode: Mode = "min",
+        baseline_smoothing: float | None = None,
         *,
         name: str | None = None,
     ) -> None:
@@ -70,6 +76,7 @@ class DivergenceDetector(Callback):
             patience=patience,
             warmup=warmup,
             mode=mode,
+            baseline_smoothing=baseline_smoothing,
         )
         self.needs_evaluations = self._kind == "eval"
         self._said_missing = False
@@ -94,6 +101,9 @@ class DivergenceDetector(Callback):
 
     def load_state_dict(self, state: Any) -> None:
         self._divergence.load_state_dict(state)
+
+    def migrate(self, state: Any, from_version: int) -> Any:
+        return migrated(state)
 
     def _say_missing(self, ctx: LogContext) -> None:
         if not self._said_missing:

@@ -49,7 +49,7 @@ def trainer(folder: Path, rate: float, momentum: float = 0.0) -> ds.Trainer:
             JsonLogger(run=folder.name, rate=rate),
             GradNormLogger(),
             ParameterNormLogger(),
-            DivergenceDetector(patience=2, warmup=3, action="abort"),
+            DivergenceDetector(threshold=1.0, patience=2, warmup=3, action="abort"),
         ],
     )
 

@@ -31,8 +31,11 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sweep", action="store_true", help="look for better settings; needs good and bad runs")
     parser.add_argument("--metric", metavar="NAME", help="what it watches; default: the loss")
     parser.add_argument("--smoothing", type=float, default=0.3, metavar="A", help="default: %(default)g")
-    parser.add_argument("--threshold", type=_perhaps, default=1.0, metavar="T", help="default: %(default)g; or none")
+    parser.add_argument("--threshold", type=_perhaps, metavar="T", help="distance from the best; default: none")
     parser.add_argument("--relative-threshold", type=_perhaps, metavar="F", help="a factor over 1; default: none")
+    parser.add_argument(
+        "--baseline-smoothing", type=_perhaps, metavar="B", help="compare with a slower average; default: with the best"
+    )
     parser.add_argument("--patience", type=int, default=3, metavar="N", help="default: %(default)s")
     parser.add_argument("--warmup", type=int, default=10, metavar="N", help="default: %(default)s")
     parser.add_argument("--mode", choices=("min", "max"), default="min", help="max: for what should rise")
