@@ -120,7 +120,7 @@ def test_values_are_toml_and_else_text(tmp_path: Path) -> None:
     changed = ["args.max_steps=7", "args.bf16=true", "args.learning_rate=1e-3", "args.run_name=first try"]
     args = overridden(tmp_path, *changed, "factory.length = 3", "args.output_dir=x=y").args
     assert (args.max_steps, args.bf16, args.learning_rate) == (7, True, 1e-3)
-    assert (args.run_name, str(args.output_dir)) == ("first try", "x=y")
+    assert (args.run_name, args.output_dir) == ("first try", Path.cwd() / "x=y")
 
 
 def test_callbacks_are_found_by_class_or_name_and_added(tmp_path: Path) -> None:
@@ -191,6 +191,18 @@ def test_what_a_former_leg_had_is_kept_if_it_was_another(tmp_path: Path) -> None
     legs = json.loads((tmp_path / "run.json").read_text())["legs"]
     assert [(leg["leg"], leg["last_step"]) for leg in legs] == [(1, 2), (2, 4), (3, 6)]
     assert [kept(tmp_path, f"config.json{part}")["since_leg"] for part in (".0001", ".0002", "")] == [1, 2, 3]
+
+
+def test_a_run_that_was_moved_has_the_same_settings(tmp_path: Path) -> None:
+    """And is trained from its own file where it is now."""
+    trainer = ds.RunConfig.read(settings(tmp_path / "a")).build()
+    trainer.add_callback(sample.StopAfterFirst())
+    assert trainer.train().reason == "stopped"
+    (tmp_path / "a").rename(tmp_path / "b")
+    assert ds.RunConfig.read(settings(tmp_path / "b")).build().train().reason == "finished"
+    config = kept(tmp_path / "b")
+    assert (config["args"]["output_dir"], config["since_leg"]) == (str(tmp_path / "b"), 1)
+    assert not (tmp_path / "b/config.json.0001").exists()
 
 
 def test_the_same_settings_leave_the_file_alone(tmp_path: Path) -> None:

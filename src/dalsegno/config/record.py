@@ -35,24 +35,37 @@ class ConfigRecord(Callback):
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         path = ctx.args.directory / "config.json"
         settings = to_json(self._settings)
-        former = _former(path)
+        former, since = _former(path)
         if former == settings:
             return
-        if former is not None:
+        if former is not None and _without_place(former) != _without_place(settings):
+            since = None
             aside = files.numbered(path.parent, path.name)
             files.rename(path, aside)
             logger.warning("the configuration is not that of the last leg, which is now in %s", aside)
-        run = RunFile(path.parent).load()
-        content = {**settings, SINCE: run.legs[-1].leg if run and run.legs else 1}
+        if since is None:
+            run = RunFile(path.parent).load()
+            since = run.legs[-1].leg if run and run.legs else 1
+        content = {**settings, SINCE: since}
         files.replace_durably(path, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
 
 
-def _former(path: Path) -> Any:
-    """The settings in the file; None where there is none. What cannot be read is other settings."""
+def _former(path: Path) -> tuple[dict[str, Any] | None, Any]:
+    """The settings in the file, and since which leg; None without a file. What cannot be read is other settings."""
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
-        return None
+        return None, None
     except ValueError:
-        return {}
-    return {key: value for key, value in content.items() if key != SINCE} if isinstance(content, dict) else {}
+        return {}, None
+    if not isinstance(content, dict):
+        return {}, None
+    return {key: value for key, value in content.items() if key != SINCE}, content.get(SINCE)
+
+
+def _without_place(settings: dict[str, Any]) -> dict[str, Any]:
+    """A run that was moved, or whose path was relative once, has the same settings."""
+    args = settings.get("args")
+    if not isinstance(args, dict):
+        return settings
+    return {**settings, "args": {key: args[key] for key in args.keys() - {"output_dir", "local_dir"}}}
