@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from .export import Exported, export_model
     from .held import HeldTensors
     from .inspect import read_tensors, saved_states
-    from .loading import CALLBACKS, LOSS, SETTINGS, LoadReport
+    from .keys import CALLBACKS, LOSS, SETTINGS
+    from .loading import LoadReport
     from .manager import CheckpointManager
     from .manifest import Checkpoint, Manifest
     from .restoring import load_parts
@@ -24,7 +25,8 @@ _HOMES = {
     "export": ("Exported", "export_model"),
     "held": ("HeldTensors",),
     "inspect": ("read_tensors", "saved_states"),
-    "loading": ("CALLBACKS", "LOSS", "SETTINGS", "LoadReport"),
+    "keys": ("CALLBACKS", "LOSS", "SETTINGS"),
+    "loading": ("LoadReport",),
     "manager": ("CheckpointManager",),
     "manifest": ("Checkpoint", "Manifest"),
     "restoring": ("load_parts",),

@@ -23,8 +23,9 @@ from dalsegno.errors import CannotSave, ConfigurationError, NotFound, UnknownNam
 from . import index, survey
 from .folder import path_of
 from .index import Index, StoredTensor
+from .keys import CALLBACKS, MODEL
 from .layout import SAFETENSORS_NAMES, StoredFile, byte_count, name_of
-from .loading import CALLBACKS, MODEL, SavedStates
+from .loading import SavedStates
 from .manifest import Checkpoint
 
 WHOLE = "model.safetensors"

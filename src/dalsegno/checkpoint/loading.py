@@ -11,20 +11,9 @@ from dalsegno.changes import Change
 from dalsegno.component import Component, State
 from dalsegno.errors import DamagedCheckpoint, StateMismatch
 
+from .keys import CALLBACKS
 from .manifest import Checkpoint, ComponentRecord
 from .sidecar import SHARED, SavedState, rank_sidecar, read_sidecar
-
-CALLBACKS = "callbacks."
-"""What the keys of callbacks begin with."""
-
-MODEL = "model"
-"""The key of the model."""
-
-LOSS = "loss_fn"
-"""The key of a loss function that has tensors of its own."""
-
-SETTINGS = "settings"
-"""The key of what a run was trained with."""
 
 
 @dataclass(frozen=True, slots=True)

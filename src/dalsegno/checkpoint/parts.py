@@ -14,8 +14,9 @@ from dalsegno.errors import DamagedCheckpoint
 
 from . import index, storage
 from .index import Index
+from .keys import SETTINGS
 from .layout import name_of
-from .loading import SETTINGS, SavedStates
+from .loading import SavedStates
 from .sharded import OptimizerState, Prepared, Sharded
 from .storage import Files
 

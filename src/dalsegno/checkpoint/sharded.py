@@ -22,8 +22,8 @@ from dalsegno.pieces import cleaned, once
 
 from .columns import Rows
 from .index import Index, StoredTensor
+from .keys import LOSS, MODEL
 from .layout import DTYPES, is_plain, name_of
-from .loading import LOSS, MODEL
 
 Tensors = dict[str, torch.Tensor]
 

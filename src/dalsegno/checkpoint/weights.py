@@ -19,8 +19,9 @@ from dalsegno.errors import DamagedCheckpoint, NotFound
 
 from .export import INDEX, WHOLE
 from .index import Index, StoredPiece, StoredTensor
+from .keys import MODEL
 from .layout import StoredFile
-from .loading import MODEL, LoadReport
+from .loading import LoadReport
 from .manifest import Checkpoint, read_json
 from .parts import Stored, misfits, restore_sharded
 from .sharded import ModelState
