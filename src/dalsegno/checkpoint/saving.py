@@ -25,7 +25,7 @@ from .manifest import ComponentRecord, FileRecord, Manifest
 from .planning import FilePlan, Plan
 from .resources import available_memory, has_memory_for, human
 from .sharded import Sharded
-from .sidecar import SHARED, Encoded, SavedState, rank_sidecar, sidecar_arrays, sidecar_document
+from .sidecar import SHARED, Encoded, SavedState, rank_sidecar, sidecar_arrays, sidecar_json
 from .staging import Advance, Buffer, Document, Outgoing, Stream, TensorFile
 
 logger = logging.getLogger("dalsegno")
@@ -205,11 +205,15 @@ class Stage:
             )
 
     def _documents(self, states: _States) -> list[Outgoing]:
-        own = sidecar_document(rank_sidecar(ranks.rank()), states.own)
+        own = Document(f"{rank_sidecar(ranks.rank())}.json", sidecar_json(states.own))
         if ranks.rank() != 0:
             return [own]
         assert self._plan.index is not None, "rank 0 plans"
-        return [own, sidecar_document(SHARED, states.shared), Document(index.FILE_NAME, self._plan.index)]
+        return [
+            own,
+            Document(f"{SHARED}.json", sidecar_json(states.shared)),
+            Document(index.FILE_NAME, self._plan.index),
+        ]
 
 
 def publish(finished: Manifest, directory: Path, final: Path) -> None:

@@ -25,7 +25,6 @@ from dalsegno.errors import DamagedCheckpoint
 from .codec import Arrays, Json, decode, encode
 from .layout import StoredFile, as_bytes
 from .manifest import Checkpoint, ComponentRecord, read_json
-from .staging import Document
 
 FORMAT = 1
 SHARED = "shared"
@@ -70,7 +69,7 @@ class Encoded:
         return checksum.hexdigest()
 
 
-def sidecar_document(name: str, encoded: Mapping[str, Encoded]) -> Document:
+def sidecar_json(encoded: Mapping[str, Encoded]) -> bytes:
     """The JSON of a sidecar."""
     states = {
         key: {
@@ -82,7 +81,7 @@ def sidecar_document(name: str, encoded: Mapping[str, Encoded]) -> Document:
         for key, each in encoded.items()
     }
     text = json.dumps({"format": FORMAT, "states": states}, allow_nan=False, separators=(",", ":"))
-    return Document(f"{name}.json", text.encode())
+    return text.encode()
 
 
 def sidecar_arrays(encoded: Mapping[str, Encoded]) -> dict[str, torch.Tensor]:
