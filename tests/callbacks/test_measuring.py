@@ -14,12 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torchmetrics import MetricCollection
-from torchmetrics.classification import BinaryROC, MulticlassAccuracy
+from torchmetrics import CatMetric, MetricCollection
+from torchmetrics.classification import BinaryROC, MulticlassAccuracy, MulticlassAUROC, MulticlassAveragePrecision
 from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError
 
 import dalsegno as ds
-from callbacks.layouts import assert_same_values, on_every_layout, sentences
+from callbacks.layouts import assert_same_values, on_every_layout, sentences, values
 from dalsegno.callbacks import (
     DumpActivations,
     EarlyStopping,
@@ -29,7 +29,7 @@ from dalsegno.callbacks import (
     Notify,
 )
 from dalsegno.logs import read_records
-from dalsegno.testing import tiny_regression_data
+from dalsegno.testing import run_ranks, tiny_regression_data
 from support.listeners import Listener
 from support.small import small_trainer
 
@@ -64,7 +64,7 @@ def guessing_callbacks() -> list[ds.Callback]:
     return [ModelEvalMetrics({"accuracy": MulticlassAccuracy(7, average="micro")}, select=guesses)]
 
 
-def guessing_trainer(output_dir: Path, *own: ds.Callback, evaluated: int = 9, parallel: str = "none") -> ds.Trainer:
+def guessing_trainer(output_dir: Path, *own: ds.Callback, evaluated: Any = None, parallel: str = "none") -> ds.Trainer:
     from dalsegno import ranks
 
     torch.manual_seed(0)
@@ -81,7 +81,7 @@ def guessing_trainer(output_dir: Path, *own: ds.Callback, evaluated: int = 9, pa
         use_cpu=True,
         disable_tqdm=True,
     )
-    data = {"train_dataset": sentences(), "eval_dataset": sentences(evaluated, seed=1)}
+    data = {"train_dataset": sentences(), "eval_dataset": evaluated or sentences(9, seed=1)}
     return ds.Trainer(Guessing(), args, **data, callbacks=[JsonLogger(), *own])
 
 
@@ -103,6 +103,44 @@ def test_a_metric_over_all_ranks_without_padding(tmp_path: Path) -> None:
     for record in records(runs["fsdp"], "eval"):
         expected = torch.cat(rights[record["global_step"]]).double().mean().item()
         assert record["eval_accuracy"] == pytest.approx(expected)
+
+
+class Total(CatMetric):
+    """Keeps a number of no dimension for each batch."""
+
+    def compute(self) -> Tensor:
+        return torch.as_tensor(super().compute()).sum()
+
+
+def metrics_that_keep_rows() -> list[ds.Callback]:
+    """Scores of two dimensions and labels of whole numbers, in a group too; single numbers; counts beside them."""
+
+    def rounded(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        scores, labels = guesses(outputs, batch)
+        return scores.round(decimals=3), labels  # equal scores shall be equal, however they were added up
+
+    group = MetricCollection([MulticlassAUROC(7), MulticlassAveragePrecision(7)])
+    metrics = {"area": MulticlassAUROC(7, average="none"), "group": group, "accuracy": MulticlassAccuracy(7)}
+    totals = ModelEvalMetrics({"total": Total()}, select=lambda outputs, batch: (outputs["scores"].sum(),))
+    totals.name = "totals"
+    return [ModelEvalMetrics(metrics, select=rounded), totals]
+
+
+def train_evaluating_few(output_dir: Path, layout: str) -> None:
+    sets = {"one": sentences(1, seed=1), "five": sentences(5, seed=1)}
+    guessing_trainer(output_dir, *metrics_that_keep_rows(), evaluated=sets, parallel=layout).train()
+
+
+@pytest.mark.filterwarnings(
+    "ignore:No positive samples", "ignore:Average precision score"
+)  # of a label that is not there
+def test_metrics_that_keep_all_rows_where_a_rank_has_padding(tmp_path: Path) -> None:
+    """Of one set the second rank has nothing but padding, of the other its last batch is padding."""
+    run_ranks(train_evaluating_few, 1, tmp_path / "none", "none")
+    run_ranks(train_evaluating_few, 2, tmp_path / "ddp", "ddp")
+    ignored = ["timestamp", "peak_mem", "_runtime", "_per_second"]
+    alone, spread = (values(tmp_path / layout / "logs/train.jsonl", ignored) for layout in ("none", "ddp"))
+    assert spread == pytest.approx(alone, rel=1e-4)
 
 
 def test_metrics_of_several_sets_and_what_watches_them(tmp_path: Path) -> None:

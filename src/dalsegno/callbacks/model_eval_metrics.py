@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
-import torch
+from torch import Tensor, nn
 
 from dalsegno.callback import Callback
 from dalsegno.contexts import EvaluateBeginContext, LogContext, PredictionStepContext
@@ -39,9 +39,10 @@ class ModelEvalMetrics(Callback):
             select=lambda outputs, batch: (outputs["logits"], batch["labels"]),
         )
 
-    Each is reset when a set's evaluation begins, told of every batch, and computed over all ranks when it ends. Padding
-    is not told. A metric of several values, a ``MetricCollection`` say, has an entry for each: ``eval_<name>_<value>``;
-    one that is a curve is a list. What ``EarlyStopping``, ``metric_for_best_model`` and the loggers see contains them.
+    Each is reset when a set's evaluation begins, updated with every batch, and computed over all ranks when it ends.
+    Padding does not count, also where a rank has nothing else. A metric of several values, a ``MetricCollection`` say,
+    has an entry for each: ``eval_<name>_<value>``; one that is a curve is a list. What ``EarlyStopping``,
+    ``metric_for_best_model`` and the loggers see contains them.
 
     Args:
         metrics: by name; torchmetrics' own, or anything with ``update``, ``compute`` and ``reset`` whose ``compute``
@@ -74,22 +75,67 @@ class ModelEvalMetrics(Callback):
         device = device_of(ctx.model)
         for metric in self._metrics.values():
             metric.reset()
-            if isinstance(metric, torch.nn.Module):
+            if isinstance(metric, nn.Module):
                 metric.to(device)
 
     def on_prediction_step(self, ctx: PredictionStepContext) -> None:
-        if self._measuring and ctx.samples:
-            selected = self._select(ctx.outputs, ctx.batch)
-            for metric in self._metrics.values():
+        if not self._measuring:
+            return
+        selected = self._select(ctx.outputs, ctx.batch)
+        for metric in self._metrics.values():
+            if ctx.samples:
                 metric.update(*selected)
+            else:
+                _update_without_rows(metric, selected)
 
     def on_log_step(self, ctx: LogContext) -> None:
         if ctx.kind != "eval" or not self._measuring:
             return
         self._measuring = False
         for name, metric in self._metrics.items():
+            _give_scalars_a_row(metric)
             ctx.logs |= _entries(f"{self._prefix}_{name}", metric.compute())
             metric.reset()
+
+
+# torchmetrics gathers a list state tensor by tensor, after it has concatenated what is reduced by concatenation. It
+# takes an empty list for fp32 of one dimension, and a lone scalar is gathered in another way than rows are. So each
+# rank needs tensors of the same dtype and dimensions in its lists, else the ranks' collectives do not match.
+
+
+def _update_without_rows(metric: Metric, batch: tuple[Any, ...]) -> None:
+    """Update a metric of torchmetrics with padding: its lists get tensors without a row, its other states stay."""
+    inner = _inner_metrics(metric)
+    before = [{name: _copied(getattr(each, name)) for name in each._reductions} for each in inner]
+    if inner:
+        metric.update(*batch)
+    for each, states in zip(inner, before, strict=True):
+        for name, state in states.items():
+            if isinstance(state, list):
+                added = getattr(each, name)[len(state) :]
+                state += [_with_rows(tensor)[:0] for tensor in added if isinstance(tensor, Tensor)]
+            setattr(each, name, state)
+
+
+def _copied(state: list[Tensor] | Tensor) -> list[Tensor] | Tensor:
+    return list(state) if isinstance(state, list) else state.clone()  # which an update may change in place
+
+
+def _give_scalars_a_row(metric: Metric) -> None:
+    for each in _inner_metrics(metric):
+        for name, reduction in each._reductions.items():
+            state = getattr(each, name)
+            if isinstance(state, list) and getattr(reduction, "__name__", "") == "dim_zero_cat":
+                setattr(each, name, [_with_rows(tensor) for tensor in state])
+
+
+def _with_rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() else tensor.reshape(1)
+
+
+def _inner_metrics(metric: Metric) -> list[Any]:
+    """The metrics of torchmetrics that it is made of: itself, those of a collection, those that it wraps."""
+    return [each for each in metric.modules() if hasattr(each, "add_state")] if isinstance(metric, nn.Module) else []
 
 
 def _entries(name: str, value: Any) -> Iterator[tuple[str, Any]]:
