@@ -3,21 +3,23 @@
 Whatever has ``state_dict`` and ``load_state_dict`` (torch's ``Stateful`` protocol) can be one. How its state travels
 is read from the object itself, by attributes that it may have or lack:
 
-==================  ==========================================================================================
-``state_scope``     ``"replicated"`` (default): the same on all ranks, rank 0's is saved and given to every rank.
-                    ``"per_rank"``: each rank saves and gets its own.
-``state_version``   int, default 1: the version that ``state_dict`` writes.
-``migrate``         ``migrate(state, from_version) -> state``: upgrades an older state before it is loaded.
-``reshard``         ``reshard(states, world_size) -> states``: per-rank states, one for each old rank, onto another
-                    number of ranks. Without it, a per-rank state cannot follow a change of world size.
-``reshard_note``    what ``reshard`` amounts to, for the report.
-``aliases``         keys under which the same thing was saved in former times.
-``ranks``           ``"zero"``: acts on rank 0 only, so that its state is not compared between ranks.
-``state_compared``  False: only rank 0 knows the state (a file that it writes), so it is not compared either.
-``make_durable``    ``make_durable()``: forces what the state refers to, a file it has written for one, to the disk.
-                    Called on another thread, after ``state_dict`` and before the checkpoint is published; training
-                    does not wait for it.
-==================  ==========================================================================================
+===================  ===============================================================================================
+``state_scope``      ``"replicated"`` (default): the same on all ranks, rank 0's is saved and given to every rank.
+                     ``"per_rank"``: each rank saves and gets its own.
+``state_version``    int, default 1: the version that ``state_dict`` writes.
+``migrate``          ``migrate(state, from_version) -> state``: upgrades an older state before it is loaded.
+``reshard``          ``reshard(states, world_size) -> states``: per-rank states, one for each old rank, onto another
+                     number of ranks. Without it, a per-rank state cannot follow a change of world size.
+``reshard_note``     what ``reshard`` amounts to, for the report.
+``aliases``          keys under which the same thing was saved in former times.
+``ranks``            ``"zero"``: acts on rank 0 only, so that its state is not compared between ranks.
+``state_compared``   False: only rank 0 knows the state (a file that it writes), so it is not compared either.
+``state_rehearsed``  False: ``state_dict`` is an event to the object, as in some dialects, so it is not called to find
+                     out before training whether its state can be saved.
+``make_durable``     ``make_durable()``: forces what the state refers to, a file it has written for one, to the disk.
+                     Called on another thread, after ``state_dict`` and before the checkpoint is published; training
+                     does not wait for it.
+===================  ===============================================================================================
 """
 
 from __future__ import annotations
@@ -104,6 +106,11 @@ class Component:
         only_zero_knows = getattr(self.target, "ranks", "all") == "zero"
         asked = getattr(self.target, "state_compared", not only_zero_knows)
         return self.scope == "replicated" and asked
+
+    @property
+    def rehearsed(self) -> bool:
+        """Whether the state may be taken when nothing is saved."""
+        return bool(getattr(self.target, "state_rehearsed", True))
 
     def capture(self) -> State:
         return self.target.state_dict()

@@ -103,7 +103,7 @@ class Stage:
         Raises:
             CannotSave: on every rank, if a state on any holds what cannot be saved.
         """
-        states, failure = _states(sharded, components, {})
+        states, failure = _states(sharded, [each for each in components if each.rehearsed], {})
         ranks.together(lambda: _reraise(failure))
         signature = planning.signature(states.tensors)
         if ranks.agree_max([signature != self._planned_for], "whether to plan a save anew")[0]:

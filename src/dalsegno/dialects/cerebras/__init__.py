@@ -43,6 +43,7 @@ class Cerebras(Adapted):
     calls = tuple(_ROWS)
     silent = (*_SAVE, *_LOAD, *SILENT)
 
+    state_rehearsed = False  # on_save_checkpoint is told of a save
     makes_wishes = False  # none but through trainer.early_exit
 
     def __init__(self, foreign: object, name: str | None = None) -> None:
