@@ -34,6 +34,8 @@ def trainer(output_dir: Path, *own: ds.Callback, max_steps: int = STEPS, schedul
         model=Model(),
         parts={"eval_dataset": tiny_regression_data(6, seed=1), "processing_class": Letters()},
         max_steps=max_steps,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
         lr_scheduler_type=schedule,
         logging_steps=2,
         eval_steps=3,

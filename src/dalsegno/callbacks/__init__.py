@@ -19,6 +19,7 @@ from .flop_utilization import FlopUtilization
 from .garbage_collection import GarbageCollection
 from .grad_histogram import GradHistogram
 from .grad_norm_logger import GradNormLogger
+from .gradient_noise_scale import GradientNoiseScale
 from .hang_watchdog import HangWatchdog
 from .info_callback import InfoCallback
 from .json_logger import JsonLogger
@@ -68,6 +69,7 @@ __all__ = [
     "GarbageCollection",
     "GradHistogram",
     "GradNormLogger",
+    "GradientNoiseScale",
     "HangWatchdog",
     "InfoCallback",
     "JsonLogger",

@@ -21,11 +21,14 @@ def whole(owner: str, name: str, value: int, least: int = 1) -> int:
     return value
 
 
-def number(owner: str, name: str, value: float, *, over: float = -math.inf, least: float = -math.inf) -> float:
-    """``value``, a finite number over ``over`` and of at least ``least``."""
+def number(
+    owner: str, name: str, value: float, *, over: float = -math.inf, least: float = -math.inf, under: float = math.inf
+) -> float:
+    """``value``, a finite number over ``over``, of at least ``least``, and under ``under``."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (is_number and math.isfinite(value) and value > over and value >= least):
+    if not (is_number and math.isfinite(value) and over < value < under and value >= least):
         limit = f" over {over:g}" if over > -math.inf else f" of at least {least:g}" if least > -math.inf else ""
+        limit += f" and below {under:g}" if under < math.inf else ""
         raise ConfigurationError(f"{owner}: {name}={value!r}; needs a finite number{limit}")
     return value
 
