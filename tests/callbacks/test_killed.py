@@ -15,9 +15,9 @@ from support.builtins import Model, build
 from support.languages import Letters
 from support.small import arguments
 
-# ProfilerCallback says of each leg what it did; a message to nobody, and a wait of a minute, are for their own tests.
-TOGETHER = sorted(set(callbacks.__all__) - {"ProfilerCallback", "Notify", "HangWatchdog"})
-REFUSED_IN_SHARDS = {"GradientNoiseScale"}
+# ProfilerCallback says of each leg what it did; a message to nobody, a wait of a minute, and one that is refused in
+# shards, are for their own tests.
+TOGETHER = sorted(set(callbacks.__all__) - {"ProfilerCallback", "Notify", "HangWatchdog", "GradientNoiseScale"})
 
 
 def everything(output_dir: Path) -> ds.Trainer:
@@ -40,7 +40,7 @@ def everything(output_dir: Path) -> ds.Trainer:
         train_dataset=tiny_regression_data(21),
         eval_dataset=tiny_regression_data(7, seed=1),
         processing_class=Letters(),
-        callbacks=[build(name) for name in TOGETHER if world_size == 1 or name not in REFUSED_IN_SHARDS],
+        callbacks=[build(name) for name in TOGETHER],
     )
 
 

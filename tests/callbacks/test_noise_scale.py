@@ -17,7 +17,7 @@ from dalsegno.callbacks import GradientNoiseScale, ScaleLoss
 from dalsegno.events import Event
 from dalsegno.testing import FaultPlan, assert_resume_equivalent, run_ranks
 from support.resumed import assert_resumes
-from support.small import Line, small_trainer
+from support.small import Line, small_trainer, weights
 
 DECAY = 0.8
 KEY = "gradient_noise_scale"
@@ -148,6 +148,20 @@ def saved_and_resumed(output_dir: Path, *own: ds.Callback) -> ds.Trainer:
         save_steps=3,
         max_steps=9,
     )
+
+
+def outcome(output_dir: Path, observed: bool) -> list[bytes]:
+    """This rank's weights, bit by bit, and its next random numbers."""
+    trainer = saved_and_resumed(output_dir)
+    if not observed:
+        trainer.remove_callback("GradientNoiseScale")
+    trainer.train()
+    return [each.numpy().tobytes() for each in [*weights(trainer).values(), torch.rand(8)]]
+
+
+def test_it_is_not_felt(tmp_path: Path) -> None:
+    with_it, without = (run_ranks(outcome, 2, tmp_path / f"{observed}", observed) for observed in (True, False))
+    assert with_it == without
 
 
 def test_stopped_and_resumed(tmp_path: Path) -> None:

@@ -22,18 +22,18 @@ from support.listeners import Listener
 from support.small import arguments
 
 CHANGE_THE_TRAINING = {"EMA", "ScaleLoss", "ScopedFlags", "SkipSamples"}
-OBSERVERS = sorted(set(callbacks.__all__) - CHANGE_THE_TRAINING)
-REFUSED_IN_SHARDS = {"GradientNoiseScale"}
+ASK_MORE_OF_THE_TRAINING = {"GradientNoiseScale"}
+"""It is refused without gradient accumulation and in shards: test_noise_scale.py shows that it is not felt."""
+OBSERVERS = sorted(set(callbacks.__all__) - CHANGE_THE_TRAINING - ASK_MORE_OF_THE_TRAINING)
 
 
 def trainer(output_dir: Path, *own: ds.Callback, layout: str = "none", **settings: Any) -> ds.Trainer:
     """With just these callbacks."""
     torch.manual_seed(0)
     given = {"logging_steps": 10, "eval_steps": 25, "save_steps": 40, "max_steps": 100, **settings}
-    batches = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     trainer = ds.Trainer(
         Model(),
-        arguments(output_dir, parallel=layout, disable_tqdm=True, **batches, **given),
+        arguments(output_dir, parallel=layout, disable_tqdm=True, **given),
         train_dataset=tiny_regression_data(),
         eval_dataset=tiny_regression_data(6, seed=1),
         processing_class=Letters(),
@@ -50,7 +50,7 @@ def trainer(output_dir: Path, *own: ds.Callback, layout: str = "none", **setting
 
 def outcome(output_dir: Path, layout: str, steps: int, observed: bool) -> list[bytes]:
     """This rank's weights, bit by bit, and its next random numbers."""
-    own = [build(name) for name in OBSERVERS if layout != "fsdp" or name not in REFUSED_IN_SHARDS] if observed else []
+    own = [build(name) for name in OBSERVERS] if observed else []
     run = trainer(output_dir, *own, layout=layout, max_steps=steps)
     assert run.train().reason == "finished"
     mine = [each.to_local() if isinstance(each, DTensor) else each for each in run.model.state_dict().values()]
