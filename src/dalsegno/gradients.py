@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .errors import ConfigurationError
 from .pieces import Readings, local_gradients, named_parameters, shard_groups, squared_norms, summed
 
 
@@ -24,10 +25,29 @@ class GradientNorms:
         model: for the names of its parameters; a tied one is there once.
         optimizer: whose steps are watched, until :meth:`close`.
         wanted: asked at each of them; steps that nobody wants to know of cost nothing.
+        measures: whether the gradient of a parameter of this name is measured; None: each is.
+
+    Raises:
+        ConfigurationError: if no parameter that is trained has a name that ``measures`` accepts.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, wanted: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        wanted: Callable[[], bool],
+        measures: Callable[[str], object] | None = None,
+    ) -> None:
         trained = [(name, each) for name, each in named_parameters(model) if each.requires_grad]
+        self._measured: set[int] | None = None  # parameters, by id; None: all that the optimizer takes
+        if measures is not None:
+            chosen = [(name, each) for name, each in trained if measures(name)]
+            if trained and not chosen:
+                raise ConfigurationError(
+                    f"none of the {len(trained)} parameters that are trained has a name that is asked for; "
+                    f"the first is {trained[0][0]!r}"
+                )
+            trained, self._measured = chosen, {id(each) for _, each in chosen}
         self._names = [name for name, _ in trained]
         self._parameters = [parameter for _, parameter in trained]
         self._groups = [shard_groups(parameter) for parameter in self._parameters]
@@ -42,6 +62,8 @@ class GradientNorms:
     def look_at(self, optimizer: Optimizer) -> None:
         """Measure the gradients that the optimizer is about to take. No wait, and no collective."""
         taken = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+        if self._measured is not None:
+            taken = [each for each in taken if id(each) in self._measured]
         if taken:
             self._seen.append((taken, squared_norms(local_gradients(taken, [each.grad for each in taken]))))
 

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 from callbacks import grad_norm_ranks
 from callbacks.stage import Stage
+from dalsegno import gradients
 from dalsegno.callbacks import GradNormLogger
 from dalsegno.component import Component
+from dalsegno.errors import ConfigurationError
 from dalsegno.logs import read_records
 from dalsegno.testing import run_ranks
 
@@ -52,6 +54,32 @@ def test_one_record_for_each_step_that_evaluates(tmp_path: Path) -> None:
         "blocks.1.weight",
         "scale",
     }
+
+
+def test_only_of_parameters_whose_names_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = grad_norm_ranks.model()
+    model(grad_norm_ranks.tokens()).backward()
+    measured: list[int] = []
+    real = gradients.squared_norms
+    monkeypatch.setattr(gradients, "squared_norms", lambda given: measured.append(len(given)) or real(given))
+    stage = Stage(tmp_path, GradNormLogger(pattern=r"^blocks\.\d+\.weight"), model=model)
+    stage.begin()
+    stage.update(1, evaluates=True)
+    stage.evaluate()
+    stage.end()
+    expected = {
+        name: norm for name, norm in one_by_one(model).items() if name in ("blocks.0.weight", "blocks.1.weight")
+    }
+    assert written(tmp_path)[0]["norms"] == pytest.approx(expected, rel=1e-6) and len(expected) == 2
+    assert measured == [2]
+
+
+def test_a_pattern_that_is_found_in_no_name(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, GradNormLogger(pattern="attention"), model=nn.Linear(2, 1))
+    with pytest.raises(ConfigurationError, match=r"none of the 2 parameters .* the first is 'weight'"):
+        stage.begin()
+    with pytest.raises(ConfigurationError, match="is no regular expression"):
+        GradNormLogger(pattern="(")
 
 
 def test_norms_of_an_evaluation_that_did_not_come_are_not_those_of_a_later_one(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from dalsegno.gradients import GradientNorms
 from dalsegno.pieces import Readings
 from dalsegno.state import Handler
 
+from . import arguments
 from .record_callback import RecordCallback
 
 
@@ -25,12 +26,20 @@ class GradNormLogger(RecordCallback):
     is. The values stay on the device until the evaluation is done; other steps cost nothing. Where the run is stopped
     in that evaluation, the leg that does it again writes the record. Of a step that the gradient scaler skipped under
     fp16 there is ``"skipped": true`` in their place.
+
+    Args:
+        pattern: a regular expression. Only gradients of parameters in whose name it is found are measured and written;
+            None: all of them.
+
+    Raises:
+        ConfigurationError: if that is no regular expression; when training begins, if it is found in no name.
     """
 
     state_version = 2
 
-    def __init__(self) -> None:
+    def __init__(self, pattern: str | None = None) -> None:
         super().__init__("logs/gradient_norms.jsonl")
+        self._measures = None if pattern is None else arguments.pattern("GradNormLogger", "pattern", pattern).search
         self._watch: GradientNorms | None = None
         self._norms: Readings | None = None
         self._of_step = 0
@@ -47,9 +56,9 @@ class GradNormLogger(RecordCallback):
         self._is_skipped = False
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
-        super().on_train_begin(ctx)
         state = ctx.state
-        self._watch = GradientNorms(ctx.model, ctx.optimizer, lambda: state.will_evaluate)
+        self._watch = GradientNorms(ctx.model, ctx.optimizer, lambda: state.will_evaluate, self._measures)
+        super().on_train_begin(ctx)
 
     def on_step_end(self, ctx: StepEndContext) -> None:
         if ctx.state.will_evaluate and self._watch is not None:
