@@ -74,7 +74,7 @@ def test_real_runs(tmp_path: Path) -> None:
         "The first 8 are shown; dalsegno logs heatmap RUN draws the others.",
         "2 2026-11-21 04:59 leg 1, step 16 16 – 34 2 1 died",
         "Beside diverged",
-        "What DivergenceDetector would have said, with threshold 1, smoothing 0.3, patience 3, warm-up 10.",
+        "What DivergenceDetector would have said, with smoothing 0.3, patience 3, warm-up 10.",
         "killed: gradient norm of each parameter",
         "killed: weight norm of each parameter",
         '"run": "pair-a", "rate": 0.05',

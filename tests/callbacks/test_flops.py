@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -242,7 +243,12 @@ def language_run(output_dir: Path, parallel: str = "none", batch: int = 4) -> li
     parts = {"train_dataset": [{"input_ids": row, "labels": row.roll(-1)} for row in rows]}
     own = [JsonLogger(), DefaultMetrics(1e12), FlopUtilization()]
     settings = {"max_steps": 2, "logging_steps": 1, "parallel": parallel, "per_device_train_batch_size": batch}
-    small_trainer(output_dir, *own, model=TinyLanguageModel(width=WIDTH), parts=parts, **settings).train()
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("default_metrics", "model_flops"):  # to each of them, a second from one look to the next
+            seconds = iter(range(100))
+            clock = SimpleNamespace(perf_counter_ns=lambda seconds=seconds: next(seconds) * 10**9)
+            patch.setattr(f"dalsegno.callbacks.{module}.time", clock)
+        small_trainer(output_dir, *own, model=TinyLanguageModel(width=WIDTH), parts=parts, **settings).train()
     return records(output_dir)
 
 

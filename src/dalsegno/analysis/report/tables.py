@@ -108,6 +108,7 @@ def verdict_table(logs: Sequence[TrainingLog], settings: DetectorSettings) -> st
     limits = [
         f"threshold {settings.threshold:g}" if settings.threshold is not None else "",
         f"relative threshold {settings.relative_threshold:g}" if settings.relative_threshold is not None else "",
+        f"baseline smoothing {settings.baseline_smoothing:g}" if settings.baseline_smoothing is not None else "",
         f"smoothing {settings.smoothing:g}, patience {settings.patience}, warm-up {settings.warmup}",
     ]
     note = f'<p class="quiet">What DivergenceDetector would have said, with {", ".join(filter(None, limits))}.</p>'
