@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PEERS  := .venv-peers
 
-.PHONY: demo test check bench soak peers clean
+.PHONY: demo test check bench soak lies peers clean
 
 demo: $(READY)
 	$(BIN)/dalsegno demo
@@ -28,6 +28,10 @@ bench: $(READY)
 soak: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m durability.soak --kills $(or $(KILLS),1000)
 	PYTHONPATH=tests $(BIN)/python -W ignore -m durability.matrix --write
+
+# Ten thousand forged checkpoints, loaded: an hour or so. `make lies LIES=500` is shorter.
+lies: $(READY)
+	PYTHONPATH=tests $(BIN)/python -m durability.lies --lies $(or $(LIES),10000)
 
 # What the benchmarks are measured beside, in an environment of its own.
 peers: $(PEERS)/.ready

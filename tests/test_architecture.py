@@ -24,6 +24,7 @@ FLOORS = [
     # what everything stands on
     [
         "errors",
+        "schema",
         "lazy",
         "files",
         "lock",
@@ -111,6 +112,7 @@ MUST_NOT_KNOW = {
 
 WITHOUT_TORCH = [
     "errors",
+    "schema",
     "schedule",
     "policy",
     "retention",

@@ -188,10 +188,10 @@ def test_the_state_of_a_detector_that_knew_no_noise() -> None:
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        (None, "must have the keys smoothed, best, first, newest, step, observations, bad_in_a_row"),
-        ({"smoothed": 1.0}, "must have the keys"),
-        ({**Divergence().state_dict(), "smoothed": "1"}, "smoothed cannot be '1'"),
-        ({**Divergence().state_dict(), "observations": None}, "observations cannot be None"),
+        (None, "a dict with the keys smoothed, best, first, newest, step, observations, bad_in_a_row"),
+        ({"smoothed": 1.0}, "has no 'best'; its keys must be"),
+        ({**Divergence().state_dict(), "smoothed": "1"}, "smoothed: is '1'; must be a number or None"),
+        ({**Divergence().state_dict(), "observations": None}, "observations: is None; must be a whole number"),
     ],
 )
 def test_a_state_that_is_none(state: Any, message: str) -> None:

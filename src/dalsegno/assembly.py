@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from . import ranks
 from .args import TrainingArguments
-from .beginning import Beginning, Resume
+from .beginning import Beginning, Resume, load_best
 from .boundary import Boundary
 from .buffers import SharedBuffers
 from .callback import Callback, components_of, global_callbacks
@@ -33,7 +33,6 @@ from .checkpoint import (
     ModelState,
     OptimizerState,
     Sharded,
-    load_parts,
 )
 from .component import Component, Stateful, TensorHolder
 from .data import Feed, TrainingData
@@ -48,7 +47,7 @@ from .judging import expect_evaluations
 from .lock import DirectoryLock, is_seen
 from .logs import Leg, RunFile
 from .meter import Meter
-from .optim import AsBuilt
+from .optim import AsBuilt, form_check
 from .pieces import are_finite, device_of
 from .randomness import RandomState
 from .registration import check_callbacks
@@ -129,6 +128,7 @@ class Assembly:
         self._others = {**own, **others}
         self._manager = CheckpointManager(args.directory, keep=args.keeping)
         self._mirror = mirror_of(args.url, args.directory, args.keeping)
+        self.run_file = RunFile(args.directory)
         self._interrupts = Interrupts(self.control)
         self._time_limit = TimeLimit(self.control, args.max_seconds)
         self.boundary = Boundary(
@@ -185,7 +185,7 @@ class Assembly:
 
     def _note_published(self, step: int, began: float) -> None:
         """On rank 0, on the thread that has saved."""
-        RunFile(self.args.directory).progress(step)
+        self.run_file.progress(step)
         self._time_limit.allow_for(time.monotonic() - began)
 
     def amend(self, step: int, *, metrics: Mapping[str, float], is_best: bool) -> None:
@@ -195,18 +195,16 @@ class Assembly:
         best = self.state.best_model_checkpoint
         if not self.args.load_best_model_at_end or best is None:
             return
-        checkpoint = self._manager.find(self.args.directory / best)
-        assert checkpoint is not None, "a path is found, or an error"
-        load_parts(
-            checkpoint, [self._model_state, *self._loss_states, *self._held]
-        )  # an average was measured in the weights' place
+        # With what callbacks hold: an average was measured in the weights' place.
+        parts: list[Sharded] = [self._model_state, *self._loss_states, *self._held]
+        load_best(self._manager, self.args.directory / best, parts)
 
     def _sharded(self) -> list[Sharded]:
         """What is spread over the ranks: model and loss, their optimizer, and what callbacks hold of that kind."""
         return [self._model_state, *self._loss_states, self._optimizer_state, *self._held]
 
     def _components(self) -> list[Component]:
-        others = [Component(key, target) for key, target in self._others.items()]
+        others = [Component(key, target, form_check(target)) for key, target in self._others.items()]
         return [*others, *components_of(self.on.callbacks)]
 
     # -- one leg ------------------------------------------------------------------------------------------------
@@ -285,7 +283,7 @@ class Assembly:
     def finished(self, resume: Resume) -> TrainResult | None:
         """The result of the leg that has ended this run, if one has, and nothing more is asked for."""
         args, state, place = self.args, self.state, agreed_place(self.feed)
-        ended = ranks.from_rank_zero(lambda: _last_leg(args.directory))
+        ended = ranks.from_rank_zero(self.run_file.last_leg)
         is_done = state.global_step >= args.max_steps if args.max_steps > 0 else place >= state.num_train_epochs
         has_given_up = ended is not None and ended.has_given_up(args.max_steps, args.num_train_epochs)
         if not is_done:
@@ -328,6 +326,7 @@ class Assembly:
             boundary=self.boundary,
             saver=self,
             buffers=self.buffers,
+            run_file=self.run_file,
             loss_weight=loss_weight,
             resumed_from=resumed_from,
         )
@@ -377,11 +376,6 @@ def _check_state(state: Mapping[str, object], *, taken: Sequence[str]) -> None:
                 f"state={{{name!r}: …}}: a {type(thing).__name__} has no state_dict and load_state_dict, so there is "
                 "nothing to save"
             )
-
-
-def _last_leg(output_dir: Path) -> Leg | None:
-    record = RunFile(output_dir).load()
-    return record.legs[-1] if record is not None and record.legs else None
 
 
 def _expect_shared(directory: Path, token: str) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from . import ranks, timeline
 from .boundary import Boundary
@@ -26,10 +27,10 @@ from .checkpoint import (
 from .component import Component
 from .data import Feed
 from .dispatcher import Dispatcher
-from .errors import ConfigurationError, DamagedCheckpoint, UnknownName
+from .errors import ConfigurationError, DamagedCheckpoint, NotFound, UnknownName
 from .remote import Mirror
 from .settings import Settings
-from .state import TrainerState
+from .state import SavedTrainerState, TrainerState
 
 logger = logging.getLogger("dalsegno")
 
@@ -128,6 +129,10 @@ class Beginning:
         Raises:
             StateMismatch: before anything is changed, if what was saved does not fit what is here.
         """
+        _expect_all_of_a_run(checkpoint)
+        adapt: dict[str, Callable[[Any], Any]] = {"trainer": partial(_at_step, checkpoint)}
+        if "dataset" in resume.allow_changes:
+            adapt["loader"] = self._feed.adapt
         report = self._manager.load(
             checkpoint,
             sharded,
@@ -135,7 +140,7 @@ class Beginning:
             strict_callbacks=resume.strict_callbacks,
             settings=self._settings.state_dict(),
             allowed=resume.allow_changes,
-            adapt={"loader": self._feed.adapt} if "dataset" in resume.allow_changes else {},
+            adapt=adapt,
         )
         if SETTINGS in report.fresh:
             report.notes.append("settings: this checkpoint does not know its own, so nothing was compared")
@@ -247,6 +252,48 @@ class Beginning:
             moved = self._manager.abandon_after(step if is_own else None, place)
             if moved:
                 report.notes.append(f"{len(moved)} later checkpoint(s) are now in {place}")
+
+
+def load_best(manager: CheckpointManager, path: Path, parts: Sequence[Sharded]) -> None:
+    """Put these parts of the best checkpoint, at ``path``, into memory. Collective.
+
+    Raises:
+        NotFound, DamagedCheckpoint: if it is not there any more, or damaged; says how to do without.
+    """
+    try:
+        checkpoint = manager.find(path)
+    except (NotFound, DamagedCheckpoint) as error:
+        raise type(error)(
+            f"{error}; it is the best one of this run, which load_best_model_at_end=True asks for: bring it back, or "
+            "train with load_best_model_at_end=False, which leaves the last weights in the model"
+        ) from error
+    assert checkpoint is not None, "a path is found, or an error"
+    load_parts(checkpoint, parts)
+
+
+def _expect_all_of_a_run(checkpoint: Checkpoint) -> None:
+    """
+    Raises:
+        DamagedCheckpoint: if something is not there without which a run would go on with what it was built with.
+    """
+    wanted = ["model", "optimizer", *_OF_THE_COURSE]
+    wanted.remove(SETTINGS)  # which the first checkpoints did not have
+    if missing := [key for key in wanted if key not in checkpoint.manifest.components]:
+        raise DamagedCheckpoint(
+            f"{checkpoint.path}: holds no state of {', '.join(missing)}, so no run can go on from it"
+        )
+
+
+def _at_step(checkpoint: Checkpoint, state: SavedTrainerState) -> SavedTrainerState:
+    """
+    Raises:
+        DamagedCheckpoint: if the saved state is that of another step than the checkpoint.
+    """
+    if state["global_step"] != checkpoint.step:
+        raise DamagedCheckpoint(
+            f"{checkpoint.path}: trainer.global_step is {state['global_step']}; must be {checkpoint.step}, its step"
+        )
+    return state
 
 
 def _key_of(name: str, known: Sequence[str]) -> str:

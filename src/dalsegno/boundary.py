@@ -283,7 +283,7 @@ class Boundary:
             if metrics and args.metric_for_best_model is not None:
                 raise UnknownName("metric_for_best_model", name, metrics)
             return
-        value, best = metrics[name], state.best_metric
+        value, best = float(metrics[name]), state.best_metric
         if math.isnan(value) or (best is not None and (value <= best if args.best_is_greater else value >= best)):
             return
         state.best_metric, state.best_global_step = value, state.global_step

@@ -11,15 +11,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypedDict
 
 from .data import fingerprint
 from .errors import StateMismatch, UnknownName
+from .schema import Must, check
 
 Verdict = Literal["said", "warned", "refused"]
 
 Value = Any
 """What JSON holds."""
+
+Plain = bool | str | int | float | None | list[Any] | dict[str, Any]
+
+
+def _is_look(sample: list[Any]) -> bool:
+    check(tuple(sample), tuple[str, float, float], "sample")
+    return True
+
+
+class DatasetValue(TypedDict):
+    """The setting ``dataset``: what :func:`dalsegno.data.fingerprint.fingerprint` gives."""
+
+    type: str
+    length: int | None
+    fingerprint: str | None
+    samples: list[Annotated[list[Any], Must("a text and two numbers", _is_look)]] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +121,9 @@ REFUSED = tuple(name for name, rule in RULES.items() if rule.verdict == "refused
 
 def compare(saved: Mapping[str, Value], now: Mapping[str, Value]) -> list[Change]:
     """The settings that both know and that differ: first what is refused, then what is warned of, then the rest."""
+    check(saved, dict[str, Plain], "settings")
+    if "dataset" in saved:
+        check(saved["dataset"], DatasetValue, "settings.dataset")
     order: list[Verdict] = ["refused", "warned", "said"]
     changes = [
         Change(name, _shown(saved[name]), _shown(value), rule.verdict, rule.effect)

@@ -7,6 +7,11 @@ is read from the object itself, by attributes that it may have or lack:
 ``state_scope``      ``"replicated"`` (default): the same on all ranks, rank 0's is saved and given to every rank.
                      ``"per_rank"``: each rank saves and gets its own.
 ``state_version``    int, default 1: the version that ``state_dict`` writes.
+``state_schema``     the form of a state, as a type: see :mod:`dalsegno.schema`. A saved state of another form is
+                     refused before anything is loaded. It is that of the same class's ``state_dict``: a subclass with
+                     a ``state_dict`` of its own has none until it says one.
+``check_state``      ``check_state(state)``: raises StateMismatch for a state of the right form that does not fit here,
+                     also before anything is loaded.
 ``migrate``          ``migrate(state, from_version) -> state``: upgrades an older state before it is loaded.
 ``reshard``          ``reshard(states, world_size) -> states``: per-rank states, one for each old rank, onto another
                      number of ranks. Without it, a per-rank state cannot follow a change of world size.
@@ -25,10 +30,11 @@ is read from the object itself, by attributes that it may have or lack:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, runtime_checkable
 
+from . import schema
 from .errors import ConfigurationError, StateMismatch
 
 if TYPE_CHECKING:
@@ -74,6 +80,8 @@ class Component:
 
     key: str
     target: Stateful
+    check: Callable[[State, str], object] | None = None
+    """Raises StateMismatch for a state that has not the right form: for a target that has no ``state_schema``."""
 
     def __post_init__(self) -> None:
         if self.scope not in ("replicated", "per_rank"):
@@ -142,6 +150,26 @@ class Component:
             state = migrate(state, version)
         return state
 
+    def check_form(self, state: State, where: str) -> None:
+        """
+        Raises:
+            StateMismatch: if ``state`` has not the form that the target has given; ``where`` is for the message.
+        """
+        form = own_form(self.target)
+        if self.check is not None:
+            self.check(state, where)
+        elif form is not None:
+            schema.check(state, form, where)
+
+    def check_fit(self, state: State) -> None:
+        """
+        Raises:
+            StateMismatch: if the target sees that ``state``, though of the right form, is not one for it.
+        """
+        check_state = getattr(self.target, "check_state", None)
+        if check_state is not None:
+            check_state(state)
+
     def reshard(self, states: Sequence[State], world_size: int) -> list[State]:
         """One state for each of ``world_size`` ranks, made from the states of another number of ranks.
 
@@ -155,3 +183,13 @@ class Component:
                 f"give {self.class_name} a classmethod reshard(states, world_size), or resume with {len(states)}"
             )
         return list(reshard(states, world_size))
+
+
+def own_form(target: object) -> schema.Form:
+    """What the class says whose ``state_dict`` it is; None if that says nothing."""
+    for names in (vars(target) if hasattr(target, "__dict__") else {}, *map(vars, type(target).__mro__)):
+        if "state_schema" in names:
+            return names["state_schema"]
+        if "state_dict" in names or "sharded_state" in names:
+            return None
+    return None

@@ -18,9 +18,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import UnionType
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
-from .errors import ConfigurationError, StateMismatch
+from . import schema
+from .errors import ConfigurationError
 
 Mode = Literal["min", "max"]
 
@@ -46,6 +47,16 @@ class Verdict:
     bad_in_a_row: int
     reason: str
     """Why it counts as a divergence, for people to read; empty where it does not."""
+
+
+class DivergenceState(TypedDict):
+    smoothed: float | None
+    best: float
+    first: float
+    newest: float
+    step: float
+    observations: schema.Count
+    bad_in_a_row: schema.Count
 
 
 class Divergence:
@@ -179,7 +190,7 @@ class Divergence:
         best = math.nan if self._smoothed is None else self._sign * self._best
         return Verdict(bool(reason), smoothed, best, self._bad_in_a_row, reason)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> DivergenceState:
         return {
             "smoothed": self._smoothed,
             "best": self._best,
@@ -196,13 +207,7 @@ class Divergence:
         Raises:
             StateMismatch: if ``state`` is none of its kind.
         """
-        numbers = dict.fromkeys(("best", "first", "newest", "step"), float)
-        kinds = {"smoothed": float | None, **numbers, "observations": int, "bad_in_a_row": int}
-        if not isinstance(state, dict) or state.keys() != kinds.keys():
-            raise StateMismatch(f"a divergence state must have the keys {', '.join(kinds)}; got {state!r}")
-        for key, kind in kinds.items():
-            if not isinstance(state[key], kind):
-                raise StateMismatch(f"a divergence state: {key} cannot be {state[key]!r}")
+        schema.check(state, DivergenceState, "the state of a divergence")
         self._smoothed, self._best = state["smoothed"], state["best"]
         self._first, self._newest, self._step = state["first"], state["newest"], state["step"]
         self._observations, self._bad_in_a_row = state["observations"], state["bad_in_a_row"]

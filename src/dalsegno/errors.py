@@ -11,6 +11,7 @@
     ├── CannotSave (TypeError)                 a state holds something the codec does not take; says where
     ├── SaveFailed (OSError)                   a checkpoint did not get to the disk; older ones are as they were
     ├── StateMismatch (ValueError)             a saved state does not fit the object it is for
+    │   └── DamagedRunFile                     run.json is not what any dalsegno has written
     ├── NotFound (FileNotFoundError)           a checkpoint, run or log is not there
     ├── DamagedCheckpoint (OSError)            a checkpoint's bytes are not the ones its manifest names
     ├── Locked (BlockingIOError)               another live run holds this output_dir
@@ -66,6 +67,10 @@ class SaveFailed(DalsegnoError, OSError):
 
 class StateMismatch(DalsegnoError, ValueError):
     """A saved state does not fit the object that it is for."""
+
+
+class DamagedRunFile(StateMismatch):
+    """``run.json`` is not what any dalsegno has written. The next leg moves it aside and begins another one."""
 
 
 class NotFound(DalsegnoError, FileNotFoundError):

@@ -31,7 +31,17 @@ from .events import Event
 from .state import Handler
 
 _PLACE = "dalsegno.dialects"
-_OF_THE_CONTRACT = ("state_scope", "state_version", "state_compared", "aliases", "migrate", "reshard", "makes_wishes")
+_OF_THE_CONTRACT = (
+    "state_scope",
+    "state_version",
+    "state_compared",
+    "state_schema",
+    "check_state",
+    "aliases",
+    "migrate",
+    "reshard",
+    "makes_wishes",
+)
 
 
 def adapt(callback: object, dialect: str | None = None, *, name: str | None = None) -> Callback:

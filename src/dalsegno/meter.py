@@ -4,13 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, TypedDict
 
 import torch
 
 from . import ranks
+from .schema import Count, Must
 
 _FOLD_AT = 512  # tensors held before they are summed into one; bounds memory where nothing is ever logged
+
+
+Row = Annotated[
+    torch.Tensor, Must("a row of floats", lambda row: row.dim() == 1 and len(row) and row.is_floating_point())
+]
+
+
+class MeterState(TypedDict):
+    losses: Row | None
+    loss_sum: float
+    steps: Count
+    grad_norms: Row | None
+    grad_norm: float | None
+    max_grad_norm: float | None
+    run_loss_sum: float
+    run_steps: Count
+    tokens: Count
+    run_tokens: Count
 
 
 class Meter:
@@ -20,6 +39,7 @@ class Meter:
     """
 
     state_scope = "per_rank"
+    state_schema = MeterState
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         """``device`` is where losses and norms lie."""
@@ -88,7 +108,7 @@ class Meter:
         loss_sum, steps = ranks.sum_floats([self._loss_sum], "the loss of the run")[0], self._run_steps + self._steps
         return (self._run_loss_sum + loss_sum) / steps if steps else None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> MeterState:
         return {
             "losses": torch.stack(self._losses) if self._losses else None,
             "loss_sum": self._loss_sum,
@@ -102,7 +122,7 @@ class Meter:
             "run_tokens": self.run_tokens,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: MeterState) -> None:
         self._losses = self._separate(state["losses"])
         self._loss_sum, self._steps = state["loss_sum"], state["steps"]
         self._grad_norms = self._separate(state["grad_norms"])
@@ -114,7 +134,7 @@ class Meter:
         return [] if stacked is None else list(stacked.to(self._device).unbind())
 
     @classmethod
-    def reshard(cls, states: Sequence[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
+    def reshard(cls, states: Sequence[MeterState], world_size: int) -> list[MeterState]:
         """Rank 0 gets the sums of all; what is global or counted in steps stays as it is on each."""
         meters = []
         for state in states:
@@ -126,7 +146,7 @@ class Meter:
         first._loss_sum += sum(meter._loss_sum for meter in others)
         first.tokens += sum(meter.tokens for meter in others)
         total = first.state_dict()
-        rest = {**total, "loss_sum": 0.0, "tokens": 0}
+        rest: MeterState = {**total, "loss_sum": 0.0, "tokens": 0}
         return [total, *[rest] * (world_size - 1)]
 
 

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from .args import TrainingArguments
 from .callback import Callback
 from .contexts import EvaluateContext
-from .errors import ConfigurationError
+from .errors import ConfigurationError, StateMismatch
+from .schema import check, check_like
 
 
 def default_optimizer(modules: Iterable[nn.Module], args: TrainingArguments) -> Optimizer:
@@ -124,6 +125,38 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return float(value) if value.numel() == 1 else str(tuple(value.shape))
     return list(value) if isinstance(value, tuple) else value if isinstance(value, bool | int | float) else str(value)
+
+
+def form_check(target: object) -> ScheduleForm | None:
+    """Of what torch has made, whose state says nothing of its form; None for all else."""
+    return ScheduleForm(target) if isinstance(target, LRScheduler | torch.amp.GradScaler) else None
+
+
+class ScheduleForm:
+    """Holds a saved state against what a schedule, or torch's gradient scaler, says of itself now.
+
+    They take whatever they are given: torch's schedules put it among their attributes, methods too.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+
+    def __call__(self, state: Any, where: str) -> None:
+        """
+        Raises:
+            StateMismatch: if a value is of another kind than the present one, or would take the place of a method.
+        """
+        present = self._scheduler.state_dict()
+        check_like(state, present, where)
+        for name in state:
+            if name in _FORMS:
+                check(state[name], _FORMS[name], f"{where}.{name}")
+            elif name not in present and hasattr(self._scheduler, str(name)):
+                raise StateMismatch(f"{where}: holds {name!r}, which {type(self._scheduler).__name__} does not save")
+
+
+_FORMS = {"last_epoch": int, "_step_count": int, "lr_lambdas": list[dict[str, Any] | None]}
+"""Where the present state says too little: whether a number is a whole one, and what else could be where None is."""
 
 
 class PlateauStep(Callback):

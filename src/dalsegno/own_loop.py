@@ -47,7 +47,7 @@ from .data import TrainingData, loader_feed
 from .draw import Draw
 from .errors import ConfigurationError
 from .events import Event
-from .pieces import device_of
+from .pieces import device_of, expect_materialized
 from .settings import Brought
 
 UNFIRED = dict.fromkeys(
@@ -119,6 +119,7 @@ class Run(run.Run):
         load_components: Collection[str] = (),
         continue_stopped: bool = False,
     ) -> None:
+        expect_materialized(model)
         schedulers = lr_scheduler if isinstance(lr_scheduler, (list, tuple)) else [lr_scheduler] if lr_scheduler else []
         self._assembly = parts = Assembly(
             args,
@@ -150,6 +151,7 @@ class Run(run.Run):
             boundary=parts.boundary,
             saver=parts,
             buffers=parts.buffers,
+            run_file=parts.run_file,
         )
         self._model = model
         self._optimizer = optimizer

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from .errors import ConfigurationError
+
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 _layout, _dtype = attrgetter("layout"), attrgetter("dtype")  # of hundreds of tensors, each time
@@ -40,6 +42,19 @@ class Piece:
 def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Each parameter once, a tied one under its first name, without the traces of wrappers."""
     return [(cleaned(name), parameter) for name, parameter in model.named_parameters()]
+
+
+def expect_materialized(model: nn.Module) -> None:
+    """
+    Raises:
+        ConfigurationError: if a parameter or buffer of a lazy module has no shape yet.
+    """
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if torch.nn.parameter.is_lazy(tensor):
+            raise ConfigurationError(
+                f"model: {cleaned(name)} of a lazy module has no shape yet, so no optimizer can train it and no "
+                "checkpoint fits it; call the model with a batch once, before it is given to an optimizer"
+            )
 
 
 def parameter_pieces(model: nn.Module) -> list[Piece]:

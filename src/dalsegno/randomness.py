@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal, TypedDict, final
 
 import numpy as np
 import torch
 
 from . import ranks
+from .schema import Must
 
 WORD = 2**64 - 1
 
@@ -39,12 +40,75 @@ def seed_generators(seed: int) -> None:
     torch.default_generator.manual_seed(seed)  # torch.manual_seed would queue work for every accelerator
 
 
-def capture_generators() -> dict[str, Any]:
+def _is_mersenne_twister(state: tuple[int, tuple[Any, ...], float | None]) -> bool:
+    random.Random().setstate(state)
+    return True
+
+
+def _is_bit_generator(state: Any) -> bool:
+    """Whether NumPy takes it, and where it keeps a place in a buffer, that place lies in there: NumPy does not look."""
+    if isinstance(state, tuple):
+        name, key, pos, has_gauss, gauss = state
+        state = {
+            "bit_generator": name,
+            "state": {"key": key, "pos": pos},
+            "has_gauss": has_gauss,
+            "gauss": gauss,
+        }
+    kind = {each.__name__: each for each in _BIT_GENERATORS}[state["bit_generator"]]
+    kind().state = state
+    place, end = (state["state"]["pos"], 624) if kind is np.random.MT19937 else (state.get("buffer_pos", 0), 4)
+    return type(place) is int and 0 <= place <= end
+
+
+def _are_cuda_states(states: list[torch.Tensor]) -> bool:
+    for state in states if torch.cuda.is_available() else ():
+        torch.Generator("cuda").set_state(state)
+    return all(state.dtype == torch.uint8 and state.dim() == 1 for state in states)
+
+
+def _is_torch_state(state: torch.Tensor) -> bool:
+    """Whether torch takes it; its twister's place and what is left of it belong together, where torch does not look."""
+    torch.Generator().set_state(state)
+    words = state.view(torch.int32)
+    left, place = int(words[2]), int(words[4])  # behind the seed, 8 bytes; between them, whether it is seeded
+    return (left, place) == (1, 0) or left + place == 625
+
+
+_BIT_GENERATORS = (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64)
+
+PythonState = Annotated[
+    tuple[Literal[3], tuple[int, ...], float | None],
+    Must("a state of Python's random generator", _is_mersenne_twister),
+]
+NumpyState = Annotated[
+    tuple[Literal["MT19937"], np.ndarray[Any, Any], int, Literal[0, 1], float] | dict[str, Any],
+    Must("a state of NumPy's random generator", _is_bit_generator),
+]
+TorchState = Annotated[torch.Tensor, Must("a state of torch's random generator", _is_torch_state)]
+
+
+class GeneratorStates(TypedDict):
+    """Of Python's, NumPy's and torch's CPU generator."""
+
+    python: PythonState
+    numpy: NumpyState
+    torch: TorchState
+
+
+@final
+class SavedRandomState(GeneratorStates):
+    seed: int
+    step: int
+    cuda: Annotated[list[torch.Tensor], Must("states of torch's CUDA generators", _are_cuda_states)]
+
+
+def capture_generators() -> GeneratorStates:
     """The states of Python's, NumPy's and torch's CPU generator."""
     return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
 
 
-def restore_generators(state: dict[str, Any]) -> None:
+def restore_generators(state: GeneratorStates) -> None:
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
@@ -72,6 +136,14 @@ def seeded_generators(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
+@final
+class DerivedState(TypedDict):
+    """What becomes of a saved state where the number of ranks has changed."""
+
+    step: int
+    derived: int
+
+
 class RandomState:
     """Every generator of this rank, those of all CUDA devices too, as one component of a checkpoint.
 
@@ -80,6 +152,7 @@ class RandomState:
     """
 
     state_scope = "per_rank"
+    state_schema = SavedRandomState
     reshard_note = "each rank is seeded from (seed, rank, step)"
 
     def __init__(self, seed: int) -> None:
@@ -91,11 +164,11 @@ class RandomState:
         """Seed this rank's generators for the start of a run."""
         self._seed(mix(RANK, self.seed, ranks.rank(), 0))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> SavedRandomState:
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
         return {"seed": self.seed, "step": self.step, **capture_generators(), "cuda": cuda}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: SavedRandomState | DerivedState) -> None:
         self.step = state["step"]
         if "derived" in state:
             self._seed(state["derived"])
@@ -107,7 +180,7 @@ class RandomState:
             torch.cuda.manual_seed_all(mix(RANK, self.seed, ranks.rank(), self.step))  # other devices than were saved
 
     @classmethod
-    def reshard(cls, states: Sequence[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
+    def reshard(cls, states: Sequence[SavedRandomState], world_size: int) -> list[DerivedState]:
         seed, step = states[0]["seed"], states[0]["step"]
         return [{"step": step, "derived": mix(RANK, seed, rank, step)} for rank in range(world_size)]
 

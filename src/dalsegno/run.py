@@ -52,6 +52,7 @@ class Run:
         boundary: Boundary,
         saver: Saver,
         buffers: SharedBuffers,
+        run_file: RunFile,
         loss_weight: LossWeight | None = None,
         resumed_from: Path | None = None,
     ) -> None:
@@ -68,7 +69,7 @@ class Run:
         self._loss_weight = loss_weight
         self.resumed_from = resumed_from
         self._world_size = ranks.world_size()
-        self._legs = RunFile(args.directory) if ranks.rank() == 0 else None
+        self._legs = run_file if ranks.rank() == 0 else None
         self._logging, self._evaluation, self._saving = args.logging, args.evaluation, args.saving
         self._draw: Draw | None = None  # the one whose step has not ended yet
         self._place = feed.position  # behind that draw, in epochs; the same on all ranks

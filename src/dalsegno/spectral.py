@@ -6,6 +6,7 @@ import math
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
@@ -16,9 +17,12 @@ from torch.nn.modules.conv import _ConvNd
 
 from . import ranks
 from .pieces import Piece, Readings, cleaned, named_parameters, parameter_pieces
+from .schema import Must
 
 TOLERANCE = 1e-3
 """Of the squared norm: it is iterated until there is an eigenvalue of WᵀW so near to what has been found."""
+
+Vector = Annotated[Tensor, Must("a row of float32", lambda row: row.dim() == 1 and row.dtype == torch.float32)]
 
 _LOOK_EVERY = 8  # iterations
 

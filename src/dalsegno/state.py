@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple, TypedDict
 
 from .errors import ConfigurationError
+from .schema import Count, Must
 
 Handler = Callable[[Any], "TrainerControl | None"]
 """One callback's method for one event: takes the context, may return a control whose flags are then taken over."""
@@ -27,10 +29,18 @@ _NOT_SAVED = {
 }
 
 
+_CHECKPOINT = re.compile(r"checkpoints/step-\d{8,}")
+
+
+class ClockState(TypedDict):
+    seconds: Annotated[float, Must("0 or more", lambda seconds: seconds >= 0)]
+
+
 class Clock:
     """Seconds of training, over all legs. Each rank's own differ a little, and rank 0's are saved."""
 
     state_compared = False
+    state_schema = ClockState
 
     def __init__(self) -> None:
         self._before = 0.0  # in former legs
@@ -51,11 +61,25 @@ class Clock:
         copy._before = self.seconds()
         return copy
 
-    def state_dict(self) -> dict[str, float]:
+    def state_dict(self) -> ClockState:
         return {"seconds": self.seconds()}
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
+    def load_state_dict(self, state: ClockState) -> None:
         self._before = state["seconds"]
+
+
+class SavedTrainerState(TypedDict):
+    """The fields of :class:`TrainerState` that are saved."""
+
+    global_step: Count
+    epoch: Annotated[float, Must("0 or more", lambda epoch: epoch >= 0)]
+    samples_seen: Count
+    total_flos: float
+    best_metric: float | None
+    best_global_step: Count
+    best_model_checkpoint: Annotated[str, Must("checkpoints/step-…", _CHECKPOINT.fullmatch)] | None
+    epoch_is_cut: bool
+    evaluations_owed: list[str]
 
 
 @dataclass(slots=True)
@@ -95,6 +119,8 @@ class TrainerState:
     """How long this rank has read the data of the present step, without waiting for other ranks."""
 
     clock: Clock = field(default_factory=Clock)
+
+    state_schema: ClassVar[type[SavedTrainerState]] = SavedTrainerState
 
     def elapsed(self) -> float:
         """Seconds of training so far, over all legs."""

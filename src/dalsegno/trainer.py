@@ -31,6 +31,7 @@ from .forward import Forward, LossFunction
 from .optim import PlateauStep, default_optimizer, default_scheduler
 from .parallel import InBackward, spread
 from .parallel.torchrun import join_ranks
+from .pieces import expect_materialized
 from .precision import autocast_dtype
 from .registration import check_callbacks
 from .result import TrainResult
@@ -108,6 +109,7 @@ class Trainer:
                 "and TrainingArguments, in this order"
             )
         check_callbacks(callbacks)
+        expect_materialized(model)
         self.model = model
         self.args = args
         device = join_ranks(args.use_cpu)
@@ -350,6 +352,12 @@ def _check_best(args: TrainingArguments, sets: Sequence[str]) -> None:
 
 def _schedulers(given: Any, optimizer: Optimizer, args: TrainingArguments, feed: Feed) -> list[Any]:
     if given is None:
+        if any(group["lr"] is None for group in optimizer.param_groups):
+            raise ConfigurationError(
+                f"optimizer: the learning rate of {type(optimizer).__name__} is None, since it makes its own, so there "
+                "is nothing that a schedule could change; give an lr_scheduler= that only reports it, as transformers' "
+                "AdafactorSchedule(optimizer), or build the optimizer with a learning rate"
+            )
         return [default_scheduler(optimizer, args, lambda: planned_steps(args, feed))]
     schedulers = list(given) if isinstance(given, (list, tuple)) else [given]
     for scheduler in schedulers:

@@ -408,7 +408,7 @@ def test_versions(tmp_path: Path) -> None:
     assert checkpoint is not None
     with pytest.raises(StateMismatch, match=r"callbacks\.N: the saved state has version 2") as raised:
         manager.load(checkpoint, [], [Component("callbacks.N", Notes())])
-    assert raised.value.__notes__ == ["while the state of callbacks.N was being restored"]
+    assert raised.value.__notes__ == [f"while {checkpoint.path}: callbacks.N was being restored"]
 
 
 def test_model_only_and_what_has_no_place(tmp_path: Path) -> None:

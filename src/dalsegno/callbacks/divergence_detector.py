@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from dalsegno.callback import Callback
 from dalsegno.contexts import LogContext
-from dalsegno.divergence import Divergence, Mode, migrated
+from dalsegno.divergence import Divergence, DivergenceState, Mode, migrated
 from dalsegno.errors import ConfigurationError
 from dalsegno.pieces import are_finite
 
@@ -44,6 +44,7 @@ class DivergenceDetector(Callback):
     """
 
     state_version = 2
+    state_schema = DivergenceState
 
     def __init__(
         self,
@@ -96,7 +97,7 @@ class DivergenceDetector(Callback):
             reason = f"{self._metric} diverged at step {ctx.state.global_step}: {verdict.reason}"
             ctx.control.stop(reason, save=is_number and self._action == "stop", final=True)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> DivergenceState:
         return self._divergence.state_dict()
 
     def load_state_dict(self, state: Any) -> None:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from dalsegno.callback import Callback
 from dalsegno.contexts import EvaluateContext
 from dalsegno.errors import UnknownName
+from dalsegno.schema import Count
 
 from .arguments import number, one_of, text, whole
+
+
+class EarlyStoppingState(TypedDict):
+    best: float | None
+    best_step: int
+    bad: Count
 
 
 class EarlyStopping(Callback):
@@ -32,6 +39,7 @@ class EarlyStopping(Callback):
     """
 
     needs_evaluations = True
+    state_schema = EarlyStoppingState
 
     def __init__(
         self,
@@ -68,7 +76,7 @@ class EarlyStopping(Callback):
             best = "never was a number" if self._best is None else f"was best at step {self._best_step}: {self._best:g}"
             ctx.control.stop(f"{self._metric} {best}; no better in {bad} evaluations, now {value:g}", final=True)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> EarlyStoppingState:
         return {"best": self._best, "best_step": self._best_step, "bad": self._bad}
 
     def load_state_dict(self, state: Any) -> None:

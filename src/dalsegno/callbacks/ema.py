@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,17 @@ from dalsegno.contexts import (
 )
 from dalsegno.errors import ConfigurationError
 from dalsegno.pieces import named_parameters
+from dalsegno.schema import Count
 
 from .arguments import flag, number, whole
 
 logger = logging.getLogger("dalsegno")
+
+
+class EMAState(TypedDict):
+    """What is saved beside the averages."""
+
+    updates: Count
 
 
 class EMA(Callback):
@@ -56,6 +63,7 @@ class EMA(Callback):
 
     makes_wishes = False
     observes = False
+    state_schema = EMAState
 
     def __init__(self, decay: float = 0.999, *, every: int = 1, warmup: bool = False, name: str | None = None) -> None:
         self.name = name

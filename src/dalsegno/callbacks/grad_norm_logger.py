@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import torch
 
@@ -10,11 +10,19 @@ from dalsegno.callback import Binder
 from dalsegno.contexts import Context, EvaluateContext, StepEndContext, TrainBeginContext, TrainEndContext
 from dalsegno.events import Event
 from dalsegno.gradients import GradientNorms
+from dalsegno.logs.rewind import PositionState
 from dalsegno.pieces import Readings
 from dalsegno.state import Handler
 
 from . import arguments
 from .record_callback import RecordCallback
+
+
+class GradNormState(TypedDict):
+    log: PositionState | None
+    of_step: int
+    norms: dict[str, float] | None
+    skipped: NotRequired[bool]
 
 
 class GradNormLogger(RecordCallback):
@@ -36,6 +44,7 @@ class GradNormLogger(RecordCallback):
     """
 
     state_version = 2
+    state_schema = GradNormState
 
     def __init__(self, pattern: str | None = None) -> None:
         super().__init__("logs/gradient_norms.jsonl")
@@ -75,7 +84,7 @@ class GradNormLogger(RecordCallback):
             self._watch.close()
             self._watch = None
 
-    def state_dict(self) -> Any:
+    def state_dict(self) -> GradNormState:
         norms = None if self._norms is None else self._norms.read()
         return {"log": super().state_dict(), "of_step": self._of_step, "norms": norms, "skipped": self._is_skipped}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,11 @@ from dalsegno.errors import ConfigurationError
 from dalsegno.pieces import device_of, gradient_pieces, squared_norms
 
 from .arguments import number
+
+
+class NoiseScaleState(TypedDict):
+    noise: float
+    signal: float
 
 
 class GradientNoiseScale(Callback):
@@ -46,6 +51,8 @@ class GradientNoiseScale(Callback):
     """
 
     makes_wishes = False
+
+    state_schema = NoiseScaleState
 
     def __init__(self, decay: float = 0.95) -> None:
         self._decay = number("GradientNoiseScale", "decay", decay, least=0, under=1)
@@ -81,7 +88,7 @@ class GradientNoiseScale(Callback):
         if ctx.kind == "train" and self._signal > 0 and self._noise >= 0:
             ctx.logs["gradient_noise_scale"] = self._noise / self._signal
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NoiseScaleState:
         return {"noise": self._noise, "signal": self._signal}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

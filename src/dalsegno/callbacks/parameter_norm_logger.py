@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import Tensor
 
 from dalsegno.contexts import EvaluateContext
 from dalsegno.errors import ConfigurationError
+from dalsegno.logs.rewind import PositionState
 from dalsegno.pieces import norms, parameter_pieces
-from dalsegno.spectral import SpectralNorms
+from dalsegno.spectral import SpectralNorms, Vector
 
 from .arguments import flag, whole
 from .record_callback import RecordCallback
+
+
+class ParameterNormState(TypedDict):
+    log: PositionState | None
+    vectors: dict[str, Vector]
+    last_step: int
 
 
 class ParameterNormLogger(RecordCallback):
@@ -38,6 +45,8 @@ class ParameterNormLogger(RecordCallback):
         ConfigurationError: for a value that cannot work.
     """
 
+    state_schema = ParameterNormState
+
     def __init__(self, log_norms: bool = True, log_spectral_norms: bool = True, power_iter_steps: int = 200) -> None:
         super().__init__("logs/parameter_norms.jsonl")
         steps = whole("ParameterNormLogger", "power_iter_steps", power_iter_steps)
@@ -61,7 +70,7 @@ class ParameterNormLogger(RecordCallback):
                 values["unfinished"] = self._spectral.unfinished
         self.write(ctx, values)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> ParameterNormState:
         vectors: dict[str, Tensor] = {} if self._spectral is None else self._spectral.vectors
         return {"log": super().state_dict(), "vectors": vectors, "last_step": self._last_step}
 

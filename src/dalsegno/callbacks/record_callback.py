@@ -11,6 +11,7 @@ from typing import Any
 from dalsegno.callback import Callback
 from dalsegno.contexts import Context, TrainBeginContext, TrainEndContext
 from dalsegno.logs import RecordLog
+from dalsegno.logs.rewind import PositionState
 
 logger = logging.getLogger("dalsegno")
 
@@ -25,6 +26,7 @@ class RecordCallback(Callback):
 
     makes_wishes = False
     state_compared = False  # the file's offset, which only rank 0 knows
+    state_schema: Any = PositionState | None
 
     def __init__(self, path: str | Path) -> None:
         """``path`` is relative to ``output_dir``; its suffix chooses the format, as :class:`RecordLog` says."""

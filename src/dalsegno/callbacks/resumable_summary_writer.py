@@ -15,7 +15,7 @@ from dalsegno.callback import Binder, Callback
 from dalsegno.contexts import LoadContext, TrainBeginContext, TrainEndContext
 from dalsegno.errors import ConfigurationError
 from dalsegno.events import Event
-from dalsegno.logs.event_files import EventPosition, lengths, make_durable, rewind_events
+from dalsegno.logs.event_files import EventPosition, EventState, lengths, make_durable, rewind_events
 from dalsegno.state import Handler
 
 from .arguments import folder
@@ -53,6 +53,7 @@ class ResumableSummaryWriter(Callback):
     """Who of this leg's writers was the first to open a file in a folder."""
 
     makes_wishes = False
+    state_schema = EventState
     state_compared = False  # the files' lengths, which only rank 0 knows
 
     def __init__(self, log_dir: str | Path = "logs/tensorboard", *, name: str | None = None) -> None:
@@ -87,7 +88,7 @@ class ResumableSummaryWriter(Callback):
             self._saved = EventPosition(self._events, lengths(self._folder, self._mark))
         self._folder, self._first_step = None, None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> EventState:
         if self._folder is None:
             return self._saved.to_state()
         self.flush()

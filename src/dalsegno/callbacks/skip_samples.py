@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 from dalsegno import ranks
 from dalsegno.callback import Callback
 from dalsegno.contexts import EpochContext
+from dalsegno.schema import Count
 
 from .arguments import whole
+
+
+class SkipSamplesState(TypedDict):
+    left: Count
 
 
 class SkipSamples(Callback):
@@ -29,6 +34,7 @@ class SkipSamples(Callback):
 
     makes_wishes = False
     observes = False
+    state_schema = SkipSamplesState
 
     def __init__(self, n: int) -> None:
         self._left = whole("SkipSamples", "n", n, least=0)
@@ -38,7 +44,7 @@ class SkipSamples(Callback):
             (passed,) = ranks.agree_max([ctx.trainer.skip_samples(self._left)], "SkipSamples")  # loaders may differ
             self._left = max(0, self._left - passed)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> SkipSamplesState:
         return {"left": self._left}
 
     def load_state_dict(self, state: Any) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 from dalsegno.callback import Callback
 from dalsegno.contexts import LogContext
 from dalsegno.errors import ConfigurationError
+from dalsegno.schema import Count
 
 from .arguments import number, texts, whole
 
@@ -17,6 +18,12 @@ FEWEST = 32
 """Values that a mean and a standard deviation are taken from before anything is judged by them."""
 
 _ROUNDING = 1e-12  # of the mean: a constant's deviations are no larger
+
+
+class SpikeScoreState(TypedDict):
+    recent: list[float]
+    judged: Count
+    spikes: Count
 
 
 class StabilityMonitor(Callback):
@@ -41,6 +48,8 @@ class StabilityMonitor(Callback):
 
     makes_wishes = False
 
+    state_schema = dict[str, SpikeScoreState]
+
     def __init__(
         self, metrics: str | Sequence[str] = ("loss", "grad_norm"), window: int = 128, deviations: float = 6.0
     ) -> None:
@@ -57,7 +66,7 @@ class StabilityMonitor(Callback):
                 score.observe(float(ctx.logs[name]))
                 ctx.logs[f"spike_score/{name}"] = score.value
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, SpikeScoreState]:
         return {name: score.state_dict() for name, score in self._scores.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -97,7 +106,7 @@ class SpikeScore:
         deviation = math.sqrt(math.fsum((each - mean) ** 2 for each in self._recent) / count)
         return abs(value - mean) > max(self._deviations * deviation, _ROUNDING * abs(mean))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> SpikeScoreState:
         return {"recent": list(self._recent), "judged": self._judged, "spikes": self._spikes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

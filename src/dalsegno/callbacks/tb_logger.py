@@ -6,12 +6,13 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from dalsegno.callback import Binder, Callback
 from dalsegno.contexts import LoadContext, LogContext, TrainBeginContext, TrainEndContext
 from dalsegno.errors import ConfigurationError
 from dalsegno.events import Event
+from dalsegno.logs.event_files import EventState
 from dalsegno.state import Handler
 
 from .arguments import mapping, writer
@@ -43,6 +44,11 @@ DEFAULT_SCALARS: Mapping[str, Scalar] = {
 }
 
 
+class TBLoggerState(TypedDict):
+    described: bool
+    writer: EventState | None
+
+
 class TBLogger(Callback):
     """Writes chosen values of each record as curves, and texts that describe the run, once.
 
@@ -65,6 +71,7 @@ class TBLogger(Callback):
     ranks = "zero"
     makes_wishes = False
     state_compared = False
+    state_schema = TBLoggerState
 
     def __init__(
         self,
@@ -120,12 +127,12 @@ class TBLogger(Callback):
         if self._own is not None:
             self._own.on_train_end(ctx)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> TBLoggerState:
         return {"described": self._has_described, "writer": None if self._own is None else self._own.state_dict()}
 
     def load_state_dict(self, state: Any) -> None:
         self._has_described = state["described"]
-        if self._own is not None:
+        if self._own is not None and state["writer"] is not None:  # else it wrote through somebody else's
             self._own.load_state_dict(state["writer"])
 
     def make_durable(self) -> None:

@@ -5,18 +5,24 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from tqdm import tqdm
 
 from dalsegno.contexts import EvaluateContext, TrainBeginContext, TrainEndContext
 from dalsegno.errors import ConfigurationError, NotFound
 from dalsegno.generation import TextGenerator
+from dalsegno.logs.rewind import PositionState
 from dalsegno.precision import autocast_dtype
 from dalsegno.randomness import TEXT, mix
 
 from .arguments import flag, number, whole, writer
 from .record_callback import RecordCallback
+
+
+class TextgenState(TypedDict):
+    log: PositionState | None
+    last_step: int | None
 
 
 class TextgenCallback(RecordCallback):
@@ -44,6 +50,8 @@ class TextgenCallback(RecordCallback):
         ConfigurationError: for a value that cannot work, or a file in YAML where PyYAML is not installed.
         NotFound: if there is no such file.
     """
+
+    state_schema = TextgenState
 
     def __init__(
         self,
@@ -89,7 +97,7 @@ class TextgenCallback(RecordCallback):
         super().on_train_end(ctx)
         self._generator = None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> TextgenState:
         return {"log": super().state_dict(), "last_step": self._last_step}
 
     def load_state_dict(self, state: Any) -> None:

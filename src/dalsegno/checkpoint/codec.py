@@ -34,7 +34,7 @@ DEEPEST = 100
 """Levels of nesting. A state that goes deeper, or contains itself, is refused."""
 
 _ALLOWED = (
-    "a state may hold dict (with str or int keys), list, tuple, str, bytes, bool, int, float, None, "
+    "a state may hold dict and OrderedDict (with str or int keys), list, tuple, str, bytes, bool, int, float, None, "
     "numpy scalars and arrays, torch tensors, torch.Size, torch.dtype and torch.device"
 )
 _NUMPY_DTYPE = re.compile(r"[<>|=]?[biufcmM]\d{1,2}(\[\d{0,9}[a-zA-Z]{1,2}\])?")
@@ -139,6 +139,10 @@ def _key_as_json(key: str | int) -> Json:
     return _encode(key, "", _Found("", {}), 0)
 
 
+def _encode_ordered_dict(value: OrderedDict[Any, Any], where: str, found: _Found, depth: int) -> Json:
+    return {"$ordered": _encode_dict(value, where, found, depth)}
+
+
 def _encode_counter(value: Counter[Any], where: str, found: _Found, depth: int) -> Json:
     return {"$counter": _encode_dict(dict(value), where, found, depth)}  # MultiStepLR's milestones are one
 
@@ -206,7 +210,7 @@ _ENCODERS: dict[type, Callable[[Any, str, _Found, int], Json]] = {
     float: _encode_float,
     bytes: _encode_bytes,
     dict: _encode_dict,
-    OrderedDict: _encode_dict,
+    OrderedDict: _encode_ordered_dict,
     Counter: _encode_counter,
     list: _encode_list,
     tuple: _encode_tuple,
@@ -239,7 +243,7 @@ def _refusal(value: object, where: str) -> str:
 
 
 def _decode(json: Json, read_array: ReadArray, where: str, depth: int) -> State:
-    if depth > 2 * DEEPEST:
+    if depth > DEEPEST:  # what could not be saved again
         raise DamagedCheckpoint(f"{where}: nested too deep")
     if isinstance(json, list):
         return [_decode(each, read_array, f"{where}[{number}]", depth + 1) for number, each in enumerate(json)]
@@ -252,7 +256,7 @@ def _decode(json: Json, read_array: ReadArray, where: str, depth: int) -> State:
     if decoder is None:
         raise DamagedCheckpoint(f"{where}: {tag!r} is nothing that this dalsegno knows")
     try:
-        return decoder(json, read_array, where, depth + 1)
+        return decoder(json, read_array, where, depth)
     except DamagedCheckpoint:
         raise
     except (ValueError, TypeError, KeyError, RuntimeError, OverflowError, struct.error) as error:
@@ -281,13 +285,20 @@ def _decode_dict(json: Json, read_array: ReadArray, where: str, depth: int) -> d
         key = _decode(key, read_array, where, depth)
         if type(key) is not str and type(key) is not int:
             raise TypeError(f"a key {key!r}")
-        result[key] = _decode(each, read_array, _step(where, key), depth)
+        result[key] = _decode(each, read_array, _step(where, key), depth + 1)
     return result
+
+
+def _decode_ordered_dict(json: Json, read_array: ReadArray, where: str, depth: int) -> OrderedDict[Any, Any]:
+    items = _decode(json["$ordered"], read_array, where, depth)
+    if type(items) is not dict:
+        raise TypeError("no dict in it")
+    return OrderedDict(items)
 
 
 def _decode_counter(json: Json, read_array: ReadArray, where: str, depth: int) -> Counter[Any]:
     counts = _decode(json["$counter"], read_array, where, depth)
-    if not isinstance(counts, dict):
+    if type(counts) is not dict:
         raise TypeError("no dict in it")
     return Counter(counts)
 
@@ -335,6 +346,7 @@ _DECODERS: dict[str, Callable[[Any, ReadArray, str, int], State]] = {
     "$float": _decode_float,
     "$bytes": _decode_bytes,
     "$dict": _decode_dict,
+    "$ordered": _decode_ordered_dict,
     "$counter": _decode_counter,
     "$tuple": _decode_tuple,
     "$size": _decode_size,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from dalsegno.component import State, Stateful, TensorHolder
+from dalsegno.component import State, Stateful, TensorHolder, own_form
 from dalsegno.errors import CannotSave, ConfigurationError
+from dalsegno.schema import check
 
 from .index import Index
 from .sharded import Prepared, Tensors, class_name_of, is_dense
@@ -49,6 +50,11 @@ class HeldTensors:
             if not is_dense(tensor):
                 raise CannotSave(f"{self.key}.{name}: needs a dense tensor or DTensor, not a {type(tensor).__name__}")
         return {name: tensor.detach() for name, tensor in tensors.items()}, rest
+
+    def check_rest(self, stored: Index, rest: State, where: str) -> None:
+        form = own_form(self._holder)
+        if form is not None:
+            check(rest, form, where)
 
     def differences(self, stored: Index, rest: State, *, any_dtype: bool = False) -> list[str]:
         return []

@@ -16,19 +16,43 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypedDict
 
 import torch
 
 from dalsegno.errors import DamagedCheckpoint
+from dalsegno.schema import Must, check
 
 from .layout import DTYPES, byte_count, is_shape, name_of
-from .manifest import read_json
+from .manifest import Checkpoint, read_json
 
 FILE_NAME = "index.json"
 FORMAT = 1
 
 _MOST_CUTS = 8  # dimensions along which a tensor may be spread over ranks
+
+
+Shape = Annotated[list[Any], Must("a list of dimensions", is_shape)]
+
+
+class PieceEntry(TypedDict):
+    file: str
+    bytes: Shape
+    offsets: Shape
+    shape: Shape
+
+
+class TensorEntry(TypedDict):
+    dtype: Annotated[str, Must(f"one of {', '.join(DTYPES)}", DTYPES.__contains__)]
+    shape: Shape
+    pieces: list[PieceEntry]
+
+
+class IndexFile(TypedDict):
+    """What the file holds."""
+
+    format: Literal[1]
+    tensors: dict[str, TensorEntry]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +107,26 @@ class Index:
             DamagedCheckpoint: if a tensor in it is not exactly filled by its pieces, or the file is no index at all.
         """
         content = read_json(path)
+        check(content, IndexFile, str(path), DamagedCheckpoint)
         try:
-            if content["format"] != FORMAT:
-                raise ValueError(f"format {content['format']!r}; this dalsegno reads {FORMAT}")
             return cls({name: _tensor(name, entry) for name, entry in content["tensors"].items()})
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise DamagedCheckpoint(f"{path}: is no index ({error!r})") from error
+        except ValueError as error:
+            raise DamagedCheckpoint(f"{path}: {error}") from error
+
+
+def index_of(checkpoint: Checkpoint) -> Index:
+    """The index of a verified checkpoint; every piece lies in one of its files.
+
+    Raises:
+        DamagedCheckpoint: if that is not so.
+    """
+    path, sizes = checkpoint.file(FILE_NAME), checkpoint.manifest.files
+    index = Index.read(path)
+    for name, stored in index.tensors.items():
+        for piece in stored.pieces:
+            if piece.file not in sizes or piece.span[1] > sizes[piece.file].size:
+                raise DamagedCheckpoint(f"{path}: {name}: bytes {list(piece.span)} are not in {piece.file!r}")
+    return index
 
 
 def split(full_name: str) -> tuple[str, str]:
@@ -100,8 +138,8 @@ def split(full_name: str) -> tuple[str, str]:
     return component, name
 
 
-def _tensor(name: str, entry: Any) -> StoredTensor:
-    dtype, shape = DTYPES[entry["dtype"]], _shape(entry["shape"])
+def _tensor(name: str, entry: TensorEntry) -> StoredTensor:
+    dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
     pieces = tuple(_piece(name, piece, dtype, shape) for piece in entry["pieces"])
     if not _fill(pieces, shape):
         raise ValueError(f"the pieces of {name} do not fill it")
@@ -129,19 +167,11 @@ def _fill(pieces: Sequence[StoredPiece], whole: tuple[int, ...]) -> bool:
     return odd == set(itertools.product(*((0, whole[each]) for each in cut)))
 
 
-def _piece(name: str, entry: Any, dtype: torch.dtype, whole: tuple[int, ...]) -> StoredPiece:
-    span, offsets, shape = _shape(entry["bytes"]), _shape(entry["offsets"]), _shape(entry["shape"])
+def _piece(name: str, entry: PieceEntry, dtype: torch.dtype, whole: tuple[int, ...]) -> StoredPiece:
+    span, offsets, shape = entry["bytes"], tuple(entry["offsets"]), tuple(entry["shape"])
     inside = len(offsets) == len(shape) == len(whole) and all(
         begin + size <= limit for begin, size, limit in zip(offsets, shape, whole, strict=True)
     )
     if not inside or len(span) != 2 or span[1] - span[0] != byte_count(shape, dtype):
         raise ValueError(f"a piece of {name} lies outside of it")
-    if type(entry["file"]) is not str:
-        raise ValueError(f"a piece of {name} is in no file")
     return StoredPiece(entry["file"], (span[0], span[1]), offsets, shape)
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    if not is_shape(value):
-        raise ValueError(f"{value!r} in the place of a shape")
-    return tuple(value)

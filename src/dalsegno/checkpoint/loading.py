@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
+
 from dalsegno import ranks
 from dalsegno.changes import Change
 from dalsegno.component import Component, State
-from dalsegno.errors import DamagedCheckpoint, StateMismatch
+from dalsegno.errors import DalsegnoError, DamagedCheckpoint, StateMismatch
 
 from .keys import CALLBACKS
 from .manifest import Checkpoint, ComponentRecord
@@ -137,20 +139,26 @@ def prepare_components(
             if key is None:
                 report.fresh.append(component.key)
                 continue
-            with _noting(component):
+            with blaming(f"{saved.path}: {key}"):
                 state = _state_for(component, saved, key, report)
-                found.append((component, adapt[component.key](state) if component.key in adapt else state))
+                state = adapt[component.key](state) if component.key in adapt else state
+                component.check_fit(state)
+            found.append((component, state))
         return found
 
     return ranks.together(prepare)
 
 
-def restore_components(prepared: Sequence[tuple[Component, State]], report: LoadReport) -> None:
-    """Give each component the state that was prepared for it. Collective."""
+def restore_components(saved: SavedStates, prepared: Sequence[tuple[Component, State]], report: LoadReport) -> None:
+    """Give each component the state that was prepared for it. Collective.
+
+    Raises:
+        StateMismatch: if one does not take it. Others have theirs by then.
+    """
 
     def restore() -> None:
         for component, state in prepared:
-            with _noting(component):
+            with blaming(f"{saved.path}: {component.key}"):
                 component.target.load_state_dict(state)
             report.restored.append(component.key)
 
@@ -165,13 +173,19 @@ def left_over(saved: SavedStates, components: Sequence[Component], report: LoadR
 
 
 @contextmanager
-def _noting(component: Component) -> Iterator[None]:
-    """What is raised inside says whose state it was about."""
+def blaming(where: str) -> Iterator[None]:
+    """What is raised inside names ``where``, a checkpoint and a component in it.
+
+    A state may be of the right form, and all the same nothing that its component takes. What says nothing about a
+    state (a disk that does not answer, memory that is used up) keeps its type.
+    """
     try:
         yield
-    except Exception as error:
-        error.add_note(f"while the state of {component.key} was being restored")
+    except (DalsegnoError, OSError, MemoryError, torch.OutOfMemoryError) as error:
+        error.add_note(f"while {where} was being restored")
         raise
+    except Exception as error:
+        raise StateMismatch(f"{where}: the saved state is not taken back: {type(error).__name__}: {error}") from error
 
 
 def _state_for(component: Component, saved: SavedStates, key: str, report: LoadReport) -> State:
@@ -186,12 +200,17 @@ def _state_for(component: Component, saved: SavedStates, key: str, report: LoadR
         )
     if version < component.version:
         report.notes.append(f"{component.key}: upgraded from version {version} to {component.version}")
+
+    def state_of(number: int) -> State:
+        state = component.upgrade(saved.state(key, number), version)
+        component.check_form(state, f"{saved.path}: {key}")
+        return state
+
     if count == 1 and saved.record(key).scope != "per_rank":
-        return component.upgrade(saved.state(key), version)
+        return state_of(0)
     if count == world_size:
-        own = ranks.rank() if component.scope == "per_rank" else 0
-        return component.upgrade(saved.state(key, own), version)
-    states = [component.upgrade(saved.state(key, number), version) for number in range(count)]
+        return state_of(ranks.rank() if component.scope == "per_rank" else 0)
+    states = [state_of(number) for number in range(count)]
     resharded = component.reshard(states, world_size)
     if len(resharded) != world_size:
         raise StateMismatch(

@@ -127,7 +127,7 @@ class Manifest:
             return cls._parse(content)
         except StateMismatch:
             raise
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             raise DamagedCheckpoint(f"{path}: {_reason(error)}") from error
 
     @classmethod

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from dalsegno import ranks
 from dalsegno.changes import Change, Value, compare
 from dalsegno.component import State
-from dalsegno.errors import DamagedCheckpoint
 
-from . import index, storage
-from .index import Index
+from . import storage
+from .index import Index, index_of
 from .keys import SETTINGS
 from .layout import name_of
-from .loading import SavedStates
+from .loading import SavedStates, blaming
 from .sharded import OptimizerState, Prepared, Sharded
 from .storage import Files
 
@@ -26,12 +25,14 @@ class Stored:
     """What is there to be loaded into model and optimizer.
 
     Attributes:
+        origin: the checkpoint, or other weights; for messages.
         files: where the tensors lie.
         index: the tensors.
         rests: what is no tensor, for each part that is there, by its key.
         classes: of what each part was saved, where that is known.
     """
 
+    origin: Path
     files: Files
     index: Index
     rests: Mapping[str, State]
@@ -41,14 +42,17 @@ class Stored:
     def of(cls, saved: SavedStates) -> Stored:
         """Those of a verified checkpoint. Collective."""
         keys = [key for key in saved if saved.record(key).scope == "sharded"]
-        return ranks.together(
-            lambda: cls(
+
+        def read() -> Stored:
+            return cls(
+                saved.path,
                 saved.checkpoint,
-                Index.read(saved.checkpoint.file(index.FILE_NAME)),
+                index_of(saved.checkpoint),
                 {key: saved.state(key) for key in keys},
                 {key: saved.record(key).class_name for key in keys},
             )
-        )
+
+        return ranks.together(read)
 
 
 def misfits(stored: Stored, sharded: Sequence[Sharded], *, any_dtype: bool = False) -> list[Change]:
@@ -58,8 +62,11 @@ def misfits(stored: Stored, sharded: Sequence[Sharded], *, any_dtype: bool = Fal
         if each.key not in stored.rests:
             continue
         was, now = stored.classes.get(each.key, each.class_name), each.class_name
-        with _blaming(each.key):
-            lines = each.differences(stored.index, stored.rests[each.key], any_dtype=any_dtype)
+        rest, where = stored.rests[each.key], f"{stored.origin}: {each.key}"
+        with blaming(where):
+            if _kind(was) == _kind(now):
+                each.check_rest(stored.index, rest, where)
+            lines = each.differences(stored.index, rest, any_dtype=any_dtype)
         if each.key == OptimizerState.key and _kind(was) != _kind(now):
             found.append(Change.of_part(each.key, was, now))
         elif lines and not found:  # an optimizer of a model that does not fit does not fit either
@@ -71,7 +78,7 @@ def changed_settings(saved: SavedStates, now: Mapping[str, Value]) -> list[Chang
     """What the run is trained with otherwise than when the checkpoint was saved."""
     if SETTINGS not in saved:
         return []
-    with _blaming(SETTINGS):
+    with blaming(f"{saved.path}: {SETTINGS}"):
         return compare(saved.state(SETTINGS), now)
 
 
@@ -81,7 +88,7 @@ def restore_sharded(stored: Stored, sharded: Sequence[Sharded]) -> list[str]:
     def prepare() -> dict[str, Prepared]:
         prepared = {}
         for each in sharded:
-            with _blaming(each.key):
+            with blaming(f"{stored.origin}: {each.key}"):
                 prepared[each.key] = each.prepare(stored.index, stored.rests[each.key])
         return prepared
 
@@ -89,8 +96,9 @@ def restore_sharded(stored: Stored, sharded: Sequence[Sharded]) -> list[str]:
     storage.load({key: each.tensors for key, each in prepared.items()}, stored.files, stored.index)
 
     def take_over() -> None:
-        for each in prepared.values():
-            each.take_over()
+        for key, each in prepared.items():
+            with blaming(f"{stored.origin}: {key}"):
+                each.take_over()
 
     ranks.together(take_over)
     return [note for key, each in prepared.items() for note in _casts(key, each, stored.index)]
@@ -104,15 +112,6 @@ def _casts(key: str, prepared: Prepared, stored: Index) -> list[str]:
         for (was, now), count in pairs.items()
         if was != now
     ]
-
-
-@contextmanager
-def _blaming(key: str) -> Iterator[None]:
-    """A state that is not what dalsegno writes is the checkpoint's fault."""
-    try:
-        yield
-    except (KeyError, TypeError, AttributeError) as error:
-        raise DamagedCheckpoint(f"the saved state of {key} is not what dalsegno writes ({error!r})") from error
 
 
 def _kind(class_name: str) -> str:

@@ -133,6 +133,7 @@ def _of_tensor(json: Json) -> str:
 _SHOWN: dict[str, Callable[[Any], Json]] = {
     "$dict": _pairs,
     "$tuple": lambda json: readable(json["$tuple"]),
+    "$ordered": lambda json: readable(json["$ordered"]),
     "$counter": lambda json: readable(json["$counter"]),
     "$size": lambda json: json["$size"],
     "$dtype": lambda json: json["$dtype"],

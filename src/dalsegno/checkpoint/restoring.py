@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dalsegno import ranks
 from dalsegno.changes import Value, refuse
 from dalsegno.component import Component, State
+from dalsegno.errors import StateMismatch
 
 from .loading import LoadReport, SavedStates, prepare_components, refuse_changed_callbacks, restore_components
 from .manifest import Checkpoint
@@ -67,10 +68,25 @@ def _restore(
     adapt: Mapping[str, Callable[[State], State]],
 ) -> None:
     """Load what fits, and write into ``report`` what it was."""
+    _expect_scopes(saved, sharded, components)
     replaced = {change.setting for change in report.changes if change.saved != change.now}  # by another class
     known = [each for each in sharded if each.key in stored.rests and each.key not in replaced]
     report.fresh.extend(each.key for each in sharded if each not in known)
     prepared = prepare_components(saved, components, report, adapt)
     report.notes.extend(restore_sharded(stored, known))
     report.restored.extend(each.key for each in known)
-    restore_components(prepared, report)
+    restore_components(saved, prepared, report)
+
+
+def _expect_scopes(saved: SavedStates, sharded: Sequence[Sharded], components: Sequence[Component]) -> None:
+    """
+    Raises:
+        StateMismatch: if what is spread over the ranks was saved as what is not, or the other way round.
+    """
+    spread = {each.key for each in sharded}
+    for key in [*spread, *(key for each in components for key in each.keys)]:
+        if key in saved and (saved.record(key).scope == "sharded") != (key in spread):
+            raise StateMismatch(
+                f"{saved.path}: {key}: was saved as {saved.record(key).scope}, and now its tensors are "
+                f"{'spread over the ranks' if key in spread else 'in its state_dict'}; give it another name"
+            )

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dalsegno.component import State
@@ -24,6 +24,8 @@ from .columns import Rows
 from .index import Index, StoredTensor
 from .keys import LOSS, MODEL
 from .layout import DTYPES, is_plain, name_of
+from .placing import cast_as, exactly, like, placed_like
+from .rests import check_model_rest, check_optimizer_rest
 
 Tensors = dict[str, torch.Tensor]
 
@@ -46,6 +48,10 @@ class Sharded(Protocol):
 
     def capture(self) -> tuple[Tensors, State]:
         """The tensors by name (not copied), and all else; the same names and the same rest on every rank."""
+        ...
+
+    def check_rest(self, stored: Index, rest: State, where: str) -> None:
+        """Raise StateMismatch if what is stored is nothing that a component of this kind has saved."""
         ...
 
     def differences(self, stored: Index, rest: State, *, any_dtype: bool = False) -> list[str]:
@@ -92,6 +98,9 @@ class ModelState:
     def capture(self) -> tuple[Tensors, State]:
         tensors, tied, extra = self._sorted()
         return tensors, {"tied": tied, "extra": extra}
+
+    def check_rest(self, stored: Index, rest: State, where: str) -> None:
+        check_model_rest(rest, stored.of(self.key), where)
 
     def differences(self, stored: Index, rest: State, *, any_dtype: bool = False) -> list[str]:
         tensors, tied, extra = self._sorted()
@@ -251,6 +260,9 @@ class OptimizerState:
             ],
         }
 
+    def check_rest(self, stored: Index, rest: State, where: str) -> None:
+        check_optimizer_rest(rest, self.optimizer, where)
+
     def differences(self, stored: Index, rest: State, *, any_dtype: bool = False) -> list[str]:
         groups = [[name for name, _ in group] for group in self._named_groups()]
         saved = [group["params"] for group in rest["groups"]]
@@ -280,14 +292,14 @@ class OptimizerState:
             if name in weights and weights[name].dtype != named[number][1].dtype
         }
         tensors = {
-            f"{name}.{kind}": _like(named[number][1], own[f"{name}.{kind}"], casts.get(name))
+            f"{name}.{kind}": like(named[number][1], own[f"{name}.{kind}"], casts.get(name))
             for name, number in fitting.items()
             for kind in rows.sharded.get(name, ())
         }
 
         def take_over() -> None:
             saved = {
-                name: {kind: _cast(value, casts.get(name)) for kind, value in rows.plain[name].items()}
+                name: {kind: cast_as(value, casts.get(name)) for kind, value in rows.plain[name].items()}
                 | {kind: tensors[f"{name}.{kind}"] for kind in rows.sharded.get(name, ())}
                 for name in fitting
             }
@@ -298,7 +310,7 @@ class OptimizerState:
                 own = self.optimizer.state[named[fitting[name]][1]]
                 for kind, value in values.items():
                     is_on_cpu = kind in rows.on_cpu.get(name, ())
-                    own[kind] = value if is_on_cpu else _exactly(value, own.get(kind))
+                    own[kind] = value if is_on_cpu else exactly(value, own.get(kind))
 
         return Prepared(tensors, take_over)
 
@@ -306,9 +318,9 @@ class OptimizerState:
         """The groups with their saved hyperparameters, and parameters by number; others than were saved keep theirs."""
         own, position, groups = self.optimizer.param_groups, itertools.count(), []
         for group, here in zip(saved if len(saved) == len(own) else own, own, strict=True):
-            placed = {key: _placed_like(value, here.get(key)) for key, value in group.items()}
+            placed = {key: placed_like(value, here.get(key)) for key, value in group.items()}
             names = {"param_names": here["param_names"]} if "param_names" in here else {}
-            groups.append(placed | names | {"params": [next(position) for _ in here["params"]]})
+            groups.append(here | placed | names | {"params": [next(position) for _ in here["params"]]})
         return groups
 
     def _named_groups(self) -> list[list[tuple[str, torch.Tensor]]]:
@@ -353,47 +365,6 @@ def _is_sharded(value: object, parameter: torch.Tensor) -> bool:
     if not isinstance(value, torch.Tensor) or not is_dense(value):
         return False
     return isinstance(value, DTensor) or (value.dim() > 0 and value.shape == parameter.shape)
-
-
-_Cast = tuple[torch.dtype, torch.dtype]
-"""From which element type to which."""
-
-
-def _like(parameter: torch.Tensor, stored: StoredTensor, cast: _Cast | None) -> torch.Tensor:
-    """An empty tensor for ``stored``, spread over the ranks as ``parameter`` is, if it has that shape."""
-    dtype = cast[1] if cast is not None and stored.dtype == cast[0] else stored.dtype
-    if parameter.shape == stored.shape:
-        return torch.empty_like(parameter, dtype=dtype).detach()
-    local = torch.empty(stored.shape, dtype=dtype, device=parameter.device)
-    if not isinstance(parameter, DTensor):
-        return local
-    mesh = parameter.device_mesh
-    return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-
-def _cast(value: Any, cast: _Cast | None) -> Any:
-    """A tensor of its parameter's former element type as one of the new; a scalar, say the step's number, stays."""
-    if cast is None or not isinstance(value, torch.Tensor) or value.dim() == 0 or value.dtype != cast[0]:
-        return value
-    return value.to(cast[1])
-
-
-def _placed_like(value: Any, here: Any) -> Any:
-    """A hyperparameter that is a tensor, say the learning rate, on the device of the one it replaces."""
-    if isinstance(value, torch.Tensor) and isinstance(here, torch.Tensor):
-        return value.to(here.device)
-    return value
-
-
-def _exactly(saved: Any, loaded: Any) -> Any:
-    """``saved``, as it was, on the device where ``load_state_dict`` put it."""
-    if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
-        return saved.to(loaded.device)
-    if isinstance(saved, dict) and isinstance(loaded, dict):
-        return {key: _exactly(value, loaded.get(key)) for key, value in saved.items()}
-    if isinstance(saved, list | tuple) and isinstance(loaded, list | tuple) and len(saved) == len(loaded):
-        return type(saved)([_exactly(*pair) for pair in zip(saved, loaded, strict=True)])
-    return saved
 
 
 def _form(thing: torch.Tensor | StoredTensor) -> str:

@@ -14,13 +14,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal, TypedDict
 
 import torch
 import xxhash
 
 from dalsegno.component import State
 from dalsegno.errors import DamagedCheckpoint
+from dalsegno.schema import Count, Must, check
 
 from .codec import Arrays, Json, decode, encode
 from .layout import StoredFile, as_bytes
@@ -33,6 +34,24 @@ SHARED = "shared"
 def rank_sidecar(rank: int) -> str:
     """The name of a rank's sidecar."""
     return f"rank-{rank:05d}"
+
+
+SidecarEntry = TypedDict(
+    "SidecarEntry",
+    {
+        "class": str,
+        "version": Count,
+        "scope": Literal["replicated", "per_rank", "sharded"],
+        "states": Annotated[list[Any], Must("one state at least", len)],
+    },
+)
+
+
+class SidecarFile(TypedDict):
+    """What the JSON holds."""
+
+    format: Literal[1]
+    states: dict[str, SidecarEntry]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,22 +129,16 @@ def read_sidecar(checkpoint: Checkpoint, name: str) -> dict[str, SavedState]:
 
         return decode(json, read_array, key)
 
-    try:
-        if content["format"] != FORMAT:
-            raise ValueError(f"format {content['format']!r}; this dalsegno reads {FORMAT}")
-        return {
-            key: SavedState(_record(entry), [decoded(each, key, number) for number, each in enumerate(entry["states"])])
-            for key, entry in content["states"].items()
-        }
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DamagedCheckpoint(f"{path}: is no sidecar ({error!r})") from error
+    check(content, SidecarFile, str(path), DamagedCheckpoint)
+    found = {}
+    for key, entry in content["states"].items():
+        record = ComponentRecord(entry["class"], entry["version"], entry["scope"])
+        if checkpoint.manifest.components.get(key) != record:
+            raise DamagedCheckpoint(f"{path}: {key} is not the component that the manifest names so")
+        states = [decoded(each, key, number) for number, each in enumerate(entry["states"])]
+        found[key] = SavedState(record, states)
+    return found
 
 
 def _array_name(key: str, number: int, path: str) -> str:
     return f"{key}@{number}/{path}" if number else f"{key}/{path}"
-
-
-def _record(entry: Any) -> ComponentRecord:
-    if type(entry["class"]) is not str or type(entry["version"]) is not int or not entry["states"]:
-        raise ValueError("an entry without class, version or state")
-    return ComponentRecord(entry["class"], entry["version"], entry["scope"])

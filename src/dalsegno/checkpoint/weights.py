@@ -68,7 +68,7 @@ class Weights:
             for name in names:
                 if present and name != present[0] and (name not in there or self._are_equal(present[0], name)):
                     tied[name] = present[0]
-        return Stored(self, self.index, {MODEL: {"tied": tied, "extra": {}}}, {})
+        return Stored(self.path, self, self.index, {MODEL: {"tied": tied, "extra": {}}}, {})
 
     def _are_equal(self, one: str, other: str) -> bool:
         return torch.equal(self._read(one), self._read(other))

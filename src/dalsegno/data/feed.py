@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, NotRequired, Protocol, TypedDict
 
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from dalsegno.component import Scope
 from dalsegno.errors import StateMismatch
+from dalsegno.schema import Count, Form, Must
 
 
 @dataclass(slots=True)
@@ -103,9 +104,20 @@ class Feed(Protocol):
         """A state that was saved with other data of the same kind, as one of this data: the same place in it."""
         ...
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> Any: ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+class EpochPlace(TypedDict):
+    """How far a loader has come, counted in batches."""
+
+    one_stream: bool
+    epoch: Count
+    microbatches: Count
+    samples: Count
+    exhausted: bool
+    own_generators: NotRequired[dict[str, Any]]
 
 
 NOT_EXACT = "data_is_not_exact"
@@ -118,7 +130,13 @@ KINDS = {
 }
 
 
-def expect_kind(state: dict[str, Any], kind: str) -> None:
+def or_another_kind(own: Form, kind: str) -> Form:
+    """The form of a feed's state, or anything that a feed of another kind has written: see :func:`expect_kind`."""
+    others = KINDS.keys() - {kind}
+    return own | Annotated[dict[str, Any], Must("a place in some data", lambda state: state["kind"] in others)]
+
+
+def expect_kind(state: Mapping[str, Any], kind: str) -> None:
     """Raise StateMismatch if ``state`` was written by another kind of feed."""
     if state["kind"] != kind:
         raise StateMismatch(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, NotRequired
 
 import torch
 from torch.utils.data import DataLoader
@@ -11,10 +11,15 @@ from torch.utils.data import DataLoader
 from dalsegno.component import Scope
 from dalsegno.randomness import LOADER, mix
 
-from .feed import Microbatch, expect_kind
-from .sampler import ResumableSampler
+from .feed import Microbatch, expect_kind, or_another_kind
+from .sampler import ResumableSampler, SamplerState
 from .samples import Samples
 from .workers import let_workers_live_on
+
+
+class MapState(SamplerState):
+    kind: Literal["map"]
+    generators: NotRequired[dict[str, Any]]
 
 
 class MapFeed:
@@ -28,6 +33,7 @@ class MapFeed:
     :class:`Samples` seeds them instead.
     """
 
+    state_schema = or_another_kind(MapState, "map")
     lockstep = True
 
     # torch's DataLoader, since torchdata's StatefulDataLoader would keep, per micro-batch and worker, a second copy
@@ -105,6 +111,7 @@ class MapFeed:
         return self._sampler.global_batch
 
     def adapt(self, state: dict[str, Any]) -> dict[str, Any]:
+        expect_kind(state, "map")
         return {**state, **self._sampler.adapt(state)}
 
     def state_dict(self) -> dict[str, Any]:
@@ -112,14 +119,22 @@ class MapFeed:
         generators = self.own_generators.state_dict()
         return {**state, "generators": generators} if generators else state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def check_state(self, state: Any) -> None:
+        """
+        Raises:
+            StateMismatch: if the place lies in another kind of data, or in a dataset of another length.
+        """
+        expect_kind(state, "map")
+        self._sampler.check_state(state)
+
+    def load_state_dict(self, state: Any) -> None:
         """Go on from a saved place.
 
         Raises:
             StateMismatch: if it lies in another kind of data, or in a dataset of another length; or if a random
                 generator of the data's that was saved is not there any more.
         """
-        expect_kind(state, "map")
+        self.check_state(state)
         self._sampler.load_state_dict(state)
         self.own_generators.load_state_dict(state.get("generators", {}))
         self.epoch, self._cursor = state["epoch"], state["cursor"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -14,15 +14,32 @@ from tqdm import tqdm
 
 from dalsegno import ranks
 from dalsegno.errors import StateMismatch
-from dalsegno.randomness import capture_generators, preserved_generators, restore_generators
+from dalsegno.randomness import (
+    GeneratorStates,
+    TorchState,
+    capture_generators,
+    preserved_generators,
+    restore_generators,
+)
 
-from .feed import NOT_EXACT
+from .feed import NOT_EXACT, EpochPlace, or_another_kind
 from .fingerprint import digest
 from .loader_feed import END, LoaderFeed
 from .own_generators import EpochGenerator
 from .stream import RankShard
 
 log = logging.getLogger(__name__)
+
+
+class EpochGenerators(GeneratorStates):
+    own: dict[str, Any] | TorchState | None
+    """Those that the data owns, by the way to each; once the loader's alone."""
+
+
+class ReplayedPlace(EpochPlace):
+    kind: Literal["replayed"]
+    workers: list[int]
+    generators: EpochGenerators
 
 
 class ReplayedFeed(LoaderFeed):
@@ -35,8 +52,10 @@ class ReplayedFeed(LoaderFeed):
     the way from the process's (a shuffle buffer), only the dataset itself could do it: give it a ``state_dict``.
     """
 
-    _at_epoch_begin: dict[str, Any] | None = None  # the generators, while an iterator is open
-    _saved: dict[str, Any] | None = None  # the generators of an epoch that is still to be opened, or of its eve
+    state_schema = or_another_kind(ReplayedPlace, "replayed")
+
+    _at_epoch_begin: Any = None  # the generators, while an iterator is open
+    _saved: Any = None  # the generators of an epoch that is still to be opened, or of its eve
 
     def _open(self) -> Iterator[Any]:
         saved, self._saved = self._saved, None

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 from torch.utils.data import Sampler
 
 from dalsegno.errors import ConfigurationError, EmptyDataset, StateMismatch
 from dalsegno.randomness import ORDER, mix
+from dalsegno.schema import Count
 
 from .permutation import Indices, permute
 
@@ -36,6 +37,14 @@ class IndexBatch(list[int]):
     cursor: int
     samples: int
     global_samples: int
+
+
+class SamplerState(TypedDict):
+    epoch: Count
+    cursor: Count
+    length: Count
+    seed: int
+    shuffle: bool
 
 
 class ResumableSampler(Sampler[list[int]]):
@@ -160,7 +169,7 @@ class ResumableSampler(Sampler[list[int]]):
         self.cursor += batch.global_samples
         return batch
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> SamplerState:
         """Where the present iteration stands. ``length``, ``seed`` and ``shuffle`` say in which order that is."""
         return {
             "epoch": self.epoch,
@@ -170,7 +179,7 @@ class ResumableSampler(Sampler[list[int]]):
             "shuffle": self.shuffle,
         }
 
-    def adapt(self, state: dict[str, Any]) -> dict[str, Any]:
+    def adapt(self, state: Any) -> Any:
         """A saved place, as one in this dataset: as many samples into the epoch, or at its end if it is not that long.
 
         Where the dataset had another length, its order was another one too: some samples come twice in this epoch,
@@ -178,9 +187,8 @@ class ResumableSampler(Sampler[list[int]]):
         """
         return {**state, "cursor": min(state["cursor"], self.samples), "length": self.length}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved place, in its order: the saved seed replaces this one.
-
+    def check_state(self, state: SamplerState) -> None:
+        """
         Raises:
             StateMismatch: if the place lies in a dataset of another length, or in a differently shuffled one.
         """
@@ -194,6 +202,16 @@ class ResumableSampler(Sampler[list[int]]):
                 f"the saved position lies in an order with shuffle={state['shuffle']}, now it is {self.shuffle}; "
                 "samples would come twice or never: resume with the former value, or start anew"
             )
+        if state["cursor"] > self.length:
+            raise StateMismatch(f"the saved position is sample {state['cursor']} of {self.length} in the dataset")
+
+    def load_state_dict(self, state: SamplerState) -> None:
+        """Go on from a saved place, in its order: the saved seed replaces this one.
+
+        Raises:
+            StateMismatch: as :meth:`check_state`.
+        """
+        self.check_state(state)
         if state["seed"] != self.seed:
             log.warning("the data order goes on with its saved seed %d, not with %d", state["seed"], self.seed)
         self.seed = state["seed"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, Literal, NotRequired
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -13,12 +13,19 @@ from dalsegno.component import Stateful
 from dalsegno.errors import StateMismatch
 from dalsegno.randomness import capture_generators, preserved_generators, restore_generators
 
-from .feed import NOT_EXACT
+from .feed import NOT_EXACT, EpochPlace, or_another_kind
 from .fingerprint import digest
 from .loader_feed import END, LoaderFeed
 from .stream import RankShard
 
 log = logging.getLogger(__name__)
+
+
+class StatefulPlace(EpochPlace):
+    kind: Literal["stateful"]
+    cut: bool
+    stream: NotRequired[str | None]
+    loader: Any
 
 
 class StatefulFeed(LoaderFeed):
@@ -31,6 +38,8 @@ class StatefulFeed(LoaderFeed):
     Where an epoch is left early, one more micro-batch of it is read and dropped. So the iterator that is left has been
     in use, also where it was made from a saved state, and the next one begins anew.
     """
+
+    state_schema = or_another_kind(StatefulPlace, "stateful")
 
     _saved: Any = None  # the loader's state, not loaded yet
     _cut = False  # whether the epoch before this one was left early, so that the loader's state is inside of it
@@ -116,10 +125,10 @@ class StatefulFeed(LoaderFeed):
 
     @staticmethod
     def _resumed(loader: Any, saved: Any) -> Iterator[Any]:
-        loader.load_state_dict(saved)
         try:
+            loader.load_state_dict(saved)
             return iter(loader)
-        except (AssertionError, KeyError) as error:  # how torchdata says it
+        except Exception as error:  # torchdata checks by assertions, and trusts what it is given
             raise StateMismatch(
                 f"the saved state of the {type(loader).__name__} does not fit it: {error!r}; resume with the same "
                 f"number of worker processes (now {getattr(loader, 'num_workers', 'unknown')}), or start anew"

@@ -13,16 +13,20 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-from dalsegno import files
-from dalsegno.errors import StateMismatch
+from dalsegno import files, schema
 
 from .archive import archive_tail, archive_whole, free_place
 
 logger = logging.getLogger("dalsegno")
 
 _MARK = "tfevents"  # TensorBoard reads whatever has this in its name
+
+
+class EventState(TypedDict):
+    events: schema.Count
+    files: dict[str, schema.Count]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,7 @@ class EventPosition:
     files: Mapping[str, int]
     """Name to length in bytes. Names and headers depend on how many legs there were, and when."""
 
-    def to_state(self) -> dict[str, Any]:
+    def to_state(self) -> EventState:
         return {"events": self.events, "files": dict(self.files)}
 
     @classmethod
@@ -44,14 +48,8 @@ class EventPosition:
         Raises:
             StateMismatch: if it is none.
         """
-        try:
-            position = cls(**state)
-            sizes = list(position.files.values())
-        except (TypeError, AttributeError):
-            raise StateMismatch(f"a writer of event files has the state {{events, files}}; got {state!r}") from None
-        if not all(type(number) is int and number >= 0 for number in [position.events, *sizes]):
-            raise StateMismatch(f"the state of a writer of event files counts events and bytes; got {state!r}")
-        return position
+        schema.check(state, EventState, "the saved state of a writer of event files")
+        return cls(**state)
 
 
 def lengths(folder: Path, suffix: str) -> dict[str, int]:

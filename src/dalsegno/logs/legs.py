@@ -10,16 +10,20 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from dalsegno import files
-from dalsegno.errors import StateMismatch
+from dalsegno.errors import DamagedRunFile, StateMismatch
+from dalsegno.schema import Must, check
 
 from .values import from_json, to_json
 
 logger = logging.getLogger("dalsegno")
 
 FORMAT = 1
+
+
+Goal = Annotated[dict[str, float], Must("max_steps and num_train_epochs", {"max_steps", "num_train_epochs"}.issubset)]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -46,7 +50,7 @@ class Leg:
     why: str | None = None
     """In words: what was asked for, or the error it ended with."""
     metrics: dict[str, Any] = field(default_factory=dict)
-    goal_given_up: dict[str, float] | None = None
+    goal_given_up: Goal | None = None
     """Where a callback judged the training to be over: ``max_steps`` and ``num_train_epochs`` as they were. The run has
     ended there, unless one of them is raised."""
 
@@ -73,18 +77,32 @@ class RunFile:
 
     def __init__(self, output_dir: str | Path) -> None:
         self.path = Path(output_dir) / "run.json"
+        self._run: RunRecord | None = None  # as it was written last
 
     def load(self) -> RunRecord | None:
         """The run so far; None before its first leg.
 
         Raises:
-            StateMismatch: if the file is damaged, or of a newer format.
+            DamagedRunFile: if the file is damaged.
+            StateMismatch: if it is of a newer format.
         """
         try:
             data = self.path.read_bytes()
         except FileNotFoundError:
             return None
         return _parse(data, self.path)
+
+    def last_leg(self) -> Leg | None:
+        """The newest; None where none is known, also of a damaged file, which the next leg replaces.
+
+        Raises:
+            StateMismatch: if the file is of a newer format.
+        """
+        try:
+            record = self.load()
+        except DamagedRunFile:
+            return None
+        return record.legs[-1] if record is not None and record.legs else None
 
     def begin(self, from_checkpoint: str | None, world_size: int, first_step: int) -> RunRecord:
         """Append a leg that starts now, after ``first_step`` steps. A former leg still open has died."""
@@ -129,16 +147,23 @@ class RunFile:
         self._write(run)
 
     def _current(self) -> RunRecord:
-        run = self.load()
+        """As the file says; as this leg knew it last, if the file was removed or damaged while the run lives."""
+        try:
+            run = self.load()
+        except DamagedRunFile:
+            run = None
+        if self._run is not None and (run is None or not run.legs):
+            logger.warning("%s was removed or damaged while the run lives; it is written anew", self.path)
+            run = self._run
         if run is None or not run.legs:
-            raise StateMismatch(f"{self.path}: no leg has begun; was it removed while the run lives?")
+            raise StateMismatch(f"{self.path}: no leg has begun")
         return run
 
     def _load_or_renew(self) -> RunRecord:
         """The run so far, or a new one; a file that cannot be read is moved aside first."""
         try:
             run = self.load()
-        except _Damaged as error:
+        except DamagedRunFile as error:
             aside = files.numbered(self.path.parent, self.path.name)
             files.rename(self.path, aside)
             logger.warning("%s; it is now %s, and the list of legs starts anew", error, aside.name)
@@ -146,12 +171,9 @@ class RunFile:
         return run or RunRecord(run_id=os.urandom(8).hex(), created=time.time())
 
     def _write(self, run: RunRecord) -> None:
+        self._run = run
         data = {"format": FORMAT, **to_json(dataclasses.asdict(run))}
         files.replace_durably(self.path, (json.dumps(data, indent=2, allow_nan=False) + "\n").encode())
-
-
-class _Damaged(StateMismatch):
-    """The file is not what any version has written, as opposed to one that a newer version wrote."""
 
 
 def _known(kind: type[Leg | RunRecord], content: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,9 +187,10 @@ def _parse(data: bytes, path: Path) -> RunRecord:
         number = content.pop("format")
         if isinstance(number, int) and number > FORMAT:
             raise StateMismatch(f"{path}: format {number} is newer than {FORMAT}; use the dalsegno that wrote it")
-        legs = [Leg(**_known(Leg, leg)) for leg in content.pop("legs")]
-        return RunRecord(**_known(RunRecord, content), legs=legs)
+        run = _known(RunRecord, content) | {"legs": [_known(Leg, leg) for leg in content["legs"]]}
+    except StateMismatch:
+        raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        if isinstance(error, StateMismatch):
-            raise
-        raise _Damaged(f"{path}: damaged ({error})") from error
+        raise DamagedRunFile(f"{path}: damaged ({error})") from error
+    check(run, RunRecord, f"{path}: damaged", DamagedRunFile)
+    return RunRecord(**run | {"legs": [Leg(**leg) for leg in run["legs"]]})

@@ -12,12 +12,12 @@ import os
 import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypedDict
 
 import xxhash
 
-from dalsegno import files
-from dalsegno.errors import StateMismatch
+from dalsegno import files, schema
+from dalsegno.errors import ConfigurationError, StateMismatch
 
 from .archive import archive_tail, archive_whole, free_place
 from .formats import format_of, strip_line
@@ -28,6 +28,14 @@ logger = logging.getLogger("dalsegno")
 TAIL_BYTES = 4096
 
 Action = Literal["started", "unchanged", "rewound", "shorter", "differs", "gone", "restarted"]
+
+
+class PositionState(TypedDict):
+    path: str
+    offset: schema.Count
+    records: schema.Count
+    last_step: Annotated[Any, schema.Must("a whole number or None", lambda step: step is None or isinstance(step, int))]
+    tail: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +62,7 @@ class Position:
         Raises:
             StateMismatch: if it is none.
         """
-        types = {"path": str, "offset": int, "records": int, "last_step": int | None, "tail": str}
-        if not isinstance(state, dict) or state.keys() != types.keys():
-            raise StateMismatch(f"a log's saved state must have the keys {', '.join(types)}; got {state!r}")
-        for key, kind in types.items():
-            value = state[key]
-            if key == "last_step" and isinstance(value, int):
-                continue  # whatever a callback has put into a record
-            right_type = isinstance(value, kind) and not isinstance(value, bool)
-            if not right_type or (isinstance(value, int) and value < 0):
-                raise StateMismatch(f"a log's saved state: {key} cannot be {value!r}")
+        schema.check(state, PositionState, "a log's saved state")
         return cls(**{**state, "last_step": step_of(state["last_step"])})
 
 
@@ -91,8 +90,10 @@ def rewind(root: Path, configured: PurePosixPath, saved: Position | None) -> Rew
 
     Raises:
         StateMismatch: if the state is that of another log.
+        ConfigurationError: if a folder, a pipe or the like has the log's name.
     """
     if saved is None:
+        _expect_plain(root / configured)
         return _start_over(root / configured)
     if not _same_log(saved.path, configured):
         raise StateMismatch(
@@ -100,6 +101,7 @@ def rewind(root: Path, configured: PurePosixPath, saved: Position | None) -> Rew
             "go on with it, or another name= to begin a new one"
         )
     path = root / saved.path
+    _expect_plain(path)
     if not path.exists():
         logger.warning("%s is gone, and with it %d records; it starts anew", path, saved.records)
         return _fresh("gone", path, missing=saved.records)
@@ -119,6 +121,16 @@ def rewind(root: Path, configured: PurePosixPath, saved: Position | None) -> Rew
     return RewindReport(
         "rewound" if archived else "unchanged", path, saved.offset, saved.records, saved.last_step, archived
     )
+
+
+def _expect_plain(path: Path) -> None:
+    """
+    Raises:
+        ConfigurationError: if something else than a file has the name of a log. A pipe would be waited on for ever.
+    """
+    if path.exists() and not path.is_file():
+        kind = "a folder" if path.is_dir() else "not a plain file"
+        raise ConfigurationError(f"{path}: is {kind}; move it away, or give the logger another path=")
 
 
 def tail_hash(descriptor: int, offset: int) -> str:

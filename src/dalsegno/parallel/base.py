@@ -39,10 +39,19 @@ class Parallel:
 
         The norm is that of the whole model: a sharded one's is reduced over the ranks.
         """
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        trained = [parameter for parameter in parameters if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm([_elements(parameter) for parameter in trained])
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()  # of the shards' norms it holds only this rank's until now
         if max_norm:
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
+
+
+def _elements(parameter: nn.Parameter) -> torch.Tensor:
+    """The gradient, or what a sparse one (``nn.Embedding(sparse=True)``) has of elements, each place once."""
+    assert parameter.grad is not None
+    if not parameter.grad.is_sparse:
+        return parameter.grad
+    parameter.grad = parameter.grad.coalesce()
+    return parameter.grad.values()

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import torch
 import xxhash
 
 from dalsegno.callback import Callback
 from dalsegno.contexts import MicrobatchBeginContext
+from dalsegno.schema import Count, Must
+
+
+class DataOrderState(TypedDict):
+    batches: Count
+    digest: Annotated[str, Must("a hexadecimal number", lambda digest: not digest or int(digest, 16))]
 
 
 class DataOrder(Callback):
@@ -17,6 +23,7 @@ class DataOrder(Callback):
 
     makes_wishes = False
     state_scope = "per_rank"
+    state_schema = DataOrderState
 
     def __init__(self) -> None:
         self.batches = 0
@@ -29,7 +36,7 @@ class DataOrder(Callback):
             digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
         self.digest = digest.hexdigest()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> DataOrderState:
         return {"batches": self.batches, "digest": self.digest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 from dalsegno.callback import Callback
 from dalsegno.contexts import Context, EpochContext, EvaluateBeginContext, LogContext, TrainBeginContext
+from dalsegno.schema import Must
 from dalsegno.state import TrainerState
 
 from .args import Arguments
@@ -14,11 +14,19 @@ from .loaders import as_loader, loaders_of
 from .state import State
 
 
+class History(TypedDict):
+    log_history: list[
+        Annotated[dict[str, Any], Must("a record with its step", lambda record: type(record["step"]) is int)]
+    ]
+    inside_epoch: bool
+
+
 class Company(Callback):
     """``args``, ``state`` and loaders as they expect them, and the history of records, which is saved with the run."""
 
     name = "huggingface"
     makes_wishes = False
+    state_schema = History
     state_compared = False  # some of what a record says is measured by each rank's own clock
 
     def __init__(self, context: Context) -> None:
@@ -56,10 +64,10 @@ class Company(Callback):
     def on_evaluate_begin(self, ctx: EvaluateBeginContext) -> None:
         self.eval_dataloader = self._eval_loaders.get(ctx.name, self.eval_dataloader)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> History:
         return {"log_history": self.log_history, "inside_epoch": self.inside_epoch}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: History) -> None:
         self.log_history[:] = state["log_history"]
         self.inside_epoch = state["inside_epoch"]
 
