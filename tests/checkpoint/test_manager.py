@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint.parts import Notes, RankNotes, Saved
+from checkpoint.parts import Notes, RankNotes, Saved, train
 from checkpoint.sameness import assert_same
 from dalsegno import files
 from dalsegno.checkpoint import CheckpointManager, load_parts
@@ -409,6 +409,32 @@ def test_versions(tmp_path: Path) -> None:
     with pytest.raises(StateMismatch, match=r"callbacks\.N: the saved state has version 2") as raised:
         manager.load(checkpoint, [], [Component("callbacks.N", Notes())])
     assert raised.value.__notes__ == [f"while {checkpoint.path}: callbacks.N was being restored"]
+
+
+def test_what_a_load_state_dict_raises_names_its_component(tmp_path: Path) -> None:
+    class Picky(Notes):
+        def load_state_dict(self, state: Any) -> None:
+            self.state = state["seen"] + 1
+
+    class Formed(Picky):
+        state_schema = dict[str, int]
+
+        def state_dict(self) -> Any:
+            return self.state
+
+    manager, saved = CheckpointManager(tmp_path), Saved()
+    train(saved.model, saved.optimizer, 1)
+    manager.save(1, saved.sharded, [Component("callbacks.N", Notes({"seen": "x"}))])
+    checkpoint = manager.find()
+    assert checkpoint is not None
+    with pytest.raises(StateMismatch, match=r"step-00000001: callbacks\.N: .* TypeError: can only concat") as raised:
+        manager.load(checkpoint, [], [Component("callbacks.N", Picky())])
+    assert isinstance(raised.value.__cause__, TypeError)
+    other = Saved(seed=1)
+    before = {name: each.clone() for name, each in other.model.state_dict().items()}
+    with pytest.raises(StateMismatch, match=r"step-00000001: callbacks\.N\.seen: is 'x'; must be a whole number"):
+        manager.load(checkpoint, other.sharded, [Component("callbacks.N", Formed())])
+    assert_same(dict(other.model.state_dict()), before)
 
 
 def test_model_only_and_what_has_no_place(tmp_path: Path) -> None:
