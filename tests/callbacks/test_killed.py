@@ -15,9 +15,10 @@ from support.builtins import Model, build
 from support.languages import Letters
 from support.small import arguments
 
-# ProfilerCallback says of each leg what it did; a message to nobody, a wait of a minute, and one that is refused in
-# shards, are for their own tests.
-TOGETHER = sorted(set(callbacks.__all__) - {"ProfilerCallback", "Notify", "HangWatchdog", "GradientNoiseScale"})
+# ProfilerCallback says of each leg what it did; a message to nobody, a wait of a minute, one that is refused in shards
+# and a tracer that slows all others down are for their own tests.
+ALONE = {"ProfilerCallback", "Notify", "HangWatchdog", "GradientNoiseScale", "TraceMalloc"}
+TOGETHER = sorted(set(callbacks.__all__) - ALONE)
 
 
 def everything(output_dir: Path) -> ds.Trainer:

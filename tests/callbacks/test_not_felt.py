@@ -24,7 +24,9 @@ from support.small import arguments
 CHANGE_THE_TRAINING = {"EMA", "ScaleLoss", "ScopedFlags", "SkipSamples"}
 ASK_MORE_OF_THE_TRAINING = {"GradientNoiseScale"}
 """It is refused without gradient accumulation and in shards: test_noise_scale.py shows that it is not felt."""
-OBSERVERS = sorted(set(callbacks.__all__) - CHANGE_THE_TRAINING - ASK_MORE_OF_THE_TRAINING)
+SLOW_PYTHON_DOWN = {"TraceMalloc"}
+"""Under a tracer of every allocation the profiler's report takes minutes; the contract shows that it is not felt."""
+OBSERVERS = sorted(set(callbacks.__all__) - CHANGE_THE_TRAINING - ASK_MORE_OF_THE_TRAINING - SLOW_PYTHON_DOWN)
 
 
 def trainer(output_dir: Path, *own: ds.Callback, layout: str = "none", **settings: Any) -> ds.Trainer:

@@ -10,7 +10,7 @@ from dalsegno.testing import run_ranks, tiny_regression_data
 from support.small import small_trainer
 
 
-def told_on_a_rank(output_dir: Path) -> dict[str, Any]:
+def told_on_a_rank(output_dir: Path, goes_on: bool = False) -> dict[str, Any]:
     """What a callback sees on this rank; rank 1's alone asks for an end, in a handler that returns a control."""
     told: dict[str, Any] = {"records": []}
 
@@ -39,7 +39,7 @@ def told_on_a_rank(output_dir: Path) -> dict[str, Any]:
     sets = {"eval_dataset": tiny_regression_data(8, seed=1)}
     settings = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "parallel": "ddp"}
     trainer = small_trainer(output_dir, Rank(), parts=sets, max_steps=5, logging_steps=1, eval_steps=2, **settings)
-    result = trainer.train()
+    result = trainer.train(continue_stopped=goes_on)
     told["end"] = (result.global_step, result.reason)
     return told
 
@@ -52,7 +52,7 @@ def test_two_ranks_are_told_the_same_and_stop_together(tmp_path: Path) -> None:
     assert sum("eval_loss" in record for record in first["records"]) == 1
     assert first["end"] == second["end"] == (3, "stopped")
 
-    first, second = run_ranks(told_on_a_rank, 2, tmp_path)
+    first, second = run_ranks(told_on_a_rank, 2, tmp_path, True)
     assert first["begins at"] == second["begins at"] == (3, 3)
     assert first["records"] == second["records"]
     assert first["end"] == second["end"] == (5, "finished")
