@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from .args import TrainingArguments
 from .callback import Callback
 from .contexts import EvaluateContext
 from .errors import ConfigurationError, StateMismatch
-from .schema import check, check_like
+from .schema import Must, check, check_like
 
 
 def default_optimizer(modules: Iterable[nn.Module], args: TrainingArguments) -> Optimizer:
@@ -147,16 +147,26 @@ class ScheduleForm:
             StateMismatch: if a value is of another kind than the present one, or would take the place of a method.
         """
         present = self._scheduler.state_dict()
-        check_like(state, present, where)
+        check(state, dict[str, Any], where)
+        forms = _PER_GROUP | _COUNTS
+        check_like({name: value for name, value in state.items() if name not in forms}, present, where)
         for name in state:
-            if name in _FORMS:
-                check(state[name], _FORMS[name], f"{where}.{name}")
+            if name in forms:
+                check(state[name], forms[name], f"{where}.{name}")
             elif name not in present and hasattr(self._scheduler, str(name)):
                 raise StateMismatch(f"{where}: holds {name!r}, which {type(self._scheduler).__name__} does not save")
+        lengths = {name: len(state[name]) for name in _PER_GROUP if name in state}
+        if len({*lengths.values()}) > 1:
+            raise StateMismatch(f"{where}: must have as many of each, one for each parameter group: {lengths}")
 
 
-_FORMS = {"last_epoch": int, "_step_count": int, "lr_lambdas": list[dict[str, Any] | None]}
-"""Where the present state says too little: whether a number is a whole one, and what else could be where None is."""
+_Rate = Annotated[Any, Must("a learning rate", lambda rate: not isinstance(rate, str) and [float(rate)])]
+_PER_GROUP = {
+    **dict.fromkeys(["base_lrs", "_last_lr", "min_lrs", "max_lrs"], list[_Rate]),
+    "lr_lambdas": list[dict[str, Any] | None],
+}
+"""What has an item for each parameter group: as many as the optimizer had, which may be another one now."""
+_COUNTS = {"last_epoch": int, "_step_count": int}
 
 
 class PlateauStep(Callback):
