@@ -70,8 +70,9 @@ def check(value: Any, form: Form, where: str, error: Callable[[str], DalsegnoErr
 def check_like(value: Any, example: Any, where: str) -> None:
     """Hold ``value`` against one of its kind, where no type says its form: a state against the present one.
 
-    Numbers may stand for numbers, lists and tuples have the same length; in a dict, what both have is alike. Where the
-    example is None, or something that is not plain data, anything may be.
+    Numbers may stand for numbers, lists for tuples, and None for a switch that is left to its owner. In a list or a
+    dict what both have is alike: there may be more parameter groups now, or other names. Two tuples have one length.
+    Where the example is None, a text, or something that is not plain data, anything may be.
 
     Raises:
         StateMismatch: says where in it the first misfit lies.
@@ -81,13 +82,13 @@ def check_like(value: Any, example: Any, where: str) -> None:
         for key in value.keys() & example.keys():
             check_like(value[key], example[key], where + _step(key))
     elif isinstance(example, (list, tuple)):
-        check(value, tuple[Any, ...] if isinstance(example, tuple) else list[Any], where)
-        if len(value) != len(example):
+        check(value, list[Any] | tuple[Any, ...], where)
+        if isinstance(value, tuple) and isinstance(example, tuple) and len(value) != len(example):
             raise StateMismatch(f"{where}: has {len(value)} items; must have {len(example)}")
-        for number, each in enumerate(example):
-            check_like(value[number], each, where + _step(number))
-    elif isinstance(example, bool | str):
-        check(value, type(example), where)
+        for number, (each, other) in enumerate(zip(value, example, strict=False)):
+            check_like(each, other, where + _step(number))
+    elif isinstance(example, bool):
+        check(value, bool | None, where)
     elif _is_number(example) or _is_scalar(example):
         check(value, Annotated[Any, Must("a number", lambda value: _is_number(value) or _is_scalar(value))], where)
 

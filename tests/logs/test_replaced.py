@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dalsegno.errors import ConfigurationError
 from dalsegno.logs import RecordLog
 from logs.sample import KEPT, LOST, fill, record, steps
 
@@ -171,5 +172,5 @@ def test_a_log_that_is_a_fifo_does_not_hang(log: RecordLog) -> None:
     log.path.unlink()
     os.mkfifo(log.path)
     for saved in (None, state):
-        with pytest.raises(OSError, match="this is not a regular file"):
+        with pytest.raises(ConfigurationError, match="is not a plain file; move it away"):
             log.open(saved)

@@ -295,12 +295,12 @@ def test_a_rewind_reads_and_writes_only_the_rest(log: RecordLog, monkeypatch: py
         ({"path": "/etc/passwd"}, "the checkpoint's log is"),
         ({"path": "logs/other.jsonl"}, "give it the former path"),
         ({"path": "checkpoints/step-1/manifest.json"}, "the checkpoint's log is"),
-        ({"offset": -1}, "offset cannot be -1"),
-        ({"offset": "12"}, "offset cannot be '12'"),
-        ({"records": 1.5}, r"records cannot be 1\.5"),
-        ({"records": True}, "records cannot be True"),
-        ({"tail": None}, "tail cannot be None"),
-        ({"more": 1}, "must have the keys path, offset, records, last_step, tail"),
+        ({"offset": -1}, r"offset: is -1; must be 0 or more"),
+        ({"offset": "12"}, "offset: is '12'; must be a whole number"),
+        ({"records": 1.5}, r"records: is 1\.5; must be a whole number"),
+        ({"records": True}, "records: is True; must be a whole number"),
+        ({"tail": None}, "tail: is None; must be"),
+        ({"more": 1}, "its keys must be path, offset, records, last_step, tail"),
     ],
 )
 def test_a_state_that_is_none_is_refused_and_touches_nothing(
@@ -310,6 +310,6 @@ def test_a_state_that_is_none_is_refused_and_touches_nothing(
     before = log.path.read_bytes()
     with pytest.raises(StateMismatch, match=message):
         log.open({**state, **change})
-    with pytest.raises(StateMismatch, match="must have the keys"):
+    with pytest.raises(StateMismatch, match="must be a dict with the keys path, offset"):
         log.open("logs/train.jsonl")
     assert log.path.read_bytes() == before
