@@ -271,26 +271,36 @@ class Began(ds.Callback):
         self._noted.append(True)
 
 
-def believe_many(folder: Path, data: str, numbers: list[int], seed: int) -> list[tuple[Lie, str]]:
-    """In this process, one after the other; each outcome is noted in a file, so that a crash tells whose it was."""
+def believe_many(folder: Path, data: str, numbers: list[int], seed: int) -> None:
+    """In this process, one after the other. Each outcome is noted at once, whatever becomes of the process."""
     logging.getLogger("dalsegno").setLevel(logging.CRITICAL)
     os.fsync = lambda descriptor: None  # nobody pulls the plug here
-    done = []
+    signal.signal(signal.SIGALRM, _too_long)
     for number in numbers:
         run = folder / f"run-{number}"
         shutil.copytree(folder / "true", run)
         lie = Lie(number, data, tell(run, random.Random(f"{seed}/{number}")))
-        (folder / "now").write_text(json.dumps([number, lie.words]))
-        signal.signal(signal.SIGALRM, _too_long)
+        note(folder, lie, "crashed: the process was gone")
         signal.alarm(60)
         try:
             outcome = believe(run, data)
         except TimeoutError:
             outcome = "hung: for a minute"
         signal.alarm(0)
-        done.append((lie, outcome))
+        note(folder, lie, outcome)
         shutil.rmtree(run)
-    return done
+
+
+def note(folder: Path, lie: Lie, outcome: str) -> None:
+    with (folder / "outcomes.jsonl").open("a") as file:
+        file.write(json.dumps([lie.number, lie.data, lie.words, outcome]) + "\n")
+
+
+def noted(folder: Path) -> dict[int, tuple[Lie, str]]:
+    """By number; what was noted last counts."""
+    path = folder / "outcomes.jsonl"
+    lines = map(json.loads, path.read_text().splitlines() if path.exists() else ())
+    return {number: (Lie(number, data, words), outcome) for number, data, words, outcome in lines}
 
 
 def believe_truth(folder: Path, data: str) -> str:
@@ -312,18 +322,12 @@ def all_outcomes(count: int, seed: int, folder: Path) -> list[tuple[Lie, str]]:
         (end,) = start_ranks(first_leg, 1, place / "true", data).wait()
         assert end.exit_code == 0, end.error
         assert start_ranks(believe_truth, 1, place, data).wait()[0].value == f"harmless: finished at {LAST}"
-        left = list(range(share, count, 3))
-        while left:
-            now, left = left[:50], left[50:]
-            (end,) = start_ranks(believe_many, 1, place, data, now, seed).wait()
-            if end.exit_code == 0:
-                outcomes += end.value
-                continue
-            number, words = json.loads((place / "now").read_text())
-            outcomes.append((Lie(number, data, words), f"crashed: exit status {end.exit_code}: {end.error}"))
-            left = [each for each in now if each != number] + left if end.error is None else left
-            for run in place.glob("run-*"):
+        wanted = range(share, count, 3)
+        while left := [number for number in wanted if number not in noted(place)]:
+            start_ranks(believe_many, 1, place, data, left[:50], seed).wait(timeout=3600)
+            for run in place.glob("run-*"):  # of a process that is gone
                 shutil.rmtree(run)
+        outcomes += noted(place).values()
     return outcomes
 
 
