@@ -49,6 +49,9 @@ class Must:
 Count = Annotated[int, Must("0 or more", lambda count: count >= 0)]
 """Steps, samples, bytes."""
 
+Finite = Annotated[float, Must("a finite number", math.isfinite)]
+"""What is never NaN or infinite."""
+
 
 def check(value: Any, form: Form, where: str, error: Callable[[str], DalsegnoError] = StateMismatch) -> None:
     """Hold ``value`` against ``form``.

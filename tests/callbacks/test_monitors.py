@@ -15,7 +15,7 @@ import dalsegno as ds
 from callbacks.scripted import Kept, trainer
 from dalsegno.callbacks import MemoryMonitor, StabilityMonitor, TraceMalloc
 from dalsegno.callbacks.stability_monitor import FEWEST, SpikeScore
-from dalsegno.errors import ConfigurationError
+from dalsegno.errors import StateMismatch
 from dalsegno.testing import run_ranks
 from support.listeners import Listener
 
@@ -84,12 +84,22 @@ def test_a_spike_counts_over_a_resume(tmp_path: Path) -> None:
     assert resumed == {step: score for step, score in by_step.items() if step > 45}
 
 
-def test_another_window_than_the_saved_one_is_refused() -> None:
-    long, short = SpikeScore(100, 6.0), SpikeScore(40, 6.0)
-    for value in range(50):
-        long.observe(float(value))
-    with pytest.raises(ConfigurationError, match="window=40; the checkpoint has 50 values"):
-        short.load_state_dict(long.state_dict())
+def test_a_shorter_window_than_the_saved_one_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    losses = [2.0 + 0.01 * (step % 3) for step in range(60)]
+    trainer(tmp_path, losses[:50], StabilityMonitor("loss", window=100)).train()
+    again = trainer(tmp_path, losses, StabilityMonitor("loss", window=40))
+    with pytest.raises(StateMismatch, match="window=40; the checkpoint has 50 values"):
+        again.train()
+    assert again.state.global_step == 0
+
+
+def test_values_whose_squares_are_no_floats_are_judged() -> None:
+    score = SpikeScore(64, 6.0)
+    for step in range(40):
+        score.observe(1e308 if step % 2 else -1e308)
+    assert score.value == 0.0
+    score.observe(0.0)
+    assert score.value == 0.0
 
 
 def memory_of_a_rank(output_dir: Path) -> list[dict[str, int]]:

@@ -73,7 +73,8 @@ def trainer(output_dir: Path, max_steps: int, data: str) -> ds.Trainer:
     args = ds.TrainingArguments(
         output_dir,
         max_steps=max_steps,
-        per_device_train_batch_size=4,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
         learning_rate=0.01,
         lr_scheduler_type="constant",
         warmup_steps=3,
@@ -87,12 +88,12 @@ def trainer(output_dir: Path, max_steps: int, data: str) -> ds.Trainer:
     pairs = tiny_regression_data(20)
     source: dict[str, Any] = {"train_dataset": pairs}
     if data == "replayed":
-        loader = torch.utils.data.DataLoader(pairs, batch_size=4, shuffle=True, generator=torch.Generator())
+        loader = torch.utils.data.DataLoader(pairs, batch_size=2, shuffle=True, generator=torch.Generator())
         source = {"train_dataloader": loader}
     elif data == "stateful":
         from torchdata.stateful_dataloader import StatefulDataLoader
 
-        source = {"train_dataloader": StatefulDataLoader(pairs, batch_size=4, shuffle=True)}
+        source = {"train_dataloader": StatefulDataLoader(pairs, batch_size=2, shuffle=True)}
     listeners = [
         callbacks.JsonLogger(run="lies"),
         callbacks.JsonLogger(path="logs/array.json", name="ArrayLogger"),
@@ -101,7 +102,10 @@ def trainer(output_dir: Path, max_steps: int, data: str) -> ds.Trainer:
         callbacks.DivergenceDetector(),
         callbacks.EarlyStopping(patience=100),
         callbacks.EMA(0.5),
+        callbacks.GradientNoiseScale(),
+        callbacks.LearningDynamics(),
         callbacks.SkipSamples(0),
+        callbacks.StabilityMonitor(),
         callbacks.TBLogger(),
         DataOrder(),
         OwnLoss(),

@@ -14,13 +14,14 @@ from dalsegno.callback import Callback
 from dalsegno.contexts import BackwardContext, Context, LogContext, MicrobatchEndContext, TrainBeginContext
 from dalsegno.errors import ConfigurationError
 from dalsegno.pieces import device_of, gradient_pieces, squared_norms
+from dalsegno.schema import Finite
 
 from .arguments import number
 
 
 class NoiseScaleState(TypedDict):
-    noise: float
-    signal: float
+    noise: Finite
+    signal: Finite
 
 
 class GradientNoiseScale(Callback):

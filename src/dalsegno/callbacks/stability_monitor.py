@@ -9,8 +9,8 @@ from typing import Any, TypedDict
 
 from dalsegno.callback import Callback
 from dalsegno.contexts import LogContext
-from dalsegno.errors import ConfigurationError
-from dalsegno.schema import Count
+from dalsegno.errors import StateMismatch
+from dalsegno.schema import Count, Finite
 
 from .arguments import number, texts, whole
 
@@ -21,7 +21,7 @@ _ROUNDING = 1e-12  # of the mean: a constant's deviations are no larger
 
 
 class SpikeScoreState(TypedDict):
-    recent: list[float]
+    recent: list[Finite]
     judged: Count
     spikes: Count
 
@@ -69,6 +69,15 @@ class StabilityMonitor(Callback):
     def state_dict(self) -> dict[str, SpikeScoreState]:
         return {name: score.state_dict() for name, score in self._scores.items()}
 
+    def check_state(self, state: dict[str, SpikeScoreState]) -> None:
+        """
+        Raises:
+            StateMismatch: if the window is shorter than the one whose values were saved, and lacks some of them.
+        """
+        for name, score in self._scores.items():
+            if name in state:
+                score.check_state(state[name])
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """A metric that is watched only now begins with no values; one that is no longer watched is forgotten."""
         for name, score in self._scores.items():
@@ -102,23 +111,25 @@ class SpikeScore:
         if not math.isfinite(value):
             return True
         count = len(self._recent)
-        mean = math.fsum(self._recent) / count
-        deviation = math.sqrt(math.fsum((each - mean) ** 2 for each in self._recent) / count)
+        mean = math.fsum(each / count for each in self._recent)  # no sum in between is too large for a float
+        deviation = math.hypot(*(each - mean for each in self._recent)) / math.sqrt(count)
         return abs(value - mean) > max(self._deviations * deviation, _ROUNDING * abs(mean))
 
     def state_dict(self) -> SpikeScoreState:
         return {"recent": list(self._recent), "judged": self._judged, "spikes": self._spikes}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def check_state(self, state: SpikeScoreState) -> None:
         """
         Raises:
-            ConfigurationError: if the window is shorter than the one whose values were saved, and lacks some of them.
+            StateMismatch: if the window is shorter than the one whose values were saved, and lacks some of them.
         """
         if self._recent.maxlen is not None and len(state["recent"]) > self._recent.maxlen:
-            raise ConfigurationError(
+            raise StateMismatch(
                 f"StabilityMonitor: window={self._recent.maxlen}; the checkpoint has {len(state['recent'])} values "
-                "of a longer window, and a score of both would be neither; keep the window, or give the new one a name"
+                "of a longer window, and a score of both would be neither; resume with the window of the checkpoint"
             )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self._recent.clear()
         self._recent.extend(state["recent"])
         self._judged, self._spikes = state["judged"], state["spikes"]
