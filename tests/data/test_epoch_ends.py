@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import dalsegno as ds
@@ -46,11 +46,26 @@ class Once(Lines):
             yield self.data[self.at - 1]
 
 
-def build(output_dir: Path, *callbacks: Any, loads: bool = False, **settings: Any) -> ds.Trainer:
+class Around(Lines):
+    """Is at its beginning again as soon as it is through. Worker 0 reads six lines, worker 1 ten."""
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        end = 6 if worker is None or worker.id == 0 else 10
+        while self.at < end:
+            self.at += 1
+            yield self.data[self.at - 1]
+        self.at = 0
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def build(output_dir: Path, *callbacks: Any, loader: dict[str, Any] | None = None, **settings: Any) -> ds.Trainer:
     torch.manual_seed(0)
     data: dict[str, Any] = {"train_dataset": Lines()}
-    if loads:
-        data = {"train_dataloader": StatefulDataLoader(Lines(), batch_size=4)}
+    if loader is not None:
+        data = {"train_dataloader": StatefulDataLoader(**{"dataset": Lines(), "batch_size": 4, **loader})}
     return ds.Trainer(
         TinyRegression(),
         arguments(
@@ -61,12 +76,21 @@ def build(output_dir: Path, *callbacks: Any, loads: bool = False, **settings: An
     )
 
 
-@pytest.mark.parametrize("loads", [False, True], ids=["dataset", "loader"])
-def test_from_the_checkpoint_of_an_epoch(tmp_path: Path, loads: bool) -> None:
-    build(tmp_path / "whole", loads=loads).train()
-    build(tmp_path / "parts", loads=loads).train()
+LOADERS = {
+    "no loader": None,
+    "loader": {},
+    "loader with a worker process": {"num_workers": 1},
+    "loader of a map dataset with a worker process": {"dataset": tiny_regression_data(10), "num_workers": 1},
+}
+
+
+@pytest.mark.parametrize("loader", LOADERS.values(), ids=LOADERS)
+def test_from_the_checkpoint_of_an_epoch(tmp_path: Path, loader: dict[str, Any] | None) -> None:
+    """Worker processes are seeded with the same numbers, too: a loader's own state holds them."""
+    build(tmp_path / "whole", loader=loader).train()
+    build(tmp_path / "parts", loader=loader).train()
     for checkpoint in sorted((tmp_path / "parts" / "checkpoints").iterdir())[:-1]:
-        result = build(tmp_path / "parts", loads=loads).train(checkpoint)
+        result = build(tmp_path / "parts", loader=loader).train(checkpoint)
         assert (result.global_step, result.reason) == (9, "finished")
         comparison = compare_runs(tmp_path / "whole", tmp_path / "parts")
         assert comparison.identical, f"\n{comparison.table()}"
@@ -80,6 +104,16 @@ def test_after_an_epoch_that_was_left_early(tmp_path: Path) -> None:
         return build(output_dir, Listener({"on_step_end": leave}, name="leaver"), *callbacks)
 
     assert_resumes(left_early, tmp_path, 2, 4, 5)
+
+
+def test_a_worker_that_was_through_gives_nothing_more(tmp_path: Path) -> None:
+    """After a stop where one worker process, or both, had read all of their part, and the dataset begins anew then."""
+
+    def build_around(output_dir: Path, *callbacks: Any) -> ds.Trainer:
+        settings = {"num_train_epochs": 2, "save_strategy": "epoch"}
+        return build(output_dir, *callbacks, loader={"dataset": Around(), "num_workers": 2}, **settings)
+
+    assert_resumes(build_around, tmp_path, 2, 4, 6)
 
 
 def test_data_that_is_read_once_ends_in_every_leg(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from .feed import NOT_EXACT, EpochPlace, or_another_kind
 from .fingerprint import digest
 from .loader_feed import END, LoaderFeed
 from .stream import RankShard
+from .workers import ended_workers_stay_ended
 
 log = logging.getLogger(__name__)
 
@@ -76,10 +77,21 @@ class StatefulFeed(LoaderFeed):
         self.own_generators.load_state_dict(self._loaded_own)
         if cut:
             self._drop_one(iterator)
-        if cut or self._told_the_epoch() or self._loaded_own or hasattr(loader, "restart_on_stop_iteration"):
-            self._announce_epoch(self.epoch)  # once more: what was loaded says otherwise
+        if (
+            cut
+            or self._told_the_epoch()
+            or self._loaded_own
+            or self._starts_workers()
+            or hasattr(loader, "restart_on_stop_iteration")
+        ):
+            # Once more: what was loaded says otherwise, and to look at it has drawn from the loader's generator.
+            self._announce_epoch(self.epoch)
             iterator = iter(loader)
         return iterator if cut else self._begun(iterator)
+
+    def _starts_workers(self) -> bool:
+        """Whether each iterator has worker processes of its own, with the dataset as it is here, and a seed drawn."""
+        return getattr(self._loader, "num_workers", 0) > 0 and not getattr(self._loader, "persistent_workers", False)
 
     def _begun(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """The same with its first micro-batch; or one made anew, where this one only had the end of the last epoch."""
@@ -91,6 +103,7 @@ class StatefulFeed(LoaderFeed):
             restore_generators(before)
             self.own_generators.load_state_dict(own)
             self._check_unchanged()
+            self._announce_epoch(self.epoch)
             iterator = iter(self._loader)
             first = next(iterator, END)
             if first is END:
@@ -126,8 +139,9 @@ class StatefulFeed(LoaderFeed):
     @staticmethod
     def _resumed(loader: Any, saved: Any) -> Iterator[Any]:
         try:
-            loader.load_state_dict(saved)
-            return iter(loader)
+            with ended_workers_stay_ended(loader, saved):
+                loader.load_state_dict(saved)
+                return iter(loader)
         except Exception as error:  # torchdata checks by assertions, and trusts what it is given
             raise StateMismatch(
                 f"the saved state of the {type(loader).__name__} does not fit it: {error!r}; resume with the same "
