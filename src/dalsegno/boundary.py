@@ -197,23 +197,23 @@ class Boundary:
         if ranks.rank() == 0:
             logger.warning("%s", text)
 
-    def log(self, logs: dict[str, Any], kind: str) -> None:
+    def log(self, logs: dict[str, Any], kind: str, evaluated_weights: str | None = None) -> None:
         """Let callbacks add to the record, then hand it to those that write it."""
         on = self._on
         if on.log_step:
-            on.log_step.fill(logs, kind)
+            on.log_step.fill(logs, kind, evaluated_weights)
             on.log_step.fire()
         if on.log:
-            on.log.fill(logs, kind)
+            on.log.fill(logs, kind, evaluated_weights)
             on.log.fire()
 
     def evaluate(self) -> dict[str, float]:
         """Measure the model on each evaluation set. Collective."""
         everything: dict[str, float] = {}
         for evaluation in self.evaluations:
-            with self._announced(evaluation):
+            with self._announced(evaluation) as evaluated_weights:
                 metrics = evaluation()
-            everything |= self._report(evaluation, metrics)
+            everything |= self._report(evaluation, metrics, evaluated_weights)
         return everything
 
     def _evaluate_step(self) -> None:
@@ -224,7 +224,7 @@ class Boundary:
         for evaluation in [each for each in self.evaluations if each.name in state.evaluations_owed]:
             take_back = Takeback(self._on.callbacks)
             try:
-                with self._announced(evaluation):
+                with self._announced(evaluation) as evaluated_weights:
                     self._may_break_off = True
                     metrics = evaluation()
             except BrokenOff:
@@ -232,7 +232,7 @@ class Boundary:
                 return
             finally:
                 self._may_break_off = False
-            self.metrics |= self._report(evaluation, metrics)
+            self.metrics |= self._report(evaluation, metrics, evaluated_weights)
             state.evaluations_owed.remove(evaluation.name)
         state.evaluations_owed.clear()  # of sets that are gone
         self._note_best(self.metrics)
@@ -248,14 +248,14 @@ class Boundary:
             raise BrokenOff
 
     @contextmanager
-    def _announced(self, evaluation: Evaluation) -> Iterator[None]:
-        """Between on_evaluate_begin and on_evaluate_end, which comes whatever happens."""
-        on = self._on
+    def _announced(self, evaluation: Evaluation) -> Iterator[str | None]:
+        """Between on_evaluate_begin and on_evaluate_end, which comes whatever happens. Gives whose weights it is that
+        are in the model, if they are not its own."""
+        begin = self._on.evaluate_begin
         try:
-            if on.evaluate_begin:
-                on.evaluate_begin.fill(evaluation.name)
-                on.evaluate_begin.fire()
-            yield
+            begin.fill(evaluation.name)
+            begin.fire()
+            yield begin.context.evaluated_weights
         except BaseException as error:
             for failure in self._announce_end(evaluation):
                 error.add_note(f"and on the way out: {type(failure).__name__}: {failure}")
@@ -267,11 +267,13 @@ class Boundary:
         self._on.evaluate_end.fill(evaluation.name)
         return self._on.evaluate_end.fire_all()
 
-    def _report(self, evaluation: Evaluation, metrics: dict[str, float]) -> dict[str, float]:
+    def _report(
+        self, evaluation: Evaluation, metrics: dict[str, float], evaluated_weights: str | None
+    ) -> dict[str, float]:
         on = self._on
-        self.log(metrics, "eval")
+        self.log(metrics, "eval", evaluated_weights)
         if on.evaluate:
-            on.evaluate.fill(metrics, evaluation.name)
+            on.evaluate.fill(metrics, evaluation.name, evaluated_weights)
             on.evaluate.fire()
         return metrics
 

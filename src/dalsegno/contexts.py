@@ -260,17 +260,21 @@ class LogContext(Context):
     logs: dict[str, Any] = field(init=False)
     kind: str = field(init=False)
     """``train``, ``eval``, ``final``, or ``user`` for what ``trainer.log`` was given."""
+    evaluated_weights: str | None = field(init=False)
+    """Of an evaluation: the key of the callback whose averages were measured; None: the model's own weights were."""
 
-    def fill(self, logs: dict[str, Any], kind: str) -> None:
-        self.logs, self.kind = logs, kind
+    def fill(self, logs: dict[str, Any], kind: str, evaluated_weights: str | None = None) -> None:
+        self.logs, self.kind, self.evaluated_weights = logs, kind, evaluated_weights
 
 
 @dataclass(slots=True)
 class EvaluateBeginContext(Context):
     name: str = field(init=False)
+    evaluated_weights: str | None = field(init=False)
+    """A handler that puts other weights into the model's place says so here, by its callback's key; None: nobody."""
 
     def fill(self, name: str) -> None:
-        self.name = name
+        self.name, self.evaluated_weights = name, None
 
 
 @dataclass(slots=True)
@@ -298,9 +302,11 @@ class EvaluateContext(Context):
     metrics: dict[str, Any] = field(init=False)
     name: str = field(init=False)
     """``eval``, or the key of ``eval_dataset`` where that is a dict."""
+    evaluated_weights: str | None = field(init=False)
+    """The key of the callback whose averages were measured; None: the model's own weights were."""
 
-    def fill(self, metrics: dict[str, Any], name: str) -> None:
-        self.metrics, self.name = metrics, name
+    def fill(self, metrics: dict[str, Any], name: str, evaluated_weights: str | None) -> None:
+        self.metrics, self.name, self.evaluated_weights = metrics, name, evaluated_weights
 
 
 @dataclass(slots=True)

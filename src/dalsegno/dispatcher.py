@@ -32,7 +32,7 @@ _AT_EACH_STEP = frozenset(
 ) | {Event.STEP_DONE}
 
 
-class Channel(list[Handler], Generic[P]):
+class Channel(list[Handler], Generic[P, C]):
     """An event's handlers, in order, and the one context that they are all given. Empty means: nobody listens."""
 
     __slots__ = ("context", "event", "fill")
@@ -40,7 +40,7 @@ class Channel(list[Handler], Generic[P]):
     fill: Callable[P, None]
     """Puts this firing's payload into the context."""
 
-    def __init__(self, event: Event, context: Context, fill: Callable[P, None]) -> None:
+    def __init__(self, event: Event, context: C, fill: Callable[P, None]) -> None:
         super().__init__()
         self.event = event
         self.context = context
@@ -101,7 +101,7 @@ class Dispatcher:
         self._unfired = dict(unfired or {})
         self._companions: dict[Any, Callback] = {}
         self.callbacks: list[Callback] = []
-        self.channels: dict[Event, Channel[Any]] = {}
+        self.channels: dict[Event, Channel[Any, Any]] = {}
 
         self.init_end = self._channel(Event.INIT_END, contexts.PlainContext.fill)
         self.before_load = self._channel(Event.BEFORE_LOAD, contexts.BeforeLoadContext.fill)
@@ -140,9 +140,9 @@ class Dispatcher:
         self.exception = self._channel(Event.EXCEPTION, contexts.ExceptionContext.fill)
         self.train_end = self._channel(Event.TRAIN_END, contexts.TrainEndContext.fill)
 
-    def _channel(self, event: Event, fill: Callable[Concatenate[C, P], None]) -> Channel[P]:
-        context = self._surroundings(event.context)
-        channel: Channel[P] = Channel(event, context, MethodType(fill, context))
+    def _channel(self, event: Event, fill: Callable[Concatenate[C, P], None]) -> Channel[P, C]:
+        context = cast(C, self._surroundings(event.context))
+        channel: Channel[P, C] = Channel(event, context, MethodType(fill, context))
         self.channels[event] = channel
         return channel
 

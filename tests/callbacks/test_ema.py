@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import signal
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 import dalsegno as ds
 from callbacks.grad_norm_ranks import Uneven
 from callbacks.layouts import sentences
-from dalsegno.callbacks import EMA
+from dalsegno.callbacks import EMA, JsonLogger, ProgressCallback
 from dalsegno.checkpoint import CheckpointManager, read_tensors
 from dalsegno.cli import main
 from dalsegno.events import Event
@@ -208,14 +209,14 @@ def test_buffers_are_the_models_own(tmp_path: Path) -> None:
 def test_by_hand_they_can_be_put_in_place(tmp_path: Path) -> None:
     trainer = averaged(tmp_path, max_steps=4)
     ema = ema_of(trainer)
-    with pytest.raises(ds.ConfigurationError, match=r"there is no average before train\(\)"), ema.averaged():
+    with pytest.raises(ds.ConfigurationError, match=r"there is no average yet"), ema.averaged():
         pass
     trainer.train()
     before = weights(trainer)
     plain = trainer.predict(sentences(4, seed=2))["test_loss"]
     with ema.averaged():
         assert trainer.predict(sentences(4, seed=2))["test_loss"] != plain
-        with pytest.raises(ds.ConfigurationError, match="the averages are in place"), ema.averaged():
+        with pytest.raises(ds.ConfigurationError, match="the averages of EMA are in place"), ema.averaged():
             pass
     assert same(weights(trainer), before)
     assert trainer.predict(sentences(4, seed=2))["test_loss"] == plain
@@ -304,6 +305,78 @@ def test_two_of_them_have_names_of_their_own(tmp_path: Path) -> None:
     small_trainer(tmp_path, *both, witness, model=Uneven(), parts=parts, max_steps=4, save_steps=4).train()
     for name, decay in (("short", 0.5), ("long", 0.9)):
         assert_close(saved(tmp_path, f"callbacks.{name}"), expected(witness.weights, decay))
+
+
+@pytest.mark.parametrize("how", ["none", "ddp", "fsdp"])
+def test_the_first_of_two_is_evaluated_and_training_is_what_it_was(tmp_path: Path, how: str) -> None:
+    if how == "none":
+        one, two = evaluated_beside_another(tmp_path, how)
+    else:
+        (one, two), _ = run_ranks(evaluated_beside_another, 2, tmp_path, how)
+    assert one == two
+
+
+def evaluated_beside_another(output_dir: Path, how: str) -> list[Any]:
+    """With one average and with two: what was evaluated, as the records say, and the weights at the end."""
+    found: list[Any] = []
+    for name, own in (("one", [EMA(0.5)]), ("two", [EMA(0.5), EMA(0.9, name="long")])):
+        torch.manual_seed(0)
+        parts = {"train_dataset": sentences(), "eval_dataset": sentences(8, seed=1)}
+        settings = {"max_steps": 4, "eval_steps": 2, "save_steps": 4, "parallel": how}
+        trainer = small_trainer(output_dir / name, JsonLogger(), *own, model=Uneven(), parts=parts, **settings)
+        trainer.train()
+        records = read_records(output_dir / name / "logs/train.jsonl")
+        told = [(each["evaluated_weights"], each["eval_loss"]) for each in records if each.get("kind") == "eval"]
+        assert len(told) == 2
+        model = {key: each.tolist() for key, each in saved(output_dir / name, "model").items()}
+        found.append((told, model))
+    return found
+
+
+def test_a_record_says_whose_weights_were_evaluated_and_no_metric_does(tmp_path: Path) -> None:
+    """By a callback's key, which ``export --average`` takes; of the model's own weights nothing is said."""
+    shown = io.StringIO()
+    asked: list[Any] = []
+    noted = Listener({"on_evaluate": lambda ctx: asked.append((ctx.evaluated_weights, sorted(ctx.metrics)))})
+    parts = {"train_dataset": sentences(), "eval_dataset": {"near": sentences(8, seed=1), "far": sentences(8, seed=2)}}
+    own = [JsonLogger(), EMA(0.5, name="half"), noted, ProgressCallback(use_tqdm=False, output_stream=shown)]
+    settings = {
+        "max_steps": 2,
+        "logging_steps": 1,
+        "eval_steps": 2,
+        "save_steps": 2,
+        "metric_for_best_model": "near_loss",
+    }
+    trainer = small_trainer(tmp_path, *own, model=Uneven(), parts=parts, **settings)
+    trainer.train()
+    records = read_records(tmp_path / "logs/train.jsonl")
+    kinds = [(each.get("kind"), each.get("evaluated_weights")) for each in records]
+    assert kinds == [("header", None), (None, None), (None, None), ("eval", "half"), ("eval", "half"), ("final", None)]
+    metrics = [
+        [f"eval_{name}_{each}" for each in ("loss", "runtime", "samples_per_second")] for name in ("near", "far")
+    ]
+    assert asked == [("half", each) for each in metrics]
+    newest = CheckpointManager(tmp_path).find()
+    assert newest is not None
+    assert sorted(newest.manifest.metrics) == sorted(metrics[0] + metrics[1])
+    assert shown.getvalue().count("  eval of half: eval_") == 2
+    trainer.remove_callback("half")
+    trainer.evaluate()
+    assert [each for each, _ in asked] == ["half", "half", None, None]
+
+
+def test_what_is_put_in_place_by_hand_stays_there_in_an_evaluation(tmp_path: Path) -> None:
+    trainer = averaged(tmp_path, max_steps=4)
+    trainer.train()
+    plain = trainer.predict(sentences(4, seed=2))["test_loss"]
+    told: list[str | None] = []
+    trainer.add_callback(Listener({"on_evaluate": lambda ctx: told.append(ctx.evaluated_weights)}, name="told"))
+    with ema_of(trainer).averaged():
+        before = trainer.predict(sentences(4, seed=2))["test_loss"]
+        trainer.evaluate()
+        assert trainer.predict(sentences(4, seed=2))["test_loss"] == before != plain
+    assert trainer.predict(sentences(4, seed=2))["test_loss"] == plain
+    assert told == ["EMA"]
 
 
 def test_exported_in_place_of_the_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

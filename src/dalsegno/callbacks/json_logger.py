@@ -21,8 +21,9 @@ RESERVED = ("timestamp", "kind", "global_step", "epoch")
 class JsonLogger(RecordCallback):
     """Writes one record for each on_log: ``timestamp`` (UTC seconds), ``global_step``, ``epoch``, the metrics.
 
-    Records of training have no ``kind``; the others do: ``eval``, ``final``, ``user``. The first record of a run has
-    ``kind`` ``header`` and holds what was given as keyword arguments::
+    Records of training have no ``kind``; the others do: ``eval``, ``final``, ``user``. An evaluation of averages in
+    the weights' place has ``evaluated_weights``, the key of the callback whose averages they are. The first record of
+    a run has ``kind`` ``header`` and holds what was given as keyword arguments::
 
         JsonLogger(run="baseline", lr=3e-4)
 
@@ -56,7 +57,8 @@ class JsonLogger(RecordCallback):
     def on_log(self, ctx: LogContext) -> None:
         if self.writing:
             kind = {} if ctx.kind == "train" else {"kind": ctx.kind}
-            self.write(ctx, {**kind, **ctx.logs})
+            weights = {"evaluated_weights": ctx.evaluated_weights} if ctx.evaluated_weights else {}
+            self.write(ctx, {**kind, **weights, **ctx.logs})
         elif not self._said_not_writing:
             self._said_not_writing = True
             logger.warning("%s writes while training runs; what is logged before or after is not kept", self.key)

@@ -95,7 +95,8 @@ class ProgressCallback(Callback):
         formats = self._final if ctx.kind == "final" else dict.fromkeys(logs, "")
         values = ", ".join(f"{key} {shown(logs[key], spec)}" for key, spec in formats.items() if key in logs)
         if values:
-            self._display.say(f"{state.global_step:>{WIDTH}}  {ctx.kind}: {values}")
+            kind = f"{ctx.kind} of {ctx.evaluated_weights}" if ctx.evaluated_weights else ctx.kind
+            self._display.say(f"{state.global_step:>{WIDTH}}  {kind}: {values}")
 
     def on_train_end(self, ctx: TrainEndContext) -> None:
         self._display.close()
