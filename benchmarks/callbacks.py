@@ -17,12 +17,11 @@ from torch.utils.tensorboard import SummaryWriter
 
 import dalsegno as ds
 from dalsegno import callbacks
-from dalsegno.contexts import Context, LogContext, TrainBeginContext
-from dalsegno.gradients import GradientNorms
+from dalsegno.distributed.gradients import GradientNorms
+from dalsegno.events.contexts import Context, LogContext, TrainBeginContext
 from dalsegno.state import TrainerState
-
-from .row import Row, duration
-from .timing import in_turns, ratio
+from row import Row, duration
+from timing import in_turns, ratio
 
 GRADIENTS, SCALARS = 1.1, 1.1
 ROUNDS = 101

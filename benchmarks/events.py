@@ -7,13 +7,12 @@ from statistics import median
 from typing import Any
 
 import dalsegno as ds
-from dalsegno.contexts import Context, StepEndContext
-from dalsegno.dispatcher import Dispatcher
+from dalsegno.events.contexts import Context, StepEndContext
+from dalsegno.events.dispatcher import Dispatcher
 from dalsegno.state import TrainerControl
-
-from .peers import PeerMissing, ask
-from .row import Row, duration, three_digits
-from .timing import ratio, seconds_each
+from peers import PeerMissing, ask
+from row import Row, duration, three_digits
+from timing import ratio, seconds_each
 
 TEN = range(10)
 PEERS = {"torchtnt": "torchtnt", "ignite": "Ignite", "hf": "HF Trainer", "lightning": "Lightning"}

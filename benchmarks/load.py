@@ -19,9 +19,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from dalsegno.checkpoint import CheckpointManager, ModelState
-
-from .row import Row, three_digits
-from .timing import in_turns, ratio
+from row import Row, three_digits
+from timing import in_turns, ratio
 
 BYTES = 512 << 20
 TENSORS = 64
@@ -100,6 +99,6 @@ def _drop(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    from .row import table
+    from row import table
 
     print(table(run()))

@@ -20,11 +20,10 @@ from torchmetrics import MeanMetric
 
 import dalsegno as ds
 from dalsegno import callbacks
-from dalsegno.contexts import StepDoneContext, TrainBeginContext
+from dalsegno.events.contexts import StepDoneContext, TrainBeginContext
 from dalsegno.testing import TinyLanguageModel
-
-from .row import Row, duration
-from .timing import ratio
+from row import Row, duration
+from timing import ratio
 
 LOGGING_STEPS = 10
 EVAL_STEPS = 100

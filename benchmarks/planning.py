@@ -24,10 +24,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dalsegno.checkpoint import planning
+from dalsegno.checkpoint.save import planning
 from dalsegno.testing import run_ranks
-
-from .row import Row, duration
+from row import Row, duration
 
 T = TypeVar("T")
 
@@ -125,6 +124,6 @@ def _as_rank(rank: int, world: int, count: int) -> Callable[[Callable[[planning.
 
 
 if __name__ == "__main__":
-    from .row import table
+    from row import table
 
     print(table(run()))

@@ -9,13 +9,12 @@ import time
 import numpy as np
 
 from dalsegno.analysis import Series
-from dalsegno.analysis.curves import Curve, Panel
-from dalsegno.analysis.downsample import downsample
-from dalsegno.analysis.figure import draw
-from dalsegno.analysis.smooth import automatic_window, smooth
-from dalsegno.analysis.view import View
-
-from .row import Row, duration
+from dalsegno.analysis.plotting.curves import Curve, Panel
+from dalsegno.analysis.plotting.downsample import downsample
+from dalsegno.analysis.plotting.figure import draw
+from dalsegno.analysis.plotting.view import View
+from dalsegno.analysis.stats.smooth import automatic_window, smooth
+from row import Row, duration
 
 POINTS = 10_000_000
 REPEATS = 5

@@ -10,9 +10,8 @@ from typing import Any
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dalsegno.data import train_feed
-
-from .row import Row, duration, three_digits
-from .timing import in_turns
+from row import Row, duration, three_digits
+from timing import in_turns
 
 BATCH = 32
 ROUNDS = 5

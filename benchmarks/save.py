@@ -25,12 +25,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from dalsegno import files
 from dalsegno.checkpoint import CheckpointManager, ModelState
+from dalsegno.system import filesystem
 from dalsegno.testing import run_ranks
-
-from .row import Row, three_digits
-from .timing import in_turns, ratio
+from row import Row, three_digits
+from timing import in_turns, ratio
 
 ROUNDS = 5
 BACKGROUND, FOREGROUND = OURS = ("in the background", "in the foreground")
@@ -95,8 +94,8 @@ def _measured(directory: Path, case: Case, rounds: int) -> dict[str, list[float]
     torch.manual_seed(0)
     model = nn.ParameterList([nn.Parameter(torch.randn(case.tensor_bytes // 4)) for _ in range(case.tensors)])
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    memory = mmap.mmap(-1, -(-case.bytes // world_size // files.PAGE) * files.PAGE)
-    memory[:] = os.urandom(files.PAGE) * (len(memory) // files.PAGE)
+    memory = mmap.mmap(-1, -(-case.bytes // world_size // filesystem.PAGE) * filesystem.PAGE)
+    memory[:] = os.urandom(filesystem.PAGE) * (len(memory) // filesystem.PAGE)
     saves: dict[str, Callable[[Path], object]] = {
         BACKGROUND: _ours(model, background=True),
         FOREGROUND: _ours(model, background=False),
@@ -157,8 +156,8 @@ def _write(data: memoryview, flags: int, folder: Path) -> None:
     rank = dist.get_rank() if dist.is_initialized() else 0
     descriptor = os.open(folder / f"data-{rank}", os.O_WRONLY | os.O_CREAT | flags, 0o644)
     try:
-        for begin in range(0, len(data), files.DIRECT_PIECE):
-            files.write_all(descriptor, data[begin : begin + files.DIRECT_PIECE], folder)
+        for begin in range(0, len(data), filesystem.DIRECT_PIECE):
+            filesystem.write_all(descriptor, data[begin : begin + filesystem.DIRECT_PIECE], folder)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -173,6 +172,6 @@ def _hugging_face(model: nn.Module) -> Callable[[Path], object]:
 
 
 if __name__ == "__main__":
-    from .row import table
+    from row import table
 
     print(table(run()))

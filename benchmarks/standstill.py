@@ -26,9 +26,8 @@ from torch import nn
 
 from dalsegno.checkpoint import CheckpointManager, ModelState
 from dalsegno.testing import run_ranks
-
-from .row import Row, duration
-from .timing import in_turns, ratio
+from row import Row, duration
+from timing import in_turns, ratio
 
 TENSORS = 64
 STILL_BYTES = 512 << 20
@@ -185,6 +184,6 @@ def _training() -> Callable[[], float]:
 
 
 if __name__ == "__main__":
-    from .row import table
+    from row import table
 
     print(table(run()))

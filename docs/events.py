@@ -1,4 +1,4 @@
-"""Writes docs/events.md from the table in dalsegno.events: ``python docs/events.py``. A test holds the two together."""
+"""Writes docs/events.md from dalsegno.events.table: ``python docs/events.py``. A test compares the two."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import dataclasses
 import inspect
 from pathlib import Path
 
-from dalsegno.contexts import Context
-from dalsegno.events import Event
+from dalsegno.events.contexts import Context
+from dalsegno.events.table import Event
 
 PAGE = Path(__file__).with_suffix(".md")
 
 HEAD = """\
 # The events
 
-<!-- Written by docs/events.py from src/dalsegno/events.py. -->
+<!-- Written by docs/events.py from src/dalsegno/events/table.py. -->
 
 A callback has a method for each event that it wants to hear of, `def on_save(self, ctx)`. This is the whole table, in
 the order in which a run fires it. Every `ctx` has {common}; what an event adds to it stands in the last column.

@@ -6,8 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from dalsegno import callbacks
-from dalsegno.callback import Callback
-from dalsegno.own_loop import UNFIRED
+from dalsegno.events.callback import Callback
+from dalsegno.training.run import UNFIRED
 
 PAGE = Path(__file__).with_suffix(".md")
 BEGIN, END = "<!-- written by docs/own-loop.py -->\n", "<!-- end -->\n"

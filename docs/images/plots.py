@@ -16,7 +16,7 @@ from PIL import Image
 
 import dalsegno as ds
 from dalsegno.callbacks import GradNormLogger, JsonLogger
-from dalsegno.cli.demo_training import BATCH, CONTEXT, Text, source_files
+from dalsegno.cli.demo.training import BATCH, CONTEXT, Text, source_files
 from dalsegno.testing import FaultPlan, TinyLanguageModel, start_ranks
 
 HERE = Path(__file__).parent

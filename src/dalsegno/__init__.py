@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .lazy import handed_out
+from .system.lazy_exports import handed_out
 
 if TYPE_CHECKING:
     from .analysis import DetectorSettings as DetectorSettings
@@ -31,41 +31,9 @@ if TYPE_CHECKING:
     from .analysis import sweep_settings as sweep_settings
     from .analysis import write_report as write_report
     from .args import TrainingArguments as TrainingArguments
-    from .background import Background as Background
-    from .callback import Callback as Callback
-    from .callback import global_callbacks as global_callbacks
     from .checkpoint import export_model as export_model
-    from .component import Stateful as Stateful
     from .config import RunConfig as RunConfig
     from .config import load_callbacks as load_callbacks
-    from .contexts import AfterForwardContext as AfterForwardContext
-    from .contexts import BackwardContext as BackwardContext
-    from .contexts import BeforeForwardContext as BeforeForwardContext
-    from .contexts import BeforeLoadContext as BeforeLoadContext
-    from .contexts import BeforeSaveContext as BeforeSaveContext
-    from .contexts import EpochContext as EpochContext
-    from .contexts import EvaluateBeginContext as EvaluateBeginContext
-    from .contexts import EvaluateContext as EvaluateContext
-    from .contexts import EvaluateEndContext as EvaluateEndContext
-    from .contexts import ExceptionContext as ExceptionContext
-    from .contexts import LoadContext as LoadContext
-    from .contexts import LogContext as LogContext
-    from .contexts import LossContext as LossContext
-    from .contexts import MetricsContext as MetricsContext
-    from .contexts import MicrobatchBeginContext as MicrobatchBeginContext
-    from .contexts import MicrobatchEndContext as MicrobatchEndContext
-    from .contexts import PredictionStepContext as PredictionStepContext
-    from .contexts import PreOptimizerStepContext as PreOptimizerStepContext
-    from .contexts import RollbackContext as RollbackContext
-    from .contexts import SaveContext as SaveContext
-    from .contexts import SchedulerContext as SchedulerContext
-    from .contexts import StepDoneContext as StepDoneContext
-    from .contexts import StepEndContext as StepEndContext
-    from .contexts import StepSkippedContext as StepSkippedContext
-    from .contexts import TrainBeginContext as TrainBeginContext
-    from .contexts import TrainEndContext as TrainEndContext
-    from .dialects.hf.base import TrainerCallback as TrainerCallback
-    from .dialects.instructlab.functions import functions as functions
     from .errors import CannotSave as CannotSave
     from .errors import ConfigurationError as ConfigurationError
     from .errors import DalsegnoError as DalsegnoError
@@ -80,23 +48,55 @@ if TYPE_CHECKING:
     from .errors import StateMismatch as StateMismatch
     from .errors import UnknownDialect as UnknownDialect
     from .errors import UnknownName as UnknownName
-    from .events import Event as Event
-    from .foreign import adapt as adapt
-    from .listening import on as on
-    from .own_loop import Run as Run
-    from .registration import GlobalHandle as GlobalHandle
-    from .registration import register_global_callback as register_global_callback
-    from .result import TrainResult as TrainResult
-    from .retention import Best as Best
-    from .retention import EveryNth as EveryNth
-    from .retention import Latest as Latest
-    from .schedule import AtEnd as AtEnd
-    from .schedule import AtSteps as AtSteps
-    from .schedule import Every as Every
-    from .schedule import OnBest as OnBest
+    from .events.adapters import adapt as adapt
+    from .events.background import Background as Background
+    from .events.callback import Callback as Callback
+    from .events.callback import global_callbacks as global_callbacks
+    from .events.contexts import AfterForwardContext as AfterForwardContext
+    from .events.contexts import BackwardContext as BackwardContext
+    from .events.contexts import BeforeForwardContext as BeforeForwardContext
+    from .events.contexts import BeforeLoadContext as BeforeLoadContext
+    from .events.contexts import BeforeSaveContext as BeforeSaveContext
+    from .events.contexts import EpochContext as EpochContext
+    from .events.contexts import EvaluateBeginContext as EvaluateBeginContext
+    from .events.contexts import EvaluateContext as EvaluateContext
+    from .events.contexts import EvaluateEndContext as EvaluateEndContext
+    from .events.contexts import ExceptionContext as ExceptionContext
+    from .events.contexts import LoadContext as LoadContext
+    from .events.contexts import LogContext as LogContext
+    from .events.contexts import LossContext as LossContext
+    from .events.contexts import MetricsContext as MetricsContext
+    from .events.contexts import MicrobatchBeginContext as MicrobatchBeginContext
+    from .events.contexts import MicrobatchEndContext as MicrobatchEndContext
+    from .events.contexts import PredictionStepContext as PredictionStepContext
+    from .events.contexts import PreOptimizerStepContext as PreOptimizerStepContext
+    from .events.contexts import RollbackContext as RollbackContext
+    from .events.contexts import SaveContext as SaveContext
+    from .events.contexts import SchedulerContext as SchedulerContext
+    from .events.contexts import StepDoneContext as StepDoneContext
+    from .events.contexts import StepEndContext as StepEndContext
+    from .events.contexts import StepSkippedContext as StepSkippedContext
+    from .events.contexts import TrainBeginContext as TrainBeginContext
+    from .events.contexts import TrainEndContext as TrainEndContext
+    from .events.function_callback import on as on
+    from .events.registration import GlobalHandle as GlobalHandle
+    from .events.registration import register_global_callback as register_global_callback
+    from .events.table import Event as Event
+    from .interop.hf.base import TrainerCallback as TrainerCallback
+    from .interop.instructlab.functions import functions as functions
+    from .policies.retention import Best as Best
+    from .policies.retention import EveryNth as EveryNth
+    from .policies.retention import Latest as Latest
+    from .policies.triggers import AtEnd as AtEnd
+    from .policies.triggers import AtSteps as AtSteps
+    from .policies.triggers import Every as Every
+    from .policies.triggers import OnBest as OnBest
     from .state import TrainerControl as TrainerControl
     from .state import TrainerState as TrainerState
-    from .trainer import Trainer as Trainer
+    from .stateful.component import Stateful as Stateful
+    from .training.result import TrainResult as TrainResult
+    from .training.run import Run as Run
+    from .training.trainer import Trainer as Trainer
 
 _HOMES = {
     "analysis": (
@@ -122,18 +122,18 @@ _HOMES = {
         "write_report",
     ),
     "args": ("TrainingArguments",),
-    "background": ("Background",),
-    "callback": (
+    "events.background": ("Background",),
+    "events.callback": (
         "Callback",
         "global_callbacks",
     ),
     "checkpoint": ("export_model",),
-    "component": ("Stateful",),
+    "stateful.component": ("Stateful",),
     "config": (
         "RunConfig",
         "load_callbacks",
     ),
-    "contexts": (
+    "events.contexts": (
         "AfterForwardContext",
         "BackwardContext",
         "BeforeForwardContext",
@@ -161,8 +161,8 @@ _HOMES = {
         "TrainBeginContext",
         "TrainEndContext",
     ),
-    "dialects.hf.base": ("TrainerCallback",),
-    "dialects.instructlab.functions": ("functions",),
+    "interop.hf.base": ("TrainerCallback",),
+    "interop.instructlab.functions": ("functions",),
     "errors": (
         "CannotSave",
         "ConfigurationError",
@@ -179,21 +179,21 @@ _HOMES = {
         "UnknownDialect",
         "UnknownName",
     ),
-    "events": ("Event",),
-    "foreign": ("adapt",),
-    "listening": ("on",),
-    "registration": (
+    "events.table": ("Event",),
+    "events.adapters": ("adapt",),
+    "events.function_callback": ("on",),
+    "events.registration": (
         "GlobalHandle",
         "register_global_callback",
     ),
-    "own_loop": ("Run",),
-    "result": ("TrainResult",),
-    "retention": (
+    "training.run": ("Run",),
+    "training.result": ("TrainResult",),
+    "policies.retention": (
         "Best",
         "EveryNth",
         "Latest",
     ),
-    "schedule": (
+    "policies.triggers": (
         "AtEnd",
         "AtSteps",
         "Every",
@@ -203,7 +203,7 @@ _HOMES = {
         "TrainerControl",
         "TrainerState",
     ),
-    "trainer": ("Trainer",),
+    "training.trainer": ("Trainer",),
 }
 
 if not TYPE_CHECKING:

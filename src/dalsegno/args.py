@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .errors import ConfigurationError, UnknownName
-from .places import is_url, local_folder, was_url
-from .retention import Best, Latest, Retention, retention_of
-from .schedule import Every, OnBest, When, when_of
+from .policies.retention import Best, Latest, Retention, retention_of
+from .policies.triggers import Every, OnBest, When, when_of
+from .system.urls import is_url, local_folder, was_url
 
 Strategy = Literal["no", "steps", "epoch"]
 

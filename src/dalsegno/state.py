@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar, NamedTuple, TypedDict
 
 from .errors import ConfigurationError
-from .schema import Count, Must
+from .stateful.schema import Count, Must
 
 Handler = Callable[[Any], "TrainerControl | None"]
 """One callback's method for one event: takes the context, may return a control whose flags are then taken over."""

@@ -10,8 +10,8 @@ import numpy as np
 from analysis.drawn import MadeUpLog
 from analysis.series import NAN, falling, series, with_values
 from dalsegno.analysis import Restart
-from dalsegno.analysis.card import card, cards
-from dalsegno.analysis.svg import svg_curve
+from dalsegno.analysis.html_repr import card, cards
+from dalsegno.analysis.plotting.svg import svg_curve
 
 HOSTILE = "<script>alert('a')</script>&\"'"
 

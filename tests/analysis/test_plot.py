@@ -13,8 +13,16 @@ from matplotlib.axes import Axes
 
 from analysis.drawn import MadeUpLog
 from analysis.series import NAN, falling, series, with_values
-from dalsegno.analysis import ParameterSeries, Restart, Tail, View, plot_heatmap, plot_logs, sketch_logs
-from dalsegno.analysis.curves import panels
+from dalsegno.analysis import (
+    ParameterSeries,
+    Restart,
+    Tail,
+    View,
+    plot_heatmap,
+    plot_logs,
+    sketch_logs,
+)
+from dalsegno.analysis.plotting.curves import panels
 from dalsegno.errors import ConfigurationError, NotFound, UnknownName
 
 TAIL = Tail(Path("train.jsonl.0001"), tuple({"global_step": step, "loss": 2.5} for step in (4010, 4020, 4030)))

@@ -8,8 +8,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from callbacks.stage import Stage
-from dalsegno import ranks
 from dalsegno.callbacks import GradNormLogger
+from dalsegno.distributed import collectives
 
 
 class Uneven(nn.Module):
@@ -53,7 +53,7 @@ WAYS = {"ddp": DistributedDataParallel, "fsdp": in_shards}
 
 def one_step(way: str, output_dir: Path) -> None:
     """One update and its evaluation, spread in that way over all ranks."""
-    rank, world_size = ranks.rank(), ranks.world_size()
+    rank, world_size = collectives.rank(), collectives.world_size()
     own = model()
     called = WAYS[way](own)
     logger = GradNormLogger()

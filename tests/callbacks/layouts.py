@@ -12,8 +12,8 @@ from torch import Tensor
 
 import dalsegno as ds
 from callbacks.grad_norm_ranks import Uneven
-from dalsegno import ranks
 from dalsegno.callbacks import JsonLogger
+from dalsegno.distributed import collectives
 from dalsegno.logs import read_records
 from dalsegno.testing import run_ranks
 
@@ -34,7 +34,7 @@ def layout_trainer(
     given = {"logging_steps": 2, "eval_steps": 4, "save_steps": 0, "max_steps": STEPS, **settings}
     args = ds.TrainingArguments(
         output_dir,
-        per_device_train_batch_size=4 // ranks.world_size(),
+        per_device_train_batch_size=4 // collectives.world_size(),
         gradient_accumulation_steps=2,
         learning_rate=0.05,
         max_grad_norm=0.5,

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import dalsegno as ds
-from dalsegno.callback import Callback
 from dalsegno.callbacks import DefaultMetrics, JsonLogger
-from dalsegno.contexts import LogContext
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import LogContext
 
 BATCH_SIZE = 4
 TOKENS = 3

@@ -8,9 +8,9 @@ from torch import nn
 from torch.optim import SGD
 
 from dalsegno.args import TrainingArguments
-from dalsegno.callback import Callback
-from dalsegno.contexts import Context
-from dalsegno.dispatcher import Dispatcher
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import Context
+from dalsegno.events.dispatcher import Dispatcher
 from dalsegno.state import TrainerControl, TrainerState
 
 

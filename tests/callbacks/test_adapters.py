@@ -12,7 +12,6 @@ from torch import nn
 
 import dalsegno as ds
 from callbacks.layouts import LAYOUTS, assert_same_values
-from dalsegno import ranks
 from dalsegno.callbacks import (
     EMA,
     ComputeNorm,
@@ -25,6 +24,7 @@ from dalsegno.callbacks import (
     WeightNormLogger,
 )
 from dalsegno.checkpoint import CheckpointManager, read_tensors
+from dalsegno.distributed import collectives
 from dalsegno.logs import read_records
 from dalsegno.testing import compare_runs, run_ranks
 from support.languages import byte_pairs, llama, pages
@@ -58,7 +58,7 @@ def trainer(output_dir: Path, kind: str, layout: str, *own: ds.Callback) -> ds.T
         CountParams(depth=1),
     ]
     settings = {"max_steps": STEPS, "eval_steps": 4, "logging_steps": 2, "save_steps": 100, "parallel": layout}
-    batch = 4 // ranks.world_size()
+    batch = 4 // collectives.world_size()
     return small_trainer(
         output_dir,
         *watching,

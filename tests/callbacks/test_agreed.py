@@ -11,8 +11,8 @@ import pytest
 
 import dalsegno as ds
 from callbacks.layouts import layout_trainer
-from dalsegno import ranks
 from dalsegno.callbacks import CheckLoss, DivergenceDetector, EarlyStopping, NaNChecker
+from dalsegno.distributed import collectives
 from dalsegno.testing import run_ranks
 from support.listeners import Listener
 
@@ -21,7 +21,7 @@ Outcome = tuple[int, str, str | None, str | None]
 
 def on_rank_one(handler: str, act: Callable[[Any], None]) -> ds.Callback:
     """Does something there alone."""
-    return Listener({handler: lambda ctx: act(ctx) if ranks.rank() == 1 else None}, name="mischief")
+    return Listener({handler: lambda ctx: act(ctx) if collectives.rank() == 1 else None}, name="mischief")
 
 
 def breaks_its_loss() -> ds.Callback:

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 import dalsegno as ds
-from dalsegno import ranks
 from dalsegno.callbacks import DurationProfiler, SlowRankDetector
+from dalsegno.distributed import collectives
 from dalsegno.testing import run_ranks, tiny_regression_data
 from support.listeners import Listener
 from support.small import Line, arguments, small_trainer
@@ -51,7 +51,7 @@ class Slow:
 
     def __iter__(self) -> Iterator[Any]:
         for _ in range(6):
-            self._clock.now += 3.0 if ranks.rank() == 1 else 1.0
+            self._clock.now += 3.0 if collectives.rank() == 1 else 1.0
             yield self._batch
 
     def __len__(self) -> int:
@@ -66,7 +66,7 @@ class SlowStream(IterableDataset[dict[str, Tensor]]):
 
     def __iter__(self) -> Iterator[Any]:
         for sample in tiny_regression_data(24):
-            self._clock.now += 0.375 if ranks.rank() == 1 else 0.125
+            self._clock.now += 0.375 if collectives.rank() == 1 else 0.125
             yield sample
 
 
@@ -74,7 +74,7 @@ def train_with_a_slow_disk(output_dir: Path, source: str) -> tuple[list[list[flo
     """With an evaluation, a record and a save at each step, all of which take both ranks very long."""
     clock = Clock()
     time.perf_counter = clock
-    original = ranks.gather_floats
+    original = collectives.gather_floats
 
     def gather_together(values: Any, purpose: str) -> list[list[float]]:
         """Whoever comes first to the collective waits for the last."""
@@ -82,7 +82,7 @@ def train_with_a_slow_disk(output_dir: Path, source: str) -> tuple[list[list[flo
         clock.now = max(now for (now,) in original([clock.now], "clocks"))
         return gathered
 
-    ranks.gather_floats = gather_together
+    collectives.gather_floats = gather_together
     told: list[list[float]] = []
     said: list[str] = []
     watching = logging.Handler()

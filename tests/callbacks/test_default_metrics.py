@@ -10,8 +10,8 @@ import dalsegno as ds
 from callbacks.scripted import BATCH_SIZE, TOKENS, Kept, logs_of_a_rank, trainer
 from callbacks.stage import Stage
 from dalsegno.callbacks import DefaultMetrics
-from dalsegno.contexts import StepEndContext
 from dalsegno.errors import ConfigurationError
+from dalsegno.events.contexts import StepEndContext
 from dalsegno.testing import run_ranks
 
 SECOND = 10**9  # nanoseconds

@@ -14,7 +14,13 @@ from torch import Tensor, nn
 
 import dalsegno as ds
 from callbacks.grad_norm_ranks import Uneven
-from callbacks.layouts import assert_same_values, layout_trainer, on_every_layout, sentences, train_with_padding
+from callbacks.layouts import (
+    assert_same_values,
+    layout_trainer,
+    on_every_layout,
+    sentences,
+    train_with_padding,
+)
 from dalsegno.callbacks import (
     CountParams,
     DurationProfiler,

@@ -22,9 +22,15 @@ from callbacks.layouts import sentences
 from dalsegno.callbacks import EMA, JsonLogger, ProgressCallback
 from dalsegno.checkpoint import CheckpointManager, read_tensors
 from dalsegno.cli import main
-from dalsegno.events import Event
+from dalsegno.events.table import Event
 from dalsegno.logs import read_records
-from dalsegno.testing import FaultPlan, assert_resume_equivalent, compare_runs, run_ranks, tiny_regression_data
+from dalsegno.testing import (
+    FaultPlan,
+    assert_resume_equivalent,
+    compare_runs,
+    run_ranks,
+    tiny_regression_data,
+)
 from support.averaged import DECAY, Normed, averaged, in_shards, shares, train, with_squares
 from support.listeners import Listener
 from support.resumed import assert_resumes

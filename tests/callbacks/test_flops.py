@@ -25,9 +25,9 @@ from transformers import (
 
 import dalsegno as ds
 from dalsegno.callbacks import DefaultMetrics, FlopUtilization, JsonLogger
-from dalsegno.flops import Uncountable, count_flops
+from dalsegno.callbacks.measures.flops import Uncountable, count_flops
+from dalsegno.callbacks.measures.peaks import known_peak
 from dalsegno.logs import read_records
-from dalsegno.peaks import known_peak
 from dalsegno.testing import TinyLanguageModel, run_ranks
 from support.small import Line, small_trainer
 

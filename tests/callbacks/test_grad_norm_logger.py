@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from callbacks import grad_norm_ranks
 from callbacks.stage import Stage
-from dalsegno import gradients
 from dalsegno.callbacks import GradNormLogger
-from dalsegno.component import Component
+from dalsegno.distributed import gradients
 from dalsegno.errors import ConfigurationError
 from dalsegno.logs import read_records
+from dalsegno.stateful.component import Component
 from dalsegno.testing import run_ranks
 
 

@@ -11,8 +11,8 @@ import torch
 import dalsegno as ds
 from callbacks.scripted import trainer
 from dalsegno.callbacks import DivergenceDetector, GradNormLogger, JsonLogger, default_callbacks
-from dalsegno.contexts import StepEndContext
 from dalsegno.errors import UnknownName
+from dalsegno.events.contexts import StepEndContext
 from dalsegno.logs import read_records
 
 WALL_CLOCK = {"timestamp", "peak_mem", "train_runtime", "train_samples_per_second", "train_steps_per_second"}

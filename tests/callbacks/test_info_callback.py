@@ -9,8 +9,8 @@ import pytest
 import dalsegno as ds
 from callbacks.scripted import trainer
 from dalsegno.callbacks import InfoCallback, JsonLogger, ProgressCallback
-from dalsegno.contexts import StepEndContext
 from dalsegno.errors import ConfigurationError
+from dalsegno.events.contexts import StepEndContext
 
 
 class End(ds.Callback):

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import dalsegno as ds
-from dalsegno import callbacks, ranks
-from dalsegno.events import Event
+from dalsegno import callbacks
+from dalsegno.distributed import collectives
+from dalsegno.events.table import Event
 from dalsegno.testing import FaultPlan, assert_resume_equivalent, tiny_regression_data
 from support.builtins import Model, build
 from support.languages import Letters
@@ -24,7 +25,7 @@ TOGETHER = sorted(set(callbacks.__all__) - ALONE)
 def everything(output_dir: Path) -> ds.Trainer:
     """A record every two steps, an evaluation every three, a checkpoint every four; on two ranks there is padding."""
     torch.manual_seed(0)
-    world_size = ranks.world_size()
+    world_size = collectives.world_size()
     return ds.Trainer(
         Model(),
         arguments(

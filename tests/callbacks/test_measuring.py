@@ -65,7 +65,7 @@ def guessing_callbacks() -> list[ds.Callback]:
 
 
 def guessing_trainer(output_dir: Path, *own: ds.Callback, evaluated: Any = None, parallel: str = "none") -> ds.Trainer:
-    from dalsegno import ranks
+    from dalsegno.distributed import collectives
 
     torch.manual_seed(0)
     args = ds.TrainingArguments(
@@ -75,7 +75,7 @@ def guessing_trainer(output_dir: Path, *own: ds.Callback, evaluated: Any = None,
         logging_steps=3,
         save_steps=0,
         learning_rate=0.1,
-        per_device_train_batch_size=4 // ranks.world_size(),
+        per_device_train_batch_size=4 // collectives.world_size(),
         per_device_eval_batch_size=2,
         parallel=parallel,
         use_cpu=True,

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import dalsegno as ds
 from callbacks.scripted import Kept
-from dalsegno import ranks
 from dalsegno.callbacks import GradientNoiseScale, ScaleLoss
-from dalsegno.events import Event
+from dalsegno.distributed import collectives
+from dalsegno.events.table import Event
 from dalsegno.testing import FaultPlan, assert_resume_equivalent, run_ranks
 from support.resumed import assert_resumes
 from support.small import Line, small_trainer, weights
@@ -38,7 +38,7 @@ class Witness(ds.Callback):
         self.batches.append((gradient(ctx.model, ctx.batch), ctx.samples))
 
     def on_train_metrics(self, ctx: Any) -> None:
-        told = ranks.gather(self.batches, "the test's gradients")
+        told = collectives.gather(self.batches, "the test's gradients")
         every = [each for batches in told for each in batches]
         count = sum(samples for _, samples in every)
         big = float((sum(g * samples for g, samples in every) / count).square().sum())

@@ -14,8 +14,8 @@ import dalsegno as ds
 from callbacks.grad_norm_ranks import Uneven
 from callbacks.layouts import assert_same_values, layout_trainer, on_every_layout
 from dalsegno.callbacks import ComputeNorm, GradNormLogger, ParameterNormLogger, WeightNormLogger
+from dalsegno.callbacks.measures.spectral_norm import SpectralNorms
 from dalsegno.logs import read_records
-from dalsegno.spectral import SpectralNorms
 from support.listeners import Listener
 
 WALL_CLOCK = ("timestamp", "peak_mem", "_runtime", "_per_second")

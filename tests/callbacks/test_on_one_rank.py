@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import dalsegno as ds
 from callbacks.layouts import layout_trainer
-from dalsegno import callbacks, ranks
+from dalsegno import callbacks
+from dalsegno.distributed import collectives
 from dalsegno.testing import run_ranks, tiny_regression_data
 from support.listeners import Listener
 from support.ranked import Deep, Numbered
@@ -63,7 +64,7 @@ def train_with_wishes(output_dir: Path, wish: str) -> tuple[int, str, list[int]]
     logged: list[int] = []
 
     def act(ctx: Any) -> None:
-        if ranks.rank() == 1 and ctx.step == 4:
+        if collectives.rank() == 1 and ctx.step == 4:
             setattr(ctx.control, wish, True)
 
     listener = Listener({"on_step_done": act, "on_log": lambda ctx: logged.append(ctx.state.global_step)})
@@ -84,7 +85,7 @@ def test_what_one_rank_wishes_is_foreseen_on_none_before_all_know(tmp_path: Path
 def train_on_unequal_loaders(output_dir: Path, epochs: float, stop_at: int | None) -> Any:
     """Rank 0 has two batches of its own, rank 1 has four."""
     torch.manual_seed(0)
-    data, own = Numbered(24), range(8) if ranks.rank() == 0 else range(8, 24)
+    data, own = Numbered(24), range(8) if collectives.rank() == 0 else range(8, 24)
     batches = [torch.utils.data.default_collate([data[own[i + j]] for j in range(4)]) for i in range(0, len(own), 4)]
     seen: list[tuple[float, float]] = []
 

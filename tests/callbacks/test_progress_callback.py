@@ -15,8 +15,8 @@ from callbacks.scripted import trainer
 from callbacks.stage import Stage
 from dalsegno.callbacks import ProgressCallback
 from dalsegno.callbacks.progress_callback import shown
-from dalsegno.contexts import LogContext, StepEndContext
 from dalsegno.errors import ConfigurationError
+from dalsegno.events.contexts import LogContext, StepEndContext
 
 
 class Terminal(io.StringIO):

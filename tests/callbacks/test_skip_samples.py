@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import dalsegno as ds
-from dalsegno import ranks
 from dalsegno.callbacks import SkipSamples
+from dalsegno.distributed import collectives
 from dalsegno.testing import run_ranks, tiny_regression_data
 from support.listeners import Listener
 from support.resumed import assert_resumes
@@ -163,7 +163,7 @@ def test_a_run_that_is_under_way_has_no_first_samples(tmp_path: Path) -> None:
 
 
 def on_ranks(output_dir: Path, data: str, skipped: int) -> list[int]:
-    batch = 4 // ranks.world_size()
+    batch = 4 // collectives.world_size()
     how: dict[str, Any] = {"per_device_train_batch_size": batch}
     return seen(output_dir, skipped, data=data, parallel="auto", **how).numbers
 

@@ -14,9 +14,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import dalsegno as ds
 from callbacks.layouts import layout_trainer
-from dalsegno import ranks
-from dalsegno.callbacks import JsonLogger, PeakMemory, ProfilerCallback, ResumableSummaryWriter, TBLogger
+from dalsegno.callbacks import (
+    JsonLogger,
+    PeakMemory,
+    ProfilerCallback,
+    ResumableSummaryWriter,
+    TBLogger,
+)
 from dalsegno.callbacks.tb_logger import DEFAULT_SCALARS
+from dalsegno.distributed import collectives
 from dalsegno.logs import read_records
 from dalsegno.testing import FaultPlan, run_ranks, start_ranks, tiny_regression_data
 from support.listeners import Listener
@@ -156,7 +162,7 @@ def on_two_ranks(output_dir: Path) -> None:
     writer = ResumableSummaryWriter()
 
     def on_step_end(ctx: Any) -> None:
-        writer.add_scalar("rank", ranks.rank() + 1, ctx.step)
+        writer.add_scalar("rank", collectives.rank() + 1, ctx.step)
 
     layout_trainer(output_dir, "ddp", [writer, Listener({"on_step_end": on_step_end}), TBLogger(writer)]).train()
 

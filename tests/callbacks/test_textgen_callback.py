@@ -15,9 +15,9 @@ from transformers import GenerationConfig
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
 import dalsegno as ds
-from dalsegno import ranks
 from dalsegno.callbacks import ResumableSummaryWriter, TextgenCallback
-from dalsegno.generation import Sampler, Sampling, choose
+from dalsegno.callbacks.text_generation import Sampler, Sampling, choose
+from dalsegno.distributed import collectives
 from dalsegno.logs import read_records
 from dalsegno.testing import run_ranks
 from support.languages import Letters, Speller, byte_pairs, llama, pages
@@ -39,7 +39,7 @@ def trainer(output_dir: Path, kind: str, *own: ds.Callback, **settings: Any) -> 
         "eval_dataset": pages(tokenizer, 4),
         "processing_class": tokenizer,
     }
-    given = {"max_steps": 4, "eval_steps": 2, "per_device_train_batch_size": 4 // ranks.world_size(), **settings}
+    given = {"max_steps": 4, "eval_steps": 2, "per_device_train_batch_size": 4 // collectives.world_size(), **settings}
     return small_trainer(output_dir, *own, model=model, parts=parts, **given)
 
 

@@ -14,9 +14,15 @@ from torch import Tensor, nn
 
 import dalsegno as ds
 from callbacks.layouts import layout_trainer
-from dalsegno import ranks
-from dalsegno.callbacks import CheckLoss, DivergenceDetector, EarlyStopping, HangWatchdog, NaNChecker
+from dalsegno.callbacks import (
+    CheckLoss,
+    DivergenceDetector,
+    EarlyStopping,
+    HangWatchdog,
+    NaNChecker,
+)
 from dalsegno.checkpoint import Checkpoint
+from dalsegno.distributed import collectives
 from dalsegno.testing import run_ranks, start_ranks, tiny_regression_data
 from support.listeners import Listener
 from support.resumed import assert_resumes
@@ -31,7 +37,7 @@ def broken_at(step: int, index: int, rank: int = 0) -> ds.Callback:
     def on_before_backward(ctx: Any) -> None:
         seen["index"] = seen["index"] + 1 if seen["step"] == ctx.state.global_step else 0
         seen["step"] = ctx.state.global_step
-        if (ctx.state.global_step + 1, seen["index"], ranks.rank()) == (step, index, rank):
+        if (ctx.state.global_step + 1, seen["index"], collectives.rank()) == (step, index, rank):
             ctx.outputs["loss"] = ctx.outputs["loss"] * float("nan")
 
     seen = {"step": -1, "index": 0}
@@ -86,7 +92,7 @@ def test_nor_one_that_comes_out_of_turn(tmp_path: Path, what: str, checker: type
 
 def ask_to_end(output_dir: Path) -> tuple[int, str, str | None, str | None]:
     def ask(ctx: Any) -> None:
-        if ctx.step == 3 and ranks.rank() == 0:
+        if ctx.step == 3 and collectives.rank() == 0:
             ctx.control.stop("enough")
 
     own = [broken_at(3, 1, rank=1), CheckLoss(), Listener({"on_step_end": ask}, name="asking")]
@@ -194,7 +200,7 @@ def train_with_a_broken_weight(output_dir: Path, parallel: str) -> tuple[int, st
     model = Scaled()
 
     def on_step_begin(ctx: Any) -> None:
-        model.scale.is_broken = ctx.state.global_step >= 4 and ranks.rank() == ranks.world_size() - 1
+        model.scale.is_broken = ctx.state.global_step >= 4 and collectives.rank() == collectives.world_size() - 1
 
     own = [Listener({"on_step_begin": on_step_begin}, name="breaker"), NaNChecker()]
     args = arguments(output_dir, max_steps=20, logging_steps=3, parallel=parallel, max_grad_norm=1.0)
@@ -366,7 +372,7 @@ def hang(output_dir: Path) -> None:
         if ctx.state.global_step == 2:
             watchdog._seconds = 3.0  # not before: a busy machine may take longer than that to begin
             watchdog._arm()
-            if ranks.rank() == 1:
+            if collectives.rank() == 1:
                 wait_for_nothing()
 
     layout_trainer(output_dir, "ddp", [Listener({"on_before_backward": on_before_backward}), watchdog]).train()

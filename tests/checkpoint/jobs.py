@@ -21,9 +21,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from checkpoint.parts import FixedRankNotes, Notes, RankNotes, Saved
-from dalsegno import files, ranks
-from dalsegno.checkpoint import CheckpointManager, ModelState, OptimizerState, planning
-from dalsegno.component import Component
+from dalsegno.checkpoint import CheckpointManager, ModelState, OptimizerState
+from dalsegno.checkpoint.save import planning
+from dalsegno.distributed import collectives
+from dalsegno.stateful.component import Component
+from dalsegno.system import filesystem
 
 
 def save_and_die(directory: Path, position: int) -> None:
@@ -36,7 +38,7 @@ def save_and_die(directory: Path, position: int) -> None:
         if next(calls) == position:
             os._exit(9)
 
-    files.watcher = die
+    filesystem.watcher = die
     saved.save(manager, 2)
 
 
@@ -176,7 +178,7 @@ def save_states(directory: Path, odd_rank: int | None = None) -> list[str]:
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("dalsegno").addHandler(handler)
-    here = ranks.rank()
+    here = collectives.rank()
     components = [
         Component("callbacks.Shared", Notes({"x": torch.ones(3) + (here == odd_rank)})),
         Component("callbacks.Same", Notes([float("nan"), torch.ones(2)])),
@@ -214,7 +216,7 @@ def fail_to_save(directory: Path, bad_rank: int, bad_state: Any) -> Any:
     manager, mine = CheckpointManager(directory), RankNotes(1)
     components = [Component("callbacks.Mine", mine)]
     manager.save(1, [], components)
-    if ranks.rank() == bad_rank:
+    if collectives.rank() == bad_rank:
         mine.state = bad_state
     try:
         manager.save(2, [], components)
@@ -233,7 +235,7 @@ def fail_to_write(directory: Path, bad_rank: int) -> Any:
         if what == "write" and path.name.startswith(f"rank-{bad_rank:05d}") and "00000002" in str(path):
             raise OSError(28, "No space left on device")
 
-    files.watcher = full
+    filesystem.watcher = full
     return fail_to_save(directory, -1, None)
 
 
@@ -257,7 +259,7 @@ def find_while_ranks_fail_differently(directory: Path) -> str:
     original = os.readv
 
     def failing(descriptor: int, buffers: Any) -> int:
-        if ranks.rank() == 1:
+        if collectives.rank() == 1:
             raise OSError(5, "Input/output error")
         count = original(descriptor, buffers)
         if count:
@@ -290,7 +292,7 @@ def save_where_one_rank_begins_anew(directory: Path) -> list[int]:
     planning.plan = lambda tensors: (next(asked), original(tensors))[1]
     saved, manager = Saved(), CheckpointManager(directory)
     for step in (1, 2, 3):
-        if step == 3 and ranks.rank() == 1:
+        if step == 3 and collectives.rank() == 1:
             manager = CheckpointManager(directory)
         saved.save(manager, step)
         counts.append(next(asked) - 1)

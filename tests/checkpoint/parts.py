@@ -10,7 +10,7 @@ from torch import nn
 
 from checkpoint.sameness import assert_same
 from dalsegno.checkpoint import CheckpointManager, ModelState, OptimizerState, Sharded
-from dalsegno.component import Component
+from dalsegno.stateful.component import Component
 
 
 def small_model(seed: int = 0) -> nn.Module:

@@ -17,8 +17,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from checkpoint.sameness import assert_same
-from dalsegno.checkpoint.codec import DEEPEST, decode, encode
-from dalsegno.checkpoint.layout import DTYPES
+from dalsegno.checkpoint.format.codec import DEEPEST, decode, encode
+from dalsegno.checkpoint.format.layout import DTYPES
 from dalsegno.errors import CannotSave, DamagedCheckpoint
 
 

@@ -21,7 +21,7 @@ import xxhash
 from checkpoint import jobs
 from checkpoint.parts import Saved
 from dalsegno.checkpoint import CheckpointManager
-from dalsegno.checkpoint.manifest import _checksum_of
+from dalsegno.checkpoint.format.manifest import _checksum_of
 from dalsegno.testing import run_ranks, start_ranks
 
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dalsegno.checkpoint.index import Index
+from dalsegno.checkpoint.format.index import Index
 from dalsegno.errors import DamagedCheckpoint
 
 Box = list[tuple[int, int]]

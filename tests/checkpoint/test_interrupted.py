@@ -10,15 +10,15 @@ import pytest
 
 from checkpoint.jobs import save_and_die
 from checkpoint.parts import Saved
-from dalsegno import files
 from dalsegno.checkpoint import CheckpointManager
+from dalsegno.system import filesystem
 from dalsegno.testing import start_ranks
 
 
 def operations_of_a_save(directory: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     seen: list[tuple[str, str]] = []
-    files.make_directory(directory / "checkpoints")  # as for any save but the first
-    monkeypatch.setattr(files, "watcher", lambda what, path: seen.append((what, str(path.relative_to(directory)))))
+    filesystem.make_directory(directory / "checkpoints")  # as for any save but the first
+    monkeypatch.setattr(filesystem, "watcher", lambda what, path: seen.append((what, str(path.relative_to(directory)))))
     Saved().save(CheckpointManager(directory), 1)
     monkeypatch.undo()
     return seen
@@ -58,7 +58,7 @@ def test_an_error_at_any_operation_leaves_the_older_one(tmp_path: Path, monkeypa
             if next(calls, -1) == position:  # type: ignore[call-overload]
                 raise OSError(errno.ENOSPC, "no space left", str(path))
 
-        monkeypatch.setattr(files, "watcher", full)
+        monkeypatch.setattr(filesystem, "watcher", full)
         with pytest.raises(OSError, match="no space left"):
             saved.save(manager, 2)
         monkeypatch.undo()

@@ -17,11 +17,11 @@ import xxhash
 from safetensors.torch import load_file
 
 from checkpoint.sameness import bits
-from dalsegno import files
-from dalsegno.checkpoint.device import DeviceCopies
-from dalsegno.checkpoint.layout import DTYPES, Layout, Piece, StoredFile
-from dalsegno.checkpoint.staging import Buffer, Stream, TensorFile
+from dalsegno.checkpoint.format.layout import DTYPES, Layout, Piece, StoredFile
+from dalsegno.checkpoint.save.cuda_copies import DeviceCopies
+from dalsegno.checkpoint.save.staging import Buffer, Stream, TensorFile
 from dalsegno.errors import DamagedCheckpoint
+from dalsegno.system import filesystem
 
 
 def kept(layout: Layout, tensors: Sequence[torch.Tensor], buffer: Buffer) -> TensorFile:
@@ -120,14 +120,14 @@ def test_memory_that_is_touched_ahead_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_more_than_one_direct_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Source) -> None:
-    monkeypatch.setattr(files, "DIRECT_PIECE", 2 * files.PAGE)
+    monkeypatch.setattr(filesystem, "DIRECT_PIECE", 2 * filesystem.PAGE)
     big = torch.arange(30_000, dtype=torch.int32)
     assert torch.equal(load_file(write(tmp_path, {"big": big}, source))["big"], big)
 
 
 def test_where_direct_writes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Source) -> None:
     """As on some network disks, which open the file and refuse the write; tmpfs refused to open it until lately."""
-    monkeypatch.setattr(files, "DIRECT_PIECE", 2 * files.PAGE)
+    monkeypatch.setattr(filesystem, "DIRECT_PIECE", 2 * filesystem.PAGE)
     refused = []
 
     def write_unless_direct(descriptor: int, data: Any, write: Any = os.write) -> int:
@@ -138,7 +138,7 @@ def test_where_direct_writes_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(os, "write", write_unless_direct)
     operations: list[str] = []
-    monkeypatch.setattr(files, "watcher", lambda what, _: operations.append(what))
+    monkeypatch.setattr(filesystem, "watcher", lambda what, _: operations.append(what))
     big = torch.arange(30_000, dtype=torch.int32)
     assert torch.equal(load_file(write(tmp_path, {"big": big}, source))["big"], big)
     assert len(refused) == 1

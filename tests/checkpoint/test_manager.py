@@ -15,12 +15,18 @@ import torch
 
 from checkpoint.parts import Notes, RankNotes, Saved, train
 from checkpoint.sameness import assert_same
-from dalsegno import files
 from dalsegno.checkpoint import CheckpointManager, load_parts
-from dalsegno.checkpoint.manifest import Manifest, _checksum_of
-from dalsegno.component import Component
-from dalsegno.errors import ConfigurationError, DamagedCheckpoint, NotFound, SaveFailed, StateMismatch
-from dalsegno.retention import Best, Entry, EveryNth, Latest
+from dalsegno.checkpoint.format.manifest import Manifest, _checksum_of
+from dalsegno.errors import (
+    ConfigurationError,
+    DamagedCheckpoint,
+    NotFound,
+    SaveFailed,
+    StateMismatch,
+)
+from dalsegno.policies.retention import Best, Entry, EveryNth, Latest
+from dalsegno.stateful.component import Component
+from dalsegno.system import filesystem
 
 
 def steps_in(manager: CheckpointManager) -> list[int]:
@@ -237,7 +243,7 @@ def test_an_evaluation_that_finds_no_room(tmp_path: Path, monkeypatch: pytest.Mo
         if what == operation:
             raise OSError(errno.ENOSPC, "no space left", str(path))
 
-    monkeypatch.setattr(files, "watcher", full)
+    monkeypatch.setattr(filesystem, "watcher", full)
     with pytest.raises(SaveFailed, match=r"step-00000010 is whole, but its evaluation .*no space left"):
         manager.amend(10, metrics={"eval_loss": 1.0}, is_best=True)
     monkeypatch.undo()
@@ -300,7 +306,7 @@ def test_what_goes_is_hidden_first(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     three_saved(tmp_path)
     manager = CheckpointManager(tmp_path, keep=Latest(2))
     seen: list[tuple[str, str]] = []
-    monkeypatch.setattr(files, "watcher", lambda what, path: seen.append((what, path.name)))
+    monkeypatch.setattr(filesystem, "watcher", lambda what, path: seen.append((what, path.name)))
     manager.prune()
     hidden = "step-00000001.partial"
     assert seen == [("rename", hidden), ("fsync", "checkpoints"), ("unlink", hidden)]

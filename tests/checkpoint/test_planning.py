@@ -18,9 +18,9 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from dalsegno.checkpoint import CheckpointManager
-from dalsegno.checkpoint.index import Index
-from dalsegno.checkpoint.planning import box_at
-from dalsegno.checkpoint.storage import load
+from dalsegno.checkpoint.format.index import Index
+from dalsegno.checkpoint.load.dcp_reader import load
+from dalsegno.checkpoint.save.planning import box_at
 from dalsegno.errors import CannotSave
 from dalsegno.testing import run_ranks
 

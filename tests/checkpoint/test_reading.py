@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from checkpoint import jobs
 from checkpoint.parts import Saved
-from dalsegno import files
 from dalsegno.checkpoint import CheckpointManager
-from dalsegno.checkpoint.layout import Layout, Piece, StoredFile
-from dalsegno.checkpoint.staging import Stream, TensorFile
+from dalsegno.checkpoint.format.layout import Layout, Piece, StoredFile
+from dalsegno.checkpoint.save.staging import Stream, TensorFile
+from dalsegno.system import filesystem
 from dalsegno.testing import run_ranks
 
 SIZES = st.lists(st.integers(0, 9), max_size=4)
@@ -45,7 +45,7 @@ def test_any_box_into_anything(folder: Path, shape: list[int], dtype: torch.dtyp
     if data.draw(st.booleans()) and shape:
         target = target.mT.contiguous().mT if len(shape) > 1 else torch.zeros(2 * len(target), dtype=target.dtype)[::2]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "DIRECT_PIECE", data.draw(st.sampled_from([1, 100, 16 << 20])))
+        patch.setattr(filesystem, "DIRECT_PIECE", data.draw(st.sampled_from([1, 100, 16 << 20])))
         stored.fill(target, layout.spans[1], dtype, shape, box)
     assert torch.equal(target, expected.to(target.dtype))
 

@@ -11,8 +11,9 @@ import pytest
 
 import dalsegno as ds
 from checkpoint import jobs
-from dalsegno import files
-from dalsegno.checkpoint import Checkpoint, CheckpointManager, resources
+from dalsegno.checkpoint import Checkpoint, CheckpointManager
+from dalsegno.checkpoint.save import resources
+from dalsegno.system import filesystem
 from dalsegno.testing import run_ranks
 from support.disks import small_disk
 from support.heavy import (
@@ -46,7 +47,7 @@ def whole_steps(output_dir: Path) -> list[int]:
 
 def test_where_there_is_memory_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     overtaken = Overtaken()
-    monkeypatch.setattr(files, "watcher", overtaken)
+    monkeypatch.setattr(filesystem, "watcher", overtaken)
     trainer = heavy_trainer(tmp_path, overtaken.callback, megabytes=1, max_steps=6, save_steps=2)
     assert warnings_of(trainer.train) == []
     assert overtaken.steps == [2, 4], "and behind the last save there is no step"
@@ -56,7 +57,7 @@ def test_where_there_is_none_the_save_waits_for_the_disk_and_says_so_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overtaken = Overtaken()
-    monkeypatch.setattr(files, "watcher", overtaken)
+    monkeypatch.setattr(filesystem, "watcher", overtaken)
     monkeypatch.setattr(resources, "_of_host", lambda: 3 * MB)
     trainer = heavy_trainer(tmp_path, overtaken.callback, megabytes=8, max_steps=6, save_steps=2)
     (said,) = warnings_of(trainer.train)
@@ -68,7 +69,7 @@ def test_where_there_is_none_the_save_waits_for_the_disk_and_says_so_once(
 
 def test_it_is_looked_at_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     overtaken = Overtaken()
-    monkeypatch.setattr(files, "watcher", overtaken)
+    monkeypatch.setattr(filesystem, "watcher", overtaken)
     monkeypatch.setattr(resources, "_of_host", lambda: 3 * MB if trainer.state.global_step < 4 else 30 * MB)
     trainer = heavy_trainer(tmp_path, overtaken.callback, megabytes=8, max_steps=6, save_steps=2)
     assert len(warnings_of(trainer.train)) == 1
@@ -135,7 +136,7 @@ def test_a_save_that_does_not_fit_is_refused_before_a_byte_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
 ) -> None:
     written: list[str] = []
-    monkeypatch.setattr(files, "watcher", lambda operation, path: written.append(f"{operation} {path}"))
+    monkeypatch.setattr(filesystem, "watcher", lambda operation, path: written.append(f"{operation} {path}"))
     with small_disk(tmp_path / "disk", kilobytes=10_000) as disk:
         trainer = heavy_trainer(disk, megabytes=4, max_steps=6, save_steps=2, save_in_background=background)
         with pytest.raises(ds.SaveFailed) as caught:

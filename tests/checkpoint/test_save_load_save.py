@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from checkpoint.parts import Notes
 from checkpoint.test_codec import trees
 from dalsegno.checkpoint import CheckpointManager, ModelState, OptimizerState
-from dalsegno.checkpoint.layout import DTYPES
-from dalsegno.component import Component
+from dalsegno.checkpoint.format.layout import DTYPES
 from dalsegno.errors import CannotSave
 from dalsegno.logs import RecordLog
+from dalsegno.stateful.component import Component
 
 FORMS = ["plain", "transposed", "every second", "expanded", "conjugated", "negative", "tied"]
 

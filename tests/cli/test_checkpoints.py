@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from dalsegno.checkpoint import CheckpointManager, ModelState
 from dalsegno.cli import main
-from dalsegno.component import Component
-from dalsegno.lock import DirectoryLock
+from dalsegno.stateful.component import Component
+from dalsegno.system.lock import DirectoryLock
 from support.runs import busy_trainer
 
 

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from cli.command import DALSEGNO, dalsegno, environment
-from dalsegno.cli import demo_story, main
-from dalsegno.cli.demo_legs import Job, LegEnd, Watch, run_leg
+from dalsegno.cli import main
+from dalsegno.cli.demo import story
+from dalsegno.cli.demo.legs import Job, LegEnd, Watch, run_leg
 from dalsegno.testing import FaultPlan
 
 COMPARED = [
@@ -64,7 +65,7 @@ def test_a_difference_is_exit_status_1(
         # As on a slow disk: the training has gone on while the save was under way.
         return replace(end, last=end.last + 1) if plan is not None and plan.operation is not None else end
 
-    monkeypatch.setattr(demo_story, "run_leg", with_a_seed_of_its_own)
+    monkeypatch.setattr(story, "run_leg", with_a_seed_of_its_own)
     (tmp_path / "mine.txt").touch()
     (tmp_path / "demo.json").touch()  # an earlier demo was here
     (tmp_path / "reference").mkdir()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dalsegno.cli.moments import moment
+from dalsegno.cli.fault_spec import moment
 from dalsegno.errors import ConfigurationError, UnknownName
-from dalsegno.events import Event
+from dalsegno.events.table import Event
 from dalsegno.testing import FaultPlan
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dalsegno.cli import main
-from dalsegno.lock import DirectoryLock
+from dalsegno.system.lock import DirectoryLock
 from support.small import small_trainer
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dalsegno.data.permutation import Indices, permute
-from dalsegno.randomness import mix
+from dalsegno.distributed.rng import mix
 
 keys = st.integers(0, 2**63 - 1)
 

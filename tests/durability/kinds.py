@@ -26,7 +26,7 @@ from torch.utils.data.distributed import DistributedSampler
 from torchdata.nodes import Batcher, IterableWrapper, Loader, Mapper
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from dalsegno import ranks
+from dalsegno.distributed import collectives
 
 LENGTH, BATCH = 11, 4
 """Samples in an epoch, and in a step, on all ranks together: three steps, the last one smaller."""
@@ -270,7 +270,11 @@ class OwnRandom(Sampler[int]):
 def share(data: type[Pure] = Pure) -> Any:
     """This rank's part of a map dataset."""
     whole = data()
-    return whole if ranks.world_size() == 1 else Subset(whole, range(ranks.rank(), LENGTH, ranks.world_size()))
+    return (
+        whole
+        if collectives.world_size() == 1
+        else Subset(whole, range(collectives.rank(), LENGTH, collectives.world_size()))
+    )
 
 
 def generator() -> torch.Generator:
@@ -278,7 +282,7 @@ def generator() -> torch.Generator:
 
 
 def batch_size() -> int:
-    return BATCH // ranks.world_size()
+    return BATCH // collectives.world_size()
 
 
 def loader(
@@ -314,17 +318,17 @@ def in_batches(data: Any) -> BatchSampler:
 
 def distributed(*, workers: int) -> dict[str, Any]:
     whole = Pure()
-    sampler = DistributedSampler(whole, ranks.world_size(), ranks.rank(), seed=3)
+    sampler = DistributedSampler(whole, collectives.world_size(), collectives.rank(), seed=3)
     return {"train_dataloader": DataLoader(whole, batch_size(), sampler=sampler, num_workers=workers)}
 
 
 def streamed(make: Callable[[int], Any], kind: type[DataLoader[Any]] = DataLoader, *, workers: int) -> dict[str, Any]:
     """Each rank has a stream of its own, all equally long."""
-    return {"train_dataloader": kind(make(LENGTH // ranks.world_size()), batch_size(), num_workers=workers)}
+    return {"train_dataloader": kind(make(LENGTH // collectives.world_size()), batch_size(), num_workers=workers)}
 
 
 def nodes(*, workers: int) -> dict[str, Any]:
-    indices = range(ranks.rank(), LENGTH, ranks.world_size())
+    indices = range(collectives.rank(), LENGTH, collectives.world_size())
     batches = Batcher(IterableWrapper(indices), batch_size(), drop_last=False)
     return {"train_dataloader": Loader(Mapper(batches, _batch_of))}
 
@@ -337,7 +341,7 @@ class Batches:
     """An iterable of batches that is no DataLoader, and draws its order from Python's generator."""
 
     def __iter__(self) -> Iterator[Sample]:
-        indices = list(range(ranks.rank(), LENGTH, ranks.world_size()))
+        indices = list(range(collectives.rank(), LENGTH, collectives.world_size()))
         random.shuffle(indices)
         size = batch_size()
         yield from (_batch_of(indices[first : first + size]) for first in range(0, len(indices), size))

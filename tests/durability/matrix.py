@@ -21,8 +21,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dalsegno as ds
-from dalsegno import ranks
 from dalsegno.callbacks import JsonLogger
+from dalsegno.distributed import collectives
 from dalsegno.testing import (
     BRIEF,
     THOROUGH,
@@ -33,10 +33,9 @@ from dalsegno.testing import (
     Verdict,
     check_resume_thoroughly,
 )
-from dalsegno.testing.thorough import worst
+from dalsegno.testing.thorough_check import worst
+from durability.kinds import BATCH, KINDS
 from support.small import NOISY, arguments
-
-from .kinds import BATCH, KINDS
 
 SHOWN = Path(__file__).with_name("shown.json")
 EPOCHS = 4
@@ -70,7 +69,7 @@ class Cell:
             num_train_epochs=EPOCHS,
             lr_scheduler_type="constant",
             logging_steps=2,
-            per_device_train_batch_size=BATCH // ranks.world_size(),
+            per_device_train_batch_size=BATCH // collectives.world_size(),
             dataloader_num_workers=0 if "train_dataloader" in given else self.workers,
             **settings,
         )
@@ -91,7 +90,7 @@ class OwnLoop:
 
     def train(self) -> Any:
         model: nn.Module = TinyRegression()
-        if ranks.world_size() > 1:
+        if collectives.world_size() > 1:
             model = DistributedDataParallel(model)
         optimizer = torch.optim.AdamW(model.parameters(), 0.01)
         given = {"model": model, "optimizer": optimizer, "loader": self.loader, "callbacks": self.callbacks}

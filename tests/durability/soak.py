@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dalsegno import ranks
 from dalsegno.checkpoint import CheckpointManager, read_tensors
+from dalsegno.distributed import collectives
 from dalsegno.logs import RunFile, read_records
 from dalsegno.testing import FaultPlan, compare_runs, start_ranks
 from support.runs import busy_trainer
@@ -52,9 +52,9 @@ class Tally:
 
 def leg(output_dir: Path, plan: FaultPlan | None, victim: int) -> None:
     """One process life of the run on each rank; one of them may be going to die."""
-    if plan is not None and ranks.rank() == victim:
+    if plan is not None and collectives.rank() == victim:
         plan.arm()
-    busy_trainer(output_dir, "none" if ranks.world_size() == 1 else "fsdp", STEPS).train()
+    busy_trainer(output_dir, "none" if collectives.world_size() == 1 else "fsdp", STEPS).train()
 
 
 def plans(dice: random.Random, longest: float) -> Iterator[FaultPlan]:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from dalsegno import files
 from dalsegno.errors import StateMismatch
 from dalsegno.logs import RunFile
+from dalsegno.system import filesystem
 
 
 def test_legs_of_a_run_that_died_once(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_it_is_whole_at_every_moment(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert loaded is not None
         seen.append(loaded.legs[-1].last_step)
 
-    monkeypatch.setattr(files, "watcher", watch)
+    monkeypatch.setattr(filesystem, "watcher", watch)
     run.progress(10)
     assert set(seen) == {0, 10}
 

@@ -11,9 +11,9 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dalsegno import files
 from dalsegno.errors import StateMismatch
 from dalsegno.logs import RecordLog
+from dalsegno.system import filesystem
 from logs.sample import KEPT, begun, fill, record, steps
 
 pytestmark = pytest.mark.parametrize("suffix", [".jsonl", ".json"])
@@ -53,7 +53,7 @@ def test_a_second_rewind_has_an_archive_of_its_own(log: RecordLog, tmp_path: Pat
 def test_nothing_is_cut_before_its_archive_is_on_the_disk(log: RecordLog, monkeypatch: pytest.MonkeyPatch) -> None:
     state = begun(log)
     seen: list[tuple[str, str]] = []
-    monkeypatch.setattr(files, "watcher", lambda operation, path: seen.append((operation, path.name)))
+    monkeypatch.setattr(filesystem, "watcher", lambda operation, path: seen.append((operation, path.name)))
     log.open(state)
     archive = [
         ("write", f".{log.path.name}.0001.tmp"),
@@ -82,7 +82,7 @@ def test_same_length_changes_nothing(log: RecordLog, tmp_path: Path, monkeypatch
     log.close()
     before = log.path.read_bytes()
     seen: list[str] = []
-    monkeypatch.setattr(files, "watcher", lambda operation, _: seen.append(operation))
+    monkeypatch.setattr(filesystem, "watcher", lambda operation, _: seen.append(operation))
     assert log.open(state).action == "unchanged"
     assert set(seen) <= {"fsync"}
     assert log.path.read_bytes() == before
@@ -205,14 +205,14 @@ def test_a_rewind_killed_at_any_file_operation_can_be_repeated(
         before = set(lines(root))
         expected = expected_after(tmp_path / "calm", suffix, damage)
 
-        monkeypatch.setattr(files, "watcher", kill_from(survived))
+        monkeypatch.setattr(filesystem, "watcher", kill_from(survived))
         try:
             log.open(state)
         except Killed:
             killed = True
         else:
             killed = False
-        monkeypatch.setattr(files, "watcher", None)
+        monkeypatch.setattr(filesystem, "watcher", None)
         log.close()
         assert before <= set(lines(root)), "bytes were lost by the kill"
 
@@ -226,7 +226,7 @@ def test_a_rewind_killed_at_any_file_operation_can_be_repeated(
     assert survived > 0
 
 
-def kill_from(count: int) -> files.Watcher:
+def kill_from(count: int) -> filesystem.Watcher:
     """Lets ``count`` operations happen, none after."""
     left = count
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from dalsegno import ranks
-from dalsegno.agreement import Agreement
+from dalsegno.distributed import collectives
 from dalsegno.errors import RanksApart
 from dalsegno.state import NO_WISHES, TrainerControl, Wishes
+from dalsegno.training.control_sync import Agreement
 
 
 def agree_on_what_rank_one_sees(each_step: bool) -> tuple[int, Wishes, str | None, bool]:
@@ -19,7 +19,7 @@ def agree_on_what_rank_one_sees(each_step: bool) -> tuple[int, Wishes, str | Non
     step = 0
 
     def look() -> Wishes:
-        if ranks.rank() == 1 and step >= 50:
+        if collectives.rank() == 1 and step >= 50:
             control.stop("seen by rank 1", by="a clock")
             return Wishes(stop=True, landed=True)
         return NO_WISHES
@@ -46,9 +46,9 @@ def all_reduce_of_a_programs_own() -> object:
 
 PLACES: dict[str, Callable[[], object]] = {
     "step": agree_on_a_step,
-    "record": lambda: ranks.sum_floats([1.0, 2.0], "the loss of a record"),
-    "longer": lambda: ranks.sum_floats([1.0, 2.0, 3.0], "the loss of a record"),
-    "gather": lambda: ranks.gather({"router": [1, 2]}, "ExpertLoadBalance"),
+    "record": lambda: collectives.sum_floats([1.0, 2.0], "the loss of a record"),
+    "longer": lambda: collectives.sum_floats([1.0, 2.0, 3.0], "the loss of a record"),
+    "gather": lambda: collectives.gather({"router": [1, 2]}, "ExpertLoadBalance"),
     "foreign": all_reduce_of_a_programs_own,
 }
 
@@ -57,7 +57,7 @@ def come_to_different_places(*places: str) -> str | None:
     """Each rank calls another collective; what it is told."""
     agree_on_a_step()
     try:
-        PLACES[places[ranks.rank()]]()
+        PLACES[places[collectives.rank()]]()
     except RanksApart as error:
         return str(error)
     return None
@@ -65,10 +65,10 @@ def come_to_different_places(*places: str) -> str | None:
 
 def say_many_numbers(length: int) -> tuple[list[list[float]], list[float], list[int]]:
     """What every rank hears of that many numbers of each, some of them no ordinary ones."""
-    numbers = [float(ranks.rank()), -0.0, float("inf"), 5e-324, *range(length)][:length]
-    wholes = [(-1) ** ranks.rank() * 2**62, *range(length)][:length]
+    numbers = [float(collectives.rank()), -0.0, float("inf"), 5e-324, *range(length)][:length]
+    wholes = [(-1) ** collectives.rank() * 2**62, *range(length)][:length]
     return (
-        ranks.gather_floats(numbers, "numbers"),
-        ranks.sum_floats(numbers, "sums"),
-        ranks.agree_max(wholes, "maxima"),
+        collectives.gather_floats(numbers, "numbers"),
+        collectives.sum_floats(numbers, "sums"),
+        collectives.agree_max(wholes, "maxima"),
     )

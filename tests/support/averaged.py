@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import dalsegno as ds
 from callbacks.grad_norm_ranks import Uneven
 from callbacks.layouts import sentences
-from dalsegno import ranks
 from dalsegno.callbacks import EMA, JsonLogger
+from dalsegno.distributed import collectives
 from support.small import small_trainer
 
 DECAY = 0.8
@@ -49,7 +49,7 @@ def averaged(
         parts={"train_dataset": sentences(), "eval_dataset": sentences(8, seed=1)},
         **{
             "parallel": layout,
-            "per_device_train_batch_size": 4 // ranks.world_size(),
+            "per_device_train_batch_size": 4 // collectives.world_size(),
             "per_device_eval_batch_size": 2,
             "learning_rate": 0.05,
             "lr_scheduler_type": "constant",

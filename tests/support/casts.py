@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import dalsegno as ds
-from dalsegno import ranks
-from dalsegno.events import Event
+from dalsegno.distributed import collectives
+from dalsegno.events.table import Event
 from dalsegno.testing import FaultPlan
 from support.listeners import Listener, Trace
 from support.small import Line, small_trainer
@@ -24,7 +24,7 @@ class Own(Trace):
     state_scope = "per_rank"
 
     def on_step_end(self, ctx: Any) -> None:
-        self.steps += 10 if ranks.rank() else 1
+        self.steps += 10 if collectives.rank() else 1
 
 
 class Shared(Own):
@@ -84,7 +84,7 @@ def leg(output_dir: Path, cast: str, stop_at: int, kill_at: int | None = None, *
         told["report"] = ctx.report
         told["loaded"] = {callback.key: callback.steps for callback in callbacks}
 
-    parallel = "ddp" if ranks.world_size() > 1 else "none"
+    parallel = "ddp" if collectives.world_size() > 1 else "none"
     note_taker = Listener({"on_load": note}, name="note taker")
     trainer = small_trainer(
         output_dir,

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from dalsegno import ranks
-from dalsegno.changes import Change
+from dalsegno.checkpoint.compatibility import Change
+from dalsegno.distributed import collectives
 from support.listeners import Listener
 from support.small import Line, small_trainer
 
@@ -28,7 +28,7 @@ def train_on_ranks(output_dir: Path, batch_size: int, max_steps: int) -> list[Ch
         max_steps=max_steps,
         save_steps=2,
         lr_scheduler_type="constant",
-        parallel="ddp" if ranks.world_size() > 1 else "none",
+        parallel="ddp" if collectives.world_size() > 1 else "none",
     ).train()
     return changes
 
@@ -64,7 +64,7 @@ def train_in_type(
         max_steps=max_steps,
         save_steps=2,
         lr_scheduler_type="constant",
-        parallel="fsdp" if ranks.world_size() > 1 else "none",
-        per_device_train_batch_size=4 // ranks.world_size(),
+        parallel="fsdp" if collectives.world_size() > 1 else "none",
+        per_device_train_batch_size=4 // collectives.world_size(),
     ).train(allow_changes=allow)
     return states

@@ -13,8 +13,8 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 import dalsegno as ds
 from callbacks.grad_norm_ranks import Uneven
 from callbacks.layouts import sentences
-from dalsegno import ranks
 from dalsegno.callbacks import GradNormLogger, JsonLogger
+from dalsegno.distributed import collectives
 from support.small import small_trainer
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer] | None] = {
@@ -59,7 +59,7 @@ def build(
             "fuse_optim_with_backward": fused,
             "max_grad_norm": 0,
             "parallel": layout,
-            "per_device_train_batch_size": 4 // ranks.world_size(),
+            "per_device_train_batch_size": 4 // collectives.world_size(),
             "max_steps": 8,
             "warmup_steps": 2,
             "learning_rate": 0.05,

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 import dalsegno as ds
-from dalsegno import files, ranks
-from dalsegno.checkpoint import resources
-from dalsegno.checkpoint.flight import Flight
+from dalsegno.checkpoint.save import resources
+from dalsegno.checkpoint.save.async_save import Flight
+from dalsegno.distributed import collectives
+from dalsegno.system import filesystem
 from support.listeners import Listener
 from support.small import Line, small_trainer
 
@@ -92,9 +93,9 @@ def warnings_of(work: Callable[[], object]) -> list[str]:
 
 def train_where_one_rank_is_short(output_dir: Path) -> tuple[list[int], list[str]]:
     """Which saves this rank's training went on beside, and what was said."""
-    if ranks.rank() == 1:
+    if collectives.rank() == 1:
         resources._of_host = lambda: 1000
-    files.watcher = overtaken = Overtaken()
+    filesystem.watcher = overtaken = Overtaken()
     trainer = heavy_trainer(output_dir, overtaken.callback, megabytes=1, max_steps=4, save_steps=2, parallel="ddp")
     return overtaken.steps, warnings_of(trainer.train)
 

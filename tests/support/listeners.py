@@ -7,7 +7,7 @@ from types import MethodType
 from typing import Any
 
 import dalsegno as ds
-from dalsegno.events import Event
+from dalsegno.events.table import Event
 
 Handler = Callable[[Any], Any]
 

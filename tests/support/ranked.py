@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import dalsegno as ds
-from dalsegno import ranks
+from dalsegno.distributed import collectives
 from dalsegno.testing import tiny_regression_data
 from support.listeners import Listener, Trace
 from support.small import arguments
@@ -77,7 +77,7 @@ def train_part(
     output_dir: Path, parallel: str, stop_at: int | None, batch_size: int, accumulation: int, length: int = 48
 ) -> dict[str, Any]:
     """Train up to ``stop_at``, or to the end of step 14, and tell what this rank knows then."""
-    torch.manual_seed(ranks.rank())  # ranks begin with different weights: rank 0's are meant to count
+    torch.manual_seed(collectives.rank())  # ranks begin with different weights: rank 0's are meant to count
     args = arguments(
         output_dir,
         max_steps=14,
@@ -155,7 +155,7 @@ def train_with_a_wish(output_dir: Path, parallel: str, wish: str, at: str) -> An
     seen: dict[str, list[int]] = {"evaluate": [], "save": [], "epoch": []}
 
     def have_a_wish(ctx: Any) -> None:
-        if ranks.rank() == 1 and ctx.state.global_step == 3:
+        if collectives.rank() == 1 and ctx.state.global_step == 3:
             if wish in ("stop", "abort"):
                 ctx.control.stop("rank 1 has had enough", save=wish == "stop")
             else:
@@ -185,7 +185,7 @@ def train_with_a_wish(output_dir: Path, parallel: str, wish: str, at: str) -> An
 def train_on_unequal_loaders(output_dir: Path) -> Any:
     """Rank 0 has two batches of its own, rank 1 has four."""
     data = Numbered(24)
-    own = range(8) if ranks.rank() == 0 else range(8, 24)
+    own = range(8) if collectives.rank() == 0 else range(8, 24)
     batches = [torch.utils.data.default_collate([data[own[i + j]] for j in range(4)]) for i in range(0, len(own), 4)]
     torch.manual_seed(0)
     losses: list[float] = []
@@ -205,7 +205,7 @@ def overflow_on_one_rank(output_dir: Path, parallel: str, where: str) -> Any:
     weights: list[list[float]] = []
 
     def is_the_moment(ctx: Any) -> bool:
-        return ranks.rank() == 1 and ctx.state.global_step == 11
+        return collectives.rank() == 1 and ctx.state.global_step == 11
 
     def spoil_loss(ctx: Any) -> None:
         if where == "loss" and is_the_moment(ctx):

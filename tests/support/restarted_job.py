@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 import dalsegno as ds
-from dalsegno import ranks
 from dalsegno.callbacks import JsonLogger
-from dalsegno.events import Event
+from dalsegno.distributed import collectives
+from dalsegno.events.table import Event
 from dalsegno.testing import DataOrder, FaultPlan
 from support.small import small_trainer
 
@@ -35,7 +35,7 @@ def main(output_dir: Path, wait_for_a_signal: bool) -> None:
     settings["save_in_background"] = False  # so that what a kill costs is certain
     steps = 1_000_000 if wait_for_a_signal else 7
     trainer = small_trainer(output_dir, JsonLogger(), DataOrder(), max_steps=steps, **settings)
-    if ranks.rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and not wait_for_a_signal:
+    if collectives.rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and not wait_for_a_signal:
         FaultPlan(event=Event.AFTER_BACKWARD, count=6).arm()
     if wait_for_a_signal:
         trainer.add_callback(FirstSave())

@@ -10,7 +10,7 @@ import torch
 
 import dalsegno as ds
 from dalsegno.callbacks import DivergenceDetector, GradNormLogger, JsonLogger
-from dalsegno.events import Event
+from dalsegno.events.table import Event
 from dalsegno.testing import DataOrder, FaultPlan, TinyRegression, tiny_regression_data
 
 ONCE_PER_LEG = {
@@ -122,8 +122,8 @@ def busy_ddp(output_dir: Path) -> ds.Trainer:
 
 def train_with_a_victim(output_dir: Path, plan: FaultPlan | None, victim: int) -> None:
     """A leg of the DDP run in which one rank, not always the first, is killed."""
-    from dalsegno import ranks
+    from dalsegno.distributed import collectives
 
-    if plan is not None and ranks.rank() == victim:
+    if plan is not None and collectives.rank() == victim:
         plan.arm()
     busy_ddp(output_dir).train()

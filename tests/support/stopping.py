@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import dalsegno as ds
-from dalsegno import lock, ranks
 from dalsegno.callbacks import DivergenceDetector, GradNormLogger, JsonLogger
-from dalsegno.events import Event
+from dalsegno.distributed import collectives
+from dalsegno.events.table import Event
+from dalsegno.system import lock
 from dalsegno.testing import DataOrder, FaultPlan, TinyRegression, tiny_regression_data
 from support.listeners import Listener
 from support.runs import Counts, RunningLoss
@@ -51,7 +52,7 @@ def stoppable_trainer(output_dir: Path, *callbacks: ds.Callback, quick: bool = T
     ``quick``: callbacks may wish to stop at any step, so the ranks agree at each.
     """
     torch.manual_seed(0)
-    rank_count = ranks.world_size()
+    rank_count = collectives.world_size()
     chosen = {
         "max_steps": 60,
         "per_device_train_batch_size": 4 // rank_count,
@@ -116,8 +117,10 @@ def stop_again_and_again(output_dir: Path, plans: Sequence[FaultPlan], quick: bo
     """A leg for each plan, which another rank gets each time; then one to the end. How each leg ended, on this rank."""
     ends = []
     for number, plan in enumerate(plans):
-        victim = 0 if plan.operation is not None else number % ranks.world_size()  # files are mostly rank 0's affair
-        mine = plan if ranks.rank() == victim else None
+        victim = (
+            0 if plan.operation is not None else number % collectives.world_size()
+        )  # files are mostly rank 0's affair
+        mine = plan if collectives.rank() == victim else None
         trainer = stoppable_trainer(output_dir, Alarm(mine), quick=quick, max_steps=2000)
         disarm = mine.arm() if mine is not None and mine.seconds is None else lambda: None
         result = trainer.train()
@@ -183,14 +186,14 @@ def save_by_the_clock(output_dir: Path) -> Any:
         output_dir, Listener({"on_before_save": note}), save_steps=500, save="Every(seconds=0.1)", max_steps=1_000_000
     )
     trainer.train()
-    return steps, ranks.broadcast(times, "times")
+    return steps, collectives.broadcast(times, "times")
 
 
 def train_in_folders(of_rank_zero: Path, of_rank_one: Path, comes_late: bool = False) -> str:
     """Each rank in a folder of its own; one that comes late turns out to be the other's. The reason, or the error."""
     lock.PATIENCE = 20.0 if comes_late else 0.2
-    mine = of_rank_zero if ranks.rank() == 0 else of_rank_one
-    if comes_late and ranks.rank() == 1:
+    mine = of_rank_zero if collectives.rank() == 0 else of_rank_one
+    if comes_late and collectives.rank() == 1:
         threading.Timer(0.5, lambda: mine.symlink_to(of_rank_zero, target_is_directory=True)).start()
     try:
         return small_trainer(mine, max_steps=2, save_steps=2).train().reason

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from dalsegno import ranks
 from dalsegno.callbacks import JsonLogger
+from dalsegno.distributed import collectives
 from dalsegno.logs import read_records
 from support.small import Line, small_trainer
 
@@ -19,9 +19,9 @@ def main(output_dir: Path) -> None:
     settings = {"lr_scheduler_type": "constant", "per_device_train_batch_size": 2, "logging_steps": 1}
     for steps in (3, 6):
         small_trainer(output_dir, JsonLogger(), model=Line(), max_steps=steps, save_steps=3, **settings).train()
-    if ranks.rank() == 0:
+    if collectives.rank() == 0:
         losses = [record["loss"] for record in read_records(output_dir / "logs/train.jsonl") if "loss" in record]
-        told = {"losses": losses, "world_size": ranks.world_size()}
+        told = {"losses": losses, "world_size": collectives.world_size()}
         (output_dir / "told.json").write_text(json.dumps(told))
     torch.distributed.destroy_process_group()
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import dalsegno as ds
-from dalsegno import ranks
-from dalsegno.checkpoint.layout import StoredFile
-from dalsegno.events import Event
+from dalsegno.checkpoint.format.layout import StoredFile
+from dalsegno.distributed import collectives
+from dalsegno.events.table import Event
 from dalsegno.testing import FaultPlan, tiny_regression_data
 from support.listeners import Listener
 from support.small import arguments
@@ -75,7 +75,7 @@ def tuned(
     settings = {"load_components": ("model",), **how}
     result = trainer.train(origin, **settings)
     StoredFile.fill = fill  # type: ignore[method-assign]
-    return told | {"steps": result.global_step, "rank": ranks.rank(), "trained": trainer.state.global_step}
+    return told | {"steps": result.global_step, "rank": collectives.rank(), "trained": trainer.state.global_step}
 
 
 def tuned_until(output_dir: Path, origin: Path, kill_at: int) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dalsegno.events import Event
-from dalsegno.testing.course import Course
+from dalsegno.events.table import Event
+from dalsegno.testing.event_trace import Course
 
 
 @st.composite

@@ -7,17 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dalsegno.lazy import handed_out
+from dalsegno.system.lazy_exports import handed_out
 
-from .smooth import smooth as smooth  # at once: else the name would be the module's
+from .stats.smooth import smooth as smooth  # at once: else the name would be the module's
 
 if TYPE_CHECKING:
-    from .compare import Comparison as Comparison
-    from .compare import compare_series as compare_series
-    from .detect import Detection as Detection
-    from .detect import DetectorSettings as DetectorSettings
-    from .detect import Firing as Firing
-    from .detect import detect_divergence as detect_divergence
     from .diff import FieldDifference as FieldDifference
     from .diff import RecordDifference as RecordDifference
     from .diff import diff_records as diff_records
@@ -25,43 +19,49 @@ if TYPE_CHECKING:
     from .folder import RunFolder as RunFolder
     from .folder import open_log as open_log
     from .folder import open_logs as open_logs
-    from .heatmap import matching as matching
-    from .heatmap import plot_heatmap as plot_heatmap
     from .lineage import Life as Life
     from .log import TrainingLog as TrainingLog
-    from .plot import plot_logs as plot_logs
-    from .plot import sketch_logs as sketch_logs
+    from .plotting.heatmap import matching as matching
+    from .plotting.heatmap import plot_heatmap as plot_heatmap
+    from .plotting.plot import plot_logs as plot_logs
+    from .plotting.plot import sketch_logs as sketch_logs
+    from .plotting.view import View as View
     from .report import write_report as write_report
     from .rewound import Restart as Restart
     from .rewound import Tail as Tail
     from .series import ParameterSeries as ParameterSeries
     from .series import Series as Series
-    from .spikes import Spike as Spike
-    from .spikes import find_spikes as find_spikes
+    from .stats.compare import Comparison as Comparison
+    from .stats.compare import compare_series as compare_series
+    from .stats.detect import Detection as Detection
+    from .stats.detect import DetectorSettings as DetectorSettings
+    from .stats.detect import Firing as Firing
+    from .stats.detect import detect_divergence as detect_divergence
+    from .stats.spikes import Spike as Spike
+    from .stats.spikes import find_spikes as find_spikes
+    from .stats.sweep import Candidate as Candidate
+    from .stats.sweep import sweep_settings as sweep_settings
     from .summary import MetricSummary as MetricSummary
     from .summary import Summary as Summary
-    from .sweep import Candidate as Candidate
-    from .sweep import sweep_settings as sweep_settings
-    from .view import View as View
 
 _HOMES = {
-    "compare": ("Comparison", "compare_series"),
-    "detect": ("Detection", "DetectorSettings", "Firing", "detect_divergence"),
+    "stats.compare": ("Comparison", "compare_series"),
+    "stats.detect": ("Detection", "DetectorSettings", "Firing", "detect_divergence"),
     "diff": ("FieldDifference", "RecordDifference", "diff_records"),
     "export": ("export_log",),
     "folder": ("RunFolder", "open_log", "open_logs"),
-    "heatmap": ("matching", "plot_heatmap"),
+    "plotting.heatmap": ("matching", "plot_heatmap"),
     "lineage": ("Life",),
     "log": ("TrainingLog",),
-    "plot": ("plot_logs", "sketch_logs"),
+    "plotting.plot": ("plot_logs", "sketch_logs"),
     "report": ("write_report",),
     "rewound": ("Restart", "Tail"),
     "series": ("ParameterSeries", "Series"),
-    "smooth": ("smooth",),
-    "spikes": ("Spike", "find_spikes"),
+    "stats.smooth": ("smooth",),
+    "stats.spikes": ("Spike", "find_spikes"),
     "summary": ("MetricSummary", "Summary"),
-    "sweep": ("Candidate", "sweep_settings"),
-    "view": ("View",),
+    "stats.sweep": ("Candidate", "sweep_settings"),
+    "plotting.view": ("View",),
 }
 
 if not TYPE_CHECKING:

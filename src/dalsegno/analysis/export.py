@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from dalsegno import files
 from dalsegno.errors import ConfigurationError
 from dalsegno.logs.values import Record, to_json
+from dalsegno.system import filesystem
 
 from .blocks import is_number
 from .extras import need
@@ -48,7 +48,7 @@ def export_log(log: TrainingLog, to: Target, path: Path | BinaryIO) -> None:
         try:
             with temporary.open("wb") as file:
                 _WRITERS[to](log, file)
-            files.rename(temporary, path)
+            filesystem.rename(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
 

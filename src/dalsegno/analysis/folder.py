@@ -127,7 +127,7 @@ class RunFolder(TrainingLog):
         self._refuse()
 
     def _repr_html_(self) -> str:
-        from .card import cards
+        from .html_repr import cards
 
         return cards(self.runs)
 

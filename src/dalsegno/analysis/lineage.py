@@ -10,8 +10,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from dalsegno.lock import DirectoryLock
 from dalsegno.logs import Leg, RunFile
+from dalsegno.system.lock import DirectoryLock
 
 from .rewound import Tail
 

@@ -19,17 +19,17 @@ from .extras import need
 from .formats import BOOKKEEPING, HEADER, Skipped, Source
 from .formats.naming import loss_of
 from .lineage import Life, read_lives
+from .log_location import Place
 from .parameters import read_parameters
-from .place import Place
+from .plotting.view import Limits, View, XAxis
 from .rewound import Restart, Tail, find_restarts, read_tails
 from .series import ParameterSeries, Series
 from .summary import Summary, is_told, summarize
-from .view import Limits, View, XAxis
 
 if TYPE_CHECKING:
     import polars as pl
 
-    from .figure import Picture
+    from .plotting.figure import Picture
 
 
 class TrainingLog:
@@ -205,7 +205,7 @@ class TrainingLog:
             UnknownName: for a metric that is not logged.
             ConfigurationError: if matplotlib is not installed, or for a value that cannot work.
         """
-        from .plot import plot_logs
+        from .plotting.plot import plot_logs
 
         view = View(
             x=x,
@@ -222,7 +222,7 @@ class TrainingLog:
         return f"{type(self).__name__}({str(self.path)!r})"
 
     def _repr_html_(self) -> str:
-        from .card import card
+        from .html_repr import card
 
         return card(self)
 

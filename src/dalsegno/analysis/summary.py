@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dalsegno.logs.clock import is_wall_clock
+from dalsegno.logs.wall_clock import is_wall_clock
 
 from .formats.naming import LOSSES, is_of_evaluation, loss_of
 from .lineage import Life, State, state_of, training_seconds
 from .series import Series
-from .smooth import mean
-from .spikes import Spike, find_spikes
+from .stats.smooth import mean
+from .stats.spikes import Spike, find_spikes
 
 THROUGHPUT = ("tok_per_sec", "train_tokens_per_second", "train_samples_per_second", "train_steps_per_second", "mfu")
 GRADIENT = ("max_grad_norm", "grad_norm")

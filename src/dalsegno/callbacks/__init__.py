@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dalsegno import ranks
-from dalsegno.callback import Callback
+from dalsegno.distributed import collectives
+from dalsegno.events.callback import Callback
 
 from .check_loss import CheckLoss
 from .compute_norm import ComputeNorm
@@ -50,7 +50,9 @@ from .weight_norm_logger import WeightNormLogger
 
 def default_callbacks() -> list[Callback]:
     """Those that listen to every run unless they are removed; one of the user's own with the same key replaces one."""
-    together = [GarbageCollection()] if ranks.world_size() > 1 else []  # alone, no other rank waits for the collector
+    together = (
+        [GarbageCollection()] if collectives.world_size() > 1 else []
+    )  # alone, no other rank waits for the collector
     return [DefaultMetrics(), ProgressCallback(), InfoCallback(), *together]
 
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dalsegno.contexts import EvaluateBeginContext
+from dalsegno.distributed.sharded_tensors import named_parameters
 from dalsegno.errors import ConfigurationError
-from dalsegno.pieces import named_parameters
+from dalsegno.events.contexts import EvaluateBeginContext
 
 _in_place: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 """Whose averages are in the place of a model's weights now, by key: one callback's at a time."""

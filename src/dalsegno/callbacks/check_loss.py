@@ -5,9 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dalsegno import ranks
-from dalsegno.callback import Callback
-from dalsegno.contexts import BeforeSaveContext, Context, LogContext, MicrobatchEndContext, TrainBeginContext
+from dalsegno.distributed import collectives
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import (
+    BeforeSaveContext,
+    Context,
+    LogContext,
+    MicrobatchEndContext,
+    TrainBeginContext,
+)
 
 
 class CheckLoss(Callback):
@@ -57,7 +63,7 @@ class CheckLoss(Callback):
 
     def _judge(self, ctx: Context) -> None:
         """On all ranks."""
-        found = enumerate(ranks.gather_floats(self._read(), "CheckLoss"))
+        found = enumerate(collectives.gather_floats(self._read(), "CheckLoss"))
         broken = sorted((step, rank, index, value) for rank, (step, index, value) in found if step)
         if broken:
             step, rank, index, value = broken[0]

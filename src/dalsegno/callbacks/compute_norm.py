@@ -6,11 +6,11 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 
-from dalsegno.callback import Callback
-from dalsegno.contexts import Context, LogContext
-from dalsegno.pieces import Readings, gradient_pieces, norms, parameter_pieces
+from dalsegno.distributed.sharded_tensors import Readings, gradient_pieces, norms, parameter_pieces
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import Context, LogContext
 
-from .arguments import flag
+from .argument_checks import flag
 
 
 class ComputeNorm(Callback):

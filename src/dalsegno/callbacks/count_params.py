@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from dalsegno.callback import Callback
-from dalsegno.contexts import TrainBeginContext
-from dalsegno.pieces import cleaned
+from dalsegno.distributed.sharded_tensors import cleaned
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import TrainBeginContext
 
-from .arguments import whole
+from .argument_checks import whole
 
 
 @dataclass(frozen=True, slots=True)

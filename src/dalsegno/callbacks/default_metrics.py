@@ -8,15 +8,15 @@ import time
 
 import torch
 
-from dalsegno import ranks
-from dalsegno.callback import Binder, Callback
-from dalsegno.contexts import Context, LogContext, RollbackContext, TrainBeginContext
-from dalsegno.events import Event
-from dalsegno.pieces import device_of
+from dalsegno.distributed import collectives
+from dalsegno.distributed.sharded_tensors import device_of
+from dalsegno.events.callback import Binder, Callback
+from dalsegno.events.contexts import Context, LogContext, RollbackContext, TrainBeginContext
+from dalsegno.events.table import Event
 from dalsegno.state import Handler
 
-from .arguments import number
-from .model_flops import ModelFlops
+from .argument_checks import number
+from .measures.model_flops import ModelFlops
 
 
 class DefaultMetrics(Callback):
@@ -27,7 +27,8 @@ class DefaultMetrics(Callback):
     - ``mfu``: model FLOPs utilization, the part of the hardware's peak that the model makes use of, 0 to 1: what it
       takes for each token (or sample, where there are no tokens), forward and backward, times tokens per second, over
       the peak of all ranks' devices (Chowdhery et al. 2022, "PaLM", arXiv:2204.02311, appendix B). Counted once a leg,
-      from shapes alone (:mod:`dalsegno.flops`). Where the peak is known and the model can be counted.
+      from shapes alone (:mod:`dalsegno.callbacks.measures.flops`). Where the peak is known and the model can be
+      counted.
     - ``peak_mem``: bytes, of the rank that needs the most, since its process began. On CUDA what PyTorch has allocated
       at once on the model's device; elsewhere the process's resident memory.
 
@@ -69,7 +70,7 @@ class DefaultMetrics(Callback):
         if ctx.kind != "train":
             return
         now = time.perf_counter_ns()
-        nanoseconds, peak_mem = ranks.agree_max([now - self._began, peak_memory(self._device)], "DefaultMetrics")
+        nanoseconds, peak_mem = collectives.agree_max([now - self._began, peak_memory(self._device)], "DefaultMetrics")
         self._began = now
         if "tokens" in ctx.logs:
             self._add_throughput(ctx.logs, nanoseconds)

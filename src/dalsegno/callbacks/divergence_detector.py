@@ -6,13 +6,13 @@ import logging
 import math
 from typing import Any, Literal
 
-from dalsegno.callback import Callback
-from dalsegno.contexts import LogContext
-from dalsegno.divergence import Divergence, DivergenceState, Mode, migrated
+from dalsegno.analysis.stats.divergence import Divergence, DivergenceState, Mode, migrated
+from dalsegno.distributed.sharded_tensors import are_finite
 from dalsegno.errors import ConfigurationError
-from dalsegno.pieces import are_finite
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import LogContext
 
-from .arguments import flag, text
+from .argument_checks import flag, text
 
 logger = logging.getLogger("dalsegno")
 

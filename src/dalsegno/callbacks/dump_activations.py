@@ -10,14 +10,20 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dalsegno import ranks
-from dalsegno.callback import Callback
-from dalsegno.contexts import BeforeSaveContext, Context, StepEndContext, TrainBeginContext, TrainEndContext
+from dalsegno.distributed import collectives
+from dalsegno.distributed.sharded_tensors import cleaned, dense
 from dalsegno.errors import ConfigurationError
-from dalsegno.pieces import cleaned, dense
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import (
+    BeforeSaveContext,
+    Context,
+    StepEndContext,
+    TrainBeginContext,
+    TrainEndContext,
+)
 
-from .arguments import folder, pattern, whole
-from .outputs import tensors_in
+from .argument_checks import folder, pattern, whole
+from .measures.module_outputs import tensors_in
 
 
 class DumpActivations(Callback):
@@ -50,7 +56,7 @@ class DumpActivations(Callback):
         self._place = ""  # step and micro-batch; empty outside of them
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
-        self._folder = ctx.args.directory / self._outdir / f"rank-{ranks.rank():05d}"
+        self._folder = ctx.args.directory / self._outdir / f"rank-{collectives.rank():05d}"
         self._kept, self._steps, self._place = {}, [], ""
         for name, module in ctx.model.named_modules():
             if self._wanted is None or self._wanted.search(cleaned(name)):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any, Literal, TypedDict
 
-from dalsegno.callback import Callback
-from dalsegno.contexts import EvaluateContext
 from dalsegno.errors import UnknownName
-from dalsegno.schema import Count
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import EvaluateContext
+from dalsegno.stateful.schema import Count
 
-from .arguments import number, one_of, text, whole
+from .argument_checks import number, one_of, text, whole
 
 
 class EarlyStoppingState(TypedDict):

@@ -9,18 +9,18 @@ from typing import Any, TypedDict
 
 from torch import Tensor, nn
 
-from dalsegno.callback import Callback
-from dalsegno.contexts import (
+from dalsegno.errors import ConfigurationError
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import (
     EvaluateBeginContext,
     EvaluateEndContext,
     LoadContext,
     StepEndContext,
     TrainBeginContext,
 )
-from dalsegno.errors import ConfigurationError
-from dalsegno.schema import Count
+from dalsegno.stateful.schema import Count
 
-from .arguments import flag, number, whole
+from .argument_checks import flag, number, whole
 from .averages import Averages, name_evaluated_weights
 
 logger = logging.getLogger("dalsegno")

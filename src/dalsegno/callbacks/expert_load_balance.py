@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dalsegno import ranks
-from dalsegno.callback import Callback
-from dalsegno.contexts import (
+from dalsegno.distributed import collectives
+from dalsegno.distributed.sharded_tensors import cleaned
+from dalsegno.errors import ConfigurationError
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import (
     Context,
     LogContext,
     MicrobatchBeginContext,
@@ -20,11 +22,9 @@ from dalsegno.contexts import (
     TrainBeginContext,
     TrainEndContext,
 )
-from dalsegno.errors import ConfigurationError
-from dalsegno.pieces import cleaned
 
-from .arguments import pattern, whole
-from .routing import experts_of_a_token, routed
+from .argument_checks import pattern, whole
+from .measures.routing import experts_of_a_token, routed
 
 
 class ExpertLoadBalance(Callback):
@@ -95,7 +95,7 @@ class ExpertLoadBalance(Callback):
         if ctx.kind != "train" or not self._is_owed:
             return
         counted, self._counts, self._is_owed = self._counts, {}, False
-        told = ranks.gather({name: counts.tolist() for name, counts in counted.items()}, "ExpertLoadBalance")
+        told = collectives.gather({name: counts.tolist() for name, counts in counted.items()}, "ExpertLoadBalance")
         for name in sorted({name for each in told for name in each}):  # a rank with padding only tells of none
             of_ranks = [each[name] for each in told if name in each]
             loads = [float(sum(counts)) for counts in zip(*of_ranks, strict=True)]

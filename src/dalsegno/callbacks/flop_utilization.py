@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dalsegno.callback import Binder, Callback
-from dalsegno.contexts import LogContext, TrainBeginContext
-from dalsegno.events import Event
+from dalsegno.events.callback import Binder, Callback
+from dalsegno.events.contexts import LogContext, TrainBeginContext
+from dalsegno.events.table import Event
 from dalsegno.state import Handler
 
-from .arguments import number
-from .model_flops import ModelFlops
+from .argument_checks import number
+from .measures.model_flops import ModelFlops
 
 
 class FlopUtilization(Callback):
@@ -18,9 +18,9 @@ class FlopUtilization(Callback):
     - ``mfu``: that over the peak of all ranks' devices, where it is known; the same that ``DefaultMetrics`` adds
       where it knows the peak.
 
-    They are counted once a leg, from the shapes of the first micro-batch (:mod:`dalsegno.flops`), forward and backward
-    as far as it is needed; of later micro-batches each token takes the same, or each sample where batches have no
-    ``input_ids``. Of a model that cannot be counted there is neither, and a warning says why.
+    They are counted once a leg, from the shapes of the first micro-batch (:mod:`dalsegno.callbacks.measures.flops`),
+    forward and backward as far as it is needed; of later micro-batches each token takes the same, or each sample where
+    batches have no ``input_ids``. Of a model that cannot be counted there is neither, and a warning says why.
 
     Args:
         peak_hardware_flops: of one device, in FLOP/s, for the type of number that is trained in. None: what is known

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 
-from dalsegno.callback import Callback
-from dalsegno.contexts import StepDoneContext, TrainBeginContext, TrainEndContext
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import StepDoneContext, TrainBeginContext, TrainEndContext
 
-from .arguments import whole
+from .argument_checks import whole
 
 
 class GarbageCollection(Callback):

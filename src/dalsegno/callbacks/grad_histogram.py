@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dalsegno.contexts import Context, StepEndContext
-from dalsegno.pieces import gradient_pieces, reduced
+from dalsegno.distributed.sharded_tensors import gradient_pieces, reduced
+from dalsegno.events.contexts import Context, StepEndContext
 
-from .arguments import whole
+from .argument_checks import whole
 from .record_callback import RecordCallback
 
 LOWEST, HIGHEST = -40, 16

@@ -6,15 +6,21 @@ from typing import Any, NotRequired, TypedDict
 
 import torch
 
-from dalsegno.callback import Binder
-from dalsegno.contexts import Context, EvaluateContext, StepEndContext, TrainBeginContext, TrainEndContext
-from dalsegno.events import Event
-from dalsegno.gradients import GradientNorms
+from dalsegno.distributed.gradients import GradientNorms
+from dalsegno.distributed.sharded_tensors import Readings
+from dalsegno.events.callback import Binder
+from dalsegno.events.contexts import (
+    Context,
+    EvaluateContext,
+    StepEndContext,
+    TrainBeginContext,
+    TrainEndContext,
+)
+from dalsegno.events.table import Event
 from dalsegno.logs.rewind import PositionState
-from dalsegno.pieces import Readings
 from dalsegno.state import Handler
 
-from . import arguments
+from . import argument_checks
 from .record_callback import RecordCallback
 
 
@@ -48,7 +54,9 @@ class GradNormLogger(RecordCallback):
 
     def __init__(self, pattern: str | None = None) -> None:
         super().__init__("logs/gradient_norms.jsonl")
-        self._measures = None if pattern is None else arguments.pattern("GradNormLogger", "pattern", pattern).search
+        self._measures = (
+            None if pattern is None else argument_checks.pattern("GradNormLogger", "pattern", pattern).search
+        )
         self._watch: GradientNorms | None = None
         self._norms: Readings | None = None
         self._of_step = 0

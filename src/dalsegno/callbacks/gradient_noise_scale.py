@@ -9,14 +9,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dalsegno import ranks
-from dalsegno.callback import Callback
-from dalsegno.contexts import BackwardContext, Context, LogContext, MicrobatchEndContext, TrainBeginContext
+from dalsegno.distributed import collectives
+from dalsegno.distributed.sharded_tensors import device_of, gradient_pieces, squared_norms
 from dalsegno.errors import ConfigurationError
-from dalsegno.pieces import device_of, gradient_pieces, squared_norms
-from dalsegno.schema import Finite
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import (
+    BackwardContext,
+    Context,
+    LogContext,
+    MicrobatchEndContext,
+    TrainBeginContext,
+)
+from dalsegno.stateful.schema import Finite
 
-from .arguments import number
+from .argument_checks import number
 
 
 class NoiseScaleState(TypedDict):
@@ -108,8 +114,8 @@ class GradientNoiseScale(Callback):
         square, total, factor, small = torch.stack([each.to(whole) for each in here]).tolist()
         counts = factor > 0  # the other ranks' may, where this rank's is padding
         own = [square, total, factor, small / factor if counts else 0.0, counts, self._samples]
-        square, total, factor, small, several, samples = ranks.sum_floats(own, "the gradients' noise scale")
-        ranked = ranks.world_size()  # gradients are averaged over them, and equal on all when that is done
+        square, total, factor, small, several, samples = collectives.sum_floats(own, "the gradients' noise scale")
+        ranked = collectives.world_size()  # gradients are averaged over them, and equal on all when that is done
         of_step = square / ranked * (ranked / total) ** 2 if total else math.nan
         times = several * total / factor if factor else 1.0  # as many samples are in the step as in a first micro-batch
         if not times > 1:  # there was no first one that others followed

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-from dalsegno import ranks
-from dalsegno.callback import Callback
-from dalsegno.contexts import (
+from dalsegno.distributed import collectives
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import (
     Context,
     EvaluateContext,
     LogContext,
@@ -21,7 +21,7 @@ from dalsegno.contexts import (
     TrainEndContext,
 )
 
-from .arguments import number
+from .argument_checks import number
 
 REARM = 1.0
 """Seconds in which progress is noted once: arming costs a thread."""
@@ -56,7 +56,7 @@ class HangWatchdog(Callback):
         self._armed = 0.0
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
-        self._path = ctx.args.directory / "logs" / f"hang-rank-{ranks.rank():05d}.txt"
+        self._path = ctx.args.directory / "logs" / f"hang-rank-{collectives.rank():05d}.txt"
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._path.open("a")
         self._arm()

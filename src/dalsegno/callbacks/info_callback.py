@@ -8,10 +8,16 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from dalsegno import ranks
-from dalsegno.callback import Callback
-from dalsegno.contexts import Context, ExceptionContext, LoadContext, TrainBeginContext, TrainEndContext
+from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import (
+    Context,
+    ExceptionContext,
+    LoadContext,
+    TrainBeginContext,
+    TrainEndContext,
+)
 
 
 class InfoCallback(Callback):
@@ -111,14 +117,14 @@ def _model_line(model: nn.Module) -> str:
 def _device_line(model: nn.Module) -> str:
     parameters = list(model.parameters())
     device = str(parameters[0].device) if parameters else "none"
-    if ranks.world_size() == 1:
+    if collectives.world_size() == 1:
         return device
     spread = "sharded over them" if any(isinstance(each, DTensor) for each in parameters) else "whole on each"
-    return f"{device}, {ranks.world_size()} ranks, parameters {spread}"
+    return f"{device}, {collectives.world_size()} ranks, parameters {spread}"
 
 
 def _batch_line(ctx: Context) -> str:
-    accumulated, world_size = ctx.args.gradient_accumulation_steps, ranks.world_size()
+    accumulated, world_size = ctx.args.gradient_accumulation_steps, collectives.world_size()
     size = _batch_size(ctx)
     factors = f" x {accumulated} micro-batches" * (accumulated > 1) + f" x {world_size} ranks" * (world_size > 1)
     if size is None:

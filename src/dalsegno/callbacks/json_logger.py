@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dalsegno.contexts import LogContext
 from dalsegno.errors import ConfigurationError
+from dalsegno.events.contexts import LogContext
 
-from .arguments import folder
+from .argument_checks import folder
 from .record_callback import RecordCallback
 
 logger = logging.getLogger("dalsegno")

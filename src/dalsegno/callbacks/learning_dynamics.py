@@ -5,10 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dalsegno.callback import Binder
-from dalsegno.contexts import Context, PreOptimizerStepContext, StepEndContext
-from dalsegno.events import Event
-from dalsegno.pieces import (
+from dalsegno.distributed.sharded_tensors import (
     Piece,
     Readings,
     dense,
@@ -19,9 +16,12 @@ from dalsegno.pieces import (
     reduced,
     squared_norms,
 )
+from dalsegno.events.callback import Binder
+from dalsegno.events.contexts import Context, PreOptimizerStepContext, StepEndContext
+from dalsegno.events.table import Event
 from dalsegno.state import Handler
 
-from .arguments import whole
+from .argument_checks import whole
 from .record_callback import RecordCallback
 
 

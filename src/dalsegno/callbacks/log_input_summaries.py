@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from dalsegno import ranks
-from dalsegno.callback import Callback
-from dalsegno.contexts import LogContext, MicrobatchBeginContext
+from dalsegno.distributed import collectives
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import LogContext, MicrobatchBeginContext
 
 
 class LogInputSummaries(Callback):
@@ -39,7 +39,7 @@ class LogInputSummaries(Callback):
             return
         measured, self._measured = self._measured, {}
         numbers = torch.stack([*measured.values()]).tolist() if measured else []
-        told = ranks.gather(dict(zip(measured, numbers, strict=True)), "LogInputSummaries")
+        told = collectives.gather(dict(zip(measured, numbers, strict=True)), "LogInputSummaries")
         for name in dict.fromkeys(name for each in told for name in each):
             of_ranks = torch.tensor([each[name] for each in told if name in each], dtype=torch.float64)
             counts, means, deviations, lowest, highest = of_ranks.unbind(1)

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from dalsegno.callback import Callback
-from dalsegno.contexts import LogContext, TrainBeginContext
 from dalsegno.errors import UnknownName
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import LogContext, TrainBeginContext
 
-from .arguments import texts
+from .argument_checks import texts
 
 
 class LogOptimizerParamGroup(Callback):

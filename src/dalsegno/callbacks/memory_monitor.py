@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from dalsegno import ranks
-from dalsegno.callback import Callback
-from dalsegno.contexts import LogContext, TrainBeginContext
-from dalsegno.pieces import device_of
+from dalsegno.distributed import collectives
+from dalsegno.distributed.sharded_tensors import device_of
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import LogContext, TrainBeginContext
 
 from .default_metrics import peak_memory
 
@@ -50,7 +50,7 @@ class MemoryMonitor(Callback):
     def on_log_step(self, ctx: LogContext) -> None:
         if ctx.kind == "train":
             here = self._in_use()
-            most = ranks.agree_max(list(here.values()), "MemoryMonitor")
+            most = collectives.agree_max(list(here.values()), "MemoryMonitor")
             ctx.logs |= dict(zip(here, most, strict=True))
 
     def _in_use(self) -> dict[str, int]:

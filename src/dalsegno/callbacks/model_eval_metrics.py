@@ -7,12 +7,12 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from dalsegno.callback import Callback
-from dalsegno.contexts import EvaluateBeginContext, LogContext, PredictionStepContext
+from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.errors import ConfigurationError
-from dalsegno.pieces import device_of
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import EvaluateBeginContext, LogContext, PredictionStepContext
 
-from .arguments import mapping
+from .argument_checks import mapping
 
 
 class Metric(Protocol):

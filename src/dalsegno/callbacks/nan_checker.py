@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dalsegno import ranks
-from dalsegno.callback import Binder, Callback
-from dalsegno.contexts import (
+from dalsegno.distributed import collectives
+from dalsegno.distributed.sharded_tensors import cleaned, dense, local_gradients, named_parameters
+from dalsegno.errors import ConfigurationError
+from dalsegno.events.callback import Binder, Callback
+from dalsegno.events.contexts import (
     BeforeSaveContext,
     Context,
     StepEndContext,
@@ -21,13 +23,11 @@ from dalsegno.contexts import (
     TrainBeginContext,
     TrainEndContext,
 )
-from dalsegno.errors import ConfigurationError
-from dalsegno.events import Event
-from dalsegno.pieces import cleaned, dense, local_gradients, named_parameters
+from dalsegno.events.table import Event
 from dalsegno.state import Handler
 
-from .arguments import flag
-from .outputs import tensors_in
+from .argument_checks import flag
+from .measures.module_outputs import tensors_in
 
 _NONE = 2**62
 _GRADIENT = "the gradient of "
@@ -118,8 +118,8 @@ class NaNChecker(Callback):
     def _judge(self, ctx: Context) -> None:
         """On all ranks: what breaks on one of them is in the weights of all a step later."""
         broken = self._read()
-        if ranks.agree_max([broken is not None], "NaNChecker")[0]:
-            told = ranks.gather(broken, "what NaNChecker found")
+        if collectives.agree_max([broken is not None], "NaNChecker")[0]:
+            told = collectives.gather(broken, "what NaNChecker found")
             found = ((*each, rank) for rank, each in enumerate(told) if each is not None)
             # A weight's gradient has gone through all ranks: what one of them has found in a module comes before it.
             step, what, rank = min(found, key=lambda each: (each[0], each[1].startswith(_OF_WEIGHTS)))

@@ -8,8 +8,9 @@ import threading
 from collections.abc import Iterable
 from typing import Any
 
-from dalsegno.callback import Callback
-from dalsegno.contexts import (
+from dalsegno.errors import ConfigurationError
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import (
     Context,
     EvaluateContext,
     ExceptionContext,
@@ -17,9 +18,8 @@ from dalsegno.contexts import (
     TrainBeginContext,
     TrainEndContext,
 )
-from dalsegno.errors import ConfigurationError
 
-from .arguments import one_of, texts
+from .argument_checks import one_of, texts
 
 logger = logging.getLogger("dalsegno")
 

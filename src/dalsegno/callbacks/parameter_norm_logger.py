@@ -7,13 +7,13 @@ from typing import Any, TypedDict
 
 from torch import Tensor
 
-from dalsegno.contexts import EvaluateContext
+from dalsegno.distributed.sharded_tensors import norms, parameter_pieces
 from dalsegno.errors import ConfigurationError
+from dalsegno.events.contexts import EvaluateContext
 from dalsegno.logs.rewind import PositionState
-from dalsegno.pieces import norms, parameter_pieces
-from dalsegno.spectral import SpectralNorms, Vector
 
-from .arguments import flag, whole
+from .argument_checks import flag, whole
+from .measures.spectral_norm import SpectralNorms, Vector
 from .record_callback import RecordCallback
 
 
@@ -29,9 +29,9 @@ class ParameterNormLogger(RecordCallback):
     ``norms`` holds the L2 norm (fp32) of each parameter, ``spectral_norms`` the largest singular value of each as a
     matrix of its first dimension by all others; of a parameter with one dimension it is the largest absolute value, of
     one with three that is no convolution's it is that of each matrix in it, under ``<name>.<number>``. It is iterated
-    until it is right to 0.05 % (:mod:`dalsegno.spectral`); ``unfinished`` holds the relative residuals of those squared
-    norms that ``power_iter_steps`` were too few for. Both under the parameters' own names, a tied one once,
-    of whole parameters however the model is spread.
+    until it is right to 0.05 % (:mod:`dalsegno.callbacks.measures.spectral_norm`); ``unfinished`` holds the relative
+    residuals of those squared norms that ``power_iter_steps`` were too few for. Both under the parameters' own names, a
+    tied one once, of whole parameters however the model is spread.
 
     The iteration goes on from its last vector, which is part of the callback's state, and begins at a vector that
     depends on the parameter's name alone: the training's random numbers are not touched. Other steps cost nothing.

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from dalsegno import ranks
-from dalsegno.callback import Callback
-from dalsegno.contexts import LogContext, TrainBeginContext, TrainEndContext
+from dalsegno.distributed import collectives
+from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.errors import ConfigurationError
-from dalsegno.pieces import device_of
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import LogContext, TrainBeginContext, TrainEndContext
 
-from .arguments import flag, writer
+from .argument_checks import flag, writer
 from .default_metrics import peak_memory
 
 logger = logging.getLogger("dalsegno")
@@ -68,17 +68,19 @@ class PeakMemory(Callback):
     def on_log_step(self, ctx: LogContext) -> None:
         if ctx.kind not in ("train", "final"):
             return
-        self._peaks = [int(peak) for (peak,) in ranks.gather_floats([float(peak_memory(self._device))], "PeakMemory")]
+        self._peaks = [
+            int(peak) for (peak,) in collectives.gather_floats([float(peak_memory(self._device))], "PeakMemory")
+        ]
         if self._do_log and ctx.kind == "train":
             ctx.logs["rank_peak_mem"] = self._peaks
 
     def on_log(self, ctx: LogContext) -> None:
-        if self._writer is not None and ctx.kind == "train" and ranks.rank() == 0:
+        if self._writer is not None and ctx.kind == "train" and collectives.rank() == 0:
             for rank, peak in enumerate(self._peaks):
                 self._writer.add_scalar(f"peak-mem/rank-{rank}", peak, ctx.state.global_step)
 
     def on_train_end(self, ctx: TrainEndContext) -> None:
-        here = ranks.rank()
+        here = collectives.rank()
         peaks = self._peaks if ctx.reason != "exception" else []  # the other ranks may be gone
         if here == 0 or not peaks:
             for rank, peak in enumerate(peaks) if peaks else [(here, peak_memory(self._device))]:

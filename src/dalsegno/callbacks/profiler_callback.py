@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from dalsegno import ranks
-from dalsegno.callback import Callback
-from dalsegno.contexts import Context, StepDoneContext, TrainBeginContext, TrainEndContext
+from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import Context, StepDoneContext, TrainBeginContext, TrainEndContext
 
-from .arguments import flag, folder, whole
+from .argument_checks import flag, folder, whole
 
 logger = logging.getLogger("dalsegno")
 
@@ -72,13 +72,13 @@ class ProfilerCallback(Callback):
         self._first = 0
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
-        world_size = ranks.world_size()
+        world_size = collectives.world_size()
         if self._rank is not None and self._rank >= world_size:
             raise ConfigurationError(f"ProfilerCallback: rank={self._rank}; the ranks are 0 to {world_size - 1}")
         self._steps = self._first = 0
 
     def on_step_begin(self, ctx: Context) -> None:
-        if self._steps == self._start_step - self._warmup and self._rank in (None, ranks.rank()):
+        if self._steps == self._start_step - self._warmup and self._rank in (None, collectives.rank()):
             self._profile = profile(
                 schedule=schedule(wait=0, warmup=self._warmup, active=self._num_steps + 1),  # the last never comes
                 activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])],
@@ -109,11 +109,11 @@ class ProfilerCallback(Callback):
             return
         folder = self._output_dir or ctx.args.directory / "profile"
         folder.mkdir(parents=True, exist_ok=True)
-        name = f"step-{self._first:08d}-rank-{ranks.rank():05d}"
+        name = f"step-{self._first:08d}-rank-{collectives.rank():05d}"
         running.export_chrome_trace(str(folder / f"{name}.trace.json.gz"))
         by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
         table = running.key_averages().table(sort_by=by, row_limit=_ROWS)
         (folder / f"{name}.txt").write_text(table)
-        if ranks.rank() == (self._rank or 0):
+        if collectives.rank() == (self._rank or 0):
             print(table, flush=True)
             logger.info("profiled from step %d on: %s", self._first, folder)

@@ -9,9 +9,15 @@ from typing import Any, Protocol, TextIO
 from tqdm.auto import tqdm
 
 from dalsegno.args import TrainingArguments
-from dalsegno.callback import Callback
-from dalsegno.contexts import LogContext, RollbackContext, StepEndContext, TrainBeginContext, TrainEndContext
 from dalsegno.errors import ConfigurationError
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import (
+    LogContext,
+    RollbackContext,
+    StepEndContext,
+    TrainBeginContext,
+    TrainEndContext,
+)
 
 Shown = Sequence[str] | Mapping[str, str]
 """Names of logged values, in order; or each with a format such as ``".3f"`` (``""``: as it comes)."""

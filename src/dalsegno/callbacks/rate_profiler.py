@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from dalsegno import ranks
-from dalsegno.callback import Callback
-from dalsegno.contexts import LogContext, MicrobatchEndContext, RollbackContext, TrainBeginContext
+from dalsegno.distributed import collectives
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import LogContext, MicrobatchEndContext, RollbackContext, TrainBeginContext
 
 
 class RateProfiler(Callback):
@@ -41,7 +41,7 @@ class RateProfiler(Callback):
         if ctx.kind != "train":
             return
         seconds = time.perf_counter() - self._began
-        each = ranks.gather_floats([self._samples / seconds, self._tokens / seconds], "RateProfiler")
+        each = collectives.gather_floats([self._samples / seconds, self._tokens / seconds], "RateProfiler")
         for position, name in enumerate(("samples", "tokens")):
             rates = [rates[position] for rates in each]
             if any(rates):

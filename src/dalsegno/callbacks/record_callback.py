@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dalsegno.callback import Callback
-from dalsegno.contexts import Context, TrainBeginContext, TrainEndContext
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import Context, TrainBeginContext, TrainEndContext
 from dalsegno.logs import RecordLog
 from dalsegno.logs.rewind import PositionState
 

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakValueDictionary
 
-from dalsegno import ranks
-from dalsegno.callback import Binder, Callback
-from dalsegno.contexts import LoadContext, TrainBeginContext, TrainEndContext
+from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
-from dalsegno.events import Event
+from dalsegno.events.callback import Binder, Callback
+from dalsegno.events.contexts import LoadContext, TrainBeginContext, TrainEndContext
+from dalsegno.events.table import Event
 from dalsegno.logs.event_files import EventPosition, EventState, lengths, make_durable, rewind_events
 from dalsegno.state import Handler
 
-from .arguments import folder
+from .argument_checks import folder
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -126,7 +126,7 @@ class ResumableSummaryWriter(Callback):
         return partial(self._add, name)
 
     def _add(self, name: str, /, *args: Any, **named: Any) -> None:
-        if ranks.rank() != 0:
+        if collectives.rank() != 0:
             return
         if self._folder is not None:
             getattr(self._opened(self._folder), name)(*args, **named)

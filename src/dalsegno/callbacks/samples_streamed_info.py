@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dalsegno.callback import Callback
-from dalsegno.contexts import LogContext
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import LogContext
 
 
 class SamplesStreamedInfo(Callback):

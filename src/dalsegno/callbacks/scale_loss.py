@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dalsegno.callback import Callback
-from dalsegno.contexts import BackwardContext
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import BackwardContext
 
-from .arguments import number
+from .argument_checks import number
 
 
 class ScaleLoss(Callback):

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from dalsegno.callback import Callback
-from dalsegno.contexts import TrainBeginContext, TrainEndContext
 from dalsegno.errors import ConfigurationError, UnknownName
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import TrainBeginContext, TrainEndContext
 
-from .arguments import mapping
+from .argument_checks import mapping
 
 
 class ScopedFlags(Callback):

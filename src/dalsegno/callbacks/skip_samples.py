@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, TypedDict
 
-from dalsegno import ranks
-from dalsegno.callback import Callback
-from dalsegno.contexts import EpochContext
-from dalsegno.schema import Count
+from dalsegno.distributed import collectives
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import EpochContext
+from dalsegno.stateful.schema import Count
 
-from .arguments import whole
+from .argument_checks import whole
 
 
 class SkipSamplesState(TypedDict):
@@ -41,7 +41,9 @@ class SkipSamples(Callback):
 
     def on_epoch_begin(self, ctx: EpochContext) -> None:
         if self._left and ctx.state.global_step == 0:  # in a run that is under way there are no first samples any more
-            (passed,) = ranks.agree_max([ctx.trainer.skip_samples(self._left)], "SkipSamples")  # loaders may differ
+            (passed,) = collectives.agree_max(
+                [ctx.trainer.skip_samples(self._left)], "SkipSamples"
+            )  # loaders may differ
             self._left = max(0, self._left - passed)
 
     def state_dict(self) -> SkipSamplesState:

@@ -10,11 +10,18 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch.distributed.tensor import DTensor
 
-from dalsegno import ranks
-from dalsegno.callback import Callback
-from dalsegno.contexts import BackwardContext, Context, EpochContext, LogContext, StepDoneContext, TrainBeginContext
+from dalsegno.distributed import collectives
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import (
+    BackwardContext,
+    Context,
+    EpochContext,
+    LogContext,
+    StepDoneContext,
+    TrainBeginContext,
+)
 
-from .arguments import number, whole
+from .argument_checks import number, whole
 
 M = TypeVar("M")
 
@@ -71,8 +78,8 @@ class SlowRankDetector(Callback):
         self._watch.start()
 
     def on_log_step(self, ctx: LogContext) -> None:
-        if ctx.kind == "train" and ranks.world_size() > 1:
-            seconds = [each for (each,) in ranks.gather_floats([self._watch.read()], "SlowRankDetector")]
+        if ctx.kind == "train" and collectives.world_size() > 1:
+            seconds = [each for (each,) in collectives.gather_floats([self._watch.read()], "SlowRankDetector")]
             ctx.logs["rank_runtime"] = seconds
             self._judge(seconds)
 
@@ -83,7 +90,7 @@ class SlowRankDetector(Callback):
             return
         often = self._slow[1] + 1 if self._slow[0] == slowest else 1
         self._slow = (slowest, often)
-        if often == self._patience and ranks.rank() == 0:
+        if often == self._patience and collectives.rank() == 0:
             logger.warning(
                 "rank %d is slow: %.3g s a step before it meets the others, where the median rank takes %.3g s",
                 slowest,

@@ -7,12 +7,12 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
-from dalsegno.callback import Callback
-from dalsegno.contexts import LogContext
 from dalsegno.errors import StateMismatch
-from dalsegno.schema import Count, Finite
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import LogContext
+from dalsegno.stateful.schema import Count, Finite
 
-from .arguments import number, texts, whole
+from .argument_checks import number, texts, whole
 
 FEWEST = 32
 """Values that a mean and a standard deviation are taken from before anything is judged by them."""

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from dalsegno.callback import Binder, Callback
-from dalsegno.contexts import LoadContext, LogContext, TrainBeginContext, TrainEndContext
 from dalsegno.errors import ConfigurationError
-from dalsegno.events import Event
+from dalsegno.events.callback import Binder, Callback
+from dalsegno.events.contexts import LoadContext, LogContext, TrainBeginContext, TrainEndContext
+from dalsegno.events.table import Event
 from dalsegno.logs.event_files import EventState
 from dalsegno.state import Handler
 
-from .arguments import mapping, writer
+from .argument_checks import mapping, writer
 from .resumable_summary_writer import ResumableSummaryWriter
 
 

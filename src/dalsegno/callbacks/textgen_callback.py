@@ -9,15 +9,15 @@ from typing import Any, TypedDict
 
 from tqdm import tqdm
 
-from dalsegno.contexts import EvaluateContext, TrainBeginContext, TrainEndContext
+from dalsegno.distributed.precision import autocast_dtype
+from dalsegno.distributed.rng import TEXT, mix
 from dalsegno.errors import ConfigurationError, NotFound
-from dalsegno.generation import TextGenerator
+from dalsegno.events.contexts import EvaluateContext, TrainBeginContext, TrainEndContext
 from dalsegno.logs.rewind import PositionState
-from dalsegno.precision import autocast_dtype
-from dalsegno.randomness import TEXT, mix
 
-from .arguments import flag, number, whole, writer
+from .argument_checks import flag, number, whole, writer
 from .record_callback import RecordCallback
+from .text_generation import TextGenerator
 
 
 class TextgenState(TypedDict):
@@ -30,7 +30,7 @@ class TextgenCallback(RecordCallback):
 
     The texts go to the console, into ``logs/texts.jsonl``, and to TensorBoard if there is a writer. Models of
     transformers generate by their own ``generate``; others by a sampler that needs their logits: see
-    :class:`dalsegno.generation.Sampler`. The tokenizer is the trainer's ``processing_class``.
+    :class:`dalsegno.callbacks.text_generation.Sampler`. The tokenizer is the trainer's ``processing_class``.
 
     Random numbers are drawn from a seed of each step's own, so a resumed run writes what the unbroken one would, and
     the training's are not touched. All ranks take part, as a sharded model needs them; rank 0 writes. Before the

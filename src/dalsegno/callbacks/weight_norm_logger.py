@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dalsegno.callback import Callback
-from dalsegno.contexts import LogContext
-from dalsegno.pieces import norms, parameter_pieces, total_norm
+from dalsegno.distributed.sharded_tensors import norms, parameter_pieces, total_norm
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import LogContext
 
 
 class WeightNormLogger(Callback):

@@ -7,31 +7,31 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dalsegno.lazy import handed_out
+from dalsegno.system.lazy_exports import handed_out
 
 if TYPE_CHECKING:
-    from .export import Exported, export_model
-    from .held import HeldTensors
-    from .inspect import read_tensors, saved_states
-    from .keys import CALLBACKS, LOSS, SETTINGS
-    from .loading import LoadReport
+    from .format.keys import CALLBACKS, LOSS, SETTINGS
+    from .format.manifest import Checkpoint, Manifest
+    from .inspect.contents import read_tensors, saved_states
+    from .interchange.export import Exported, export_model
+    from .interchange.weights import load_weights, weights_are_at
+    from .load.restore import load_parts
+    from .load.states import LoadReport
     from .manager import CheckpointManager
-    from .manifest import Checkpoint, Manifest
-    from .restoring import load_parts
-    from .sharded import ModelState, OptimizerState, Sharded, unwrapped
-    from .weights import load_weights, weights_are_at
+    from .state.callback_tensors import HeldTensors
+    from .state.sharded import ModelState, OptimizerState, Sharded, unwrapped
 
 _HOMES = {
-    "export": ("Exported", "export_model"),
-    "held": ("HeldTensors",),
-    "inspect": ("read_tensors", "saved_states"),
-    "keys": ("CALLBACKS", "LOSS", "SETTINGS"),
-    "loading": ("LoadReport",),
+    "interchange.export": ("Exported", "export_model"),
+    "state.callback_tensors": ("HeldTensors",),
+    "inspect.contents": ("read_tensors", "saved_states"),
+    "format.keys": ("CALLBACKS", "LOSS", "SETTINGS"),
+    "load.states": ("LoadReport",),
     "manager": ("CheckpointManager",),
-    "manifest": ("Checkpoint", "Manifest"),
-    "restoring": ("load_parts",),
-    "sharded": ("ModelState", "OptimizerState", "Sharded", "unwrapped"),
-    "weights": ("load_weights", "weights_are_at"),
+    "format.manifest": ("Checkpoint", "Manifest"),
+    "load.restore": ("load_parts",),
+    "state.sharded": ("ModelState", "OptimizerState", "Sharded", "unwrapped"),
+    "interchange.weights": ("load_weights", "weights_are_at"),
 }
 
 __all__ = [

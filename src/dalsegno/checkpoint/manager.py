@@ -8,21 +8,22 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from dalsegno import files, ranks
-from dalsegno.changes import Value
-from dalsegno.component import Component, State
+from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint
-from dalsegno.retention import Entry, Keep, staying
+from dalsegno.policies.retention import Entry, Keep, staying
+from dalsegno.stateful.component import Component, State
+from dalsegno.system import filesystem
 
-from . import folder
-from .flight import Flight, Preparation
-from .loading import LoadReport, SavedStates, left_over
-from .manifest import Checkpoint, FileRecord
-from .restoring import restore
-from .saving import Stage, manifest_of
-from .sharded import Sharded
-from .sidecar import SavedState
-from .survey import Condition, survey
+from . import checkpoint_dir
+from .compatibility import Value
+from .format.manifest import Checkpoint, FileRecord
+from .format.sidecar import SavedState
+from .listing import Condition, survey
+from .load.restore import restore
+from .load.states import LoadReport, SavedStates, left_over
+from .save.async_save import Flight, Preparation
+from .save.saving import Stage, manifest_of
+from .state.sharded import Sharded
 
 logger = logging.getLogger("dalsegno")
 
@@ -47,7 +48,7 @@ class CheckpointManager:
 
     def path_of(self, step: int) -> Path:
         """Where the checkpoint of that step is, or would be."""
-        return folder.path_of(self.directory, step)
+        return checkpoint_dir.path_of(self.directory, step)
 
     def save(
         self,
@@ -109,10 +110,12 @@ class CheckpointManager:
         """
         self.settle()
         final = self.path_of(step)
-        is_there, is_broken = ranks.agree_max([ranks.rank() == 0 and final.exists(), not is_finite], "where to save")
+        is_there, is_broken = collectives.agree_max(
+            [collectives.rank() == 0 and final.exists(), not is_finite], "where to save"
+        )
         if is_there:
             raise ConfigurationError(f"{final}: there is a checkpoint of this step already; it is not overwritten")
-        if is_broken and ranks.rank() == 0 and not self._has_said_broken:
+        if is_broken and collectives.rank() == 0 and not self._has_said_broken:
             self._has_said_broken = True
             logger.warning(
                 "step %d: NaN or infinity is in the weights; no good checkpoint is deleted for one of these", step
@@ -158,7 +161,7 @@ class CheckpointManager:
     def amend(self, step: int, *, metrics: Mapping[str, float], is_best: bool) -> None:
         """Note in the manifest of that step's checkpoint what an evaluation has said of it since it was published."""
         path = self.path_of(step)
-        ranks.from_rank_zero(lambda: folder.amend(path, metrics, is_best))
+        collectives.from_rank_zero(lambda: checkpoint_dir.amend(path, metrics, is_best))
 
     def rehearse(self, sharded: Sequence[Sharded], components: Sequence[Component]) -> None:
         """Take every state as a save does, and write nothing: what cannot be saved is better known before hours of
@@ -197,7 +200,7 @@ class CheckpointManager:
         if path is not None:
             return self._verified(path)
         damaged: dict[Path, DamagedCheckpoint] = {}
-        for candidate in ranks.from_rank_zero(functools.partial(folder.newest_first, self.directory)):
+        for candidate in collectives.from_rank_zero(functools.partial(checkpoint_dir.newest_first, self.directory)):
             try:
                 found = self._verified(candidate)
             except DamagedCheckpoint as error:
@@ -206,7 +209,7 @@ class CheckpointManager:
                 damaged[candidate] = error
             else:
                 for other, reason in damaged.items():
-                    ranks.from_rank_zero(functools.partial(folder.set_aside, other, reason))
+                    collectives.from_rank_zero(functools.partial(checkpoint_dir.set_aside, other, reason))
                 return found
         if damaged:
             reasons = "".join(f"\n  {error}" for error in damaged.values())
@@ -234,7 +237,7 @@ class CheckpointManager:
             components: everything else that has a state.
             strict_callbacks: refuse a state that finds no callback, and a callback that finds no state.
             settings: what the run is trained with now, to be compared with what is saved under that key.
-            allowed: which changes are not refused: see :data:`dalsegno.changes.REFUSED`.
+            allowed: which changes are not refused: see :data:`dalsegno.checkpoint.compatibility.REFUSED`.
             adapt: by a component's key, a function that its saved state goes through before it is loaded.
 
         Raises:
@@ -256,7 +259,7 @@ class CheckpointManager:
 
     def entries(self) -> list[Entry]:
         """All that are whole at a glance, oldest first, as policies see them. Others are left out, with a warning."""
-        return ranks.from_rank_zero(self._entries)
+        return collectives.from_rank_zero(self._entries)
 
     def abandon_after(self, step: int | None, into: Path) -> list[Path]:
         """Move the checkpoints later than ``step`` (None: all) to ``into``, newest first: their timeline is left.
@@ -267,18 +270,18 @@ class CheckpointManager:
 
         def move() -> list[Path]:
             moved = []
-            for path in folder.newest_first(self.directory, after=-1 if step is None else step):
-                files.make_directory(into)
+            for path in checkpoint_dir.newest_first(self.directory, after=-1 if step is None else step):
+                filesystem.make_directory(into)
                 target = into / path.name
                 if target.exists():
-                    target = files.numbered(into, path.name)
-                files.rename(path, target)
-                files.fsync_directory(self.directory)
+                    target = filesystem.numbered(into, path.name)
+                filesystem.rename(path, target)
+                filesystem.fsync_directory(self.directory)
                 moved.append(target)
             return moved
 
         self.settle()
-        return ranks.from_rank_zero(move)
+        return collectives.from_rank_zero(move)
 
     def prune(self) -> list[Path]:
         """Delete what the policy does not keep; never the newest, the last verified one, or files that are not ours.
@@ -290,20 +293,20 @@ class CheckpointManager:
             The deleted checkpoints.
         """
         self.settle()
-        return ranks.from_rank_zero(self._delete_what_is_not_kept)
+        return collectives.from_rank_zero(self._delete_what_is_not_kept)
 
     def clean(self) -> None:
         """Remove what an interrupted save or deletion has left. Only the process that owns the run may call this."""
 
         def remove() -> None:
-            for path in folder.partial(self.directory):
-                files.remove(path)
+            for path in checkpoint_dir.partial(self.directory):
+                filesystem.remove(path)
 
-        ranks.from_rank_zero(remove)
+        collectives.from_rank_zero(remove)
 
     def _entries(self) -> list[Entry]:
         entries = []
-        for found in survey(self.directory) if folder.newest_first(self.directory) else []:
+        for found in survey(self.directory) if checkpoint_dir.newest_first(self.directory) else []:
             if found.entry is not None:
                 entries.append(found.entry)
             elif found.condition in (Condition.DAMAGED, Condition.UNREADABLE, Condition.NEWER):
@@ -316,11 +319,11 @@ class CheckpointManager:
         entries = self._entries()
         kept = staying(self._keep, entries)
         doomed = [self.path_of(entry.step) for entry in entries if entry.step not in kept]
-        return [path for path in doomed if path.resolve() != self._trusted and folder.delete(path)]
+        return [path for path in doomed if path.resolve() != self._trusted and checkpoint_dir.delete(path)]
 
     def _verified(self, path: Path) -> Checkpoint:
-        checkpoint = ranks.from_rank_zero(lambda: folder.opened(path))
-        ranks.together(lambda: checkpoint.verify(_share(checkpoint.manifest.files)))
+        checkpoint = collectives.from_rank_zero(lambda: checkpoint_dir.opened(path))
+        collectives.together(lambda: checkpoint.verify(_share(checkpoint.manifest.files)))
         self._trusted = path.resolve()
         return checkpoint
 
@@ -330,11 +333,11 @@ def _share(sizes: Mapping[str, FileRecord]) -> list[str]:
 
     A checksum is one of a whole file. So where a few ranks have saved and more load, some of them have nothing to read.
     """
-    loads = [(0, rank) for rank in range(ranks.world_size())]
+    loads = [(0, rank) for rank in range(collectives.world_size())]
     mine = []
     for name in sorted(sizes, key=lambda name: -sizes[name].size):
         load, rank = heapq.heappop(loads)
         heapq.heappush(loads, (load + sizes[name].size, rank))
-        if rank == ranks.rank():
+        if rank == collectives.rank():
             mine.append(name)
     return mine

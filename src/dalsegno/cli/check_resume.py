@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from dalsegno.testing import Comparison, Trial
 
-    from .factory import Factory
+    from .import_factory import Factory
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     import tempfile
 
-    from .factory import Factory
+    from .import_factory import Factory
 
     factory = Factory.named(arguments.factory)
     with tempfile.TemporaryDirectory(prefix="dalsegno-check-resume-") as temporary:
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace, factory: Factory, folder: Path, say: Callable[[str], None]) -> int:
     from dalsegno.testing import check_resume
 
-    from .moments import moment
+    from .fault_spec import moment
 
     comparison = check_resume(
         factory,

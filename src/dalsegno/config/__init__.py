@@ -13,10 +13,10 @@ for, before the first callback is built::
 
 from __future__ import annotations
 
-from .catalogue import Offer, find_callback, offers
 from .docstrings import prose, summary
 from .entries import load_callbacks
 from .names import find_named
+from .registry import Offer, find_callback, offers
 from .run_config import RunConfig
 from .signature import Argument, Signature, signature_of
 from .values import describe

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dalsegno.callback import Callback
 from dalsegno.callbacks import default_callbacks
 from dalsegno.errors import ConfigurationError, DalsegnoError
-from dalsegno.foreign import adapt
-from dalsegno.registration import check_callbacks
+from dalsegno.events.adapters import adapt
+from dalsegno.events.callback import Callback
+from dalsegno.events.registration import check_callbacks
 
-from .catalogue import find_callback
 from .document import Document, Source
-from .places import at
+from .error_context import at
+from .registry import find_callback
 from .signature import signature_of
 
 _OWN_KEYS = ("use", "enabled", "name", "dialect")

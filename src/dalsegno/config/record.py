@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dalsegno import files
-from dalsegno.callback import Callback
-from dalsegno.contexts import TrainBeginContext
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import TrainBeginContext
 from dalsegno.logs import RunFile
 from dalsegno.logs.values import to_json
+from dalsegno.system import filesystem
 
 logger = logging.getLogger("dalsegno")
 
@@ -40,14 +40,14 @@ class ConfigRecord(Callback):
             return
         if former is not None and _without_place(former) != _without_place(settings):
             since = None
-            aside = files.numbered(path.parent, path.name)
-            files.rename(path, aside)
+            aside = filesystem.numbered(path.parent, path.name)
+            filesystem.rename(path, aside)
             logger.warning("the configuration is not that of the last leg, which is now in %s", aside)
         if since is None:
             run = RunFile(path.parent).load()
             since = run.legs[-1].leg if run and run.legs else 1
         content = {**settings, SINCE: since}
-        files.replace_durably(path, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
+        filesystem.replace_durably(path, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
 
 
 def _former(path: Path) -> tuple[dict[str, Any] | None, Any]:

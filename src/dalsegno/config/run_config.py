@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from dalsegno.args import MEANT, TrainingArguments
-from dalsegno.callback import Callback
 from dalsegno.errors import ConfigurationError, UnknownName
+from dalsegno.events.callback import Callback
 from dalsegno.logs.values import to_json
 
 from .document import Document, Source
 from .entries import Entry, build_callbacks, read_entries
+from .error_context import at
 from .names import find_named
-from .places import at
 from .record import SINCE, ConfigRecord
 from .signature import signature_of
 

@@ -11,8 +11,8 @@ from typing import Any
 from dalsegno.errors import ConfigurationError, UnknownName
 
 from .docstrings import argument_docs
-from .hints import hints_of
-from .places import at
+from .error_context import at
+from .type_hints import hints_of
 from .values import Misfit, describe, fit
 
 _PLAIN = (bool, int, float, str, type(None))

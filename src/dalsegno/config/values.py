@@ -12,7 +12,7 @@ from typing import Annotated, Any, ForwardRef, Literal, TypeVar, Union, get_args
 
 from dalsegno.errors import ConfigurationError, UnknownName
 
-from .hints import hints_of
+from .type_hints import hints_of
 
 _UNCHECKED = (Any, object, Parameter.empty)
 _LISTS: dict[Any, Callable[[list[Any]], Any]] = {

@@ -6,7 +6,7 @@ A run iterates a :class:`Feed` of :class:`Microbatch` es: :func:`train_feed` mak
 
 from .device import to_device
 from .eval_batches import EvalBatches
-from .feed import NOT_EXACT, Feed, Microbatch, sample_count
+from .loader import NOT_EXACT, Feed, Microbatch, sample_count
 from .sampler import ResumableSampler
 from .sources import EvalFeed, eval_feed, eval_loader_feed, loader_feed, train_feed
 from .training_data import TrainingData, expect_same_length

@@ -15,10 +15,10 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from dalsegno.component import Stateful
-from dalsegno.randomness import capture_generators, preserved_generators, seed_generators
+from dalsegno.distributed.rng import capture_generators, preserved_generators, seed_generators
+from dalsegno.stateful.component import Stateful
 
-from .own_generators import OwnGenerators
+from .generators import OwnGenerators
 
 SAMPLES = 4
 """How many are looked at, spread over the whole length."""

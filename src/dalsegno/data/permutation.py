@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from dalsegno.randomness import mix
+from dalsegno.distributed.rng import mix
 
 Indices = NDArray[np.uint64]
 

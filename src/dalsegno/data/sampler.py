@@ -13,9 +13,9 @@ from typing import Any, TypedDict
 import numpy as np
 from torch.utils.data import Sampler
 
+from dalsegno.distributed.rng import ORDER, mix
 from dalsegno.errors import ConfigurationError, EmptyDataset, StateMismatch
-from dalsegno.randomness import ORDER, mix
-from dalsegno.schema import Count
+from dalsegno.stateful.schema import Count
 
 from .permutation import Indices, permute
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from torch.utils.data import Dataset, get_worker_info
 
-from dalsegno.randomness import SAMPLE, WORKER, mix, seed_generators
+from dalsegno.distributed.rng import SAMPLE, WORKER, mix, seed_generators
 
-from .feed import Counted
-from .own_generators import OwnGenerators
+from .generators import OwnGenerators
+from .loader import Counted
 from .sampler import IndexBatch
 
 

@@ -9,19 +9,19 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from dalsegno import ranks
-from dalsegno.component import Stateful
+from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
+from dalsegno.stateful.component import Stateful
 
-from .feed import CountingCollate, Feed, Microbatch
-from .loader_feed import LoaderFeed
-from .map_feed import MapFeed
-from .order import keeps_its_order
-from .replayed_feed import ReplayedFeed
+from .loader import CountingCollate, Feed, Microbatch
+from .map_loader import MapFeed
+from .order_check import keeps_its_order
+from .replay_loader import ReplayedFeed
 from .sampler import ResumableSampler
 from .samples import Samples, StatefulSamples
-from .stateful_feed import StatefulFeed
+from .stateful_loader import StatefulFeed
 from .stream import FromTheStart, RankShard, StatefulRankShard
+from .user_loader import LoaderFeed
 
 Collate = Callable[[list[Any]], Any]
 StartMethod = Literal["fork", "forkserver", "spawn"]
@@ -96,7 +96,7 @@ def loader_feed(loader: Iterable[Any], *, seed: int = 0, world_size: int = 1) ->
         ConfigurationError: if it is nothing that can be iterated.
     """
     kind = StatefulFeed if isinstance(loader, Stateful) and keeps_its_order(loader) else ReplayedFeed
-    feed = ranks.together(lambda: kind(_iterable(loader), seed=seed, world_size=world_size))
+    feed = collectives.together(lambda: kind(_iterable(loader), seed=seed, world_size=world_size))
     feed.tell_length()
     return feed
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from dalsegno.component import Stateful
-from dalsegno.randomness import WORKER, mix, seed_generators
+from dalsegno.distributed.rng import WORKER, mix, seed_generators
+from dalsegno.stateful.component import Stateful
 
-from .feed import Counted
+from .loader import Counted
 
 
 class RankShard(IterableDataset[Counted]):

@@ -8,12 +8,12 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from dalsegno import ranks
-from dalsegno.component import Stateful
+from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
+from dalsegno.stateful.component import Stateful
 
 from .fingerprint import Looks, fingerprint, look_at, same
-from .order import keeps_its_order, order_of
+from .order_check import keeps_its_order, order_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,10 @@ class TrainingData:
             ConfigurationError: on all ranks, if they are given different datasets.
         """
         if self.loader is not None:  # each rank may have a part of its own
-            return ranks.from_rank_zero(self._examine_alone)
-        found, doubts = ranks.together(self._examine_alone)
+            return collectives.from_rank_zero(self._examine_alone)
+        found, doubts = collectives.together(self._examine_alone)
         _expect_same("train_dataset", found)
-        return ranks.broadcast((found, doubts), "what rank 0 has seen of the data")
+        return collectives.broadcast((found, doubts), "what rank 0 has seen of the data")
 
     def _examine_alone(self) -> tuple[dict[str, Any], list[str]]:
         looks = look_at(self.dataset, self.num_workers, self.collate_fn)
@@ -95,7 +95,7 @@ def _expect_same(argument: str, found: dict[str, Any]) -> None:
     Raises:
         ConfigurationError: on all ranks, if the fingerprints of what they are given as ``argument`` differ.
     """
-    everywhere = ranks.gather(found, "the datasets of all ranks")
+    everywhere = collectives.gather(found, "the datasets of all ranks")
     others = [rank for rank, theirs in enumerate(everywhere) if not same(everywhere[0], theirs)]
     if not others:
         return

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dalsegno.lazy import handed_out
+from dalsegno.system.lazy_exports import handed_out
 
 if TYPE_CHECKING:
-    from .clock import is_wall_clock, timeless
     from .event_files import EventPosition
     from .legs import Leg, RunFile, RunRecord
     from .reader import ReadReport, read_records
     from .rewind import Position, RewindReport
+    from .wall_clock import is_wall_clock, timeless
     from .writer import RecordLog
 
 _HOMES = {
-    "clock": ("is_wall_clock", "timeless"),
+    "wall_clock": ("is_wall_clock", "timeless"),
     "event_files": ("EventPosition",),
     "legs": ("Leg", "RunFile", "RunRecord"),
     "reader": ("ReadReport", "read_records"),

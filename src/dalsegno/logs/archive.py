@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from dalsegno import files
+from dalsegno.system import filesystem
 
 COPY_BYTES = 1 << 20
 
@@ -14,19 +14,19 @@ COPY_BYTES = 1 << 20
 def free_place(directory: Path, name: str) -> Path:
     """A path that nothing has yet, in ``directory/rewound``, which is made."""
     rewound = directory / "rewound"
-    files.make_directory(rewound)
-    return files.numbered(rewound, name)
+    filesystem.make_directory(rewound)
+    return filesystem.numbered(rewound, name)
 
 
 def archive_whole(path: Path, target: Path) -> None:
     """Move the file."""
-    files.rename(path, target)
-    files.fsync_directory(path.parent)
+    filesystem.rename(path, target)
+    filesystem.fsync_directory(path.parent)
 
 
 def archive_tail(descriptor: int, offset: int, target: Path) -> None:
     """Copy what follows ``offset`` in an open file. A kill leaves all of it in ``target``, or nothing."""
-    files.replace_durably_in_pieces(target, _pieces(descriptor, offset))
+    filesystem.replace_durably_in_pieces(target, _pieces(descriptor, offset))
 
 
 def _pieces(descriptor: int, offset: int) -> Iterator[bytes]:

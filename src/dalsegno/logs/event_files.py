@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-from dalsegno import files, schema
+from dalsegno.stateful import schema
+from dalsegno.system import filesystem
 
 from .archive import archive_tail, archive_whole, free_place
 
@@ -63,11 +64,11 @@ def make_durable(folder: Path, suffix: str) -> None:
     for path in own:
         descriptor = os.open(path, os.O_RDONLY)
         try:
-            files.fsync(descriptor, path)
+            filesystem.fsync(descriptor, path)
         finally:
             os.close(descriptor)
     for directory in {path.parent for path in own}:
-        files.fsync_directory(directory)
+        filesystem.fsync_directory(directory)
 
 
 def rewind_events(folder: Path, suffix: str, saved: Mapping[str, int]) -> list[Path]:
@@ -103,8 +104,8 @@ def _archive(path: Path, kept: int, beside: Path) -> Path:
     descriptor = os.open(path, os.O_RDWR)
     try:
         archive_tail(descriptor, kept, target)
-        files.truncate(descriptor, kept, path)
-        files.fsync(descriptor, path)
+        filesystem.truncate(descriptor, kept, path)
+        filesystem.fsync(descriptor, path)
     finally:
         os.close(descriptor)
     return target

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from dalsegno import files
 from dalsegno.errors import DamagedRunFile, StateMismatch
-from dalsegno.schema import Must, check
+from dalsegno.stateful.schema import Must, check
+from dalsegno.system import filesystem
 
 from .values import from_json, to_json
 
@@ -164,8 +164,8 @@ class RunFile:
         try:
             run = self.load()
         except DamagedRunFile as error:
-            aside = files.numbered(self.path.parent, self.path.name)
-            files.rename(self.path, aside)
+            aside = filesystem.numbered(self.path.parent, self.path.name)
+            filesystem.rename(self.path, aside)
             logger.warning("%s; it is now %s, and the list of legs starts anew", error, aside.name)
             run = None
         return run or RunRecord(run_id=os.urandom(8).hex(), created=time.time())
@@ -173,7 +173,7 @@ class RunFile:
     def _write(self, run: RunRecord) -> None:
         self._run = run
         data = {"format": FORMAT, **to_json(dataclasses.asdict(run))}
-        files.replace_durably(self.path, (json.dumps(data, indent=2, allow_nan=False) + "\n").encode())
+        filesystem.replace_durably(self.path, (json.dumps(data, indent=2, allow_nan=False) + "\n").encode())
 
 
 def _known(kind: type[Leg | RunRecord], content: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,8 +16,9 @@ from typing import Annotated, Any, Literal, TypedDict
 
 import xxhash
 
-from dalsegno import files, schema
 from dalsegno.errors import ConfigurationError, StateMismatch
+from dalsegno.stateful import schema
+from dalsegno.system import filesystem
 
 from .archive import archive_tail, archive_whole, free_place
 from .formats import format_of, strip_line
@@ -105,7 +106,7 @@ def rewind(root: Path, configured: PurePosixPath, saved: Position | None) -> Rew
     if not path.exists():
         logger.warning("%s is gone, and with it %d records; it starts anew", path, saved.records)
         return _fresh("gone", path, missing=saved.records)
-    descriptor = files.open_own(path, os.O_RDONLY)
+    descriptor = filesystem.open_own(path, os.O_RDONLY)
     try:
         size = os.fstat(descriptor).st_size
         if size < saved.offset:
@@ -161,7 +162,7 @@ def _start_over(path: Path) -> RewindReport:
 
 
 def _holds_nothing(path: Path, empty: bytes) -> bool:
-    descriptor = files.open_own(path, os.O_RDONLY)
+    descriptor = filesystem.open_own(path, os.O_RDONLY)
     try:
         return empty.startswith(os.pread(descriptor, len(empty) + 1, 0))
     finally:

@@ -9,8 +9,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
-from dalsegno import files
 from dalsegno.errors import ConfigurationError
+from dalsegno.system import filesystem
 
 from .formats import format_of
 from .rewind import Position, RewindReport, rewind, step_of, tail_hash
@@ -105,7 +105,7 @@ class RecordLog:
         """Force all records to the disk; nothing happens if the log is closed. On any thread, beside appends."""
         with self._closing:
             if self._descriptor is not None:
-                files.fsync(self._descriptor, self._path)
+                filesystem.fsync(self._descriptor, self._path)
 
     def close(self) -> None:
         """Close the file. Closing twice is nothing."""
@@ -136,15 +136,15 @@ class RecordLog:
     def _go_on(self, position: Position | None) -> RewindReport:
         """Whatever fails here leaves the log as it was."""
         report = rewind(self._root, self._configured, position)
-        files.make_directory(report.path.parent)
+        filesystem.make_directory(report.path.parent)
         is_new = not report.path.exists()
-        descriptor = files.open_own(report.path, os.O_RDWR | os.O_CREAT)
+        descriptor = filesystem.open_own(report.path, os.O_RDWR | os.O_CREAT)
         self._release()
         self._path, self._descriptor = report.path, descriptor
         self._offset, self._records, self._last_step = report.offset, report.records, report.last_step
         self._end_after_offset()
         if is_new:
-            files.fsync_directory(self._path.parent)
+            filesystem.fsync_directory(self._path.parent)
         return report
 
     def _begin(self) -> None:
@@ -158,7 +158,7 @@ class RecordLog:
         end = self._offset + len(line)
         try:
             os.lseek(descriptor, self._offset, os.SEEK_SET)
-            files.write_all(descriptor, line + self._format.foot, self._path)
+            filesystem.write_all(descriptor, line + self._format.foot, self._path)
             self._offset, self._records = end, self._records + 1
         except BaseException:
             if self._offset != end:  # a full disk, or Ctrl-C between two writes: no half record stays
@@ -180,10 +180,10 @@ class RecordLog:
         """Let the file end with the last record and the foot. Writes nothing where it does already."""
         descriptor, head, foot = self._opened(), self._format.head, self._format.foot
         if self._records == 0 and os.pread(descriptor, len(head), 0) != head:
-            files.write_all(descriptor, head, self._path)
+            filesystem.write_all(descriptor, head, self._path)
         if os.pread(descriptor, len(foot) + 1, self._offset) == foot:
             return
         if foot:  # before the cut: a last line without its newline would pass for a torn one
             os.lseek(descriptor, self._offset, os.SEEK_SET)
-            files.write_all(descriptor, foot, self._path)
-        files.truncate(descriptor, self._offset + len(foot), self._path)
+            filesystem.write_all(descriptor, foot, self._path)
+        filesystem.truncate(descriptor, self._offset + len(foot), self._path)

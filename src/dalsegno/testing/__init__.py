@@ -3,13 +3,13 @@
 ``assert_resume_equivalent(factory, kill_at=[...])`` is the one to begin with.
 """
 
-from .breaks import BRIEF, THOROUGH, Break, Pattern
 from .compare import Comparison, Row, compare_runs
 from .data_order import DataOrder
 from .equivalence import assert_resume_equivalent, check_resume
 from .faults import FaultPlan
+from .interruptions import BRIEF, THOROUGH, Break, Pattern
 from .processes import Outcome, Ranks, run_ranks, start_ranks
-from .thorough import Trial, Verdict, check_resume_thoroughly
+from .thorough_check import Trial, Verdict, check_resume_thoroughly
 from .tiny import TinyLanguageModel, TinyRegression, tiny_regression_data
 
 __all__ = [

@@ -8,9 +8,9 @@ from typing import Annotated, Any, TypedDict
 import torch
 import xxhash
 
-from dalsegno.callback import Callback
-from dalsegno.contexts import MicrobatchBeginContext
-from dalsegno.schema import Count, Must
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import MicrobatchBeginContext
+from dalsegno.stateful.schema import Count, Must
 
 
 class DataOrderState(TypedDict):

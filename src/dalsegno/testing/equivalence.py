@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from dalsegno.errors import ConfigurationError
-from dalsegno.result import TrainResult
+from dalsegno.training.result import TrainResult
 
 from .compare import Comparison, compare_runs
-from .course import Course, CourseRecorder
+from .event_trace import Course, CourseRecorder
 from .faults import FaultPlan
 from .processes import start_ranks, values
 
@@ -98,10 +98,10 @@ def _leg(factory: Factory, output_dir: Path, plan: FaultPlan | None, world_size:
 
 
 def _train(factory: Factory, output_dir: Path, plan: FaultPlan | None) -> Course | None:
-    from dalsegno import ranks
+    from dalsegno.distributed import collectives
 
     recorder = CourseRecorder()
-    if ranks.rank() == 0:
+    if collectives.rank() == 0:
         if plan is None:
             recorder.start()
         else:

@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dalsegno import files
-from dalsegno.callback import Callback
 from dalsegno.errors import ConfigurationError
-from dalsegno.events import Event
-from dalsegno.registration import register_global_callback
+from dalsegno.events.callback import Callback
+from dalsegno.events.registration import register_global_callback
+from dalsegno.events.table import Event
+from dalsegno.system import filesystem
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,11 @@ class FaultPlan:
         if self.event is not None:
             return register_global_callback(_KillAtEvent(self.event, self.count, self._strike)).remove
         if self.operation is not None:
-            former, files.watcher = files.watcher, _KillAtOperation(self.operation, self.count, self.path, self._strike)
-            return partial(setattr, files, "watcher", former)
+            former, filesystem.watcher = (
+                filesystem.watcher,
+                _KillAtOperation(self.operation, self.count, self.path, self._strike),
+            )
+            return partial(setattr, filesystem, "watcher", former)
         timer = threading.Timer(self.seconds or 0.0, self._strike)
         timer.daemon = True
         timer.start()

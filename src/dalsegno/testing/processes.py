@@ -53,7 +53,7 @@ class Ranks:
     def __init__(self, function: Callable[..., Any], world_size: int, args: tuple[Any, ...]) -> None:
         context = multiprocessing.get_context("forkserver")
         # The first optimizer that a process builds imports torch._dynamo, which takes a second.
-        context.set_forkserver_preload(["dalsegno.trainer", "dalsegno.testing", "torch._dynamo"])
+        context.set_forkserver_preload(["dalsegno.training.trainer", "dalsegno.testing", "torch._dynamo"])
         self._folder = tempfile.TemporaryDirectory(prefix="dalsegno-ranks-")
         meeting_place = Path(self._folder.name) / "store"
         self._processes: list[ForkServerProcess] = []

@@ -220,7 +220,7 @@ def test_tail_follows_runs_side_by_side_and_through_a_rewind(tmp_path: Path) -> 
 def test_a_running_run_is_said_to_run(tmp_path: Path) -> None:
     """While its process holds the lock, and not a moment longer."""
     holder = (
-        "import sys, pathlib\nfrom dalsegno.lock import DirectoryLock\nfrom dalsegno.logs import RunFile\n"
+        "import sys, pathlib\nfrom dalsegno.system.lock import DirectoryLock\nfrom dalsegno.logs import RunFile\n"
         "DirectoryLock(pathlib.Path('.')).acquire()\nRunFile('.').begin(None, 1, 0)\nprint('held', flush=True)\n"
         "sys.stdin.read()\n"
     )

@@ -18,7 +18,7 @@ import torch
 
 import dalsegno as ds
 from dalsegno.callbacks import DivergenceDetector, GradNormLogger, JsonLogger, ParameterNormLogger
-from dalsegno.events import Event
+from dalsegno.events.table import Event
 from dalsegno.testing import FaultPlan, TinyRegression, start_ranks, tiny_regression_data
 
 HERE = Path(__file__).parent

@@ -22,7 +22,7 @@ from dalsegno.logs.reader import record_in
 from dalsegno.logs.values import Record
 
 from .naming import BOOKKEEPING, HEADER, Naming, is_of_evaluation, moment
-from .stand_ins import Counts, put_in, take_out
+from .nonfinite import Counts, put_in, take_out
 
 if TYPE_CHECKING:
     import polars as pl

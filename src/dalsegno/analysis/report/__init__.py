@@ -18,13 +18,13 @@ from itertools import islice
 from pathlib import Path
 from string import Template
 
-from dalsegno import files
-from dalsegno.analysis.detect import DetectorSettings
-from dalsegno.analysis.heatmap import TITLES
 from dalsegno.analysis.log import TrainingLog
 from dalsegno.analysis.parameters import WHERE
+from dalsegno.analysis.plotting.heatmap import TITLES
 from dalsegno.analysis.series import ParameterSeries
+from dalsegno.analysis.stats.detect import DetectorSettings
 from dalsegno.errors import ConfigurationError, NotFound
+from dalsegno.system import filesystem
 
 from . import tables
 from .payload import payload
@@ -56,7 +56,7 @@ def write_report(
         raise ConfigurationError("a report needs a run")
     names = [log.name for log in logs]
     page = _page(logs, title or (" and ".join(names) if len(names) < 3 else f"{len(names)} runs"), settings)
-    files.replace_durably(Path(path), page.encode())
+    filesystem.replace_durably(Path(path), page.encode())
     return Path(path)
 
 

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from dalsegno.analysis.compare import compare_series
-from dalsegno.analysis.detect import DetectorSettings, detect_divergence
 from dalsegno.analysis.lineage import Life
 from dalsegno.analysis.log import TrainingLog
-from dalsegno.analysis.palette import colour
-from dalsegno.analysis.spikes import Spike, find_spikes
+from dalsegno.analysis.plotting.palette import colour
+from dalsegno.analysis.stats.compare import compare_series
+from dalsegno.analysis.stats.detect import DetectorSettings, detect_divergence
+from dalsegno.analysis.stats.spikes import Spike, find_spikes
 from dalsegno.analysis.summary import MetricSummary, Summary
 from dalsegno.logs.values import to_json
 

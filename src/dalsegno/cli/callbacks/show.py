@@ -72,7 +72,7 @@ def _print_page(shown: dict[str, Any]) -> None:
 
 def _handlers(made: Any) -> list[str]:
     """Of a class: what it and its bases define, without the base class of the library that it was written for."""
-    from dalsegno.callback import HANDLERS
+    from dalsegno.events.callback import HANDLERS
 
     if not isinstance(made, type):
         return []

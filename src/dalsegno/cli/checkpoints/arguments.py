@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from dalsegno.cli.places import place
+from dalsegno.cli.paths import place
 
 
 def add_place(parser: argparse.ArgumentParser) -> None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from dalsegno.cli.places import place
+from dalsegno.cli.paths import place
 
 from .arguments import add_json
 
 if TYPE_CHECKING:
-    from dalsegno.checkpoint.difference import StateDifference, TensorDifference
+    from dalsegno.checkpoint.inspect.difference import StateDifference, TensorDifference
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -30,8 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
         NotFound: if one of them is not there.
         DamagedCheckpoint: if one of them does not verify.
     """
-    from dalsegno.checkpoint.difference import TensorDifference, state_differences, tensor_differences
-    from dalsegno.checkpoint.survey import verified
+    from dalsegno.checkpoint.inspect.difference import TensorDifference, state_differences, tensor_differences
+    from dalsegno.checkpoint.listing import verified
     from dalsegno.cli.tables import print_json
 
     first, second = verified(arguments.first), verified(arguments.second)

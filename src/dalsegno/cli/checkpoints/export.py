@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         DamagedCheckpoint: if it does not verify.
         ConfigurationError: if the size is none, or there is a model in the folder already.
     """
-    from dalsegno.checkpoint.export import export_model
+    from dalsegno.checkpoint.interchange.export import export_model
     from dalsegno.cli.tables import number, print_json, size
 
     done = export_model(

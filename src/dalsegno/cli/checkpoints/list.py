@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from .arguments import add_json, add_place
 
 if TYPE_CHECKING:
-    from dalsegno.checkpoint.survey import Found
+    from dalsegno.checkpoint.listing import Found
 
 TIMES = ("_runtime", "_per_second")
 """Endings of metrics that say nothing of the model."""
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         NotFound: if there is no checkpoint.
     """
-    from dalsegno.checkpoint.survey import Condition, directory_of, is_checkpoint, survey
+    from dalsegno.checkpoint.listing import Condition, directory_of, is_checkpoint, survey
     from dalsegno.cli.tables import Column, number, print_json, print_table, size
 
     found = survey(arguments.place)
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _reasons(found: Sequence[Found]) -> dict[int, list[str]]:
     """By step, which rules of the run keep a checkpoint."""
-    from dalsegno.checkpoint.keeping import reasons, rule_of_run
+    from dalsegno.checkpoint.inspect.retention_reasons import reasons, rule_of_run
 
     return reasons(rule_of_run(found), [each.entry for each in found if each.entry is not None])
 
@@ -100,7 +100,7 @@ def _row(found: Found, best: Found | None) -> dict[str, Any]:
 
 
 def _note_verified(rows: Sequence[dict[str, Any]], found: Sequence[Found]) -> None:
-    from dalsegno.checkpoint.survey import Condition
+    from dalsegno.checkpoint.listing import Condition
 
     from .verify import problems_of
 

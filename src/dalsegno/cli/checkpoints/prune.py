@@ -16,8 +16,8 @@ from dalsegno.errors import ConfigurationError
 from .arguments import add_json, add_place
 
 if TYPE_CHECKING:
-    from dalsegno.checkpoint.survey import Found
-    from dalsegno.retention import Retention
+    from dalsegno.checkpoint.listing import Found
+    from dalsegno.policies.retention import Retention
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -41,9 +41,9 @@ def run(arguments: argparse.Namespace) -> int:
         Locked: if the run is being trained.
         ConfigurationError: if nobody says which shall stay.
     """
-    from dalsegno.checkpoint import folder
-    from dalsegno.checkpoint.survey import directory_of, is_checkpoint, survey
-    from dalsegno.lock import DirectoryLock
+    from dalsegno.checkpoint import checkpoint_dir
+    from dalsegno.checkpoint.listing import directory_of, is_checkpoint, survey
+    from dalsegno.system.lock import DirectoryLock
 
     if is_checkpoint(arguments.place):
         raise ConfigurationError(f"{arguments.place}: is one checkpoint; name the run whose checkpoints are too many")
@@ -54,14 +54,14 @@ def run(arguments: argparse.Namespace) -> int:
         rows = _rows(found, _rule(arguments, found))
         for row in rows:
             if not row["kept"] and not arguments.dry_run:
-                row["deleted"] = folder.delete(Path(row["path"]))
+                row["deleted"] = checkpoint_dir.delete(Path(row["path"]))
     _print(rows, arguments)
     return 0
 
 
 def _rule(arguments: argparse.Namespace, found: list[Found]) -> Retention:
-    from dalsegno.checkpoint.keeping import rule_of_run
-    from dalsegno.retention import Best, EveryNth, Latest, retention_of
+    from dalsegno.checkpoint.inspect.retention_reasons import rule_of_run
+    from dalsegno.policies.retention import Best, EveryNth, Latest, retention_of
 
     rules: list[Retention | str] = []
     if arguments.keep_latest is not None:
@@ -81,7 +81,7 @@ def _rule(arguments: argparse.Namespace, found: list[Found]) -> Retention:
 
 
 def _rows(found: list[Found], rule: Retention) -> list[dict[str, Any]]:
-    from dalsegno.checkpoint.keeping import NEWEST, reasons
+    from dalsegno.checkpoint.inspect.retention_reasons import NEWEST, reasons
 
     whole = [each for each in found if each.entry is not None]
     trusted = next((each.step for each in reversed(whole) if _verifies(each)), None)

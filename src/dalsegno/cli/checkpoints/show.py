@@ -35,8 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
         DamagedCheckpoint: if it cannot be read.
         UnknownName: if it has no such component; names the nearest.
     """
-    from dalsegno.checkpoint.readable import readable_states
-    from dalsegno.checkpoint.survey import newest
+    from dalsegno.checkpoint.inspect.json_view import readable_states
+    from dalsegno.checkpoint.listing import newest
     from dalsegno.cli.tables import print_json
 
     checkpoint = newest(arguments.place)
@@ -55,13 +55,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _shortened(states: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    from dalsegno.checkpoint.readable import shortened
+    from dalsegno.checkpoint.inspect.json_view import shortened
 
     return {key: [shortened(state) for state in each] for key, each in states.items()}
 
 
 def _tensors(checkpoint: Checkpoint, keys: Sequence[str]) -> list[dict[str, Any]]:
-    from dalsegno.checkpoint.readable import readable_tensors
+    from dalsegno.checkpoint.inspect.json_view import readable_tensors
 
     return [
         {

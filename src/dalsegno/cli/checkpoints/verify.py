@@ -17,7 +17,7 @@ from .arguments import add_json, add_place
 
 if TYPE_CHECKING:
     from dalsegno.checkpoint import Checkpoint
-    from dalsegno.checkpoint.survey import Found
+    from dalsegno.checkpoint.listing import Found
 
 THREADS = 8
 """Files that are read at once: hashing a file takes one core, and many disks want several readers."""
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
         NotFound: if there is no checkpoint.
         ConfigurationError: if there are less than one thread.
     """
-    from dalsegno.checkpoint.survey import Condition, is_checkpoint, survey
+    from dalsegno.checkpoint.listing import Condition, is_checkpoint, survey
     from dalsegno.cli.tables import Column, number, print_json, print_table, size
 
     if arguments.threads < 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TypeVar
 
-from dalsegno.cli.places import place
+from dalsegno.cli.paths import place
 
 Settings = TypeVar("Settings")
 

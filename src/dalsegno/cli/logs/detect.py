@@ -18,7 +18,7 @@ from .arguments import add_json, add_step_key, settings_of
 if TYPE_CHECKING:
     from dalsegno.analysis import DetectorSettings, Series, TrainingLog
 
-    from .answers import Answers
+    from .per_run_results import Answers
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -139,7 +139,7 @@ def _sweep(marked: dict[str | None, list[Series]], arguments: argparse.Namespace
 def _watched(paths: list[Path], arguments: argparse.Namespace) -> Answers[Series]:
     from dalsegno.analysis import open_logs
 
-    from .answers import Answers
+    from .per_run_results import Answers
 
     def watched(log: TrainingLog) -> Series:
         metric = arguments.metric or log.loss

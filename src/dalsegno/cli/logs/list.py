@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     from dalsegno.analysis import open_log
     from dalsegno.cli.tables import Column, moment, number, print_json, print_table
 
-    from .answers import Answers
+    from .per_run_results import Answers
 
     runs = open_log(arguments.folder, arguments.step_key)
     answers = Answers(runs, _row)

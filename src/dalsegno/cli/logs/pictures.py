@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dalsegno.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from dalsegno.analysis.figure import Picture
+    from dalsegno.analysis.plotting.figure import Picture
 
 FORMATS = ("png", "svg", "pdf")
 

@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     from dalsegno.analysis import find_spikes, open_logs
     from dalsegno.cli.tables import Column, number, print_json, print_table
 
-    from .answers import Answers
+    from .per_run_results import Answers
 
     def outstanding(log: TrainingLog) -> list[dict[str, Any]]:
         usual = [name for name in (log.loss, "grad_norm") if name in log.metrics()]

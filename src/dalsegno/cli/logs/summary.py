@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     from dalsegno.analysis import TrainingLog, open_logs
     from dalsegno.cli.tables import print_facts, print_json
 
-    from .answers import Answers
+    from .per_run_results import Answers
 
     answers = Answers(open_logs(arguments.runs, arguments.step_key), TrainingLog.summary)
     summaries = answers.given

@@ -1,0 +1,1 @@
+"""Pictures of curves: with matplotlib, in a terminal, as SVG."""

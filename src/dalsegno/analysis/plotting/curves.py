@@ -1,0 +1,338 @@
+"""What there is to draw: panels of curves, ready for any kind of paper."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dalsegno.analysis.formats.naming import is_of_evaluation
+from dalsegno.analysis.rewound import Restart, Tail
+from dalsegno.analysis.series import HUGE, Series
+from dalsegno.analysis.stats.smooth import automatic_window, smooth
+from dalsegno.errors import ConfigurationError, NotFound, UnknownName
+from dalsegno.logs import is_wall_clock
+
+from .palette import colour
+from .view import View
+
+Floats = NDArray[np.float64]
+
+TOKENS = ("tokens", "tokens_seen", "num_input_tokens_seen", "num_tokens", "total_tokens", "consumed_tokens")
+"""How programs call the number of tokens so far."""
+MOST_DOTS = 200
+"""Evaluations that are drawn as single points; more of them make a line."""
+MOST_TITLE = 60
+"""Characters of the names of two runs that make a title."""
+UNITS_OF_TIME = ((2 * 3600.0, "hours", 3600.0), (120.0, "minutes", 60.0), (0.0, "seconds", 1.0))
+"""From how many seconds on time is told in which unit, and how many seconds that has."""
+LABELS = {
+    "tok_per_sec": "tokens per second",
+    "peak_mem": "peak memory (bytes)",
+    "learning_rate": "learning rate",
+    "grad_norm": "gradient norm",
+    "max_grad_norm": "largest gradient norm",
+    "mfu": "part of the hardware's peak used",
+}
+
+
+class Log(Protocol):
+    """What of a TrainingLog is needed to draw it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def loss(self) -> str | None: ...
+
+    def metrics(self) -> list[str]: ...
+
+    def metric(self, name: str) -> Series: ...
+
+    def series(self, names: Iterable[str]) -> Mapping[str, Series]:
+        """Several in one reading, which are then kept."""
+        ...
+
+    def tails(self) -> Sequence[Tail]: ...
+
+    def restarts(self) -> Sequence[Restart]: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Curve:
+    """A metric of a run. Arrays have shape (n,)."""
+
+    run: str
+    metric: str
+    colour: str
+    x: Floats
+    values: Floats
+    """As they were logged."""
+    smoothed: Floats | None
+    """None where they are few, or shall not be smoothed."""
+    window: int
+    """Records whose mean a smoothed value is; 1: not smoothed."""
+    dotted: bool
+    """Evaluations: few, each a point of its own."""
+    beside: bool
+    """Not the metric that was asked for, but the evaluation that goes with it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LostCurve:
+    """What was logged and then cut off. Arrays have shape (n,)."""
+
+    x: Floats
+    values: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A restart or rollback, on the x axis."""
+
+    x: float
+    """Where the run went on."""
+    reached: float
+    """How far it had come before."""
+    rollback: bool
+    colour: str
+
+
+@dataclass(slots=True)
+class Panel:
+    """Curves in one pair of axes."""
+
+    metric: str
+    title: str
+    x_label: str
+    y_label: str
+    curves: list[Curve] = field(default_factory=list)
+    lost: list[LostCurve] = field(default_factory=list)
+    """Only where the panel has one run."""
+    marks: list[Mark] = field(default_factory=list)
+
+    @property
+    def runs(self) -> list[str]:
+        return list(dict.fromkeys(curve.run for curve in self.curves))
+
+
+def panels(logs: Sequence[Log], metrics: Sequence[str] | None, view: View, *, compare: bool) -> list[list[Panel]]:
+    """Rows of panels: a row a metric; in it all runs in one panel, or, without ``compare``, one panel a run.
+
+    With a metric of training go those of evaluation that measure the same: with ``loss`` ``eval_loss``.
+
+    Args:
+        metrics: None: the loss, under whatever name each run has for it, or else the first metric there is.
+
+    Raises:
+        UnknownName: for a metric that none of the logs has.
+        NotFound: if there is nothing to draw at all.
+        ConfigurationError: if the logs do not know what runs to the right.
+    """
+    chosen = [[metric] * len(logs) for metric in metrics] if metrics else [_losses(logs)]
+    known = {name for log in logs for name in log.metrics()}
+    for metric in metrics or ():
+        if metric not in known:
+            raise UnknownName("metric", metric, known)
+    for number, log in enumerate(logs):
+        _read_at_once(log, [names[number] for names in chosen])
+    seconds = max(_seconds(log) for log in logs) if view.x == "time" else 0.0
+    axes = [_Axis(log, view, seconds) for log in logs]
+    rows = []
+    for names in chosen:
+        label = value_label(names[0], view) if len(set(names)) == 1 else "loss"
+        if compare or len(logs) == 1:
+            runs = list(zip(axes, names, map(colour, range(len(logs))), strict=True))
+            rows.append([_panel(label, _title(logs), runs, view)])
+        else:
+            runs = [(axis, name, colour(0)) for axis, name in zip(axes, names, strict=True)]
+            rows.append([_panel(label, run[0].log.name, [run], view) for run in runs])
+    return rows
+
+
+def value_label(metric: str, view: View) -> str:
+    """A metric in words, with its unit where it is known."""
+    if view.perplexity and _is_loss(metric):
+        return "perplexity" if metric == "loss" else f"perplexity ({metric})"
+    return LABELS.get(metric, metric)
+
+
+def value_range(curves: Sequence[Curve], view: View) -> tuple[float, float] | None:
+    """From where to where the values go that shall be seen, without air around them; None if there are none."""
+    drawn = [curve.values[np.isfinite(curve.values) & ((curve.values > 0) | (not view.log))] for curve in curves]
+    values = np.concatenate([np.empty(0), *drawn])
+    if not len(values):
+        return None
+    low, high = np.quantile(values, (0.01, 0.99)) if view.ignore_outliers else (values.min(), values.max())
+    return float(low), float(high)
+
+
+def evaluations_of(metric: str, names: Sequence[str]) -> list[str]:
+    """Of ``names`` those that measure the same as ``metric`` does, in evaluation: of ``loss``, ``eval_loss``."""
+    if is_of_evaluation(metric):
+        return []
+    measure = metric.removeprefix("train").lstrip("_/")
+    others = [name for name in names if is_of_evaluation(name) and not is_wall_clock(name)]
+    return [name for name in others if name.endswith((f"_{measure}", f"/{measure}"))]
+
+
+def unit_of_time(longest: float) -> tuple[str, float]:
+    """In which so many seconds are told, and its own seconds."""
+    return next((name, unit) for least, name, unit in UNITS_OF_TIME if longest >= least)
+
+
+class _Axis:
+    """How one run's steps become places on the x axis."""
+
+    def __init__(self, log: Log, view: View, longest: float) -> None:
+        self.log = log
+        self._view = view
+        self._time, self._unit = unit_of_time(longest)
+        self._tokens = _tokens(log) if view.x == "tokens" else None
+        self._began = float(_times(log).min()) if view.x == "time" else 0.0
+
+    @property
+    def label(self) -> str:
+        if self._view.x == "time":
+            return f"{self._time} since the first record"
+        return {"step": "step", "epoch": "epoch", "tokens": "tokens"}[self._view.x]
+
+    def of(self, series: Series) -> Floats:
+        """Shape (n,)."""
+        if self._view.x == "step":
+            return series.steps.astype(np.float64)
+        if self._tokens is not None:
+            return np.interp(series.steps, self._tokens.steps, self._tokens.values)
+        known = series.epochs if self._view.x == "epoch" else series.times
+        if known is None or not len(known):
+            raise _no_axis(self.log, self._view.x)
+        return known if self._view.x == "epoch" else (known - self._began) / self._unit
+
+    def of_steps(self, steps: Floats, beside: Series) -> Floats:
+        """Of any steps, from those of a series."""
+        x = self.of(beside)
+        known = np.isfinite(x)
+        return np.interp(steps, beside.steps[known], x[known])
+
+
+def _panel(label: str, title: str, runs: Sequence[tuple[_Axis, str, str]], view: View) -> Panel:
+    """``runs``: each with the metric that is drawn of it, and its colour."""
+    panel = Panel(runs[0][1], title, runs[0][0].label, label)
+    for axis, metric, run_colour in runs:
+        here = axis.log.metrics()
+        for name in [metric, *evaluations_of(metric, here)]:
+            if name in here:
+                panel.curves.append(_curve(axis.log.metric(name), axis, view, run_colour, beside=name != metric))
+        if metric in here:
+            panel.marks += _marks(axis, axis.log.metric(metric), run_colour)
+        if metric in here and len(runs) == 1:
+            panel.lost += _lost(axis, metric, view)
+    return panel
+
+
+def _curve(series: Series, axis: _Axis, view: View, run_colour: str, *, beside: bool) -> Curve:
+    values = _seen(series, view)
+    window = automatic_window(len(values)) if view.smooth is None else view.smooth
+    dotted = is_of_evaluation(series.name) and len(values) <= MOST_DOTS
+    smoothed = smooth(values, window) if window > 1 and not dotted else None
+    x = axis.of(series)
+    placed = np.isfinite(x)
+    return Curve(
+        run=axis.log.name,
+        metric=series.name,
+        colour=run_colour,
+        x=x[placed],
+        values=values[placed],
+        smoothed=None if smoothed is None else smoothed[placed],
+        window=1 if smoothed is None else window,
+        dotted=dotted,
+        beside=beside,
+    )
+
+
+def _marks(axis: _Axis, series: Series, run_colour: str) -> list[Mark]:
+    restarts = axis.log.restarts()
+    if not restarts or not len(series):
+        return []
+    steps = np.array([(restart.step, restart.reached) for restart in restarts], np.float64)
+    places = axis.of_steps(steps.ravel(), series).reshape(-1, 2).tolist()
+    return [
+        Mark(x, reached, restart.leg is None, run_colour)
+        for restart, (x, reached) in zip(restarts, places, strict=True)
+    ]
+
+
+def _lost(axis: _Axis, metric: str, view: View) -> list[LostCurve]:
+    series = [tail.series(metric) for tail in axis.log.tails()]
+    return [LostCurve(axis.of(each), _seen(each, view)) for each in series if len(each)]
+
+
+def _seen(series: Series, view: View) -> Floats:
+    """The values that are drawn."""
+    values = series.values
+    if view.perplexity and _is_loss(series.name):
+        with np.errstate(over="ignore"):
+            values = np.exp(values)
+    return np.where(np.abs(values) > HUGE, np.copysign(np.inf, values), values)
+
+
+def _title(logs: Sequence[Log]) -> str:
+    names = [log.name for log in logs]
+    joined = " and ".join(names)
+    return joined if len(names) == 1 or (len(names) == 2 and len(joined) <= MOST_TITLE) else f"{len(names)} runs"
+
+
+def _losses(logs: Sequence[Log]) -> list[str]:
+    """What each of them calls its loss; where none has one, the first metric there is."""
+    losses = [log.loss for log in logs]
+    usual = next((loss for loss in losses if loss), None)
+    usual = usual or next((name for log in logs for name in log.metrics()), None)
+    if usual is None:
+        raise NotFound(f"nothing to draw: no metric in {', '.join(log.name for log in logs) or 'no log'}")
+    return [loss or usual for loss in losses]
+
+
+def _is_loss(name: str) -> bool:
+    return name.endswith("loss")
+
+
+def _tokens(log: Log) -> Series:
+    names = log.metrics()
+    for name in TOKENS:
+        if name in names:
+            series = log.metric(name)
+            if len(series) and np.all(np.diff(series.values) >= 0):
+                return series
+    raise _no_axis(log, "tokens", f" (looked for {', '.join(TOKENS)})")
+
+
+def _read_at_once(log: Log, metrics: Sequence[str]) -> None:
+    """Let a long log be read once, not once for each metric."""
+    here = log.metrics()
+    wanted = [name for metric in metrics for name in (metric, *evaluations_of(metric, here)) if name in here]
+    log.series(dict.fromkeys([*wanted, *_clock_of(log), *(name for name in TOKENS if name in here)]))
+
+
+def _clock_of(log: Log) -> list[str]:
+    """The metric whose records tell when the run began and ended; none if there are none."""
+    return [log.loss] if log.loss else log.metrics()[:1]
+
+
+def _times(log: Log) -> Floats:
+    """Of its records, in UTC seconds, at least one."""
+    for name in _clock_of(log):
+        times = log.metric(name).times
+        if times is not None and np.isfinite(times).any():
+            return times[np.isfinite(times)]
+    raise _no_axis(log, "time")
+
+
+def _seconds(log: Log) -> float:
+    return float(np.ptp(_times(log)))
+
+
+def _no_axis(log: Log, x: str, hint: str = "") -> ConfigurationError:
+    return ConfigurationError(f"x is {x!r}, and {log.name} does not log it{hint}; take another one")

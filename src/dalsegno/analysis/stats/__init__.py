@@ -1,0 +1,1 @@
+"""Statistics of curves: smoothing, spikes, comparison of runs, detection of divergence."""

@@ -1,0 +1,133 @@
+"""Where a metric jumps out of its noise, and comes back or does not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dalsegno.analysis.series import Series
+from dalsegno.errors import ConfigurationError
+
+from .divergence import Mode
+
+Floats = NDArray[np.float64]
+
+MAD_TO_SIGMA = 1.4826
+"""From a median absolute deviation to the standard deviation of normal noise that has it."""
+LEAST_NOISE = 1e-3
+"""Noise is taken for no less than this part of the usual value: a metric that stands still has no spikes of 1e-9."""
+AT_ONCE = 1 << 10
+"""Windows that are looked at at a time: each is a copy of its part of the log. So few stay in the processor's cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spike:
+    """Some records in a row that stand out."""
+
+    step: int
+    """Of the record that stands out the most."""
+    value: float
+    usual: float
+    """The median of the records before."""
+    sigmas: float
+    """How far from it, in standard deviations of the noise there; infinite where the value is not finite."""
+    first_step: int
+    last_step: int
+    records: int
+    """From ``first_step`` to ``last_step``."""
+    recovered: bool
+    """Whether the record after it is back where the metric was before it."""
+
+
+def find_spikes(
+    series: Series,
+    *,
+    window: int | None = None,
+    sigmas: float = 6.0,
+    mode: Mode = "min",
+) -> list[Spike]:
+    """The spikes of a metric, in the order of its steps.
+
+    A record stands out if it lies more than ``sigmas`` standard deviations beyond the median of the records before
+    it. Median and deviation (from the median absolute deviation, which spikes do not move) are those of ``window``
+    records, taken anew every half window. What is not finite always stands out.
+
+    Args:
+        window: at least 4; None: a tenth of the records, from 16 to 50.
+        mode: ``"min"`` for metrics that should be low: spikes go up. ``"max"``: they go down.
+
+    Raises:
+        ConfigurationError: for a window under 4, or sigmas that are not over 0.
+    """
+    steps, values = series.steps, series.values
+    if window is None:
+        window = min(max(16, len(values) // 10), 50)
+    if window < 4:
+        raise ConfigurationError(f"window is {window!r}; allowed: at least 4 records")
+    if not sigmas > 0:
+        raise ConfigurationError(f"sigmas is {sigmas!r}; allowed: a number over 0")
+    if not len(values):
+        return []
+    usual, noise = _usual(values, window)
+    sign = 1.0 if mode == "min" else -1.0
+    with np.errstate(invalid="ignore", over="ignore"):
+        heights = sign * (values - usual) / noise
+    heights[~np.isfinite(values)] = np.inf
+    edges = np.diff((heights > sigmas).astype(np.int8), prepend=0, append=0)
+    spikes = []
+    for first, behind in zip(np.flatnonzero(edges == 1), np.flatnonzero(edges == -1), strict=True):
+        top = first + int(np.argmax(heights[first:behind]))
+        with np.errstate(invalid="ignore", over="ignore"):
+            back = behind < len(values) and not sign * (values[behind] - usual[first]) > sigmas * noise[first]
+        spikes.append(
+            Spike(
+                step=int(steps[top]),
+                value=float(values[top]),
+                usual=float(usual[top]),
+                sigmas=float(heights[top]),
+                first_step=int(steps[first]),
+                last_step=int(steps[behind - 1]),
+                records=int(behind - first),
+                recovered=bool(back),
+            )
+        )
+    return spikes
+
+
+def _usual(values: Floats, window: int) -> tuple[Floats, Floats]:
+    """Median and noise before each record, shape (n,) each: NaN for the first window, which nothing precedes."""
+    n, stride = len(values), window // 2
+    usual, noise = np.full(n, np.nan), np.full(n, np.nan)
+    if n <= window:
+        return usual, noise
+    windows = np.lib.stride_tricks.sliding_window_view(values[: n - 1], window)[::stride]
+    parts = [_median_and_noise(windows[begin : begin + AT_ONCE]) for begin in range(0, len(windows), AT_ONCE)]
+    medians, deviations = (np.concatenate(part) for part in zip(*parts, strict=True))
+    deviations = np.maximum(deviations, LEAST_NOISE * np.abs(medians))
+    deviations[deviations == 0] = np.finfo(np.float64).tiny
+    usual[window:], noise[window:] = (np.repeat(each, stride)[: n - window] for each in (medians, deviations))
+    return usual, noise
+
+
+def _median_and_noise(windows: Floats) -> tuple[Floats, Floats]:
+    with np.errstate(invalid="ignore", over="ignore"):
+        finite = np.isfinite(windows)
+        rows = windows if finite.all() else np.where(finite, windows, np.nan)
+        medians = _medians(rows)
+        return medians, MAD_TO_SIGMA * _medians(np.abs(rows - medians[:, None]))
+
+
+def _medians(rows: Floats) -> Floats:
+    """Of each row, NaN left out; NaN for a row of nothing else.
+
+    Sorted whole: processors sort short rows faster than they find what is in their middle. (``np.median`` imports
+    numpy.ma when it is first used, which takes as long as all else of a short log.)
+    """
+    ordered = np.sort(rows, axis=1)  # NaN comes last
+    known = rows.shape[1] - np.count_nonzero(np.isnan(ordered), axis=1)
+    every = np.arange(len(rows))
+    low, high = ordered[every, np.maximum(known - 1, 0) // 2], ordered[every, known // 2]
+    medians: Floats = low / 2 + high / 2  # their sum may be more than any float
+    return medians

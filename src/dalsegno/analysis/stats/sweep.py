@@ -1,0 +1,164 @@
+"""Detector settings that tell good runs from bad ones, found in the logs of both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from typing import Literal, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dalsegno.analysis.series import HUGE, Series
+from dalsegno.errors import ConfigurationError
+
+from .detect import DetectorSettings, detect_divergence
+from .divergence import Divergence, Mode
+
+Floats = NDArray[np.float64]
+Limit = Literal["threshold", "relative_threshold"]
+
+LIMITS: tuple[Limit, ...] = ("threshold", "relative_threshold")
+
+SMOOTHING = (0.05, 0.1, 0.3, 1.0)
+PATIENCE = (1, 3, 5, 10)
+WARMUP = (10, 50, 2)
+TRIED = 12
+"""How many of the candidates are tried with the detector itself, and handed back."""
+
+
+class Limits(TypedDict):
+    """The two arguments of :class:`DetectorSettings` of which one is used."""
+
+    threshold: float | None
+    relative_threshold: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Settings, and how well they tell the runs apart."""
+
+    settings: DetectorSettings
+    missed: int
+    """Bad runs in which it would not have fired."""
+    false_alarms: int
+    """Good runs in which it would have."""
+    margin: float
+    """How far the threshold may be off: what the least bad run shows over what the worst good run shows, as a factor.
+    At most 1 if no threshold separates them; infinite if the bad runs end in NaN."""
+    fires_at: float | None
+    """The mean over the bad runs of how far into a run it fires, as a part of its observations."""
+
+    @property
+    def errors(self) -> int:
+        return self.missed + self.false_alarms
+
+
+def sweep_settings(good: Sequence[Series], bad: Sequence[Series], *, mode: Mode = "min") -> list[Candidate]:
+    """The settings that tell them apart best: fewest errors first, then the widest margin, then the earliest firing.
+
+    A series is the watched metric of one run. For each smoothing, patience and warm-up, a run *shows* the largest
+    distance from its best that lasted for ``patience`` observations: a detector fires just if its threshold is at
+    most that. So no grid of thresholds is tried: the one that parts the runs best lies in the middle between what the
+    worst good run and the least bad one show. The distances are the detector's own, and the best candidates are then
+    tried with the detector itself.
+
+    Raises:
+        ConfigurationError: without a run of either kind.
+    """
+    if not good or not bad:
+        raise ConfigurationError("a sweep needs runs of both kinds: good ones and bad ones")
+    drafts = []
+    for smoothing in SMOOTHING:
+        tracks_good, tracks_bad = ([_Track(series.values, smoothing, mode) for series in runs] for runs in (good, bad))
+        for limit, patience in product(LIMITS, PATIENCE):
+            found = set()
+            for warmup in WARMUP:
+                shown_good = [track.shown(limit, patience, warmup) for track in tracks_good]
+                shown_bad = [track.shown(limit, patience, warmup) for track in tracks_bad]
+                gap = _widest_gap(shown_good, shown_bad)
+                if gap in found:
+                    continue  # a longer warm-up that changes nothing
+                found.add(gap)
+                settings = DetectorSettings(
+                    smoothing=smoothing,
+                    patience=patience,
+                    warmup=warmup,
+                    mode=mode,
+                    **_as_arguments(limit, _middle(*gap)),
+                )
+                drafts.append((_errors(gap, shown_good, shown_bad), _factor(min(shown_bad), max(shown_good)), settings))
+    drafts.sort(key=lambda draft: (draft[0], -draft[1]))
+    candidates = [_tried(settings, good, bad, margin) for _, margin, settings in drafts[:TRIED]]
+    return sorted(candidates, key=lambda each: (each.errors, -each.margin, each.fires_at or 1.0))
+
+
+class _Track:
+    """How far a run has been from its best at each observation, as the detector counts it."""
+
+    def __init__(self, values: Floats, smoothing: float, mode: Mode) -> None:
+        divergence = Divergence(smoothing=smoothing, mode=mode)
+        verdicts = [divergence.observe(value) for value in values.tolist()]
+        best = np.array([verdict.best for verdict in verdicts])
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            away = np.abs(np.array([verdict.smoothed for verdict in verdicts]) - best)
+            part = np.where(away > 0, away / np.abs(best), 0.0)
+        self._away: dict[Limit, Floats] = {"threshold": away, "relative_threshold": part}
+        self._all_finite = bool(np.isfinite(values).all())
+
+    def shown(self, limit: Limit, patience: int, warmup: int) -> float:
+        """The largest distance at which it would have fired; infinite where it fires at any, 0 where at none."""
+        if not self._all_finite:
+            return math.inf
+        away = self._away[limit][warmup:]
+        if len(away) < patience:
+            return 0.0
+        return float(np.lib.stride_tricks.sliding_window_view(away, patience).min(axis=1).max())
+
+
+def _widest_gap(good: Sequence[float], bad: Sequence[float]) -> tuple[float, float]:
+    """Between which two distances a threshold makes the fewest errors; of several gaps the widest, as a factor."""
+    levels = sorted({0.0, *good, *bad, math.inf})
+    return max(pairwise(levels), key=lambda gap: (-_errors(gap, good, bad), _factor(gap[1], gap[0])))
+
+
+def _errors(gap: tuple[float, float], good: Sequence[float], bad: Sequence[float]) -> int:
+    low, high = gap
+    return sum(shown <= low for shown in bad) + sum(shown >= high for shown in good)
+
+
+def _middle(low: float, high: float) -> float:
+    if low == 0:  # the good runs show nothing at all: the usual threshold will do, if the bad ones show more
+        return min(1.0, high / 2)
+    return min(2 * low, HUGE) if high == math.inf else math.sqrt(low) * math.sqrt(high)
+
+
+def _factor(high: float, low: float) -> float:
+    if high == low:
+        return 1.0
+    return math.inf if low == 0 else high / low
+
+
+def _as_arguments(limit: Limit, distance: float) -> Limits:
+    if limit == "threshold":
+        return {"threshold": _rounded(distance), "relative_threshold": None}
+    return {"threshold": None, "relative_threshold": 1 + _rounded(distance)}
+
+
+def _rounded(distance: float) -> float:
+    """Three digits are enough for a threshold that people read, and more would only look exact."""
+    return float(f"{distance:.3g}")
+
+
+def _tried(settings: DetectorSettings, good: Sequence[Series], bad: Sequence[Series], margin: float) -> Candidate:
+    fired = [(found.fired, found.observations) for found in (detect_divergence(series, settings) for series in bad)]
+    seen = [firing.observation / observations for firing, observations in fired if firing is not None]
+    return Candidate(
+        settings=settings,
+        missed=len(bad) - len(seen),
+        false_alarms=sum(detect_divergence(series, settings).fired is not None for series in good),
+        margin=margin,
+        fires_at=sum(seen) / len(seen) if seen else None,
+    )

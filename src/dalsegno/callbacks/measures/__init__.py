@@ -1,0 +1,1 @@
+"""Quantities that several callbacks report: FLOPs and spectral norms."""

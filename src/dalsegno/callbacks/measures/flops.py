@@ -1,0 +1,220 @@
+"""How many floating-point operations a training step of a model takes: reckoned from shapes, without the model itself.
+
+Counted are matrix products, convolutions and attention (in full, also where a mask leaves half of it out), two
+operations for each product and sum; forward, and backward as far as it is needed: a frozen weight has no gradient, and
+below the first one that is trained nothing has. Operations that activation checkpointing or an attention kernel does
+again are not the model's and do not count: what is reckoned is model FLOPs, as in Chowdhery et al. 2022, "PaLM"
+(arXiv:2204.02311), appendix B.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from dalsegno.distributed.rng import seeded_generators
+from dalsegno.distributed.sharded_tensors import device_of
+
+from .shadow_model import no_global_hooks, shadow_of, without_data
+
+
+class Uncountable(Exception):
+    """A step of this model cannot be followed by its shapes; the message says why."""
+
+
+def count_flops(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], autocast: torch.dtype | None = None
+) -> int:
+    """FLOPs of ``model(*args, **kwargs)`` and of the backward pass of its loss.
+
+    Model, arguments and random numbers stay as they are; no hook runs, and nothing is compiled. The loss is what the
+    model returns as such, else the sum of what it returns, whose backward pass takes the same. Under FSDP2 all of the
+    model is counted.
+
+    Args:
+        model: in the mode (training or evaluation) that it is to be counted in.
+        args: positional ones of its call.
+        kwargs: named ones.
+        autocast: the type of number that is cast to; None: none.
+
+    Raises:
+        Uncountable: if the forward depends on values that there are none of, or does something whose operations nobody
+            knows.
+    """
+    device = device_of(model)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with ExitStack() as held:
+        held.enter_context(seeded_generators(0, device))
+        held.enter_context(no_global_hooks())
+        held.enter_context(torch.compiler.set_stance("force_eager"))
+        held.enter_context(torch.enable_grad())
+        try:
+            shadow = shadow_of(model, mode)
+            args, kwargs = without_data((list(args), dict(kwargs)), mode)
+            counter = _Counter()
+            with mode, counter:
+                with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+                    loss = _loss(shadow(*args, **kwargs))
+                if loss is not None:
+                    counter.backward(loss)
+        except Uncountable:
+            raise
+        except Exception as error:
+            lines = str(error).strip().splitlines()
+            raise Uncountable(f"{type(error).__name__}: {lines[0] if lines else ''}") from error
+    return counter.flops
+
+
+def _loss(returned: Any) -> Tensor | None:
+    """What to go back from; None: nothing needs a gradient."""
+    whole = dict(returned) if isinstance(returned, Mapping) else returned
+    named = whole.get("loss") if isinstance(whole, dict) else getattr(whole, "loss", None)
+    found = [named] if isinstance(named, Tensor) else tree_leaves(whole)
+    sums = [each.sum() for each in found if isinstance(each, Tensor) and each.requires_grad]
+    return torch.stack([each.float() for each in sums]).sum() if sums else None
+
+
+class _Counter(TorchDispatchMode):
+    """Adds up the FLOPs of whatever runs inside of it, on tensors without data."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0
+        self._is_backward = False
+
+    def backward(self, loss: Tensor) -> None:
+        self._is_backward = True
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        real = [each for each in tensors if not isinstance(each, FakeTensor)]
+        if any(each.requires_grad for each in real):
+            raise Uncountable("its forward reaches a tensor of the model by another way than through its modules")
+        if real and len(real) == len(tensors):  # whole numbers among themselves: their values may be asked for
+            with unset_fake_temporarily():
+                return function(*args, **kwargs)
+        result = _grouped(function, args, kwargs) if function in _GROUPED else function(*args, **kwargs)
+        if not (self._is_backward and torch.is_grad_enabled()):  # else it is done again, to save memory
+            self.flops += _flops_of(function, args, kwargs, result)
+        return result
+
+
+_GROUPED = {torch.ops.aten._grouped_mm.default}
+
+
+def _grouped(function: Any, args: Any, kwargs: Any) -> Any:
+    """As bf16: torch knows what comes of no other type, though its kernels take them."""
+    cast = tree_map_only(Tensor, lambda each: each.bfloat16() if each.is_floating_point() else each, (args, kwargs))
+    return function(*cast[0], **cast[1]).to(args[0].dtype)
+
+
+def _flops_of(function: Any, args: Any, kwargs: Any, result: Any) -> int:
+    name = function.name().partition(".")[0]
+    if (formula := _FORMULAS.get(name)) is not None:
+        return formula(*args, **kwargs)
+    packet = getattr(function, "_overloadpacket", function)
+    if packet in flop_registry:
+        return int(flop_registry[packet](*args, **kwargs, out_val=result))
+    if name in _WITHOUT_FORMULA or name.partition("::")[0] not in _NO_PRODUCTS:
+        raise Uncountable(f"{name} has no formula (torch.utils.flop_counter.register_flop_formula gives it one)")
+    return 0
+
+
+def _matrix(a: Tensor, b: Tensor, *rest: Any, **named: Any) -> int:
+    """Of two matrices, or of groups of them, one after the other in the first or the last dimension."""
+    groups = a.shape[0] if a.dim() == b.dim() == 3 else 1
+    return 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
+
+
+def _added_matrix(added: Tensor, a: Tensor, b: Tensor, *rest: Any, **named: Any) -> int:
+    return _matrix(a, b)
+
+
+def _vector(a: Tensor, b: Tensor, *rest: Any, **named: Any) -> int:
+    return 2 * a.numel()
+
+
+def _added_vector(added: Tensor, a: Tensor, b: Tensor, *rest: Any, **named: Any) -> int:
+    return 2 * a.numel()
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> int:
+    """Queries (..., heads, length, width); keys and values may have fewer heads."""
+    return 2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+
+
+def _attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> int:
+    """Twice the forward pass; torch's own formula counts the scores once more, which the kernel makes again."""
+    return 2 * _attention(query, key, value)
+
+
+def _flex_attention_backward(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> int:
+    return 2 * _attention(query, key, value)
+
+
+def _experts_backward(gradient: Tensor, a: Tensor, b: Tensor, *rest: Any, **named: Any) -> int:
+    return 2 * _matrix(a, b)
+
+
+def _recurrent(x: Tensor, weights: Sequence[Tensor], *rest: Any, **named: Any) -> int:
+    """cuDNN's: (..., width), and for each layer the matrices of inputs and states."""
+    return 2 * math.prod(x.shape[:-1]) * sum(each.numel() for each in weights if each.dim() == 2)
+
+
+def _recurrent_backward(x: Tensor, weights: Sequence[Tensor], *rest: Any, **named: Any) -> int:
+    return 2 * _recurrent(x, weights)
+
+
+def _recurrent_layer(x: Tensor, inputs: Tensor, states: Tensor, *rest: Any, **named: Any) -> int:
+    return _recurrent(x, [inputs, states])
+
+
+def _recurrent_layer_backward(x: Tensor, inputs: Tensor, states: Tensor, *rest: Any, **named: Any) -> int:
+    return 2 * _recurrent(x, [inputs, states])
+
+
+_KERNELS = ("flash", "efficient", "cudnn")
+_FORMULAS: Mapping[str, Callable[..., int]] = {
+    "aten::_grouped_mm": _matrix,
+    "aten::_scaled_grouped_mm": _matrix,
+    "aten::_scaled_grouped_mm_v2": _matrix,
+    "aten::_scaled_mm_v2": _matrix,
+    "aten::_int_mm": _matrix,
+    "aten::mv": _vector,
+    "aten::dot": _vector,
+    "aten::vdot": _vector,
+    "aten::addmv": _added_vector,
+    "aten::addbmm": _added_matrix,
+    "aten::_cudnn_rnn": _recurrent,
+    "aten::_cudnn_rnn_backward": _recurrent_backward,
+    "aten::mkldnn_rnn_layer": _recurrent_layer,
+    "aten::mkldnn_rnn_layer_backward": _recurrent_layer_backward,
+    "transformers::grouped_mm_fallback": _matrix,
+    "transformers::grouped_mm_fallback_backward": _experts_backward,
+    "flex_attention": _attention,
+    "flex_attention_backward": _flex_attention_backward,
+    **{f"aten::_scaled_dot_product_{kernel}_attention": _attention for kernel in _KERNELS},
+    **{f"aten::_scaled_dot_product_{kernel}_attention_backward": _attention_backward for kernel in _KERNELS},
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "aten::_scaled_dot_product_fused_attention_overrideable": _attention,
+    "aten::_scaled_dot_product_fused_attention_overrideable_backward": _attention_backward,
+}
+"""What torch's table leaves out, or counts in another way, by operation."""
+
+_NO_PRODUCTS = {"aten", "prim", "prims", "c10d", "_c10d_functional", "profiler"}
+"""Whose operations are no matrix products, but for those that there are formulas for, and these:"""
+_WITHOUT_FORMULA = {"aten::_trilinear", "aten::miopen_rnn", "aten::_weight_int4pack_mm", "aten::_weight_int8pack_mm"}

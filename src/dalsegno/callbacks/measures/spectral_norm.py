@@ -1,0 +1,195 @@
+"""Spectral norms of all of a model's parameters, by Lanczos iteration, wherever their pieces lie."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.modules.conv import _ConvNd
+
+from dalsegno.distributed import collectives
+from dalsegno.distributed.sharded_tensors import Piece, Readings, cleaned, named_parameters, parameter_pieces
+from dalsegno.stateful.schema import Must
+
+TOLERANCE = 1e-3
+"""Of the squared norm: it is iterated until there is an eigenvalue of WᵀW so near to what has been found."""
+
+Vector = Annotated[Tensor, Must("a row of float32", lambda row: row.dim() == 1 and row.dtype == torch.float32)]
+
+_LOOK_EVERY = 8  # iterations
+
+
+class SpectralNorms:
+    """The largest singular value of each parameter W, seen as a matrix of (first dimension, all others).
+
+    Lanczos iteration on WᵀW with full reorthogonalization (Golub and Van Loan, "Matrix Computations", sections 10.1 and
+    10.3), in fp32, until the residual is below :data:`TOLERANCE`: the norm is then right to half of that, and as a rule
+    to its square. Rows may be split over the ranks: each multiplies its own, the products of all parameters are summed
+    in one collective an iteration. Of a parameter with fewer than two dimensions it is the largest absolute value: the
+    spectral norm of the diagonal matrix that it acts as. One of three that is no convolution's is a stack of matrices,
+    those of experts say: each has its own, under the parameter's name and its number.
+    """
+
+    def __init__(self, steps: int) -> None:
+        """``steps``: the most iterations at a measurement."""
+        self._steps = steps
+        self.vectors: dict[str, Tensor] = {}
+        """Of each matrix the singular vector found: shape (columns,), fp32, the same on every rank."""
+        self.unfinished: dict[str, float] = {}
+        """Of those that had not come so far at the last measurement: the residual of the squared norm, relative."""
+
+    def measure(self, model: nn.Module) -> Readings:
+        """Of the parameters as they are now, each once. Collective."""
+        pieces = list(_measured(model))
+        matrices = [piece for piece in pieces if piece.local.dim() > 1]
+        values = self._norms(matrices) | _largest([piece for piece in pieces if piece.local.dim() < 2])
+        names = [piece.name for piece in pieces]
+        return Readings(names, torch.stack([values[name].cpu() for name in names]) if names else torch.zeros(0))
+
+    def _norms(self, matrices: Sequence[Piece]) -> dict[str, Tensor]:
+        if not matrices:
+            return {}
+        spaces = [_Krylov(self._vector(piece)) for piece in matrices]
+        for number in range(1, self._steps + 1):
+            products = _products(matrices, [space.newest for space in spaces])
+            for space, product in zip(spaces, products, strict=True):
+                space.extend(product)
+            if number % _LOOK_EVERY == 0 or number == self._steps:
+                found = [space.largest() for space in spaces]
+                (is_unfinished,) = collectives.agree_max(
+                    [any(each.residual > TOLERANCE for each in found)], "SpectralNorms"
+                )
+                if not is_unfinished:
+                    break
+        named = dict(zip([piece.name for piece in matrices], found, strict=True))
+        self.vectors = {name: each.vector for name, each in named.items()}
+        self.unfinished = {name: each.residual for name, each in named.items() if each.residual > TOLERANCE}
+        return {name: each.value.sqrt().float() for name, each in named.items()}
+
+    def _vector(self, piece: Piece) -> Tensor:
+        """The one kept, or the one to begin with: drawn by a generator that depends on the name alone."""
+        length = math.prod(piece.local.shape[1:])
+        kept = self.vectors.get(piece.name)
+        if kept is None or kept.numel() != length:
+            kept = torch.randn(length, generator=torch.Generator().manual_seed(zlib.crc32(piece.name.encode())))
+            kept /= kept.norm()
+        return kept.to(piece.local.device)
+
+
+class _Found:
+    def __init__(self, value: Tensor, vector: Tensor, residual: float) -> None:
+        """``value``: 0-dim, float64, on the CPU. ``residual``: over the value."""
+        self.value, self.vector, self.residual = value, vector, residual
+
+
+class _Krylov:
+    """The space of v, A v, A² v, ... of a symmetric A, with the tridiagonal matrix that A is in it."""
+
+    def __init__(self, start: Tensor) -> None:
+        self._basis = start.unsqueeze(0)  # (vectors, length), orthonormal
+        self._diagonal: list[Tensor] = []
+        self._beside: list[Tensor] = []
+
+    @property
+    def newest(self) -> Tensor:
+        return self._basis[-1]
+
+    def extend(self, product: Tensor) -> None:
+        """``product``: A times the newest vector."""
+        self._diagonal.append(product @ self.newest)
+        for _ in range(2):  # once leaves what rounding brought back
+            product = product - self._basis.T @ (self._basis @ product)
+        length = product.norm()
+        is_new = length > 1e-6 * self._diagonal[0].abs()  # else the space is whole
+        self._beside.append(torch.where(is_new, length, torch.zeros_like(length)))
+        added = torch.where(is_new, product / length, torch.zeros_like(product))
+        self._basis = torch.cat([self._basis, added.unsqueeze(0)])
+
+    def largest(self) -> _Found:
+        """Waits for the device."""
+        entries = torch.stack([torch.stack(self._diagonal), torch.stack(self._beside)]).double().cpu()
+        start = self._basis[0]
+        if not entries.isfinite().all():
+            return _Found(torch.tensor(math.nan, dtype=torch.float64), start, 0.0)
+        diagonal, beside = entries
+        tridiagonal = torch.diag(diagonal) + torch.diag(beside[:-1], 1) + torch.diag(beside[:-1], -1)
+        values, vectors = torch.linalg.eigh(tridiagonal)
+        value, mix = values[-1].clamp(min=0), vectors[:, -1]
+        if value == 0:  # a matrix of zeros has no direction
+            return _Found(value, start, 0.0)
+        vector = self._basis[:-1].T @ mix.to(self._basis)
+        return _Found(value, vector / vector.norm(), float(beside[-1] * mix[-1].abs() / value))
+
+
+def _measured(model: nn.Module) -> Iterator[Piece]:
+    """Each parameter's piece, of whole rows; of stacked matrices each."""
+    modules = [(name, module) for name, module in model.named_modules() if isinstance(module, _ConvNd)]
+    convolved = {cleaned(f"{name}.weight").lstrip(".") for name, _ in modules}
+    parameters = [parameter for _, parameter in named_parameters(model)]
+    for parameter, piece in zip(parameters, parameter_pieces(model), strict=True):
+        if parameter.dim() != 3 or piece.name in convolved:
+            yield _by_rows(parameter, piece)
+            continue
+        for number, matrix in enumerate(_whole(parameter, piece).local):
+            yield Piece(f"{piece.name}.{number}", matrix, ())
+
+
+def _by_rows(parameter: Tensor, piece: Piece) -> Piece:
+    """The piece, if it is whole rows of the parameter; else all of the parameter, gathered."""
+    is_by_rows = not isinstance(parameter, DTensor) or not any(
+        isinstance(placement, Shard) and placement.dim != 0 for placement in parameter.placements
+    )
+    return piece if is_by_rows else _whole(parameter, piece)
+
+
+def _whole(parameter: Tensor, piece: Piece) -> Piece:
+    """All of the parameter, gathered."""
+    if not isinstance(parameter, DTensor):
+        return piece
+    whole = parameter.full_tensor().detach()
+    return Piece(piece.name, torch.view_as_real(whole) if whole.is_complex() else whole, ())
+
+
+def _matrix(piece: Piece) -> Tensor:
+    return piece.local.flatten(1).float()
+
+
+def _products(matrices: Sequence[Piece], vectors: Sequence[Tensor]) -> list[Tensor]:
+    """Wᵀ W v of each."""
+    own = [_matrix(piece).T @ (_matrix(piece) @ vector) for piece, vector in zip(matrices, vectors, strict=True)]
+    return _combined(own, matrices, dist.ReduceOp.SUM)
+
+
+def _largest(pieces: Sequence[Piece]) -> dict[str, Tensor]:
+    """The largest absolute value of each."""
+    zero = [piece.local.new_zeros(1, dtype=torch.float32) for piece in pieces]  # for a rank that has no part of it
+    own = [
+        torch.cat([piece.local.reshape(-1).float().abs(), nothing]).max()
+        for piece, nothing in zip(pieces, zero, strict=True)
+    ]
+    combined = _combined(own, pieces, dist.ReduceOp.MAX)
+    return {piece.name: value for piece, value in zip(pieces, combined, strict=True)}
+
+
+def _combined(parts: Sequence[Tensor], pieces: Sequence[Piece], how: dist.ReduceOp.RedOpType) -> list[Tensor]:
+    """Each part, reduced over the ranks that share its piece: those shared by the same ranks in one collective."""
+    combined = list(parts)
+    shared: dict[tuple[ProcessGroup, ...], list[int]] = defaultdict(list)
+    for number, piece in enumerate(pieces):
+        if piece.groups:
+            shared[piece.groups].append(number)
+    for groups, members in shared.items():
+        flat = torch.cat([parts[number].reshape(-1) for number in members])
+        for group in groups:
+            dist.all_reduce(flat, how, group=group)
+        for number, reduced in zip(members, torch.split(flat, [parts[each].numel() for each in members]), strict=True):
+            combined[number] = reduced.reshape(parts[number].shape)
+    return combined

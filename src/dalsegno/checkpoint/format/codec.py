@@ -1,0 +1,370 @@
+"""State trees to JSON and tensors, and back, bit by bit. Nothing that is read can run code.
+
+Most of a tree is JSON as it stands: null, true, numbers, texts, arrays, objects. What JSON has no form for is an
+object whose first key begins with ``$``, say ``{"$tuple": [1, 2]}`` or
+``{"$tensor": "history[3]", "dtype": "float32", "shape": [3]}``; a tensor's bytes lie under that name in the file of
+tensors beside it. Tensors come back on the CPU.
+"""
+
+from __future__ import annotations
+
+import base64
+import enum
+import math
+import re
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from dalsegno.errors import CannotSave, DamagedCheckpoint
+from dalsegno.stateful.component import State
+
+from .layout import DTYPES, is_plain, is_shape, name_of
+
+Json = Any
+Arrays = dict[str, torch.Tensor]
+ReadArray = Callable[[str, torch.dtype, list[int]], torch.Tensor]
+
+DEEPEST = 100
+"""Levels of nesting. A state that goes deeper, or contains itself, is refused."""
+
+_ALLOWED = (
+    "a state may hold dict and OrderedDict (with str or int keys), list, tuple, str, bytes, bool, int, float, None, "
+    "numpy scalars and arrays, torch tensors, torch.Size, torch.dtype and torch.device"
+)
+_NUMPY_DTYPE = re.compile(r"[<>|=]?[biufcmM]\d{1,2}(\[\d{0,9}[a-zA-Z]{1,2}\])?")
+
+
+def encode(tree: State, where: str) -> tuple[Json, Arrays]:
+    """``tree`` as JSON, and the arrays and tensors in it, named by their path: ``history[3]``.
+
+    The tensors may share memory with the tree: copy them before anything goes on.
+
+    Args:
+        tree: the state.
+        where: what it belongs to, say ``callbacks.MyCb``; only for messages.
+
+    Raises:
+        CannotSave: if the tree holds anything else than what a state may hold; says where.
+    """
+    found = _Found(where, {})
+    return _encode(tree, where, found, 0), found.arrays
+
+
+def decode(json: Json, read_array: ReadArray, where: str) -> State:
+    """The tree that :func:`encode` was given.
+
+    Args:
+        json: what it made of it.
+        read_array: gives the tensor of that name, dtype and shape; raises if there are no such bytes.
+        where: for messages.
+
+    Raises:
+        DamagedCheckpoint: if ``json`` is nothing that :func:`encode` makes; says where.
+    """
+    return _decode(json, read_array, where, 0)
+
+
+def _step(where: str, key: object) -> str:
+    return f"{where}.{key}" if isinstance(key, str) and key.isidentifier() else f"{where}[{key!r}]"
+
+
+# --- encoding: one function for each type; subclasses are not taken for what they derive from ---------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The arrays met so far in the state of ``whose``."""
+
+    whose: str
+    arrays: Arrays
+
+    def add(self, tensor: torch.Tensor, where: str) -> str:
+        name = where.removeprefix(self.whose).removeprefix(".")
+        while name in self.arrays:
+            name += "'"
+        self.arrays[name] = tensor
+        return name
+
+
+def _encode(value: State, where: str, found: _Found, depth: int) -> Json:
+    if depth > DEEPEST:
+        raise CannotSave(f"{where}: nested deeper than {DEEPEST} levels, or contains itself")
+    if value is None or type(value) is bool:
+        return value
+    if isinstance(value, np.generic):
+        return _encode_numpy_scalar(value, where)
+    if isinstance(value, torch.Tensor):
+        return _encode_tensor(value, where, found)
+    encoder = _ENCODERS.get(type(value))
+    if encoder is None:
+        raise CannotSave(_refusal(value, where))
+    return encoder(value, where, found, depth)
+
+
+def _encode_str(value: str, where: str, found: _Found, depth: int) -> Json:
+    if value.isascii() or not any("\ud800" <= character <= "\udfff" for character in value):
+        return value
+    return {"$str": base64.b64encode(value.encode("utf-8", "surrogatepass")).decode()}
+
+
+def _encode_int(value: int, where: str, found: _Found, depth: int) -> Json:
+    return value if -(1 << 63) <= value < 1 << 64 else {"$int": hex(value)}
+
+
+def _encode_float(value: float, where: str, found: _Found, depth: int) -> Json:
+    return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
+
+
+def _encode_bytes(value: bytes, where: str, found: _Found, depth: int) -> Json:
+    return {"$bytes": base64.b64encode(value).decode()}
+
+
+def _encode_dict(value: dict[Any, Any], where: str, found: _Found, depth: int) -> Json:
+    for key in value:
+        if type(key) is not str and type(key) is not int:
+            raise CannotSave(f"{where}: cannot save a dict with the key {key!r}, a {_class(key)}; {_ALLOWED}")
+    items = {key: _encode(each, _step(where, key), found, depth + 1) for key, each in value.items()}
+    if all(isinstance(_key_as_json(key), str) and not key.startswith("$") for key in items):
+        return items
+    return {"$dict": [[_key_as_json(key), each] for key, each in items.items()]}
+
+
+def _key_as_json(key: str | int) -> Json:
+    return _encode(key, "", _Found("", {}), 0)
+
+
+def _encode_ordered_dict(value: OrderedDict[Any, Any], where: str, found: _Found, depth: int) -> Json:
+    return {"$ordered": _encode_dict(value, where, found, depth)}
+
+
+def _encode_counter(value: Counter[Any], where: str, found: _Found, depth: int) -> Json:
+    return {"$counter": _encode_dict(dict(value), where, found, depth)}  # MultiStepLR's milestones are one
+
+
+def _encode_list(value: list[Any], where: str, found: _Found, depth: int) -> Json:
+    if set(map(type, value)) == {str} and "".join(value).isascii():  # thousands of names, all at once
+        return value.copy()
+    return [_encode(each, f"{where}[{number}]", found, depth + 1) for number, each in enumerate(value)]
+
+
+def _encode_tuple(value: tuple[Any, ...], where: str, found: _Found, depth: int) -> Json:
+    return {"$tuple": _encode_list(list(value), where, found, depth)}
+
+
+def _encode_size(value: torch.Size, where: str, found: _Found, depth: int) -> Json:
+    sizes = [int(size) for size in value]
+    if not is_shape(sizes):
+        raise CannotSave(f"{where}: cannot save a torch.Size of {sizes}, which no tensor has; save a tuple")
+    return {"$size": sizes}
+
+
+def _encode_dtype(value: torch.dtype, where: str, found: _Found, depth: int) -> Json:
+    return {"$dtype": name_of(value)}
+
+
+def _encode_device(value: torch.device, where: str, found: _Found, depth: int) -> Json:
+    return {"$device": str(value)}
+
+
+def _encode_numpy_scalar(value: np.generic[Any], where: str) -> Json:
+    if not _NUMPY_DTYPE.fullmatch(value.dtype.str):
+        raise CannotSave(f"{where}: cannot save a numpy {value.dtype}; {_ALLOWED}")
+    return {"$scalar": value.dtype.str, "hex": value.tobytes().hex()}
+
+
+def _encode_array(value: np.ndarray[Any, Any], where: str, found: _Found, depth: int) -> Json:
+    if not _NUMPY_DTYPE.fullmatch(value.dtype.str):
+        raise CannotSave(f"{where}: cannot save a numpy array of {value.dtype}; {_ALLOWED}")
+    own = np.array(value, order="C", copy=True)
+    try:
+        tensor = torch.from_numpy(own)
+    except (TypeError, ValueError):  # a type that torch lacks: other byte orders, long doubles, dates
+        tensor = torch.from_numpy(np.frombuffer(own.tobytes(), dtype=np.uint8).copy())
+    name = found.add(tensor, where)
+    return {"$array": name, "dtype": value.dtype.str, "shape": list(value.shape)}
+
+
+def _encode_tensor(value: torch.Tensor, where: str, found: _Found) -> Json:
+    if type(value) is not torch.Tensor and type(value) is not torch.nn.Parameter:
+        raise CannotSave(
+            f"{where}: cannot save a {_class(value)}, only plain tensors; take its full_tensor() or to_local() first"
+        )
+    if not is_plain(value):
+        raise CannotSave(
+            f"{where}: cannot save a tensor with {value.layout}, {value.dtype} on {value.device}; "
+            f"it must be dense, and of one of {', '.join(DTYPES)}"
+        )
+    name = found.add(value.detach(), where)
+    return {"$tensor": name, "dtype": name_of(value.dtype), "shape": list(value.shape)}
+
+
+_ENCODERS: dict[type, Callable[[Any, str, _Found, int], Json]] = {
+    str: _encode_str,
+    int: _encode_int,
+    float: _encode_float,
+    bytes: _encode_bytes,
+    dict: _encode_dict,
+    OrderedDict: _encode_ordered_dict,
+    Counter: _encode_counter,
+    list: _encode_list,
+    tuple: _encode_tuple,
+    torch.Size: _encode_size,
+    torch.dtype: _encode_dtype,
+    torch.device: _encode_device,
+    np.ndarray: _encode_array,
+}
+
+
+def _class(value: object) -> str:
+    return type(value).__qualname__
+
+
+def _refusal(value: object, where: str) -> str:
+    hint = ""
+    if isinstance(value, enum.Enum):
+        hint = "save its .name or .value; "
+    elif isinstance(value, set | frozenset):
+        hint = "save sorted(it); "
+    elif isinstance(value, dict | list | tuple | str | int | float):
+        base = next(kind for kind in (dict, list, tuple, str, int, float) if isinstance(value, kind))
+        hint = f"it would come back as a {base.__name__}, so save {base.__name__}(it); "
+    elif callable(value):
+        hint = "code is never saved; "
+    return f"{where}: cannot save a {_class(value)}; {hint}{_ALLOWED}"
+
+
+# --- decoding: the input may be hostile, so that each function checks what it was given ---------------------------
+
+
+def _decode(json: Json, read_array: ReadArray, where: str, depth: int) -> State:
+    if depth > DEEPEST:  # what could not be saved again
+        raise DamagedCheckpoint(f"{where}: nested too deep")
+    if isinstance(json, list):
+        return [_decode(each, read_array, f"{where}[{number}]", depth + 1) for number, each in enumerate(json)]
+    if not isinstance(json, dict):
+        return json
+    tag = next(iter(json), "")
+    if not tag.startswith("$"):
+        return {key: _decode(each, read_array, _step(where, key), depth + 1) for key, each in json.items()}
+    decoder = _DECODERS.get(tag)
+    if decoder is None:
+        raise DamagedCheckpoint(f"{where}: {tag!r} is nothing that this dalsegno knows")
+    try:
+        return decoder(json, read_array, where, depth)
+    except DamagedCheckpoint:
+        raise
+    except (ValueError, TypeError, KeyError, RuntimeError, OverflowError, struct.error) as error:
+        raise DamagedCheckpoint(f"{where}: not a proper {tag!r} ({error!r})") from error
+
+
+def _decode_str(json: Json, read_array: ReadArray, where: str, depth: int) -> str:
+    return base64.b64decode(json["$str"], validate=True).decode("utf-8", "surrogatepass")
+
+
+def _decode_int(json: Json, read_array: ReadArray, where: str, depth: int) -> int:
+    return int(json["$int"], 16)
+
+
+def _decode_float(json: Json, read_array: ReadArray, where: str, depth: int) -> float:
+    return float(struct.unpack(">d", bytes.fromhex(json["$float"]))[0])
+
+
+def _decode_bytes(json: Json, read_array: ReadArray, where: str, depth: int) -> bytes:
+    return base64.b64decode(json["$bytes"], validate=True)
+
+
+def _decode_dict(json: Json, read_array: ReadArray, where: str, depth: int) -> dict[Any, Any]:
+    result = {}
+    for key, each in json["$dict"]:
+        key = _decode(key, read_array, where, depth)
+        if type(key) is not str and type(key) is not int:
+            raise TypeError(f"a key {key!r}")
+        result[key] = _decode(each, read_array, _step(where, key), depth + 1)
+    return result
+
+
+def _decode_ordered_dict(json: Json, read_array: ReadArray, where: str, depth: int) -> OrderedDict[Any, Any]:
+    items = _decode(json["$ordered"], read_array, where, depth)
+    if type(items) is not dict:
+        raise TypeError("no dict in it")
+    return OrderedDict(items)
+
+
+def _decode_counter(json: Json, read_array: ReadArray, where: str, depth: int) -> Counter[Any]:
+    counts = _decode(json["$counter"], read_array, where, depth)
+    if type(counts) is not dict:
+        raise TypeError("no dict in it")
+    return Counter(counts)
+
+
+def _decode_tuple(json: Json, read_array: ReadArray, where: str, depth: int) -> tuple[Any, ...]:
+    if not isinstance(json["$tuple"], list):
+        raise TypeError("no list in it")
+    return tuple(_decode(json["$tuple"], read_array, where, depth))
+
+
+def _decode_size(json: Json, read_array: ReadArray, where: str, depth: int) -> torch.Size:
+    return torch.Size(_shape(json["$size"]))
+
+
+def _decode_dtype(json: Json, read_array: ReadArray, where: str, depth: int) -> torch.dtype:
+    found = getattr(torch, json["$dtype"], None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError("no dtype of this torch")
+    return found
+
+
+def _decode_device(json: Json, read_array: ReadArray, where: str, depth: int) -> torch.device:
+    return torch.device(json["$device"])
+
+
+def _decode_numpy_scalar(json: Json, read_array: ReadArray, where: str, depth: int) -> np.generic[Any]:
+    (value,) = np.frombuffer(bytes.fromhex(json["hex"]), dtype=_numpy_dtype(json["$scalar"]))
+    return value  # type: ignore[no-any-return]
+
+
+def _decode_array(json: Json, read_array: ReadArray, where: str, depth: int) -> np.ndarray[Any, Any]:
+    dtype, shape = _numpy_dtype(json["dtype"]), _shape(json["shape"])
+    count = math.prod(shape) * dtype.itemsize
+    raw = read_array(json["$array"], torch.uint8, [count]).numpy().tobytes()
+    return np.frombuffer(raw, dtype=dtype).reshape(shape).copy()
+
+
+def _decode_tensor(json: Json, read_array: ReadArray, where: str, depth: int) -> torch.Tensor:
+    return read_array(json["$tensor"], DTYPES[json["dtype"]], _shape(json["shape"])).clone()
+
+
+_DECODERS: dict[str, Callable[[Any, ReadArray, str, int], State]] = {
+    "$str": _decode_str,
+    "$int": _decode_int,
+    "$float": _decode_float,
+    "$bytes": _decode_bytes,
+    "$dict": _decode_dict,
+    "$ordered": _decode_ordered_dict,
+    "$counter": _decode_counter,
+    "$tuple": _decode_tuple,
+    "$size": _decode_size,
+    "$dtype": _decode_dtype,
+    "$device": _decode_device,
+    "$scalar": _decode_numpy_scalar,
+    "$array": _decode_array,
+    "$tensor": _decode_tensor,
+}
+
+
+def _shape(value: Json) -> list[int]:
+    if not is_shape(value):
+        raise ValueError("no shape")
+    return list(value)
+
+
+def _numpy_dtype(name: Json) -> np.dtype[Any]:
+    if not isinstance(name, str) or not _NUMPY_DTYPE.fullmatch(name):
+        raise ValueError("no dtype of numbers")
+    return np.dtype(name)

@@ -1,0 +1,175 @@
+"""What differs between two checkpoints: tensor by tensor, and value by value in the states of everything else.
+
+Memory holds one tensor of each at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from dalsegno.checkpoint.format import index
+from dalsegno.checkpoint.format.index import Index, StoredTensor
+from dalsegno.checkpoint.format.layout import name_of
+from dalsegno.checkpoint.format.manifest import Checkpoint
+from dalsegno.checkpoint.interchange.export import assembled
+from dalsegno.stateful.component import State
+
+from .contents import saved_states
+
+CHUNK = 1 << 20
+"""Elements that are compared as float64 at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDifference:
+    """A tensor that is not the same, bit by bit.
+
+    Attributes:
+        name: ``model.…``; for a tensor in a state, the component's key and the path in it.
+        forms: dtype and shape in the first and in the second; None where it is missing.
+        count: elements that differ, and of how many; None if the forms differ.
+        max_abs: the largest absolute difference; infinite where only one of two is finite.
+        max_rel: the largest difference relative to the larger of the two.
+    """
+
+    name: str
+    forms: tuple[str | None, str | None]
+    count: tuple[int, int] | None = None
+    max_abs: float | None = None
+    max_rel: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StateDifference:
+    """A value in a state that is not the same.
+
+    Attributes:
+        component: its key.
+        path: where in the state; of rank-wise states with the rank in front.
+        values: in the first and in the second; :data:`MISSING` where there is none.
+    """
+
+    component: str
+    path: str
+    values: tuple[Any, Any]
+
+
+MISSING = "(missing)"
+
+
+def tensor_differences(first: Checkpoint, second: Checkpoint) -> Iterator[TensorDifference]:
+    """The sharded tensors (model and optimizer) that differ between two verified checkpoints.
+
+    Raises:
+        DamagedCheckpoint: if an index is not one that dalsegno can have written.
+    """
+    one, other = (Index.read(each.file(index.FILE_NAME)).tensors for each in (first, second))
+    for name in _union(one, other):
+        forms = (_stored_form(one.get(name)), _stored_form(other.get(name)))
+        if forms[0] != forms[1]:
+            yield TensorDifference(name, forms)
+        elif not _same_bytes(first, one[name], second, other[name]):
+            pair = assembled(name, one[name], first), assembled(name, other[name], second)
+            if found := _difference(name, *pair):
+                yield found
+
+
+def state_differences(first: Checkpoint, second: Checkpoint) -> Iterator[StateDifference | TensorDifference]:
+    """What differs in the states of all components between two verified checkpoints.
+
+    Raises:
+        DamagedCheckpoint: if a sidecar is not one that dalsegno can have written.
+    """
+    one, other = saved_states(first), saved_states(second)
+    for key in _union(one, other):
+        here, there = _leaves_of(one.get(key, [])), _leaves_of(other.get(key, []))
+        for path in _union(here, there):
+            yield from _leaf_differences(key, path, here.get(path, MISSING), there.get(path, MISSING))
+
+
+def _leaf_differences(key: str, path: str, one: Any, other: Any) -> Iterator[StateDifference | TensorDifference]:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        if found := _difference(f"{key}: {path}", one, other):
+            yield found
+    elif type(one) is not type(other) or not _equal(one, other):
+        yield StateDifference(key, path, (one, other))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, np.ndarray | np.generic):
+        return bool(one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes())
+    if isinstance(one, float) and math.isnan(one):
+        return math.isnan(other)
+    return bool(one == other)
+
+
+def _leaves_of(states: Sequence[State]) -> dict[str, Any]:
+    if len(states) == 1:
+        return dict(_leaves(states[0], ""))
+    return {path: leaf for rank, state in enumerate(states) for path, leaf in _leaves(state, f"rank {rank}: ")}
+
+
+def _leaves(state: State, path: str) -> Iterator[tuple[str, Any]]:
+    """Empty containers are leaves."""
+    if isinstance(state, dict) and state:
+        for key, value in state.items():
+            inner = key if not path or path.endswith(": ") else f".{key}"
+            yield from _leaves(value, f"{path}{inner}")
+    elif isinstance(state, list | tuple) and state and not isinstance(state, torch.Size):
+        for number, value in enumerate(state):
+            yield from _leaves(value, f"{path}[{number}]")
+    else:
+        yield path, state
+
+
+def _union(one: Any, other: Any) -> list[str]:
+    return list(dict.fromkeys([*one, *other]))
+
+
+def _stored_form(stored: StoredTensor | None) -> str | None:
+    return None if stored is None else _form(stored.dtype, stored.shape)
+
+
+def _form(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    return f"{name_of(dtype)} {list(shape)}"
+
+
+def _same_bytes(first: Checkpoint, one: StoredTensor, second: Checkpoint, other: StoredTensor) -> bool:
+    """Whether the checksums of the files say already that nothing differs: no byte is read."""
+    return one.pieces == other.pieces and all(
+        first.manifest.files[piece.file] == second.manifest.files[piece.file] for piece in one.pieces
+    )
+
+
+def _difference(name: str, one: torch.Tensor, other: torch.Tensor) -> TensorDifference | None:
+    forms = (_form(one.dtype, one.shape), _form(other.dtype, other.shape))
+    if forms[0] != forms[1]:
+        return TensorDifference(name, forms)
+    count, max_abs, max_rel = 0, 0.0, 0.0
+    for here, there in zip(*(torch.split(each.reshape(-1), CHUNK) for each in (one, other)), strict=True):
+        differs = _bits(here).ne(_bits(there)).any(dim=1)
+        if differs.any():
+            count += int(differs.sum())
+            distance, relative = _distances(here[differs], there[differs])
+            max_abs, max_rel = max(max_abs, distance), max(max_rel, relative)
+    return TensorDifference(name, forms, (count, one.numel()), max_abs, max_rel) if count else None
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """(elements, bytes of one)"""
+    return tensor.contiguous().view(torch.uint8).reshape(tensor.numel(), -1)
+
+
+def _distances(one: torch.Tensor, other: torch.Tensor) -> tuple[float, float]:
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    here, there = one.to(wide), other.to(wide)
+    distance, largest = (here - there).abs(), torch.maximum(here.abs(), there.abs())
+    distance[distance.isnan()] = math.inf
+    relative = torch.where(distance.isinf(), math.inf, distance / largest.clamp_min(torch.finfo(torch.float64).tiny))
+    return float(distance.max()), float(relative.max())

@@ -1,0 +1,1 @@
+"""Weights as other programs save and load them."""

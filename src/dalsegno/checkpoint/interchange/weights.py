@@ -1,0 +1,157 @@
+"""A model's weights as other programs save them: safetensors in a file, or in several with an index. Never a pickle.
+
+What ``save_pretrained`` of Hugging Face writes, ``safetensors.torch.save_model``, and dalsegno's own export.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dalsegno.checkpoint.compatibility import refuse
+from dalsegno.checkpoint.format.index import Index, StoredPiece, StoredTensor
+from dalsegno.checkpoint.format.keys import MODEL
+from dalsegno.checkpoint.format.layout import StoredFile
+from dalsegno.checkpoint.format.manifest import Checkpoint, read_json
+from dalsegno.checkpoint.load.states import LoadReport
+from dalsegno.checkpoint.load.tensors import Stored, misfits, restore_sharded
+from dalsegno.checkpoint.state.sharded import ModelState
+from dalsegno.distributed import collectives
+from dalsegno.errors import DamagedCheckpoint, NotFound
+
+from .export import INDEX, WHOLE
+
+_SUFFIX = ".safetensors"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The tensors of a model, whole, each in one of ``paths``. Nothing is known of them but what the files say."""
+
+    path: Path
+    index: Index
+    paths: Mapping[str, Path]
+
+    def file(self, name: str) -> Path:
+        """The path of the file of that name."""
+        return self.paths[name]
+
+    @classmethod
+    def open(cls, path: Path) -> Weights:
+        """Read the headers of the files at ``path``: a file, or a folder with one, or with several and an index.
+
+        Raises:
+            NotFound: if there are no safetensors; the message says what was looked for.
+            DamagedCheckpoint: if a file is cut off, or is not what its index says.
+        """
+        files, expected = _files_at(path)
+        tensors: dict[str, StoredTensor] = {}
+        for name, file in files.items():
+            tensors |= _tensors_in(name, file)
+        if expected is not None and expected != tensors.keys():
+            odd = sorted(expected ^ tensors.keys())[0]
+            raise DamagedCheckpoint(f"{path / INDEX}: {odd} is not both in the index and in the files that it names")
+        return cls(path, Index({f"{MODEL}.{name}": each for name, each in tensors.items()}), files)
+
+    def stored_for(self, model: ModelState) -> Stored:
+        """What is to be loaded into ``model``: a tensor that it has under several names may stand under any of them."""
+        there = self.index.of(MODEL)
+        tied: dict[str, str] = {}
+        for names in model.tied_names():
+            present = [name for name in names if name in there]
+            for name in names:
+                if present and name != present[0] and (name not in there or self._are_equal(present[0], name)):
+                    tied[name] = present[0]
+        return Stored(self.path, self, self.index, {MODEL: {"tied": tied, "extra": {}}}, {})
+
+    def _are_equal(self, one: str, other: str) -> bool:
+        return torch.equal(self._read(one), self._read(other))
+
+    def _read(self, name: str) -> torch.Tensor:
+        stored = self.index.tensors[f"{MODEL}.{name}"]
+        (piece,) = stored.pieces
+        return StoredFile(self.paths[piece.file]).tensor(piece.span, stored.dtype, stored.shape)
+
+
+def load_weights(path: Path, model: ModelState, *, allowed: Collection[str] = ()) -> LoadReport:
+    """Load a model from the safetensors at ``path``; each rank reads only its part. Collective.
+
+    Tensors of another element type are cast, and the report says so.
+
+    Raises:
+        StateMismatch: before anything is changed, if they do not fit; with ``"model"`` allowed, what fits is loaded.
+        NotFound, DamagedCheckpoint: as :meth:`Weights.open` does.
+    """
+    weights, report = collectives.from_rank_zero(lambda: Weights.open(path)), LoadReport()
+    stored = collectives.together(lambda: weights.stored_for(model))
+    hint = naming_hint(weights.index.of(MODEL).keys(), model.names())
+    for change in collectives.together(lambda: misfits(stored, [model], any_dtype=True)):
+        report.changes.append(replace(change, details=(*change.details, hint)) if hint else change)
+    refuse(report.changes, allowed, path)
+    report.notes.extend(restore_sharded(stored, [model]))
+    report.restored.append(model.key)
+    return report
+
+
+def weights_are_at(path: Path) -> bool:
+    """Whether weights, and no checkpoint of ours, lie at ``path``."""
+    there = path.suffix == _SUFFIX or (path / WHOLE).exists() or (path / INDEX).exists()
+    return there and not Checkpoint.is_at(path)
+
+
+def naming_hint(there: Collection[str], here: Collection[str]) -> str | None:
+    """What to say where names differ by what they begin with, as those of a model inside of another one do."""
+    for outer, inner, side in ((there, here, "there"), (here, there, "here")):
+        prefixes = Counter(
+            name[: -len(tail)] for name in outer for tail in _tails(name) if tail in inner and tail not in outer
+        )
+        if prefixes:
+            prefix, count = prefixes.most_common(1)[0]
+            return (
+                f"{count} of {len(inner)} names would be found with {prefix!r} before them, which those {side} have: "
+                "load into the module that has these names, or rename the tensors"
+            )
+    return None
+
+
+def _tails(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[number:]) for number in range(1, len(parts))]
+
+
+def _files_at(path: Path) -> tuple[dict[str, Path], set[str] | None]:
+    """The files by name, and the names of tensors that their index promises, if there is one."""
+    if path.is_file() and path.suffix == _SUFFIX:
+        return {path.name: path.resolve()}, None
+    if (path / WHOLE).is_file():
+        return {WHOLE: (path / WHOLE).resolve()}, None
+    if (path / INDEX).is_file():
+        where = _weight_map(path / INDEX)
+        return {name: (path / name).resolve() for name in sorted(set(where.values()))}, set(where)
+    pickled = [each.name for each in path.glob("*") if each.suffix in _PICKLES] if path.is_dir() else []
+    hint = f"; {pickled[0]} is a pickle, which is never read: save it as safetensors first" if pickled else ""
+    raise NotFound(f"{path}: is no checkpoint, no {_SUFFIX} file, and no folder with {WHOLE} or {INDEX}{hint}")
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    content = read_json(path.resolve())  # a download cache keeps links to files
+    try:
+        where: dict[Any, Any] = content["weight_map"]
+        if not all(type(file) is str and "/" not in file and file.endswith(_SUFFIX) for file in where.values()):
+            raise ValueError("a file in it has a name that is none")
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise DamagedCheckpoint(f"{path}: is no index of safetensors ({error!r})") from error
+    return where
+
+
+def _tensors_in(name: str, path: Path) -> dict[str, StoredTensor]:
+    return {
+        tensor: StoredTensor(dtype, shape, (StoredPiece(name, span, (0,) * len(shape), shape),))
+        for tensor, (dtype, shape, span) in StoredFile(path).entries().items()
+    }

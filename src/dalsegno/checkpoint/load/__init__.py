@@ -1,0 +1,1 @@
+"""How a checkpoint is read: verified, compared, then loaded, onto any number of ranks."""

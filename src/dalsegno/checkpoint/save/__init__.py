@@ -1,0 +1,1 @@
+"""How a checkpoint is written: planned, captured, streamed to disk, beside the training or before it continues."""

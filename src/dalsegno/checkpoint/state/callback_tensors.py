@@ -1,0 +1,69 @@
+"""Tensors of a callback that are spread over the ranks as the model's are: an average of the weights, say."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from dalsegno.checkpoint.format.index import Index
+from dalsegno.errors import CannotSave, ConfigurationError
+from dalsegno.stateful.component import State, Stateful, TensorHolder, own_form
+from dalsegno.stateful.schema import check
+
+from .sharded import Prepared, Tensors, class_name_of, is_dense
+
+
+class HeldTensors:
+    """What ``holder`` holds, as a part of a checkpoint.
+
+    A tensor that is not in the checkpoint, or has another shape there, stays as it is; the holder is told.
+
+    Args:
+        key: ``callbacks.`` and the holder's own; no further dots, and no slashes: it is a folder's name.
+        holder: asked for its tensors at each save, and before they are loaded.
+        model: handed to the holder.
+    """
+
+    optimizer = None  # they change whenever the holder likes
+
+    def __init__(self, key: str, holder: TensorHolder, model: nn.Module) -> None:
+        name = key.partition(".")[2]
+        if not name or not name.replace("_", "").replace("-", "").isalnum():
+            raise ConfigurationError(
+                f"name={name!r}: a callback with sharded_state has a folder of this name in each checkpoint; "
+                "allowed are letters, digits, - and _"
+            )
+        if isinstance(holder, Stateful):
+            raise ConfigurationError(
+                f"{key}: it has sharded_state and state_dict; give the rest of its state with the tensors"
+            )
+        self.key = key
+        self._holder = holder
+        self._model = model
+
+    @property
+    def class_name(self) -> str:
+        return class_name_of(self._holder)
+
+    def capture(self) -> tuple[Tensors, State]:
+        tensors, rest = self._holder.sharded_state(self._model)
+        for name, tensor in tensors.items():
+            if not is_dense(tensor):
+                raise CannotSave(f"{self.key}.{name}: needs a dense tensor or DTensor, not a {type(tensor).__name__}")
+        return {name: tensor.detach() for name, tensor in tensors.items()}, rest
+
+    def check_rest(self, stored: Index, rest: State, where: str) -> None:
+        form = own_form(self._holder)
+        if form is not None:
+            check(rest, form, where)
+
+    def differences(self, stored: Index, rest: State, *, any_dtype: bool = False) -> list[str]:
+        return []
+
+    def prepare(self, stored: Index, rest: State) -> Prepared:
+        there = stored.of(self.key)
+        fitting = {
+            name: tensor
+            for name, tensor in self.capture()[0].items()
+            if name in there and there[name].shape == tensor.shape
+        }
+        return Prepared(fitting, lambda: self._holder.load_sharded_state(fitting.keys(), rest))

@@ -1,0 +1,98 @@
+"""The form of what is saved of model and optimizer beside their tensors."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection
+from typing import Annotated, Any, NotRequired, TypedDict
+
+import torch
+
+from dalsegno.errors import StateMismatch
+from dalsegno.stateful.component import State
+from dalsegno.stateful.schema import Must, check, check_like
+
+
+class ModelRest(TypedDict):
+    tied: dict[str, str]
+    extra: dict[str, Any]
+
+
+Names = dict[str, list[str]]
+
+
+def _names_params(group: dict[str, Any]) -> bool:
+    check(group["params"], list[str], "params")
+    return True
+
+
+def _is_column(column: dict[str, Any]) -> bool:
+    values = column["values"]
+    is_row = values.dim() == 1 and len(values) == len(column["names"])
+    return is_row and (column["kind"] != "step" or all(map(_is_count, values.tolist())))
+
+
+def _counts_steps(values: dict[str, Any]) -> bool:
+    return values.get("step") is None or _is_count(float(values["step"]))
+
+
+def _is_count(steps: float) -> bool:
+    """Whether it is a number that steps may have been counted to; others overflow where betas are raised to it."""
+    return 0 <= steps < 1 << 53
+
+
+class Column(TypedDict):
+    """A number of that kind for each of these parameters."""
+
+    kind: str
+    names: list[str]
+    values: torch.Tensor
+    on_cpu: bool
+
+
+class OptimizerRest(TypedDict):
+    scalars: NotRequired[list[Annotated[Column, Must("a row of numbers, one for each name", _is_column)]]]
+    spread: NotRequired[Names]
+    state: dict[str, Annotated[dict[str, Any], Must("steps that can be counted", _counts_steps)]]
+    sharded: Names
+    on_cpu: Names
+    other: dict[str | int, Any]
+    groups: list[Annotated[dict[str, Any], Must("a group with the names of its params", _names_params)]]
+
+
+def check_model_rest(rest: State, names: Collection[str], where: str) -> None:
+    """
+    Args:
+        names: of the tensors that are saved.
+
+    Raises:
+        StateMismatch: if it is nothing that can have been saved of a model.
+    """
+    check(rest, ModelRest, where)
+    for alias, name in rest["tied"].items():
+        if name not in names:
+            raise StateMismatch(f"{where}.tied: {alias!r} is another name of {name!r}, which is not saved")
+
+
+def check_optimizer_rest(rest: State, optimizer: torch.optim.Optimizer, where: str) -> None:
+    """
+    Args:
+        optimizer: for hyperparameters: the saved ones are of the same kinds, unless there are other groups.
+
+    Raises:
+        StateMismatch: if it is nothing that can have been saved of such an optimizer.
+    """
+    check(rest, OptimizerRest, where)
+    if len(rest["groups"]) != len(optimizer.param_groups):
+        return
+    optional = _optional_arguments(type(optimizer))
+    for number, (saved, here) in enumerate(zip(rest["groups"], optimizer.param_groups, strict=True)):
+        example = {key: value for key, value in here.items() if key not in ("params", "param_names")}
+        given = {key: value for key, value in saved.items() if value is not None or key not in optional}
+        check_like(given, example, f"{where}.groups[{number}]")
+
+
+def _optional_arguments(kind: type) -> set[str]:
+    """Of a class: those that are None if they are not given."""
+    parameters = inspect.signature(kind).parameters.values()
+    return {parameter.name for parameter in parameters if parameter.default is None}

@@ -1,0 +1,90 @@
+"""An optimizer's state by kind: what every parameter has, a step counter say, is one entry and not thousands.
+
+::
+
+    {"scalars": [{"kind": "step", "names": ["weight", "bias"], "values": tensor([7., 7.]), "on_cpu": False}],
+     "spread": {"exp_avg": ["weight", "bias"]}, "state": {}, "sharded": {}, "on_cpu": {}}
+
+``spread`` only names what lies among the sharded tensors. In ``state``, ``sharded`` and ``on_cpu`` is, by the
+parameter's name, what has no place above; in the first checkpoints that was everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dalsegno.checkpoint.format.layout import is_plain
+from dalsegno.stateful.component import State
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """An optimizer's state by the parameter's name."""
+
+    plain: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Values by kind, for each parameter that has a state, be it empty."""
+    sharded: dict[str, list[str]] = field(default_factory=dict)
+    """Kinds of which there is a sharded tensor."""
+    on_cpu: dict[str, list[str]] = field(default_factory=dict)
+    """Kinds that are on the CPU although the parameter is not."""
+
+    def by_kind(self) -> State:
+        """For a checkpoint."""
+        columns: dict[tuple[Any, ...], tuple[list[str], list[torch.Tensor]]] = {}
+        plain: dict[str, dict[str, Any]] = {}
+        on_cpu: dict[str, list[str]] = {}
+        for name, values in self.plain.items():
+            if not values and name not in self.sharded:
+                plain[name] = {}
+            for kind, value in values.items():
+                is_on_cpu = kind in self.on_cpu.get(name, ())
+                if _is_scalar(value):
+                    names, scalars = columns.setdefault((kind, is_on_cpu, value.dtype, value.device), ([], []))
+                    names.append(name)
+                    scalars.append(value)
+                    continue
+                plain.setdefault(name, {})[kind] = value
+                if is_on_cpu:
+                    on_cpu.setdefault(name, []).append(kind)
+        spread: dict[str, list[str]] = {}
+        for name, kinds in self.sharded.items():
+            for kind in kinds:
+                spread.setdefault(kind, []).append(name)
+        return {
+            "scalars": [
+                {"kind": kind, "names": names, "values": torch.stack(scalars), "on_cpu": is_on_cpu}
+                for (kind, is_on_cpu, *_), (names, scalars) in columns.items()
+            ],
+            "spread": spread,
+            "state": plain,
+            "sharded": {},
+            "on_cpu": on_cpu,
+        }
+
+    @classmethod
+    def of(cls, saved: State) -> Rows:
+        """From a checkpoint."""
+        rows = cls(_copied(saved["state"], dict), _copied(saved["sharded"], list), _copied(saved["on_cpu"], list))
+        for column in saved.get("scalars", ()):
+            kind = column["kind"]
+            for name, value in zip(column["names"], column["values"], strict=True):
+                rows.plain.setdefault(name, {})[kind] = value.clone()
+                if column["on_cpu"]:
+                    rows.on_cpu.setdefault(name, []).append(kind)
+        for kind, names in saved.get("spread", {}).items():
+            for name in names:
+                rows.plain.setdefault(name, {})
+                rows.sharded.setdefault(name, []).append(kind)
+        return rows
+
+
+def _is_scalar(value: object) -> bool:
+    return type(value) is torch.Tensor and value.dim() == 0 and is_plain(value)
+
+
+def _copied(by_name: Mapping[str, Any], kind: type[Any]) -> dict[str, Any]:
+    return {name: kind(values) for name, values in by_name.items()}

@@ -1,0 +1,50 @@
+"""Where an optimizer's state is put that is read back: beside its parameter, in the element type that it had."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from dalsegno.checkpoint.format.index import StoredTensor
+
+Cast = tuple[torch.dtype, torch.dtype]
+"""From which element type to which."""
+
+
+def like(parameter: torch.Tensor, stored: StoredTensor, cast: Cast | None) -> torch.Tensor:
+    """An empty tensor for ``stored``, spread over the ranks as ``parameter`` is, if it has that shape."""
+    dtype = cast[1] if cast is not None and stored.dtype == cast[0] else stored.dtype
+    if parameter.shape == stored.shape:
+        return torch.empty_like(parameter, dtype=dtype).detach()
+    local = torch.empty(stored.shape, dtype=dtype, device=parameter.device)
+    if not isinstance(parameter, DTensor):
+        return local
+    mesh = parameter.device_mesh
+    return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def cast_as(value: Any, cast: Cast | None) -> Any:
+    """A tensor of its parameter's former element type as one of the new; a scalar, say the step's number, stays."""
+    if cast is None or not isinstance(value, torch.Tensor) or value.dim() == 0 or value.dtype != cast[0]:
+        return value
+    return value.to(cast[1])
+
+
+def placed_like(value: Any, here: Any) -> Any:
+    """A hyperparameter that is a tensor, say the learning rate, on the device of the one it replaces."""
+    if isinstance(value, torch.Tensor) and isinstance(here, torch.Tensor):
+        return value.to(here.device)
+    return value
+
+
+def exactly(saved: Any, loaded: Any) -> Any:
+    """``saved``, as it was, on the device where ``load_state_dict`` put it."""
+    if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        return saved.to(loaded.device)
+    if isinstance(saved, dict) and isinstance(loaded, dict):
+        return {key: exactly(value, loaded.get(key)) for key, value in saved.items()}
+    if isinstance(saved, list | tuple) and isinstance(loaded, list | tuple) and len(saved) == len(loaded):
+        return type(saved)([exactly(*pair) for pair in zip(saved, loaded, strict=True)])
+    return saved

@@ -1,0 +1,371 @@
+"""Model and optimizer as what they are to a checkpoint: named tensors, spread over the ranks, and a small rest.
+
+The tensors go through DCP. The rest (extra state, scalars, hyperparameters) goes through the codec. Everything has the
+name of the model's own parameters, so that it finds its place whatever the number of ranks or the order of groups.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from dalsegno.checkpoint.format.index import Index, StoredTensor
+from dalsegno.checkpoint.format.keys import LOSS, MODEL
+from dalsegno.checkpoint.format.layout import DTYPES, is_plain, name_of
+from dalsegno.distributed.sharded_tensors import cleaned, once
+from dalsegno.errors import CannotSave
+from dalsegno.stateful.component import State
+
+from .non_tensor_schema import check_model_rest, check_optimizer_rest
+from .optimizer_rows import Rows
+from .placement import cast_as, exactly, like, placed_like
+
+Tensors = dict[str, torch.Tensor]
+
+_TENSORS = (torch.Tensor, nn.Parameter, DTensor)  # subclasses may hide what they hold
+
+
+class Sharded(Protocol):
+    """A component whose tensors are spread over the ranks. ``key`` is its folder in a checkpoint: no dots in it."""
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def class_name(self) -> str: ...
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """Whose ``step()`` alone changes these tensors, if there is one, and those that it updates."""
+        ...
+
+    def capture(self) -> tuple[Tensors, State]:
+        """The tensors by name (not copied), and all else; the same names and the same rest on every rank."""
+        ...
+
+    def check_rest(self, stored: Index, rest: State, where: str) -> None:
+        """Raise StateMismatch if what is stored is nothing that a component of this kind has saved."""
+        ...
+
+    def differences(self, stored: Index, rest: State, *, any_dtype: bool = False) -> list[str]:
+        """Every way in which what is stored does not fit, a line for each; empty if it fits.
+
+        ``any_dtype``: another element type fits, too.
+        """
+        ...
+
+    def prepare(self, stored: Index, rest: State) -> Prepared:
+        """What to load into, for all that fits; the rest stays as it is."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """``tensors`` to load into, by the name under which each is stored; and ``take_over``, for when they are loaded."""
+
+    tensors: Tensors
+    take_over: Callable[[], object]
+
+
+class ModelState:
+    """A model's parameters, persistent buffers and extra state. Tied tensors are saved once.
+
+    Args:
+        model: the module itself; a DistributedDataParallel around it is looked through. Under FSDP2 its
+            parameters are DTensors, and each rank saves its own part.
+        key: of the component.
+        apart_from: a model whose tensors are left out, since it is saved by itself.
+    """
+
+    optimizer = None  # a forward may change buffers
+
+    def __init__(self, model: nn.Module, *, key: str = MODEL, apart_from: nn.Module | None = None) -> None:
+        self.key = key
+        self._model = unwrapped(model)
+        self._apart_from = apart_from
+
+    @property
+    def class_name(self) -> str:
+        return class_name_of(self._model)
+
+    def capture(self) -> tuple[Tensors, State]:
+        tensors, tied, extra = self._sorted()
+        return tensors, {"tied": tied, "extra": extra}
+
+    def check_rest(self, stored: Index, rest: State, where: str) -> None:
+        check_model_rest(rest, stored.of(self.key), where)
+
+    def differences(self, stored: Index, rest: State, *, any_dtype: bool = False) -> list[str]:
+        tensors, tied, extra = self._sorted()
+        here = {**tensors, **{alias: tensors[name] for alias, name in tied.items()}}
+        there = _with_aliases(stored.of(self.key), rest)
+        lines = [
+            *(f"missing in the checkpoint: {name}{_form(here[name])}" for name in here.keys() - there.keys()),
+            *(f"missing in the checkpoint: {name}" for name in extra.keys() - rest["extra"].keys()),
+            *(f"unexpected in the checkpoint: {name}{_form(there[name])}" for name in there.keys() - here.keys()),
+            *(f"unexpected in the checkpoint: {name}" for name in rest["extra"].keys() - extra.keys()),
+            *(
+                f"{name}: saved as{_form(there[name])}, here{_form(here[name])}"
+                for name in here.keys() & there.keys()
+                if here[name].shape != there[name].shape or (here[name].dtype != there[name].dtype and not any_dtype)
+            ),
+            *(
+                f"{alias}: here it is {name} itself, saved were two tensors"
+                for alias, name in tied.items()
+                if {alias, name} <= there.keys() and rest["tied"].get(alias, alias) != rest["tied"].get(name, name)
+            ),
+        ]
+        return sorted(lines)
+
+    def prepare(self, stored: Index, rest: State) -> Prepared:
+        there = stored.of(self.key)
+        sources = {cleaned(raw): rest["tied"].get(cleaned(raw), cleaned(raw)) for raw in self._raw()}
+        targets = {
+            sources[name]: tensor
+            for name, tensor in self._sorted()[0].items()
+            if sources[name] in there and tensor.shape == there[sources[name]].shape
+        }
+
+        def take_over() -> None:
+            # Most tensors are the model's own by now. Loading them all the same lets the model's hooks do what they do
+            # to any state dict, and gives what was tied when saved, but is not now, to every name that it has here.
+            state = {}
+            for raw, here in self._raw().items():
+                name = cleaned(raw)
+                source = targets.get(sources[name])
+                if isinstance(here, torch.Tensor) and once(here).shape != here.shape:
+                    continue  # it is loaded, and torch itself cannot write to an expanded tensor
+                if source is not None and isinstance(here, torch.Tensor) and source.shape == here.shape:
+                    state[raw] = source
+                elif name in rest["extra"]:
+                    state[raw] = rest["extra"][name]
+            self._model.load_state_dict(state, strict=False)
+
+        return Prepared(targets, take_over)
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to save."""
+        return not self._raw()
+
+    def held(self) -> set[int]:
+        """The ``id`` of each parameter and buffer that is saved here, be it as a copy that the model's hooks make."""
+        raw = {cleaned(name): each for name, each in self._raw().items()}
+        copied = {id(each) for name, each in self._model.named_parameters() if cleaned(name) in raw}
+        return {id(each) for each in raw.values()} | copied
+
+    def is_trained(self) -> bool:
+        """Whether it has parameters that need gradients."""
+        return any(parameter.requires_grad for parameter in self._model.parameters())
+
+    def names(self) -> set[str]:
+        """Of all tensors, also those that are further names of others."""
+        tensors, tied, _ = self._sorted()
+        return {*tensors, *tied}
+
+    def tied_names(self) -> list[list[str]]:
+        """The names of each tensor that has several; first the one under which it is saved."""
+        names: dict[str, list[str]] = {}
+        for alias, name in self._sorted()[1].items():
+            names.setdefault(name, [name]).append(alias)
+        return list(names.values())
+
+    def _raw(self) -> dict[str, Any]:
+        """The model's own state dict, its parameters themselves."""
+        raw: dict[str, Any] = dict(self._model.state_dict(keep_vars=True))
+        if self._apart_from is None:
+            return raw
+        others = {id(each) for each in self._apart_from.state_dict(keep_vars=True).values()}
+        return {name: each for name, each in raw.items() if id(each) not in others}
+
+    def _sorted(self) -> tuple[Tensors, dict[str, str], dict[str, Any]]:
+        """Tensors, each once; further names of the same tensors; values of ``get_extra_state``."""
+        tensors: Tensors = {}
+        tied: dict[str, str] = {}
+        extra: dict[str, Any] = {}
+        names: dict[int, str] = {}
+        for raw_name, value in self._raw().items():
+            name = cleaned(raw_name)
+            if not isinstance(value, torch.Tensor) or name.endswith("_extra_state"):
+                extra[name] = value
+            elif id(value) in names:
+                tied[name] = names[id(value)]
+            elif not is_dense(value):
+                raise CannotSave(
+                    f"{self.key}.{name}: cannot save a {type(value).__qualname__} with {value.layout}, {value.dtype} "
+                    f"on {value.device}; it must be a dense tensor or DTensor, of one of {', '.join(DTYPES)}"
+                )
+            else:
+                names[id(value)] = name
+                tensors[name] = value.detach()
+        return tensors, tied, extra
+
+
+class OptimizerState:
+    """The state of any torch optimizer, by parameter name.
+
+    Where a parameter has another element type than when it was saved, state of the former type is cast with it: the
+    foreach kernels of most optimizers take no mixture. State of a type of its own (moments in float32, of weights in
+    bfloat16) keeps it.
+
+    State that has its parameter's shape, or is a DTensor, is sharded like the parameter; all else (step counters,
+    factored moments, histories) is the same on every rank and goes into the rest with the groups' hyperparameters.
+
+    Args:
+        model: the model whose parameters it updates, for their names.
+        optimizer: may have no state yet: it is created as the checkpoint names it, without a step.
+        loss_fn: with parameters that it updates too.
+    """
+
+    key = "optimizer"
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: nn.Module | None = None) -> None:
+        self._model = unwrapped(model)
+        self._loss_fn = loss_fn
+        self.optimizer: torch.optim.Optimizer = optimizer
+
+    @property
+    def class_name(self) -> str:
+        return class_name_of(self.optimizer)
+
+    def capture(self) -> tuple[Tensors, State]:
+        packed = self.optimizer.state_dict()
+        named = [each for group in self._named_groups() for each in group]
+        tensors: Tensors = {}
+        rows = Rows()
+        for number, (name, parameter) in enumerate(named):  # in this order, whichever was updated first
+            if number not in packed["state"]:
+                continue
+            plain = rows.plain[name] = {}
+            for kind, value in packed["state"][number].items():
+                if _is_sharded(value, parameter):
+                    tensors[f"{name}.{kind}"] = value
+                    rows.sharded.setdefault(name, []).append(kind)
+                    continue
+                plain[kind] = value
+                if isinstance(value, torch.Tensor) and value.device.type == "cpu" != parameter.device.type:
+                    rows.on_cpu.setdefault(name, []).append(kind)
+        return tensors, {
+            **rows.by_kind(),
+            "other": {key: value for key, value in packed["state"].items() if key not in range(len(named))},
+            "groups": [
+                {**group, "params": [named[number][0] for number in group["params"]]}
+                for group in packed["param_groups"]
+            ],
+        }
+
+    def check_rest(self, stored: Index, rest: State, where: str) -> None:
+        check_optimizer_rest(rest, self.optimizer, where)
+
+    def differences(self, stored: Index, rest: State, *, any_dtype: bool = False) -> list[str]:
+        groups = [[name for name, _ in group] for group in self._named_groups()]
+        saved = [group["params"] for group in rest["groups"]]
+        lines = []
+        if len(groups) != len(saved):
+            lines.append(f"{len(saved)} parameter groups in the checkpoint, {len(groups)} here")
+        for number, (here, there) in enumerate(zip(groups, saved, strict=False)):
+            lines += [f"group {number}, missing in the checkpoint: {name}" for name in {*here} - {*there}]
+            lines += [f"group {number}, unexpected in the checkpoint: {name}" for name in {*there} - {*here}]
+        wanted = {f"{name}.{kind}" for name, kinds in Rows.of(rest).sharded.items() for kind in kinds}
+        lines += [f"listed, but without its tensor: {name}" for name in wanted - stored.of(self.key).keys()]
+        return sorted(lines)
+
+    def prepare(self, stored: Index, rest: State) -> Prepared:
+        named = [each for group in self._named_groups() for each in group]
+        weights = stored.of(MODEL) | {_of_loss(name): each for name, each in stored.of(LOSS).items()}
+        own = stored.of(self.key)
+        rows = Rows.of(rest)
+        fitting = {  # a parameter that has another shape now has no use for its former state
+            name: number
+            for number, (name, parameter) in enumerate(named)
+            if name in rows.plain and (name not in weights or weights[name].shape == parameter.shape)
+        }
+        casts = {  # of a parameter whose element type has changed
+            name: (weights[name].dtype, named[number][1].dtype)
+            for name, number in fitting.items()
+            if name in weights and weights[name].dtype != named[number][1].dtype
+        }
+        tensors = {
+            f"{name}.{kind}": like(named[number][1], own[f"{name}.{kind}"], casts.get(name))
+            for name, number in fitting.items()
+            for kind in rows.sharded.get(name, ())
+        }
+
+        def take_over() -> None:
+            saved = {
+                name: {kind: cast_as(value, casts.get(name)) for kind, value in rows.plain[name].items()}
+                | {kind: tensors[f"{name}.{kind}"] for kind in rows.sharded.get(name, ())}
+                for name in fitting
+            }
+            state = {fitting[name]: values for name, values in saved.items()} | rest["other"]
+            self.optimizer.load_state_dict({"state": state, "param_groups": self._groups(rest["groups"])})
+            # load_state_dict casts state to the parameter's type, moves it to its device and mangles strings.
+            for name, values in saved.items():
+                own = self.optimizer.state[named[fitting[name]][1]]
+                for kind, value in values.items():
+                    is_on_cpu = kind in rows.on_cpu.get(name, ())
+                    own[kind] = value if is_on_cpu else exactly(value, own.get(kind))
+
+        return Prepared(tensors, take_over)
+
+    def _groups(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The groups with their saved hyperparameters, and parameters by number; others than were saved keep theirs."""
+        own, position, groups = self.optimizer.param_groups, itertools.count(), []
+        for group, here in zip(saved if len(saved) == len(own) else own, own, strict=True):
+            placed = {key: placed_like(value, here.get(key)) for key, value in group.items()}
+            names = {"param_names": here["param_names"]} if "param_names" in here else {}
+            groups.append(here | placed | names | {"params": [next(position) for _ in here["params"]]})
+        return groups
+
+    def _named_groups(self) -> list[list[tuple[str, torch.Tensor]]]:
+        """The parameters of each group, in the optimizer's order, which ``state_dict`` numbers them by."""
+        names = {id(each): cleaned(name) for name, each in self._model.named_parameters()}
+        for name, each in () if self._loss_fn is None else self._loss_fn.named_parameters():
+            names.setdefault(id(each), _of_loss(cleaned(name)))
+        return [
+            [
+                (names.get(id(each), f"group[{number}].params[{position}]"), each)
+                for position, each in enumerate(group["params"])
+            ]
+            for number, group in enumerate(self.optimizer.param_groups)
+        ]
+
+
+def _of_loss(name: str) -> str:
+    """A name that no parameter of the model has: theirs are joined by dots."""
+    return f"{LOSS}/{name}"
+
+
+def _with_aliases(stored: Mapping[str, StoredTensor], rest: State) -> dict[str, StoredTensor]:
+    return {**stored, **{alias: stored[name] for alias, name in rest["tied"].items()}}
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside of DistributedDataParallel."""
+    while isinstance(model, DistributedDataParallel | DataParallel):
+        model = model.module
+    return model
+
+
+def class_name_of(thing: object) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+def is_dense(value: torch.Tensor) -> bool:
+    return type(value) in _TENSORS and is_plain(value)
+
+
+def _is_sharded(value: object, parameter: torch.Tensor) -> bool:
+    if not isinstance(value, torch.Tensor) or not is_dense(value):
+        return False
+    return isinstance(value, DTensor) or (value.dim() > 0 and value.shape == parameter.shape)
+
+
+def _form(thing: torch.Tensor | StoredTensor) -> str:
+    return f" {list(thing.shape)} {name_of(thing.dtype)}"

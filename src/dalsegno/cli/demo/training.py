@@ -1,0 +1,104 @@
+"""What the demo trains: a small transformer, on the bytes of the Python standard library's own source files."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from dalsegno.args import TrainingArguments
+from dalsegno.callbacks import DivergenceDetector, GradNormLogger, JsonLogger
+from dalsegno.errors import EmptyDataset
+from dalsegno.events.callback import Callback
+from dalsegno.testing import DataOrder, TinyLanguageModel
+from dalsegno.training.trainer import Trainer
+
+CONTEXT = 64
+"""Bytes in a sample."""
+BATCH = 16
+"""Samples in a step."""
+VALIDATION_SAMPLES = 256
+CHECKPOINTS = 6
+"""Saved on the way, the last one at the end."""
+
+_FOREIGN = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
+_MOST_BYTES = 16 << 20
+_EVERY = 10  # of so many files one is for validation
+
+
+def source_files() -> list[Path]:
+    """The standard library's modules on this machine, sorted by path, without its tests; 16 MiB of them at most.
+
+    Raises:
+        EmptyDataset: if there are none, as in some stripped installations.
+    """
+    root = sysconfig.get_paths()["stdlib"]
+    found = []
+    for folder, inner, names in os.walk(root):
+        inner[:] = [name for name in inner if name not in _FOREIGN]
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    found.sort()
+    sizes = accumulate(path.stat().st_size for path in found)
+    chosen = [path for path, size in zip(found, sizes, strict=True) if size <= _MOST_BYTES]
+    if len(chosen) < _EVERY:
+        raise EmptyDataset(f"{root}: the sources of the standard library are not there; the demo trains on them")
+    return chosen
+
+
+class Text(Dataset[dict[str, Tensor]]):
+    """Files, one behind the other, in samples of ``CONTEXT`` bytes, each with the bytes that come next.
+
+    A sample is ``{"input_ids": (CONTEXT,), "labels": (CONTEXT,)}``, int64. With ``limit``, so many of them, spread
+    evenly over the text.
+    """
+
+    def __init__(self, paths: Sequence[Path], limit: int | None = None) -> None:
+        self._bytes = np.frombuffer(b"".join(path.read_bytes() for path in paths), dtype=np.uint8)
+        samples = (len(self._bytes) - 1) // CONTEXT
+        self._length = samples if limit is None else min(limit, samples)
+        self._stride = samples // self._length * CONTEXT
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        begin = index * self._stride
+        window = torch.from_numpy(self._bytes[begin : begin + CONTEXT + 1].astype(np.int64))
+        return {"input_ids": window[:-1], "labels": window[1:]}
+
+
+def build(output_dir: Path, *, steps: int, seed: int, watchers: Sequence[Callback] = ()) -> Trainer:
+    """The demo's run in ``output_dir``: the same each time."""
+    torch.manual_seed(seed)
+    paths = source_files()
+    validation = set(paths[_EVERY // 2 :: _EVERY])
+    return Trainer(
+        TinyLanguageModel(width=64, depth=2, heads=2, context=CONTEXT),
+        TrainingArguments(
+            output_dir=output_dir,
+            max_steps=steps,
+            per_device_train_batch_size=BATCH,
+            per_device_eval_batch_size=4 * BATCH,
+            learning_rate=4e-3,
+            weight_decay=0.01,
+            lr_scheduler_type="cosine",
+            warmup_steps=steps // 10,
+            logging_steps=max(1, steps // 60),
+            logging_first_step=True,
+            eval_steps=max(1, steps // 12),
+            save_steps=steps // CHECKPOINTS,
+            use_cpu=True,
+            parallel="none",
+            seed=seed,
+        ),
+        train_dataset=Text([path for path in paths if path not in validation]),
+        eval_dataset=Text(sorted(validation), VALIDATION_SAMPLES),
+        callbacks=[JsonLogger(run="demo"), DivergenceDetector(), GradNormLogger(), DataOrder(), *watchers],
+    )

@@ -1,0 +1,33 @@
+"""When to kill, as it is written on a command line."""
+
+from __future__ import annotations
+
+import re
+
+from dalsegno.errors import ConfigurationError, UnknownName
+from dalsegno.events.callback import HANDLERS
+from dalsegno.testing import FaultPlan
+
+OPERATIONS = ("write", "fsync", "rename", "mkdir", "unlink", "truncate", "any")
+
+_SECONDS = re.compile(r"(\d+\.?\d*|\.\d+)s")
+_COUNTED = re.compile(r"(?P<name>\w+):(?P<count>\d+)(:(?P<path>.+))?")
+
+
+def moment(spec: str) -> FaultPlan:
+    """``on_step_end:12``, ``write:3``, ``write:3:logs`` or ``2.5s``.
+
+    Raises:
+        ConfigurationError: for anything else; UnknownName for an event or operation that there is not.
+    """
+    if seconds := _SECONDS.fullmatch(spec):
+        return FaultPlan(seconds=float(seconds[1]))
+    counted = _COUNTED.fullmatch(spec)
+    if counted is None or (counted["name"] in HANDLERS and counted["path"]):
+        raise ConfigurationError(f"--kill-at {spec}: write a moment as on_step_end:12, write:3, write:3:logs or 2.5s")
+    name, count = counted["name"], int(counted["count"])
+    if name in HANDLERS:
+        return FaultPlan(event=HANDLERS[name], count=count)
+    if name in OPERATIONS:
+        return FaultPlan(operation=name, count=count, path=counted["path"] or "")
+    raise UnknownName("moment", name, [*HANDLERS, *OPERATIONS])

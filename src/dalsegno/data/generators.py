@@ -1,0 +1,261 @@
+"""The random generators that data owns: a sampler's, a dataset's, a collate function's. Found, kept, and put back.
+
+Torch's, NumPy's and Python's global generators belong to the whole process (see :mod:`dalsegno.distributed.rng`). A
+``self.rng = np.random.default_rng(0)`` belongs to whoever holds it, and nothing but that object leads to it. So the
+objects are walked: attributes, items of containers, closures, defaults and the globals that functions name. Nothing is
+called and no property is read. An object with a ``state_dict`` of its own is left out: its state is its own affair.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from dalsegno.errors import StateMismatch
+from dalsegno.stateful.component import Stateful
+
+Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState | np.random.BitGenerator
+
+OBJECTS = 5_000
+"""How many objects a walk looks at, at most 5 ms long. It goes level by level: those near the data are seen first."""
+
+ITEMS = 64
+"""How many items of one container it looks at."""
+
+_OF_LOADER = ("dataset", "sampler", "batch_sampler", "generator", "collate_fn", "worker_init_fn")
+_LEAVES = (types.ModuleType, type, torch.Tensor, np.ndarray, str, bytes, bytearray, int, float, complex, type(None))
+_LIBRARIES = {"torch", "torchdata", "numpy", "dalsegno", *sys.stdlib_module_names} - {"__main__"}
+
+
+class EpochGenerator(torch.Generator):
+    """Lent to a loader, so that the seeds of its workers are not drawn from a generator that others use."""
+
+
+class OwnGenerators:
+    """The generators that can be reached from ``roots``, by the way to them: ``sampler.generator``, ``dataset.rng``.
+
+    Looked for each time, since a dataset may make its generator when the first sample is read.
+
+    Args:
+        roots: what to begin at, by name; the empty name leaves nothing in front of the attributes.
+    """
+
+    def __init__(self, **roots: Any) -> None:
+        self._roots = roots
+        self._seeded: list[Generator] | None = None
+
+    def find(self) -> dict[str, Generator]:
+        """Each generator once, by the shortest way to it."""
+        return dict(_walk(self._roots))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {way: _state_of(generator) for way, generator in self.find().items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put each generator back to where it was.
+
+        Raises:
+            StateMismatch: if one is not there any more, or is of another kind.
+        """
+        found = self.find()
+        for way, saved in state.items():
+            if way not in found or not _fits(found[way], saved):
+                now = type(found[way]).__name__ if way in found else "not there"
+                raise StateMismatch(
+                    f"the random generator {way!r} of the data was saved, and now it is {now}; resume with the "
+                    "dataset, loader and collate function that the run began with, or start anew"
+                )
+        for way, saved in state.items():
+            try:
+                _set_state(found[way], saved)
+            except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+                raise StateMismatch(f"the saved state of the random generator {way!r} of the data: {error}") from error
+
+    def seed(self, seeds: Iterator[int]) -> None:
+        """Give each generator the next of ``seeds``. Looked for once: this is called for every micro-batch."""
+        if self._seeded is None:
+            self._seeded = list(self.find().values())
+        for generator, seed in zip(self._seeded, seeds, strict=False):
+            _seed(generator, seed)
+
+
+# -- the walk --------------------------------------------------------------------------------------------------------
+
+
+def _walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Generator]]:
+    waiting = deque(roots.items())
+    seen: dict[int, Any] = {}  # the objects too, so that no number is given to another one meanwhile
+    while waiting:
+        way, thing = waiting.popleft()
+        if id(thing) in seen:
+            continue
+        seen[id(thing)] = thing
+        if isinstance(thing, Generator):
+            if not _is_shared(thing):
+                yield way, thing
+        elif isinstance(thing, DataLoader) or not isinstance(thing, Stateful):
+            parts = (each for each in _parts_of(thing) if not isinstance(each[1], _LEAVES))
+            room = max(0, OBJECTS - len(seen) - len(waiting))
+            waiting.extend((f"{way}{step}".lstrip("."), part) for step, part in itertools.islice(parts, room))
+
+
+def _is_shared(generator: Generator) -> bool:
+    """Whether it belongs to the whole process or to the run, or has no state to keep."""
+    return isinstance(generator, EpochGenerator | random.SystemRandom) or any(
+        generator is each
+        for each in (
+            torch.default_generator,
+            *torch.cuda.default_generators,
+            np.random.mtrand._rand,
+            np.random.mtrand._rand._bit_generator,
+            getattr(random, "_inst", None),
+        )
+    )
+
+
+def _parts_of(thing: Any) -> Iterator[tuple[str, Any]]:
+    """What ``thing`` holds, and how one gets there from it."""
+    if isinstance(thing, dict | list | tuple | deque) and type(thing).__module__ not in ("builtins", "collections"):
+        yield from _attributes(thing)
+    if isinstance(thing, DataLoader):
+        yield from ((f".{name}", getattr(thing, name, None)) for name in _OF_LOADER)
+    elif isinstance(thing, dict):
+        yield from ((f"[{key!r}]", value) for key, value in itertools.islice(thing.items(), ITEMS))
+    elif isinstance(thing, list | tuple | deque):
+        yield from ((f"[{index}]", value) for index, value in enumerate(itertools.islice(thing, ITEMS)))
+    elif isinstance(thing, functools.partial):
+        yield from ((".func", thing.func), (".args", thing.args), (".keywords", thing.keywords))
+    elif isinstance(thing, types.MethodType):
+        yield from ((".__self__", thing.__self__), (".__func__", thing.__func__))
+    elif isinstance(thing, types.BuiltinMethodType):  # say random.Random(0).random
+        yield ".__self__", thing.__self__
+    elif isinstance(thing, types.FunctionType):
+        yield from _parts_of_function(thing)
+    elif isinstance(thing, staticmethod | classmethod):
+        yield ".__func__", thing.__func__
+    elif isinstance(thing, property):
+        yield ".fget", thing.fget
+    else:
+        yield from _attributes(thing)
+
+
+def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
+    """Those of the object itself, then those of its classes."""
+    try:
+        own = object.__getattribute__(thing, "__dict__")
+    except AttributeError:
+        own = {}
+    if isinstance(own, dict):
+        yield from ((f".{name}", value) for name, value in list(own.items()))
+    for kind in type(thing).__mro__:
+        for name, value in vars(kind).items():
+            if isinstance(value, types.MemberDescriptorType):  # a slot
+                try:
+                    yield f".{name}", value.__get__(thing)
+                except AttributeError:  # empty
+                    continue
+            elif not _is_of_library(kind.__module__):
+                yield f".{name}", value
+
+
+def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """What it has been given, what it encloses, and the globals that it names."""
+    if _is_of_library(function.__module__):
+        return
+    yield ".__defaults__", function.__defaults__
+    yield ".__kwdefaults__", function.__kwdefaults__
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield f":{name}", cell.cell_contents
+        except ValueError:  # empty
+            continue
+    for name in _names(function.__code__):
+        if name in function.__globals__:
+            yield f":{name}", function.__globals__[name]
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def _is_of_library(module: str | None) -> bool:
+    return module is None or module.partition(".")[0] in _LIBRARIES
+
+
+# -- one generator ---------------------------------------------------------------------------------------------------
+
+
+def _state_of(generator: Generator) -> Any:
+    """What the codec takes. That of a generator of NumPy's is a dict with the name of its bit generator."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return _bits(generator).state
+
+
+def _set_state(generator: Generator, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    else:
+        _bits(generator).state = state
+
+
+def _seed(generator: Generator, seed: int) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, random.Random):
+        generator.seed(seed)
+    else:
+        bits = generator._bit_generator if isinstance(generator, np.random.RandomState) else _bits(generator)
+        bits.state = type(bits)(seed).state
+
+
+def _bits(generator: np.random.Generator | np.random.BitGenerator) -> Any:
+    return generator if isinstance(generator, np.random.BitGenerator) else generator.bit_generator
+
+
+def _fits(generator: Generator, state: Any) -> bool:
+    """Whether the state has the form of one of this generator; NumPy would read beyond its memory otherwise."""
+    now = _state_of(generator)
+    return _form(now) == _form(state) and _is_in_range(state)
+
+
+def _form(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: value if key == "bit_generator" else _form(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return [_form(each) for each in state] if len(state) < 10 else len(state)
+    if isinstance(state, np.ndarray | torch.Tensor):
+        return str(state.dtype), tuple(state.shape)
+    return None
+
+
+def _is_in_range(state: Any) -> bool:
+    """The places in what a Mersenne Twister or a Philox has made ahead."""
+    if not isinstance(state, dict):
+        return True
+    inner = state.get("state")
+    places = [(inner["pos"], len(inner["key"]))] if isinstance(inner, dict) and "pos" in inner else []
+    if "buffer_pos" in state:
+        places.append((state["buffer_pos"], len(state["buffer"])))
+    return all(isinstance(place, int) and 0 <= place <= length for place, length in places)

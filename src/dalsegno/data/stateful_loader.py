@@ -1,0 +1,180 @@
+"""A loader that knows its own place: torchdata's StatefulDataLoader, or anything that does the same."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any, Literal, NotRequired
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from dalsegno.distributed.rng import capture_generators, preserved_generators, restore_generators
+from dalsegno.errors import StateMismatch
+from dalsegno.stateful.component import Stateful
+
+from .fingerprint import digest
+from .loader import NOT_EXACT, EpochPlace, or_another_kind
+from .stream import RankShard
+from .user_loader import END, LoaderFeed
+from .workers import ended_workers_stay_ended
+
+log = logging.getLogger(__name__)
+
+
+class StatefulPlace(EpochPlace):
+    kind: Literal["stateful"]
+    cut: bool
+    stream: NotRequired[str | None]
+    loader: Any
+
+
+class StatefulFeed(LoaderFeed):
+    """Micro-batches of a loader with ``state_dict`` and ``load_state_dict``; its own state is what is saved.
+
+    What is asked of the loader is what torchdata's does: after each batch its state is the place behind that batch;
+    an iterator made after ``load_state_dict`` goes on from there. Where that place is the end of an epoch, the iterator
+    may have nothing left, or begin the next epoch: both are found in the field, and both are understood.
+
+    Where an epoch is left early, one more micro-batch of it is read and dropped. So the iterator that is left has been
+    in use, also where it was made from a saved state, and the next one begins anew.
+    """
+
+    state_schema = or_another_kind(StatefulPlace, "stateful")
+
+    _saved: Any = None  # the loader's state, not loaded yet
+    _cut = False  # whether the epoch before this one was left early, so that the loader's state is inside of it
+    _left: Iterator[Any] | None = None  # the iterator of that epoch
+    _loaded_stream: str | None = None  # a digest of the dataset's own state in the one that was loaded
+    _opened = False
+    _resumed_inside = False  # this epoch was gone on with from a saved state
+
+    def _open(self) -> Iterator[Any]:
+        saved, cut, left = self._saved, self._cut, self._left
+        self._saved, self._cut, self._left, self._opened = None, False, None, True
+        resumed_inside, self._resumed_inside = self._resumed_inside, False
+        if saved is None:
+            if left is not None:
+                self._drop_one(left)
+            iterator = super()._open()
+            return self._begun(iterator) if resumed_inside and left is None else iterator
+        if hasattr(self._loader, "restart_on_stop_iteration"):
+            # torchdata.nodes.Loader cannot tell an epoch that is over from one with nothing left, but we can.
+            self._loader.restart_on_stop_iteration = False
+        if self._microbatches == 0:
+            return self._next_epoch_after(saved, cut)
+        self._announce_epoch(self.epoch)
+        iterator = self._resumed(self._loader, saved)
+        self.own_generators.load_state_dict(self._loaded_own)
+        self._resumed_inside = True  # maybe behind its last micro-batch
+        return iterator
+
+    def _next_epoch_after(self, saved: Any, cut: bool) -> Iterator[Any]:
+        """An iterator over the epoch that follows the one in which, or at whose end, ``saved`` was taken."""
+        loader = self._loader
+        self._announce_epoch(self.epoch - 1 if cut else self.epoch)
+        iterator = self._resumed(loader, saved)
+        self.own_generators.load_state_dict(self._loaded_own)
+        if cut:
+            self._drop_one(iterator)
+        if (
+            cut
+            or self._told_the_epoch()
+            or self._loaded_own
+            or self._starts_workers()
+            or hasattr(loader, "restart_on_stop_iteration")
+        ):
+            # Once more: what was loaded says otherwise, and to look at it has drawn from the loader's generator.
+            self._announce_epoch(self.epoch)
+            iterator = iter(loader)
+        return iterator if cut else self._begun(iterator)
+
+    def _starts_workers(self) -> bool:
+        """Whether each iterator has worker processes of its own, with the dataset as it is here, and a seed drawn."""
+        return getattr(self._loader, "num_workers", 0) > 0 and not getattr(self._loader, "persistent_workers", False)
+
+    def _begun(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """The same with its first micro-batch; or one made anew, where this one only had the end of the last epoch."""
+        if isinstance(self._loader, DataLoader) and not isinstance(self._loader.dataset, IterableDataset):
+            return iterator
+        before, own = capture_generators(), self.own_generators.state_dict()
+        first = next(iterator, END)
+        if first is END:
+            restore_generators(before)
+            self.own_generators.load_state_dict(own)
+            self._check_unchanged()
+            self._announce_epoch(self.epoch)
+            iterator = iter(self._loader)
+            first = next(iterator, END)
+            if first is END:
+                log.warning("nothing is left to read in epoch %d, in which this leg begins", self.epoch)
+        return iter(()) if first is END else chain([first], iterator)
+
+    def _check_unchanged(self) -> None:
+        """Say if the stream has changed when it came to the end of the epoch for the second time."""
+        stream = self._stream()
+        if stream is not None and self._loaded_stream not in (None, self._digest()):
+            log.warning(
+                "%s changes its state where an iterator ends, and a resumed run comes there twice: from this epoch on "
+                "its data is not that of a run that was never stopped; change the state where an iterator begins",
+                type(stream).__name__,
+                extra={NOT_EXACT: True},
+            )
+
+    def _stream(self) -> Stateful | None:
+        """The dataset, if it is read in this process from its beginning to its end, and has a state."""
+        dataset = getattr(self._loader, "dataset", None)
+        dataset = dataset.dataset if isinstance(dataset, RankShard) else dataset
+        is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+        is_here = getattr(self._loader, "num_workers", 0) == 0
+        return dataset if is_stream and is_here and isinstance(dataset, Stateful) else None
+
+    def _drop_one(self, iterator: Iterator[Any]) -> None:
+        """Read one more micro-batch of an epoch that was left, without a trace in the random generators."""
+        own = self.own_generators.state_dict()
+        with preserved_generators():
+            next(iterator, None)
+        self.own_generators.load_state_dict(own)
+
+    @staticmethod
+    def _resumed(loader: Any, saved: Any) -> Iterator[Any]:
+        try:
+            with ended_workers_stay_ended(loader, saved):
+                loader.load_state_dict(saved)
+                return iter(loader)
+        except Exception as error:  # torchdata checks by assertions, and trusts what it is given
+            raise StateMismatch(
+                f"the saved state of the {type(loader).__name__} does not fit it: {error!r}; resume with the same "
+                f"number of worker processes (now {getattr(loader, 'num_workers', 'unknown')}), or start anew"
+            ) from error
+
+    def next_epoch(self) -> None:
+        self._cut = self._microbatches > 0 and not self._exhausted
+        self._left = self._iterator if self._cut else None
+        super().next_epoch()
+
+    def close(self) -> None:
+        state = self.state_dict()
+        super().close()
+        self.load_state_dict(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        loader: Any = self._loader
+        inner, stream = self._saved, self._loaded_stream
+        if self._opened and self._saved is None:
+            inner, stream = loader.state_dict(), self._digest()
+        return {**self._place("stateful"), "cut": self._cut, "stream": stream, "loader": inner}
+
+    def _digest(self) -> str | None:
+        stream = self._stream()
+        return None if stream is None else digest(stream.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved place.
+
+        Raises:
+            StateMismatch: if it lies in another kind of data; on iterating, if the loader does not take its state back.
+        """
+        self._go_to(state, "stateful")
+        self._cut, self._saved, self._loaded_stream = state["cut"], state["loader"], state.get("stream")
+        self._left, self._opened, self._resumed_inside = None, False, False

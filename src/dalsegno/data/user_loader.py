@@ -1,0 +1,200 @@
+"""A loader, read as it is, and its place in an epoch counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from dalsegno.distributed import collectives
+from dalsegno.distributed.rng import LOADER, mix
+from dalsegno.errors import EmptyDataset, StateMismatch
+from dalsegno.stateful.component import Scope
+
+from .generators import EpochGenerator, OwnGenerators
+from .loader import Microbatch, expect_kind, sample_count
+from .workers import let_workers_live_on
+
+END = object()
+
+
+class LoaderFeed:
+    """Micro-batches of any iterable of batches; see :class:`Feed`.
+
+    By itself it cannot save its place: :class:`StatefulFeed` and :class:`ReplayedFeed` do, each in its own way.
+
+    Args:
+        loader: batches, or :class:`Microbatch` objects with their true counts. Whatever it, its samplers and its
+            dataset have by the name ``set_epoch`` is called with each epoch that begins.
+        seed: for the seeds of worker processes, if the loader has no generator.
+        world_size: alone, a rank's samples are everybody's.
+        samples: in an epoch, over all ranks, if known.
+        lockstep: the loaders of all ranks end together, and their micro-batches know their global counts.
+        one_stream: all ranks read the same stream in lockstep, so that the place of one is the place of all.
+
+    Raises:
+        EmptyDataset: if the loader has length 0.
+    """
+
+    state_scope: Scope = "per_rank"  # only the loader knows how it splits its data between the ranks
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        *,
+        seed: int = 0,
+        world_size: int = 1,
+        samples: int | None = None,
+        lockstep: bool = False,
+        one_stream: bool = False,
+    ) -> None:
+        self._loader = loader
+        self._seed, self._world_size = seed, world_size
+        self._samples_per_epoch = samples
+        self.lockstep = lockstep or one_stream or world_size == 1
+        self._one_stream = one_stream
+        if isinstance(loader, DataLoader):
+            let_workers_live_on(loader)
+        # Always for torchdata's: of a generator that its sampler shares, it restores the sampler's draws alone.
+        if isinstance(loader, DataLoader) and (loader.generator is None or isinstance(loader, StatefulDataLoader)):
+            loader.generator = EpochGenerator()
+        if self.length() == 0:
+            raise EmptyDataset("the loader has length 0; look at its dataset, its batch size and drop_last")
+        self.own_generators = OwnGenerators(**{"": loader})
+        self.epoch = 0
+        self._microbatches = 0  # consumed of this epoch, on this rank
+        self._samples = 0  # consumed of this epoch, over all ranks where that is known
+        self._exhausted = False
+        self._iterator: Iterator[Any] | None = None
+        self._loaded_own: dict[str, Any] = {}  # the states of the data's own generators, at the place that was loaded
+        self._lengths: list[int | None] | None = None  # of all ranks' loaders, once they have been told
+
+    def tell_length(self) -> None:
+        """Let all ranks know how long this rank's loader is, since they plan by the longest. Collective."""
+        self._lengths = collectives.gather(self.length(), "the lengths of loaders")
+
+    @property
+    def position(self) -> float:
+        if self._samples_per_epoch:
+            return self.epoch + min(1.0, self._samples / self._samples_per_epoch)
+        length = self.length()
+        return self.epoch + min(1.0, self._microbatches / length) if length else float(self.epoch)
+
+    @property
+    def started(self) -> bool:
+        return self._microbatches > 0
+
+    def __iter__(self) -> Iterator[Microbatch]:
+        if self._exhausted:
+            return
+        if self._iterator is None:
+            self._iterator = self._open()
+        # Not a for loop: asking an iterator for an iterator makes some begin anew.
+        while (item := next(self._iterator, END)) is not END:
+            yield self._count(item)
+        self._exhausted, self._iterator = True, None
+
+    def _open(self) -> Iterator[Any]:
+        """An iterator over the rest of the epoch."""
+        self._announce_epoch(self.epoch)
+        return iter(self._loader)
+
+    def _announce_epoch(self, epoch: int) -> None:
+        loader = self._loader
+        for part in self._told_the_epoch():
+            part.set_epoch(epoch)
+        generator = getattr(loader, "generator", None)
+        if isinstance(generator, EpochGenerator):
+            generator.manual_seed(mix(LOADER, self._seed, epoch))
+
+    def _told_the_epoch(self) -> list[Any]:
+        """Itself, its samplers and its dataset, as far as they want to know the epoch."""
+        parts = [self._loader, *(getattr(self._loader, name, None) for name in ("sampler", "batch_sampler", "dataset"))]
+        return [part for part in parts if callable(getattr(part, "set_epoch", None))]
+
+    def _count(self, item: Any) -> Microbatch:
+        if isinstance(item, Microbatch):
+            microbatch = item
+        else:
+            samples = sample_count(item)
+            microbatch = Microbatch(item, samples, samples if self._world_size == 1 else None)
+        self._microbatches += 1
+        self._samples += microbatch.samples if microbatch.global_samples is None else microbatch.global_samples
+        return microbatch
+
+    def next_epoch(self) -> None:
+        self.epoch += 1
+        self.restart()
+
+    def restart(self) -> None:
+        self._microbatches = self._samples = 0
+        self._exhausted, self._iterator = False, None
+
+    def skip(self, samples: int) -> int:
+        """Read past them, in whole micro-batches; each rank past its share."""
+        passed, rest = 0, iter(self)
+        while passed < samples and (microbatch := next(rest, None)) is not None:
+            known = microbatch.global_samples
+            passed += microbatch.samples * self._world_size if known is None else known
+        return passed
+
+    def close(self) -> None:
+        self._iterator = None
+        if isinstance(self._loader, DataLoader):
+            self._loader._iterator = None  # where torch keeps persistent workers
+
+    def length(self) -> int | None:
+        try:
+            return len(self._loader)  # type: ignore[arg-type]
+        except TypeError:  # no length, or none that is known
+            return None
+
+    def microbatches_per_epoch(self) -> int | None:
+        lengths = [self.length()] if self._lengths is None else self._lengths
+        known = [length for length in lengths if length is not None]
+        return max(known) if len(known) == len(lengths) else None
+
+    def samples_per_epoch(self) -> int | None:
+        return self._samples_per_epoch
+
+    def samples_per_microbatch(self) -> int | None:
+        batch_size = getattr(self._loader, "batch_size", None)
+        return batch_size * self._world_size if isinstance(batch_size, int) else None
+
+    def adapt(self, state: dict[str, Any]) -> dict[str, Any]:
+        return state
+
+    def _place(self, kind: str) -> dict[str, Any]:
+        return {
+            "kind": kind,
+            "one_stream": self._one_stream,
+            "epoch": self.epoch,
+            "microbatches": self._microbatches,
+            "samples": self._samples,
+            "exhausted": self._exhausted,
+            "own_generators": self.own_generators.state_dict(),
+        }
+
+    def _go_to(self, state: dict[str, Any], kind: str) -> None:
+        expect_kind(state, kind)
+        self.epoch, self._exhausted = state["epoch"], state["exhausted"]
+        self._microbatches, self._samples = state["microbatches"], state["samples"]
+        self._iterator, self._loaded_own = None, state.get("own_generators", {})
+        self.own_generators.load_state_dict(self._loaded_own)
+
+    @classmethod
+    def reshard(cls, states: Sequence[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
+        """The place for another number of ranks, where all ranks read one stream.
+
+        Raises:
+            StateMismatch: for a loader that splits its data by itself.
+        """
+        if not states[0]["one_stream"]:
+            raise StateMismatch(
+                f"the position in your loader was saved by {len(states)} ranks, now there are {world_size}, and "
+                f"only the loader knows how it splits its data; resume with {len(states)} ranks, or hand over the "
+                "dataset instead of a loader (a map dataset without a state_dict follows any number of ranks)"
+            )
+        return [states[0]] * world_size

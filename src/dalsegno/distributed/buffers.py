@@ -1,0 +1,74 @@
+"""A model's buffers, say running statistics, kept the same on all ranks.
+
+Each rank gathers them from batches of its own. As DistributedDataParallel does, rank 0's count: every rank is given
+them at the end of each step. So an evaluation does not depend on which rank sees which sample, a checkpoint holds what
+every rank has, and to take one changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from . import collectives
+from .sharded_tensors import once
+
+_SMALL = 1 << 20  # bytes: what is smaller is sent together
+
+
+class SharedBuffers:
+    """The persistent buffers of ``modules``: those that a checkpoint holds. Costs nothing where there are none."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = list(modules)
+        self._places: list[tuple[nn.Module, str]] = []
+
+    def begin_leg(self) -> None:
+        """Find them. Where ranks have different ones, each keeps its own. Collective."""
+        if not collectives.initialized():
+            return
+        self._places = [place for module in self._modules for part in module.modules() for place in _persistent(part)]
+        told = "\n".join(f"{name!r} {list(each.shape)} {each.dtype}" for (_, name), each in self._found())
+        digest = xxhash.xxh3_64_intdigest(told.encode()) >> 1
+        highest, lowest = collectives.agree_max([digest, -digest], "which buffers all ranks have")
+        if highest != -lowest:
+            self._places = []
+
+    def share(self) -> None:
+        """Give rank 0's to every rank. Collective, if there are any."""
+        if not self._places:
+            return
+        with torch.no_grad():
+            found = {id(each): once(each.detach()) for _, each in self._found()}.values()
+            large = [each for each in found if each.nbytes >= _SMALL]
+            small = sorted((each for each in found if each.nbytes < _SMALL), key=_kind)
+            collectives.share_from_zero(large)
+            for _, alike in groupby(small, key=_kind):
+                _share_together(list(alike))
+
+    def _found(self) -> list[tuple[tuple[nn.Module, str], Tensor]]:
+        """As they are now: a step may put another tensor in a buffer's place."""
+        there = [((module, name), getattr(module, name, None)) for module, name in self._places]
+        return [(place, each) for place, each in there if isinstance(each, Tensor) and not isinstance(each, DTensor)]
+
+
+def _persistent(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    left_out = module._non_persistent_buffers_set
+    return [(module, name) for name, _ in module.named_buffers(recurse=False) if name not in left_out]
+
+
+def _kind(tensor: Tensor) -> tuple[str, str]:
+    return str(tensor.device), str(tensor.dtype)
+
+
+def _share_together(tensors: list[Tensor]) -> None:
+    flat = torch.cat([each.reshape(-1) for each in tensors])
+    collectives.share_from_zero([flat])
+    if collectives.rank() != 0:
+        for each, part in zip(tensors, torch.split(flat, [each.numel() for each in tensors]), strict=True):
+            each.copy_(part.view(each.shape))

@@ -1,0 +1,101 @@
+"""GradientNorms: how large every gradient is, as the optimizer takes it.
+
+Seen in the optimizer's own step, through torch's hook for it. So it does not matter when that comes: once when all
+gradients are there, or for each parameter in the backward pass, where no gradient outlives it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dalsegno.errors import ConfigurationError
+
+from .sharded_tensors import (
+    Readings,
+    local_gradients,
+    named_parameters,
+    shard_groups,
+    squared_norms,
+    summed,
+)
+
+
+class GradientNorms:
+    """The L2 norm (fp32) of each gradient, clipped and unscaled; of whole ones, however the model is spread.
+
+    Args:
+        model: for the names of its parameters; a tied one is there once.
+        optimizer: whose steps are watched, until :meth:`close`.
+        wanted: asked at each of them; steps that nobody wants to know of cost nothing.
+        measures: whether the gradient of a parameter of this name is measured; None: each is.
+
+    Raises:
+        ConfigurationError: if no parameter that is trained has a name that ``measures`` accepts.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        wanted: Callable[[], bool],
+        measures: Callable[[str], object] | None = None,
+    ) -> None:
+        trained = [(name, each) for name, each in named_parameters(model) if each.requires_grad]
+        self._measured: set[int] | None = None  # parameters, by id; None: all that the optimizer takes
+        if measures is not None:
+            chosen = [(name, each) for name, each in trained if measures(name)]
+            if trained and not chosen:
+                raise ConfigurationError(
+                    f"none of the {len(trained)} parameters that are trained has a name that is asked for; "
+                    f"the first is {trained[0][0]!r}"
+                )
+            trained, self._measured = chosen, {id(each) for _, each in chosen}
+        self._names = [name for name, _ in trained]
+        self._parameters = [parameter for _, parameter in trained]
+        self._groups = [shard_groups(parameter) for parameter in self._parameters]
+        self._device = self._parameters[0].device if trained else torch.device("cpu")
+        self._wanted = wanted
+        self._seen: list[tuple[list[nn.Parameter], Tensor]] = []  # and the squares of their gradients' norms
+        self._handle = optimizer.register_step_pre_hook(self._before_step)
+
+    def close(self) -> None:
+        self._handle.remove()
+
+    def look_at(self, optimizer: Optimizer) -> None:
+        """Measure the gradients that the optimizer is about to take. No wait, and no collective."""
+        taken = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+        if self._measured is not None:
+            taken = [each for each in taken if id(each) in self._measured]
+        if taken:
+            self._seen.append((taken, squared_norms(local_gradients(taken, [each.grad for each in taken]))))
+
+    def take(self) -> Readings:
+        """Of the gradients that have been seen since the last time. A collective where tensors are sharded."""
+        seen, self._seen = self._seen, []
+        taken = [parameter for some, _ in seen for parameter in some]
+        if taken and len(taken) == len(self._parameters) and all(map(operator.is_, taken, self._parameters)):
+            squares = torch.cat([values.to(self._device) for _, values in seen])
+            return Readings(self._names, summed(squares, self._groups).sqrt().float())
+        numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
+        squares = torch.zeros(len(numbers) + 1, dtype=torch.float64, device=self._device)  # the last is of strangers
+        for some, values in seen:
+            places = [numbers.get(id(parameter), -1) for parameter in some]
+            squares[torch.tensor(places, device=self._device)] = values.to(self._device)
+        there = sorted({numbers[id(parameter)] for parameter in taken if id(parameter) in numbers})
+        norms = summed(squares[:-1], self._groups).sqrt().float()
+        chosen = norms[torch.tensor(there, device=self._device, dtype=torch.long)]
+        return Readings([self._names[number] for number in there], chosen)
+
+    def forget(self) -> None:
+        """What has been seen since the last time."""
+        self._seen.clear()
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._wanted():
+            self.look_at(optimizer)

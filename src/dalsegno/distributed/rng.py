@@ -1,0 +1,192 @@
+"""Random numbers: seeds that are pure functions of where they are used, and the generators of this process as a state.
+
+A derived seed needs no saving, and nothing that happened before, in this process or another, can shift it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, TypedDict, final
+
+import numpy as np
+import torch
+
+from dalsegno.stateful.schema import Must
+
+from . import collectives
+
+WORD = 2**64 - 1
+
+# What a seed is for. Part of the numbers it is mixed from, so that no two uses ever share one.
+ORDER, SAMPLE, WORKER, LOADER, RANK, TEXT = 1, 2, 3, 4, 5, 6
+
+
+def mix(*numbers: int) -> int:
+    """One number in [0, 2**63) from several (each taken modulo 2**64), the same on every machine."""
+    mixed = 0
+    for number in numbers:
+        mixed = ((mixed ^ (number & WORD)) + 0x9E3779B97F4A7C15) & WORD
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & WORD
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & WORD
+        mixed ^= mixed >> 31
+    return mixed >> 1
+
+
+def seed_generators(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's CPU generator. No accelerator is touched, so a worker process may call it."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would queue work for every accelerator
+
+
+def _is_mersenne_twister(state: tuple[int, tuple[Any, ...], float | None]) -> bool:
+    random.Random().setstate(state)
+    return True
+
+
+def _is_bit_generator(state: Any) -> bool:
+    """Whether NumPy takes it, and where it keeps a place in a buffer, that place lies in there: NumPy does not look."""
+    if isinstance(state, tuple):
+        name, key, pos, has_gauss, gauss = state
+        state = {
+            "bit_generator": name,
+            "state": {"key": key, "pos": pos},
+            "has_gauss": has_gauss,
+            "gauss": gauss,
+        }
+    kind = {each.__name__: each for each in _BIT_GENERATORS}[state["bit_generator"]]
+    kind().state = state
+    place, end = (state["state"]["pos"], 624) if kind is np.random.MT19937 else (state.get("buffer_pos", 0), 4)
+    return type(place) is int and 0 <= place <= end
+
+
+def _are_cuda_states(states: list[torch.Tensor]) -> bool:
+    for state in states if torch.cuda.is_available() else ():
+        torch.Generator("cuda").set_state(state)
+    return all(state.dtype == torch.uint8 and state.dim() == 1 for state in states)
+
+
+def _is_torch_state(state: torch.Tensor) -> bool:
+    """Whether torch takes it; its twister's place and what is left of it belong together, where torch does not look."""
+    torch.Generator().set_state(state)
+    words = state.view(torch.int32)
+    left, place = int(words[2]), int(words[4])  # behind the seed, 8 bytes; between them, whether it is seeded
+    return (left, place) == (1, 0) or left + place == 625
+
+
+_BIT_GENERATORS = (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64)
+
+PythonState = Annotated[
+    tuple[Literal[3], tuple[int, ...], float | None],
+    Must("a state of Python's random generator", _is_mersenne_twister),
+]
+NumpyState = Annotated[
+    tuple[Literal["MT19937"], np.ndarray[Any, Any], int, Literal[0, 1], float] | dict[str, Any],
+    Must("a state of NumPy's random generator", _is_bit_generator),
+]
+TorchState = Annotated[torch.Tensor, Must("a state of torch's random generator", _is_torch_state)]
+
+
+class GeneratorStates(TypedDict):
+    """Of Python's, NumPy's and torch's CPU generator."""
+
+    python: PythonState
+    numpy: NumpyState
+    torch: TorchState
+
+
+@final
+class SavedRandomState(GeneratorStates):
+    seed: int
+    step: int
+    cuda: Annotated[list[torch.Tensor], Must("states of torch's CUDA generators", _are_cuda_states)]
+
+
+def capture_generators() -> GeneratorStates:
+    """The states of Python's, NumPy's and torch's CPU generator."""
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+
+
+def restore_generators(state: GeneratorStates) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+
+
+@contextlib.contextmanager
+def preserved_generators() -> Iterator[None]:
+    """Whatever is drawn inside, the generators are as before afterwards."""
+    before = capture_generators()
+    try:
+        yield
+    finally:
+        restore_generators(before)
+
+
+@contextlib.contextmanager
+def seeded_generators(seed: int, device: torch.device) -> Iterator[None]:
+    """Whatever is drawn inside follows from ``seed``, on ``device`` too; afterwards the generators are as before."""
+    devices = [device] if device.type == "cuda" else []
+    with preserved_generators(), torch.random.fork_rng(devices):
+        seed_generators(seed)
+        for each in devices:
+            with torch.cuda.device(each):
+                torch.cuda.manual_seed(seed)
+        yield
+
+
+@final
+class DerivedState(TypedDict):
+    """What becomes of a saved state where the number of ranks has changed."""
+
+    step: int
+    derived: int
+
+
+class RandomState:
+    """Every generator of this rank, those of all CUDA devices too, as one component of a checkpoint.
+
+    Each rank has its own: at the start of a run they are seeded with (seed, rank, 0). After a change of world size no
+    saved state fits, and each rank is seeded with (seed, rank, step) of the checkpoint.
+    """
+
+    state_scope = "per_rank"
+    state_schema = SavedRandomState
+    reshard_note = "each rank is seeded from (seed, rank, step)"
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.step = 0
+        """The finished steps, so that a state knows when it was taken."""
+
+    def start(self) -> None:
+        """Seed this rank's generators for the start of a run."""
+        self._seed(mix(RANK, self.seed, collectives.rank(), 0))
+
+    def state_dict(self) -> SavedRandomState:
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        return {"seed": self.seed, "step": self.step, **capture_generators(), "cuda": cuda}
+
+    def load_state_dict(self, state: SavedRandomState | DerivedState) -> None:
+        self.step = state["step"]
+        if "derived" in state:
+            self._seed(state["derived"])
+            return
+        restore_generators(state)
+        if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(state["cuda"])
+        else:
+            torch.cuda.manual_seed_all(
+                mix(RANK, self.seed, collectives.rank(), self.step)
+            )  # other devices than were saved
+
+    @classmethod
+    def reshard(cls, states: Sequence[SavedRandomState], world_size: int) -> list[DerivedState]:
+        seed, step = states[0]["seed"], states[0]["step"]
+        return [{"step": step, "derived": mix(RANK, seed, rank, step)} for rank in range(world_size)]
+
+    def _seed(self, seed: int) -> None:
+        seed_generators(seed)
+        torch.cuda.manual_seed_all(seed)  # nothing happens where there is no CUDA

@@ -1,0 +1,80 @@
+"""Registration: what is given as callbacks, looked at before anything runs; and callbacks that listen to every run."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterable
+
+from dalsegno.errors import ConfigurationError, DuplicateKey
+
+from .adapters import adapt
+from .callback import Callback, drop_globally, hold_globally
+
+
+def check_callbacks(callbacks: Iterable[object]) -> list[Callback]:
+    """The callbacks, foreign ones adapted, if each is one and no two would save under the same key.
+
+    Raises:
+        ConfigurationError: for a class, a handler that is async or has other parameters than ``(self, ctx)``, or only
+            one of ``state_dict`` and ``load_state_dict``.
+        UnknownDialect: for something that is no callback of any known kind.
+        DuplicateKey: if the same callback is given twice, or two have one key; the message says to set ``name``.
+        UnknownName: for a misspelt handler.
+    """
+    if not isinstance(callbacks, Iterable):
+        raise ConfigurationError(f"callbacks={callbacks!r}; give a list: [{type(callbacks).__name__}(…)]")
+    checked: dict[str, Callback] = {}
+    for given in callbacks:
+        callback = adapt(given)
+        other = checked.get(callback.key)
+        if other is callback:
+            raise DuplicateKey(f"callbacks: {callback.key!r} is given twice")
+        if other is not None:
+            raise DuplicateKey(
+                f"callbacks: a {_class(other)} and a {_class(callback)} both have the key {callback.key!r}; "
+                "set name= on one of them"
+            )
+        checked[callback.key] = callback
+        _check_handlers(callback)
+        _check_state(callback)
+    return list(checked.values())
+
+
+def _class(callback: Callback) -> str:
+    return type(inspect.unwrap(callback)).__name__  # type: ignore[arg-type]
+
+
+def _check_handlers(callback: Callback) -> None:
+    for event in callback.handled_events():
+        if inspect.iscoroutinefunction(getattr(callback, event.handler)):
+            raise ConfigurationError(
+                f"{callback.key}.{event.handler} is async, and nobody here would await it; "
+                "dalsegno.Background(callback) does"
+            )
+
+
+def _check_state(callback: Callback) -> None:
+    for one, other in (("state_dict", "load_state_dict"), ("load_state_dict", "state_dict")):
+        if hasattr(callback, one) and not hasattr(callback, other):
+            near = difflib.get_close_matches(other, set(dir(callback)) - {one}, n=1, cutoff=0.7)
+            hint = f"; is {near[0]!r} meant to be it?" if near else ""
+            raise ConfigurationError(f"{callback.key} has {one} but no {other}: its state would be lost{hint}")
+
+
+class GlobalHandle:
+    """Keeps a callback registered for every run; :meth:`remove` lets go. Removing twice is the same as once."""
+
+    def __init__(self, callback: Callback) -> None:
+        self._callback: Callback | None = callback
+        hold_globally(callback)
+
+    def remove(self) -> None:
+        if self._callback is not None:
+            drop_globally(self._callback)
+            self._callback = None
+
+
+def register_global_callback(callback: object) -> GlobalHandle:
+    """Let ``callback`` listen to every run that begins from now on, after the run's own callbacks."""
+    return GlobalHandle(*check_callbacks([callback]))

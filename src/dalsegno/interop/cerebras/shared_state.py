@@ -1,0 +1,133 @@
+"""Company: where a run stands in Cerebras's order, the same for all of its callbacks.
+
+There, a *fit* is made of stretches of training with validations between them. A stretch begins with its first step and
+ends before an evaluation, or with the run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakSet
+
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import (
+    Context,
+    EvaluateBeginContext,
+    EvaluateContext,
+    ExceptionContext,
+    LogContext,
+    MicrobatchBeginContext,
+    MicrobatchEndContext,
+    PredictionStepContext,
+    StepDoneContext,
+    StepEndContext,
+    TrainBeginContext,
+    TrainEndContext,
+)
+
+from .trainer import Trainer, plain
+
+
+class Company(Callback):
+    """Called before Cerebras's callbacks, so that these find here what is just happening."""
+
+    name = "cerebras"
+
+    def __init__(self, context: Context) -> None:
+        self.trainer = Trainer(context)
+        self.loader: Any = None
+        """Of the set that is being validated."""
+        self.fitting = False
+        self.training = False
+        self.validating = False
+        self.begins_stretch = False
+        """A stretch of training begins with this very step."""
+        self.ends_stretch = False
+        """One ends with this very event."""
+        self.stretch = -1
+        self.ends_well = False
+        """A fit ends with this very event, and nothing broke it."""
+        self.broken: set[str] = set()
+        """What an exception has put an end to: "validate", "train", "fit"."""
+        self.val_batch_idx = -1
+        """Of the newest batch that a validation is done with."""
+        self.last: tuple[Any, Any] = (None, None)
+        """Outputs and batch of the last micro-batch."""
+        self._set_up: dict[str, WeakSet[Callback]] = {}
+
+    def is_first(self, callback: Callback, method: str) -> bool:
+        """Whether this is the first time that this is asked."""
+        done = self._set_up.setdefault(method, WeakSet())
+        is_first = callback not in done
+        done.add(callback)
+        return is_first
+
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        self.fitting, self.training, self.validating = True, False, False
+        self.stretch = -1
+        self.broken = set()
+
+    def on_step_begin(self, ctx: Context) -> None:
+        self.begins_stretch = not self.training
+        if self.begins_stretch:
+            self.training = True
+            self.stretch += 1
+            self.trainer.batch_idx = -1
+        self._collect(ctx.state.will_log)
+
+    def on_microbatch_begin(self, ctx: MicrobatchBeginContext) -> None:
+        self.trainer.batch_idx += 1
+        self.trainer.should_run_optimizer_step = False
+
+    def on_microbatch_end(self, ctx: MicrobatchEndContext) -> None:
+        self.trainer.should_run_optimizer_step = ctx.is_last
+        if ctx.is_last:
+            self.last = (ctx.outputs, ctx.batch)
+
+    def on_step_end(self, ctx: StepEndContext) -> None:
+        if self.trainer.early_exit.should_exit:
+            ctx.control.stop("a function of trainer.early_exit returned True", by="early_exit")
+
+    def on_log_step(self, ctx: LogContext) -> None:
+        if ctx.kind in ("train", "eval") and self.trainer.collected is not None:
+            ctx.logs.update({name: plain(value) for name, value in self.trainer.collected.items()})
+            self.trainer.collected = None
+
+    def on_evaluate_begin(self, ctx: EvaluateBeginContext) -> None:
+        self.ends_stretch, self.training = self.training, False
+        self.validating, self.val_batch_idx = True, -1
+        self.loader = _loader_of(ctx)
+        self._collect(True)
+
+    def on_prediction_step(self, ctx: PredictionStepContext) -> None:
+        self.val_batch_idx = ctx.index
+
+    def on_evaluate(self, ctx: EvaluateContext) -> None:
+        self.validating = False
+        self.trainer.collected = None
+
+    def on_step_done(self, ctx: StepDoneContext) -> None:
+        self._collect(None)
+        self.last = (None, None)
+
+    def on_exception(self, ctx: ExceptionContext) -> None:
+        now = {"validate": self.validating, "train": self.training, "fit": self.fitting}
+        self.broken = {part for part, is_going_on in now.items() if is_going_on}
+        self.training = self.validating = False
+
+    def on_train_end(self, ctx: TrainEndContext) -> None:
+        self.ends_stretch, self.training, self.validating = self.training, False, False
+        self.ends_well, self.fitting = self.fitting and not self.broken, False
+        self._collect(None)
+        self.trainer.early_exit.reset_exit_fns()
+
+    def _collect(self, for_a_record: bool | None) -> None:
+        """What callbacks log goes into the coming record, if there is one, or nowhere; None: is a record by itself."""
+        self.trainer.collected = {} if for_a_record else None
+        self.trainer.is_silent = for_a_record is False
+
+
+def _loader_of(ctx: EvaluateBeginContext) -> Any:
+    """What is evaluated: of several sets the one of that name."""
+    loaders = ctx.eval_dataloader
+    return loaders[ctx.name] if isinstance(loaders, dict) else loaders

@@ -1,0 +1,219 @@
+"""The ``trainer`` that Cerebras's callbacks are given: the names that they use most; any other says that it is not."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from dalsegno.distributed.sharded_tensors import device_of
+from dalsegno.events.contexts import Context
+
+
+class Stand:
+    """Something of Cerebras's, as far as it exists here. A name that it lacks is an error that says so."""
+
+    _stands_for: str
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        present = sorted(each for each in dir(self) if not each.startswith("_"))
+        raise AttributeError(
+            f"{self._stands_for}.{name}: dalsegno has nothing that stands for it; what there is: {', '.join(present)}"
+        )
+
+
+class Backend(Stand):
+    """``trainer.backend``."""
+
+    _stands_for = "trainer.backend"
+    is_csx = False
+    is_e2e_execution = True
+    is_tracing = False
+
+    def __init__(self, model: nn.Module) -> None:
+        self.torch_device = self.device = device_of(model)
+        self.is_cpu = self.device.type == "cpu"
+        self.is_gpu = self.device.type == "cuda"
+
+
+class Loop(Stand):
+    """``trainer.loop``, the loop of training; and its ``val_loop``."""
+
+    _stands_for = "trainer.loop"
+
+    def __init__(self, context: Context) -> None:
+        args, self._state = context.args, context.state
+        self.num_steps = None
+        self.max_steps = args.max_steps if args.max_steps > 0 else None
+        self.num_epochs = None if args.max_steps > 0 else args.num_train_epochs
+        self.eval_frequency = args.evaluation.steps or None
+        self.grad_accum_steps = args.gradient_accumulation_steps
+        self.train_only = not args.evaluation
+        self.val_loop = ValidationLoop()
+
+    @property
+    def total_steps(self) -> int:
+        """-1 where only the end of the data will tell."""
+        return self._state.max_steps
+
+
+class ValidationLoop(Stand):
+    """The loop of validation: always over the whole set."""
+
+    _stands_for = "loop"
+    eval_steps = None
+
+
+class EarlyExit(Stand):
+    """``trainer.early_exit``: functions that end the training when one returns True. None outlives its leg."""
+
+    _stands_for = "trainer.early_exit"
+
+    def __init__(self) -> None:
+        self._functions: list[Callable[[], Any]] = []
+
+    def register(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Handle:
+        """Ask ``function(*args, **kwargs)`` at the end of each step."""
+
+        def ask() -> Any:
+            return function(*args, **kwargs)
+
+        self._functions.append(ask)
+        return Handle(self._functions, ask)
+
+    @property
+    def should_exit(self) -> bool:
+        return any([bool(ask()) for ask in self._functions])  # noqa: C419  (each is asked, whatever another says)
+
+    def reset_exit_fns(self) -> None:
+        self._functions.clear()
+
+
+class Handle:
+    """Takes one thing out of a list again."""
+
+    def __init__(self, holder: list[Any], held: object) -> None:
+        self._holder = holder
+        self._held = held
+
+    def remove(self) -> None:
+        if self._held in self._holder:
+            self._holder.remove(self._held)
+
+
+class Trainer(Stand):
+    """``trainer``. Callbacks may set attributes of their own on it."""
+
+    _stands_for = "trainer"
+    is_tracing = False
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._state = context.state
+        self.model: nn.Module = context.model
+        self.optimizer: Optimizer = context.optimizer
+        schedulers = context.lr_scheduler
+        self.schedulers: list[Any] = list(schedulers) if isinstance(schedulers, (list, tuple)) else [schedulers]
+        self.logger = logging.getLogger("dalsegno")
+        self.backend = Backend(context.model)
+        self.loop = Loop(context)
+        self.early_exit = EarlyExit()
+        self.model_dir: Path = context.args.directory
+        self.precision = None
+        self.should_run_optimizer_step = False
+        """Whether the update follows this micro-batch."""
+        self.batch_idx = -1
+        self.collected: dict[str, Any] | None = None
+        """What is going to be in the coming record; None while no record is coming."""
+        self.is_silent = False
+        """No record is coming at this step: what is logged in it goes nowhere."""
+        self._scopes: list[str] = []
+
+    @property
+    def global_step(self) -> int:
+        return self._state.global_step
+
+    @property
+    def is_log_step(self) -> bool:
+        return self._state.will_log
+
+    @property
+    def is_first_iteration(self) -> bool:
+        """Of this stretch of training."""
+        return self.batch_idx == 0
+
+    @property
+    def artifact_dir(self) -> Path:
+        return self.model_dir
+
+    @property
+    def summary_dir(self) -> Path:
+        return self.model_dir / "logs"
+
+    @property
+    def callbacks(self) -> OrderedDict[str, Any]:
+        """Every callback by its key: those of other libraries as they are, not as they have been adapted."""
+        present = getattr(self._context.trainer, "callbacks", [])
+        return OrderedDict((callback.key, inspect.unwrap(callback)) for callback in present)
+
+    @property
+    def all_callbacks(self) -> Iterator[Any]:
+        yield from self.callbacks.values()
+
+    def get_callbacks(self, callback_type: type) -> Iterator[Any]:
+        """Those of a class."""
+        return (callback for callback in self.all_callbacks if isinstance(callback, callback_type))
+
+    def get_callback(self, callback_type: type) -> Any:
+        """The first of a class; None if there is none."""
+        return next(self.get_callbacks(callback_type), None)
+
+    def get_callback_name(self, callback: object) -> str:
+        """
+        Raises:
+            ValueError: if this trainer does not have it.
+        """
+        for name, each in self.callbacks.items():
+            if each is callback:
+                return name
+        raise ValueError(f"{type(callback).__name__} is no callback of this trainer")
+
+    def log_metrics(self, **metrics: Any) -> None:
+        """Into the record of this step, or of this evaluation; at a step without a record, nowhere. Else a record."""
+        self.log_metrics_dict(metrics)
+
+    def log_metrics_dict(self, metrics: dict[str, Any], step: int | None = None, dest: Any = None) -> None:
+        """As :meth:`log_metrics`; ``step`` and ``dest`` have no meaning here."""
+        named = {f"{self.name_scope_path}{name}": value for name, value in metrics.items()}
+        if self.collected is not None:
+            self.collected.update(named)
+        elif not self.is_silent:
+            self._context.trainer.log({name: plain(value) for name, value in named.items()})
+
+    @contextmanager
+    def name_scope(self, name: str) -> Iterator[str]:
+        """What is logged inside has ``name/`` in front."""
+        self._scopes.append(name)
+        try:
+            yield name
+        finally:
+            self._scopes.pop()
+
+    @property
+    def name_scope_path(self) -> str:
+        return "".join(f"{name}/" for name in self._scopes)
+
+
+def plain(value: Any) -> Any:
+    """A tensor of one element as a number, which waits for its device."""
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value

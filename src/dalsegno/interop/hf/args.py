@@ -1,0 +1,146 @@
+"""Arguments: the settings of the run, under all names that Hugging Face's callbacks read them by."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import MISSING
+from enum import StrEnum
+from typing import Any
+
+from dalsegno.distributed import collectives
+from dalsegno.distributed.sharded_tensors import device_of
+from dalsegno.events.contexts import Context
+from dalsegno.policies.triggers import AnyOccasion, Every, When
+
+_NEVER = sys.maxsize  # steps: none is a multiple of it
+
+_FIXED: dict[str, Any] = {
+    "auto_find_batch_size": False,
+    "deepspeed": None,
+    "do_predict": False,
+    "do_train": True,
+    "eval_delay": 0,
+    "eval_on_start": False,
+    "gradient_checkpointing": False,
+    "hub_model_id": None,
+    "hub_private_repo": None,
+    "hub_strategy": "every_save",
+    "hub_token": None,
+    "ignore_data_skip": False,
+    "include_num_input_tokens_seen": "no",
+    "log_level": "passive",
+    "log_on_each_node": True,
+    "logging_nan_inf_filter": False,
+    "overwrite_output_dir": False,
+    "past_index": -1,
+    "project": "huggingface",
+    "push_to_hub": False,
+    "remove_unused_columns": False,
+    "report_to": [],
+    "resume_from_checkpoint": None,
+    "save_on_each_node": False,
+    "save_only_model": False,
+    "warmup_ratio": 0.0,
+}
+"""What only Hugging Face's Trainer can do, as it is here: not at all."""
+
+
+class Strategy(StrEnum):
+    """Equal to theirs, and to the plain text."""
+
+    NO = "no"
+    STEPS = "steps"
+    EPOCH = "epoch"
+    BEST = "best"
+
+
+class Arguments:
+    """Their ``TrainingArguments``, made of ours. What a callback sets here is seen by others of its style only.
+
+    A schedule that never comes has the strategy ``"no"``; its steps are so many that none is a multiple of them.
+    """
+
+    def __init__(self, context: Context, *, evaluates: bool) -> None:
+        """``evaluates``: whether there is anything to evaluate on."""
+        args = context.args
+        self._args = args
+        self._model = context.model
+        self.output_dir = str(args.directory)
+        self.logging_dir = str(args.directory / "logs" / "tensorboard")
+        self.logging_strategy, self.logging_steps = _schedule(args.logging)
+        self.eval_strategy, self.eval_steps = _schedule(args.evaluation if evaluates else Every())
+        self.save_strategy, self.save_steps = _schedule(args.saving)
+        self.evaluation_strategy = self.eval_strategy  # its name until 2024
+        self.do_eval = self.eval_strategy != Strategy.NO
+        self.metric_for_best_model = args.metric_for_best_model or ("loss" if args.load_best_model_at_end else None)
+        self.greater_is_better = args.best_is_greater if self.metric_for_best_model else None
+        self.disable_tqdm = bool(args.disable_tqdm)
+        self.world_size = collectives.world_size()
+        self.process_index = collectives.rank()
+        self.local_process_index = self.local_rank = collectives.local_rank()
+        self.should_save = self.should_log = self.process_index == 0
+        self.parallel_mode = "distributed" if self.world_size > 1 else "not_parallel"
+        self.train_batch_size = args.per_device_train_batch_size
+        self.eval_batch_size = args.per_device_eval_batch_size
+
+    @property
+    def device(self) -> Any:
+        return device_of(self._model)
+
+    @property
+    def n_gpu(self) -> int:
+        return 1 if str(self.device).startswith("cuda") else 0
+
+    _n_gpu = n_gpu
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_args":
+            raise AttributeError(name)
+        if hasattr(self._args, name):
+            return getattr(self._args, name)
+        if name in _FIXED:
+            return _FIXED[name]
+        return _their_default(name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, as what JSON can hold."""
+        own = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        return {**_FIXED, **self._args.to_dict(), **own, "device": str(self.device), "n_gpu": self.n_gpu}
+
+    def to_json_string(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """As TensorBoard takes hyperparameters: numbers, booleans and texts."""
+        return {
+            name: value if isinstance(value, (bool, int, float, str)) else str(value)
+            for name, value in self.to_dict().items()
+        }
+
+
+def _schedule(when: When) -> tuple[Strategy, int]:
+    """The nearest to it that they have a name for. What goes by the clock, or comes at the end, comes at no step."""
+    parts = when.parts if isinstance(when, AnyOccasion) else (when,)
+    periods = [part for part in parts if isinstance(part, Every)]
+    steps = [period.steps for period in periods if period.steps]
+    if steps or not when:
+        return (Strategy.STEPS, min(steps)) if steps else (Strategy.NO, _NEVER)
+    if any(period.epochs for period in periods):
+        return Strategy.EPOCH, _NEVER
+    return (Strategy.BEST if when.on_best else Strategy.STEPS), _NEVER
+
+
+def _their_default(name: str) -> Any:
+    """For what is not known here: the default of their own class, if the callback has brought it along.
+
+    Raises:
+        AttributeError: if there is none, as there.
+    """
+    theirs = getattr(sys.modules.get("transformers.training_args"), "TrainingArguments", None)
+    field = getattr(theirs, "__dataclass_fields__", {}).get(name)
+    if field is not None and field.default is not MISSING:
+        return field.default
+    if field is not None and field.default_factory is not MISSING:
+        return field.default_factory()
+    raise AttributeError(f"dalsegno has nothing for args.{name}, which a callback in Hugging Face's style reads")

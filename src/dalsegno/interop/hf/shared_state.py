@@ -1,0 +1,86 @@
+"""Company: what all callbacks in Hugging Face's style share in one run."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypedDict
+
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import (
+    Context,
+    EpochContext,
+    EvaluateBeginContext,
+    LogContext,
+    TrainBeginContext,
+)
+from dalsegno.state import TrainerState
+from dalsegno.stateful.schema import Must
+
+from .args import Arguments
+from .loaders import as_loader, loaders_of
+from .state import State
+
+
+class History(TypedDict):
+    log_history: list[
+        Annotated[dict[str, Any], Must("a record with its step", lambda record: type(record["step"]) is int)]
+    ]
+    inside_epoch: bool
+
+
+class Company(Callback):
+    """``args``, ``state`` and loaders as they expect them, and the history of records, which is saved with the run."""
+
+    name = "huggingface"
+    makes_wishes = False
+    state_schema = History
+    state_compared = False  # some of what a record says is measured by each rank's own clock
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self._eval_loaders = loaders_of(context.eval_dataloader)
+        self.args = Arguments(context, evaluates=context.eval_dataloader is None or bool(self._eval_loaders))
+        self.log_history: list[dict[str, Any]] = []
+        self.state = State(context.state, self.args, self.log_history)
+        self.train_dataloader = as_loader(context.train_dataloader)
+        self.eval_dataloader = next(iter(self._eval_loaders.values()), None)
+        """Of the set that is evaluated now, or was last."""
+        self.inside_epoch = False
+        self.joined_epoch = False
+        """This leg began inside of an epoch."""
+
+    def state_at(self, state: TrainerState) -> State:
+        """The state as it is now; or another one as it was, when a snapshot of it was taken."""
+        if state is self.context.state:
+            return self.state
+        until_then = [record for record in tuple(self.log_history) if record["step"] <= state.global_step]
+        return State(state, self.args, until_then)
+
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        self.joined_epoch = self.inside_epoch = self.inside_epoch or ctx.state.epoch % 1 > 0
+
+    def on_epoch_begin(self, ctx: EpochContext) -> None:
+        self.inside_epoch = True
+
+    def on_epoch_end(self, ctx: EpochContext) -> None:
+        self.inside_epoch = False
+
+    def on_log(self, ctx: LogContext) -> None:
+        self.log_history.append({**record_of(ctx), "step": ctx.state.global_step})
+
+    def on_evaluate_begin(self, ctx: EvaluateBeginContext) -> None:
+        self.eval_dataloader = self._eval_loaders.get(ctx.name, self.eval_dataloader)
+
+    def state_dict(self) -> History:
+        return {"log_history": self.log_history, "inside_epoch": self.inside_epoch}
+
+    def load_state_dict(self, state: History) -> None:
+        self.log_history[:] = state["log_history"]
+        self.inside_epoch = state["inside_epoch"]
+
+
+def record_of(ctx: LogContext) -> dict[str, Any]:
+    """A copy of the record, with what Hugging Face's has besides."""
+    record = {**ctx.logs, "epoch": ctx.state.epoch}
+    if ctx.kind == "final":
+        record.setdefault("total_flos", ctx.state.total_flos)
+    return record

@@ -1,0 +1,133 @@
+"""InstructLab's dialect: observers with one ``TrainingContext``, in the background, which never hurt the training.
+
+A callback has a thread of its own, so a slow one delays neither the training nor another; ``on_train_end`` is waited
+for, 10 seconds at most. What a callback raises is logged and counted, and the training goes on. One that has
+``state_dict`` and ``load_state_dict`` is called at once, by the training, and its ``on_step_end`` comes before the
+step's checkpoint, so that what is saved is its state after the step.
+
+Beyond the thirteen methods of a class, those of InstructLab's first proposal are called too.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from dalsegno.events.adapters import Adapted
+from dalsegno.events.callback import Answer, Binder
+from dalsegno.events.table import Event
+from dalsegno.state import Handler
+from dalsegno.stateful.component import Stateful
+from dalsegno.system.worker import Counts, Worker
+
+from .shared_state import Company
+
+logger = logging.getLogger("dalsegno")
+
+PATIENCE = 10.0
+"""Seconds that the end of training waits for a callback."""
+
+
+class InstructLab(Adapted):
+    """A ``TrainerCallback`` of InstructLab's."""
+
+    dialect = "instructlab"
+    packages = ("instructlab",)
+    bases = ("TrainerCallback",)
+    calls = (
+        (Event.TRAIN_BEGIN, "on_train_begin"),
+        (Event.EPOCH_BEGIN, "on_epoch_begin"),
+        (Event.STEP_BEGIN, "on_step_begin"),
+        (Event.BEFORE_FORWARD, "on_before_forward"),
+        (Event.AFTER_FORWARD, "on_after_forward"),
+        (Event.BEFORE_BACKWARD, "on_before_backward"),
+        (Event.AFTER_BACKWARD, "on_after_backward"),
+        (Event.GRADIENTS_READY, "on_before_optimizer_step"),
+        (Event.PRE_OPTIMIZER_STEP, "on_pre_optimizer_step"),
+        (Event.STEP_END, "on_after_optimizer_step"),
+        (Event.STEP_END, "on_optimizer_step"),  # the schedule has moved, gradients are cleared
+        (Event.TRAIN_METRICS, "on_step_end"),  # which is to know the loss of all ranks
+        (Event.LOG, "on_log"),
+        (Event.EVALUATE, "on_evaluate"),
+        (Event.BEFORE_SAVE, "on_step_end"),  # of one with state: else what it does there would be missing
+        (Event.SAVE, "on_save"),
+        (Event.STEP_DONE, "on_step_end"),
+        (Event.EPOCH_END, "on_epoch_end"),
+        (Event.TRAIN_END, "on_train_end"),
+    )
+    makes_wishes = False
+
+    def __init__(self, foreign: object, name: str | None = None) -> None:
+        super().__init__(foreign, name)
+        self._worker = Worker(self.key)
+        self._ended: object = None  # the newest step whose end was told
+
+    @property
+    def _has_state(self) -> bool:
+        return isinstance(self.__wrapped__, Stateful)
+
+    @property
+    def counts(self) -> Counts:
+        """Calls that were done, failed, and dropped."""
+        return self._worker.counts
+
+    def arguments(self, method: str) -> tuple[Sequence[str], Sequence[str]]:
+        return ("context",), ()
+
+    def own_calls(self) -> list[tuple[Event, str]]:
+        return [call for call in super().own_calls() if self._has_state or call[0] is not Event.BEFORE_SAVE]
+
+    def handled_events(self) -> list[Event]:
+        return list(dict.fromkeys([*super().handled_events(), Event.TRAIN_END]))
+
+    def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
+        return [*super().bound_handlers(binder), (Event.TRAIN_END, self._finish)]
+
+    def call(self, event: Event, method: str, binder: Binder) -> Callable[[Any, Any], Answer]:
+        company, function = binder.companion(Company), getattr(self.__wrapped__, method)
+        submit = self._worker.do if self._has_state else self._worker.submit
+
+        def learn(_: Any, ctx: Any) -> None:
+            company.learn(ctx.metrics)
+
+        def call(_: Any, ctx: Any) -> None:
+            submit(partial(function, company.context(method)))
+
+        def call_in_update(_: Any, ctx: Any) -> None:
+            if company.in_update:
+                submit(partial(function, company.context(method)))
+
+        def call_in_training(_: Any, ctx: Any) -> None:
+            if ctx.kind == "train":
+                submit(partial(function, company.context(method)))
+
+        def call_saved(_: Any, ctx: Any) -> None:
+            submit(partial(function, replace(company.context(method), step=ctx.step)))  # others may have passed since
+
+        def call_once_a_step(_: Any, ctx: Any) -> None:
+            if self._ended is not company.step:
+                self._ended = company.step
+                submit(partial(function, company.context(method)))
+
+        special = {
+            Event.BEFORE_FORWARD: call_in_update,
+            Event.AFTER_FORWARD: call_in_update,
+            Event.TRAIN_METRICS: learn,
+            Event.LOG: call_in_training,
+            Event.BEFORE_SAVE: call_once_a_step,
+            Event.SAVE: call_saved,
+            Event.STEP_DONE: call_once_a_step,
+        }
+        return special.get(event, call)
+
+    def _finish(self, ctx: Any) -> None:
+        self._worker.close(PATIENCE)
+        counts = self.counts
+        if counts.failed or counts.dropped:
+            logger.warning("%s, in the background: %s", self.key, counts)
+
+
+DIALECT = InstructLab

@@ -1,0 +1,131 @@
+"""KempnerForge's dialect: a ``TrainingHook`` with five methods.
+
+===========================================  ===========================================================================
+``on_train_begin(config)``                   ``config`` is our TrainingArguments
+``on_step_end(ctx)``                         a :class:`StepContext`; not for a step whose loss is not finite
+``on_eval_end(metrics, step)``               for each evaluation set
+``on_checkpoint_save(step, path)``           ``path`` is that checkpoint's own folder; it is durable
+``on_train_end(step, tokens_seen)``          whatever happened
+===========================================  ===========================================================================
+
+A hook may have any of our handlers besides, under our names and with our contexts: gradients are there from
+``on_after_backward(ctx)`` to ``on_optimizer_step(ctx)``. One that raises KeyboardInterrupt, which is how it ends the
+training at home, ends it here at the step's end, with a checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dalsegno.events.adapters import Adapted
+from dalsegno.events.callback import Answer, Binder
+from dalsegno.events.contexts import Context, MetricsContext
+from dalsegno.events.table import Event
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+_THEIRS = {
+    "on_train_begin": (Event.TRAIN_BEGIN, ("config",)),
+    "on_step_end": (Event.TRAIN_METRICS, ("ctx",)),  # where the loss of all ranks is known
+    "on_eval_end": (Event.EVALUATE, ("metrics", "step")),
+    "on_checkpoint_save": (Event.SAVE, ("step", "path")),
+    "on_train_end": (Event.TRAIN_END, ("step", "tokens_seen")),
+}
+
+Call = Callable[[Any, Any], Answer]
+
+
+@dataclass
+class StepContext:
+    """What ``on_step_end`` is given."""
+
+    step: int
+    """Finished steps, this one included."""
+    loss: float
+    """Mean over the step's samples on all ranks."""
+    grad_norm: float
+    """Total L2 norm before clipping; NaN where a loop of one's own does not say it."""
+    lr: float
+    """After the schedule has moved, so that of the next step."""
+    tokens_seen: int
+    """On all ranks; exact at each record."""
+    model: nn.Module
+    optimizer: Optimizer
+
+
+class KempnerForge(Adapted):
+    """A ``TrainingHook``."""
+
+    dialect = "kempnerforge"
+    packages = ("kempnerforge",)
+    bases = ("TrainingHook",)
+    observes = True
+    calls = (
+        *((event, method) for method, (event, _) in _THEIRS.items()),
+        *((event, event.handler) for event in Event if event.handler not in _THEIRS),
+    )
+
+    def arguments(self, method: str) -> tuple[Sequence[str], Sequence[str]]:
+        return (_THEIRS[method][1] if method in _THEIRS else ("ctx",)), ()
+
+    def call(self, event: Event, method: str, binder: Binder) -> Call:
+        function = getattr(self.__wrapped__, method)
+        if method not in _THEIRS:
+            return lambda _, ctx: function(ctx)
+
+        def train_begin(_: Any, ctx: Context) -> None:
+            function(ctx.args)
+
+        def step_end(_: Any, ctx: MetricsContext) -> None:
+            context = _step_context(ctx)
+            if math.isfinite(context.loss):
+                function(context)
+
+        def eval_end(_: Any, ctx: Any) -> None:
+            function(dict(ctx.metrics), ctx.state.global_step)
+
+        def checkpoint_save(_: Any, ctx: Any) -> None:
+            function(ctx.step, str(ctx.path))
+
+        def train_end(_: Any, ctx: Context) -> None:
+            function(ctx.state.global_step, ctx.state.num_input_tokens_seen)
+
+        return {
+            "on_train_begin": _or_stop(train_begin, method),
+            "on_step_end": _or_stop(step_end, method),
+            "on_eval_end": _or_stop(eval_end, method),
+            "on_checkpoint_save": _or_stop(checkpoint_save, method),
+            "on_train_end": train_end,
+        }[method]
+
+
+def _step_context(ctx: MetricsContext) -> StepContext:
+    return StepContext(
+        step=ctx.state.global_step,
+        loss=ctx.metrics["loss"],
+        grad_norm=ctx.metrics.get("grad_norm", math.nan),
+        lr=float(ctx.optimizer.param_groups[0]["lr"]),
+        tokens_seen=ctx.state.num_input_tokens_seen,
+        model=ctx.model,
+        optimizer=ctx.optimizer,
+    )
+
+
+def _or_stop(call: Callable[[Any, Any], None], method: str) -> Call:
+    """KeyboardInterrupt is a wish to stop here: Ctrl-C while the hook runs is one, too."""
+
+    def handler(adapted: Any, ctx: Context) -> None:
+        try:
+            call(adapted, ctx)
+        except KeyboardInterrupt:
+            ctx.control.stop(f"{method} raised KeyboardInterrupt", by=adapted.key)
+
+    return handler
+
+
+DIALECT = KempnerForge

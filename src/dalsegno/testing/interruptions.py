@@ -1,0 +1,137 @@
+"""Breaks: a leg is saved at a place of the run, and ends right there, so that the next leg resumes from that place."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dalsegno.checkpoint import CheckpointManager
+from dalsegno.distributed import collectives
+from dalsegno.errors import RankFailed
+from dalsegno.events.callback import Callback
+from dalsegno.events.registration import register_global_callback
+
+from .event_trace import Course
+
+How = Literal["kill", "stop"]
+"""By SIGKILL, once the checkpoint is published and a step more is done; or by SIGTERM, which saves."""
+
+Moment = Literal["inside", "last step", "end"]
+"""After a step in the middle of an epoch; after its last step, before ``on_epoch_end``; after ``on_epoch_end``."""
+
+Pattern = Sequence[Sequence[tuple[Moment, How]]]
+"""The breaks of each epoch, from the first on."""
+
+THOROUGH: tuple[Pattern, ...] = (
+    (
+        (("inside", "kill"), ("last step", "stop")),
+        (("inside", "stop"), ("end", "kill")),
+        (("inside", "kill"), ("end", "stop")),
+        (("inside", "stop"), ("last step", "kill")),
+    ),
+    (
+        (("inside", "stop"), ("end", "kill")),
+        (("inside", "kill"), ("last step", "stop")),
+        (("inside", "stop"), ("last step", "kill")),
+        (("inside", "kill"), ("end", "stop")),
+    ),
+)
+"""Over both, the middle and the end of each epoch are killed and stopped, on either side of ``on_epoch_end``."""
+
+BRIEF: tuple[Pattern, ...] = (
+    ((("inside", "kill"),), (("end", "stop"),), (("end", "kill"),), (("inside", "stop"),)),
+    ((("end", "kill"),), (("inside", "stop"),), (("last step", "stop"),), (("inside", "kill"),)),
+)
+"""One break in each epoch, for who tries many runs."""
+
+_PATIENCE = 60.0  # seconds that a save may take
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """One place at which a run is broken off, and how."""
+
+    epoch: int
+    """From 1."""
+    moment: Moment
+    step: int
+    """The finished steps of the checkpoint that the next leg resumes from."""
+    how: How
+
+    @property
+    def place(self) -> str:
+        if self.moment == "inside":
+            return f"in epoch {self.epoch}, after step {self.step}"
+        return f"{'at' if self.moment == 'end' else 'before'} the end of epoch {self.epoch}, after step {self.step}"
+
+    def __str__(self) -> str:
+        return f"{'killed' if self.how == 'kill' else 'stopped'} {self.place}"
+
+
+def breaks_of(course: Course, pattern: Pattern) -> Iterator[Break]:
+    """The breaks of a pattern in a run of that course.
+
+    The run's last step is left out: a finished run has nothing to resume. So is the middle of an epoch of one step.
+    """
+    begin = 0
+    for epoch, (end, breaks) in enumerate(zip([*course.epoch_ends, course.steps], pattern, strict=False), start=1):
+        for moment, how in breaks:
+            step = (begin + end + 1) // 2 if moment == "inside" else end
+            if begin < step < course.steps and (moment != "inside" or step < end):
+                yield Break(epoch, moment, step, how)
+        begin = end
+
+
+class Milestones(Callback):
+    """Asks for a checkpoint at each break of a run, and breaks the leg off at one of them.
+
+    Every leg of the run has it, so that none saves where another does not.
+    """
+
+    def __init__(self, breaks: Collection[Break], breaks_off: Break | None) -> None:
+        self._steps = {each.step for each in breaks if each.moment != "end"}
+        self._epochs = {each.epoch for each in breaks if each.moment == "end"}
+        self._break = breaks_off
+
+    def start(self) -> None:
+        """From now on."""
+        register_global_callback(self)
+
+    def on_step_end(self, ctx: Any) -> None:
+        step = ctx.state.global_step
+        ctx.control.should_save |= step in self._steps
+        if self._break is not None and self._break.moment != "end" and step == self._break.step:
+            self._stop()
+
+    def on_epoch_end(self, ctx: Any) -> None:
+        epoch = ctx.epoch + 1
+        ctx.control.should_save |= epoch in self._epochs
+        if self._break is not None and self._break.moment == "end" and epoch == self._break.epoch:
+            self._stop()
+
+    def on_before_save(self, ctx: Any) -> None:
+        self._kill(ctx)
+
+    def on_step_done(self, ctx: Any) -> None:
+        self._kill(ctx)
+
+    def _stop(self) -> None:
+        if self._break is not None and self._break.how == "stop" and collectives.rank() == collectives.world_size() - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _kill(self, ctx: Any) -> None:
+        """A step after the break, with its records written and nothing saved of it."""
+        wanted = self._break
+        if wanted is None or wanted.how != "kill" or ctx.state.global_step <= wanted.step or collectives.rank():
+            return
+        published = CheckpointManager(ctx.args.directory).path_of(wanted.step)
+        deadline = time.monotonic() + _PATIENCE
+        while not published.exists():  # it is being written beside this very step
+            if time.monotonic() > deadline:
+                raise RankFailed(f"{published}: asked for, and not there after {_PATIENCE:g} s")
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGKILL)

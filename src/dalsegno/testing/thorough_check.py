@@ -1,0 +1,223 @@
+"""A run broken off in each of its first epochs, by kill and by stop, on one rank and on two; and what became of it."""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import cast
+
+from dalsegno.data import NOT_EXACT
+from dalsegno.errors import DalsegnoError, RankFailed
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import Context
+from dalsegno.events.registration import register_global_callback
+
+from .compare import Comparison, compare_runs
+from .equivalence import Factory
+from .event_trace import Course, CourseRecorder
+from .interruptions import THOROUGH, Break, Milestones, Pattern, breaks_of
+from .processes import Outcome, start_ranks, values
+
+_OF_EXTRA_SAVES = ("trainer.best_model_checkpoint",)
+"""What may differ from a run that saves elsewhere: of two equal runs, only one may have saved at the best step."""
+
+
+class Verdict(enum.StrEnum):
+    """What became of a run that was broken off, beside one that was not."""
+
+    EXACT = "exact"
+    """The same, bit by bit."""
+    REFUSED = "refused"
+    """A leg ended with an error of dalsegno's own before its first step."""
+    SAID = "said"
+    """Not the same; a warning had said so before a leg's first step."""
+    DIFFERENT = "different"
+    """Not the same, and nobody was told; or a leg ended with an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One run, broken off at these places in turn, on that many ranks."""
+
+    world_size: int
+    breaks: tuple[Break, ...]
+    """None: the run was refused before anything could be broken off."""
+    verdict: Verdict
+    words: str = ""
+    """Of the refusal, the warning or the error."""
+    comparison: Comparison | None = None
+    """With the uninterrupted run, where both came to their end."""
+
+    def __str__(self) -> str:
+        where = ", ".join(map(str, self.breaks)) or "from the beginning"
+        return f"{_ranks(self.world_size)}, {where}: {self.verdict}" + (f": {self.words}" if self.words else "")
+
+
+@dataclass(frozen=True, slots=True)
+class _Leg:
+    """How a leg went, as its rank 0 tells it."""
+
+    course: Course
+    refusal: str | None
+
+
+def check_resume_thoroughly(
+    factory: Factory,
+    *,
+    folder: Path,
+    world_sizes: Sequence[int] = (1, 2),
+    patterns: Sequence[Pattern] = THOROUGH,
+    find_out_which: bool = True,
+    timeout: float = 300.0,
+    say: Callable[[str], None] = lambda line: None,
+) -> list[Trial]:
+    """Break a run off in each of its first four epochs, resume it each time, and compare it with one left alone.
+
+    For each number of ranks, one run is left alone, and two are broken off: in the middle and at the end of each
+    epoch, by SIGKILL and by SIGTERM in turn. At each break a checkpoint is taken, so that the next leg resumes right
+    there.
+
+    Args:
+        factory: builds the trainer, as for :func:`check_resume`.
+        folder: gets the runs, a folder for each number of ranks.
+        world_sizes: ranks, joined over gloo.
+        patterns: where and how a run is broken off; one run for each.
+        find_out_which: where a run comes out different, break another off at each of its places alone.
+        timeout: seconds for each leg.
+        say: called with each line of progress.
+
+    Raises:
+        RankFailed: if the run that is left alone ends with an error of its own.
+    """
+    trials: list[Trial] = []
+    for world_size in world_sizes:
+        bench = _Bench(factory, folder / f"ranks-{world_size}", world_size, timeout)
+        for trial in bench.trials(patterns, find_out_which, say):
+            say(str(trial))
+            trials.append(trial)
+    return trials
+
+
+def _ranks(world_size: int) -> str:
+    return f"{world_size} rank{'s' * (world_size > 1)}"
+
+
+def _said(output_dir: Path) -> Path:
+    """Where the legs of a run leave what was said before their first step: a killed one can leave it nowhere else."""
+    return output_dir.with_suffix(".said")
+
+
+def worst(trials: Sequence[Trial]) -> Verdict:
+    """Of several verdicts, the one that matters."""
+    return max((trial.verdict for trial in trials), key=list(Verdict).index)
+
+
+@dataclass(slots=True)
+class _Bench:
+    """One number of ranks: its uninterrupted run, and the runs held against it."""
+
+    factory: Factory
+    folder: Path
+    world_size: int
+    timeout: float
+
+    def trials(self, patterns: Sequence[Pattern], find_out_which: bool, say: Callable[[str], None]) -> Iterator[Trial]:
+        reference = self._leg("reference", (), None)
+        assert reference is not None, "nothing has killed it"
+        if reference.refusal is not None:
+            yield Trial(self.world_size, (), Verdict.REFUSED, reference.refusal)
+            return
+        course = reference.course
+        epochs = len({*course.epoch_ends, course.steps})
+        say(f"{_ranks(self.world_size)}: trained to its end, uninterrupted, in {course.steps} steps, {epochs} epochs")
+        if epochs < max(map(len, patterns)):
+            say("  later epochs are not tried: for these, build a run with less data or more steps")
+        names = (f"broken-{number}" for number in count(1))
+        for pattern in patterns:
+            breaks = list(breaks_of(course, pattern))
+            whole = self._trial(next(names), breaks)
+            if whole.verdict is Verdict.EXACT or len(breaks) == 1 or not find_out_which:
+                yield whole
+                continue
+            alone = [self._trial(next(names), [each]) for each in breaks]
+            yield from alone
+            if worst(alone) is Verdict.EXACT:
+                yield whole  # only together they make a difference
+
+    def _trial(self, name: str, breaks: Sequence[Break]) -> Trial:
+        def trial(verdict: Verdict, words: str = "", comparison: Comparison | None = None) -> Trial:
+            return Trial(self.world_size, tuple(breaks), verdict, words, comparison)
+
+        try:
+            for breaks_off in [*breaks, None]:
+                leg = self._leg(name, breaks, breaks_off)
+                if leg is not None and leg.refusal is not None:
+                    return trial(Verdict.REFUSED, leg.refusal)
+        except RankFailed as error:
+            return trial(Verdict.DIFFERENT, f"a leg ended with an error: {error}")
+        comparison = compare_runs(self.folder / "reference", self.folder / name, ignoring=_OF_EXTRA_SAVES)
+        if comparison.identical:
+            return trial(Verdict.EXACT, comparison=comparison)
+        for said in (_said(self.folder / "reference"), _said(self.folder / name)):
+            if said.exists():
+                return trial(Verdict.SAID, said.read_text().strip(), comparison)
+        difference = next(row.difference for row in comparison.rows if row.difference is not None)
+        return trial(Verdict.DIFFERENT, difference, comparison)
+
+    def _leg(self, name: str, breaks: Sequence[Break], breaks_off: Break | None) -> _Leg | None:
+        """One leg; None if it was killed, as it was meant to be."""
+        args = (self.factory, self.folder / name, tuple(breaks), breaks_off)
+        outcomes = start_ranks(_train, self.world_size, *args).wait(self.timeout)
+        if breaks_off is not None and outcomes[0].was_killed:
+            return None
+        return _refused(outcomes) or cast(_Leg, values(outcomes)[0])
+
+
+def _refused(outcomes: Sequence[Outcome]) -> _Leg | None:
+    """The leg of a rank that was refused; the others may have ended with the loss of it."""
+    legs = [cast(_Leg, each.value) for each in outcomes if each.value is not None]
+    return next((leg for leg in legs if leg.refusal is not None), None)
+
+
+def _train(factory: Factory, output_dir: Path, breaks: Sequence[Break], breaks_off: Break | None) -> _Leg:
+    course, beginning = CourseRecorder(), _Beginning(_said(output_dir))
+    Milestones(breaks, breaks_off).start()
+    course.start()
+    beginning.start()
+    refusal = None
+    try:
+        factory(output_dir).train()
+    except DalsegnoError as error:
+        if beginning.is_over:
+            raise
+        refusal = f"{type(error).__name__}: {error}"
+    return _Leg(course.course(), refusal)
+
+
+class _Beginning(Callback):
+    """Listens until a leg's first step for a warning that a resumed run will be another one."""
+
+    makes_wishes = False
+
+    def __init__(self, said: Path) -> None:
+        self._said = said
+        self.is_over = False
+
+    def start(self) -> None:
+        """From now on."""
+        register_global_callback(self)
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = self._hear  # type: ignore[method-assign]
+        logging.getLogger("dalsegno").addHandler(handler)
+
+    def on_step_begin(self, ctx: Context) -> None:
+        self.is_over = True
+
+    def _hear(self, record: logging.LogRecord) -> None:
+        if getattr(record, NOT_EXACT, False) and not self.is_over:
+            self._said.parent.mkdir(parents=True, exist_ok=True)
+            self._said.write_text(record.getMessage())

@@ -1,0 +1,1 @@
+"""The engine: from ``Trainer.train`` through session, step and step boundary down to the checkpointer."""

@@ -1,0 +1,130 @@
+"""Forward: a batch through the model, to its loss. Training and evaluation call it alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from dalsegno.errors import ConfigurationError
+from dalsegno.events.dispatcher import Dispatcher
+
+LossFunction = Callable[[Any, Any], torch.Tensor]
+"""``loss_fn(outputs, batch) -> loss``, for models that return none."""
+
+Outputs = MutableMapping[str, Any]
+
+
+class Forward:
+    """Calls ``module(**batch)`` (a mapping), ``module(*batch)`` (a tuple or list) or ``module(batch)``.
+
+    The loss is what ``loss_fn`` makes of it; else the tensor returned, its ``.loss`` or its ``["loss"]``.
+    """
+
+    def __init__(
+        self,
+        on: Dispatcher,
+        module: nn.Module,
+        loss_fn: LossFunction | None,
+        device: torch.device,
+        autocast: torch.dtype | None,
+        *,
+        is_compiled: bool = False,
+    ) -> None:
+        self._on = on
+        self.module = module
+        self._loss_fn = loss_fn
+        self._device = device
+        self._autocast = autocast
+        self._is_compiled = is_compiled
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The model, and the loss function if it is a module."""
+        return [each for each in (self.module, self._loss_fn) if isinstance(each, nn.Module)]
+
+    def __call__(self, batch: Any) -> tuple[torch.Tensor, Outputs]:
+        """The batch's mean loss, a 0-dim tensor, and the outputs with the loss under ``"loss"``.
+
+        Raises:
+            ConfigurationError: if there is no loss in what the model returned.
+        """
+        if self._autocast is None:
+            return self._call(batch)
+        with torch.autocast(self._device.type, dtype=self._autocast):
+            return self._call(batch)
+
+    def _call(self, batch: Any) -> tuple[torch.Tensor, Outputs]:
+        on = self._on
+        if self._is_compiled:
+            keep_batch_size_static(batch)
+        if on.before_forward:
+            args, kwargs = _arguments(batch)
+            on.before_forward.fill(batch, args, kwargs)
+            on.before_forward.fire()
+            returned = self.module(*args, **kwargs)
+        elif isinstance(batch, Mapping):
+            returned = self.module(**batch)
+        else:
+            returned = self.module(*_arguments(batch)[0])
+        loss, outputs = self._find_loss(returned, batch)
+        if on.after_forward:
+            on.after_forward.fill(outputs, batch)
+            on.after_forward.fire()
+            loss = outputs["loss"]
+        return loss, outputs
+
+    def _find_loss(self, returned: Any, batch: Any) -> tuple[torch.Tensor, Outputs]:
+        if self._loss_fn is not None:
+            loss = self._loss_fn(returned, batch)
+            return loss, {"loss": loss, "outputs": returned}
+        if isinstance(returned, torch.Tensor):
+            if returned.ndim == 0:
+                return returned, {"loss": returned}
+        elif isinstance(returned, MutableMapping):
+            if isinstance(returned.get("loss"), torch.Tensor):
+                return returned["loss"], returned
+        elif isinstance(getattr(returned, "loss", None), torch.Tensor):
+            return returned.loss, {"loss": returned.loss, "outputs": returned}
+        raise ConfigurationError(
+            f"the model returned {_describe(returned)} and no loss; return the loss as a 0-dim tensor, as .loss or "
+            'as ["loss"], or give the trainer loss_fn(outputs, batch)'
+        )
+
+
+def _arguments(batch: Any) -> tuple[list[Any], dict[str, Any]]:
+    if isinstance(batch, Mapping):
+        return [], dict(batch)
+    if isinstance(batch, (tuple, list)):
+        if batch and all(isinstance(each, str) for each in batch):
+            raise ConfigurationError(
+                f"a batch of {len(batch)} texts ({batch[0][:40]!r}…), which no model takes as they are; make "
+                "tensors of them in the dataset, or give data_collator=, a function from a list of samples to a batch"
+            )
+        return list(batch), {}
+    return [batch], {}
+
+
+def keep_batch_size_static(batch: Any) -> None:
+    """Have ``torch.compile`` make kernels for each batch size, rather than general ones from the second size on.
+
+    Otherwise it depends on the sizes that this process has seen before which kernels compute a batch, and so how its
+    sums are rounded: a process that resumes at the smaller batch of an epoch's end sees that one first.
+    """
+    if isinstance(batch, torch.Tensor):
+        if batch.dim():
+            torch._dynamo.mark_static(batch, 0)
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            keep_batch_size_static(value)
+    elif isinstance(batch, (tuple, list)):
+        for value in batch:
+            keep_batch_size_static(value)
+
+
+def _describe(returned: Any) -> str:
+    if isinstance(returned, torch.Tensor):
+        return f"a tensor of shape {tuple(returned.shape)}"
+    return f"a {type(returned).__name__}"

@@ -1,0 +1,395 @@
+"""Assembly: the parts of a run put together, for the Trainer and for a hand-written loop alike.
+
+An object of this module lives as long as the user's trainer; a :class:`~dalsegno.training.session.Run` lives one leg.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from torch import nn
+from torch.optim import Optimizer
+
+from dalsegno.args import TrainingArguments
+from dalsegno.callbacks import default_callbacks
+from dalsegno.checkpoint import (
+    CALLBACKS,
+    LOSS,
+    SETTINGS,
+    CheckpointManager,
+    HeldTensors,
+    ModelState,
+    OptimizerState,
+    Sharded,
+)
+from dalsegno.checkpoint.remote import mirror_of
+from dalsegno.data import Feed, TrainingData
+from dalsegno.data.step_batch import LossWeight, agreed_place
+from dalsegno.distributed import collectives
+from dalsegno.distributed.buffers import SharedBuffers
+from dalsegno.distributed.rng import RandomState
+from dalsegno.distributed.sharded_tensors import are_finite, device_of
+from dalsegno.errors import ConfigurationError, Locked
+from dalsegno.events.adapters import registered_elsewhere
+from dalsegno.events.callback import Callback, components_of, global_callbacks
+from dalsegno.events.dispatcher import Dispatcher
+from dalsegno.events.registration import check_callbacks
+from dalsegno.events.table import Event
+from dalsegno.logs import Leg, RunFile
+from dalsegno.state import TrainerControl, TrainerState
+from dalsegno.stateful.component import Component, Stateful, TensorHolder
+from dalsegno.system.filesystem import make_directory
+from dalsegno.system.lock import DirectoryLock, is_seen
+
+from .metric_checks import expect_evaluations
+from .metrics import Meter
+from .optim import AsBuilt, form_check
+from .result import Reason, TrainResult
+from .resume import Beginning, Resume, load_best
+from .save_coordinator import Flight
+from .session import Run
+from .settings import Brought, Settings, planned_steps
+from .signals import Interrupts
+from .step_boundary import Boundary
+from .time_limit import TimeLimit
+from .trained_parameters import expect_saved
+
+_SCHEDULER = "scheduler."
+
+logger = logging.getLogger("dalsegno")
+
+
+class Assembly:
+    """A model, its optimizer, its data and its callbacks, with the checkpoints of their run."""
+
+    def __init__(
+        self,
+        args: TrainingArguments,
+        *,
+        model: nn.Module,
+        loss_fn: nn.Module | None = None,
+        optimizer: Optimizer,
+        schedulers: Sequence[Any],
+        feed: Feed,
+        callbacks: Iterable[object],
+        core: Sequence[Callback] = (),
+        others: Mapping[str, Stateful],
+        data: TrainingData,
+        brought: Brought,
+        surroundings: Mapping[str, Any],
+        unfired: Mapping[Event, str] | None = None,
+    ) -> None:
+        self.args = args
+        self.feed = feed
+        self.state = TrainerState(
+            is_local_process_zero=collectives.local_rank() == 0, is_world_process_zero=collectives.rank() == 0
+        )
+        self.control = TrainerControl()
+        self.meter = Meter(device_of(model))
+        self.random_state = RandomState(args.seed)
+        self.own_callbacks = _with_defaults(check_callbacks(callbacks))
+        self.on = Dispatcher(
+            lambda context: context(
+                args=args,
+                state=self.state,
+                control=self.control,
+                model=model,
+                optimizer=optimizer,
+                lr_scheduler=schedulers[0] if len(schedulers) == 1 else schedulers,
+                **surroundings,
+            ),
+            is_rank_zero=collectives.rank() == 0,
+            unfired=unfired,
+        )
+        self._model = model
+        self._model_state, self._loss_states = ModelState(model), _loss_states(loss_fn, model)
+        self._optimizer_state = OptimizerState(model, optimizer, loss_fn)
+        self.buffers = SharedBuffers([model] if loss_fn is None else [model, loss_fn])
+        self._settings = Settings(
+            args, brought, AsBuilt(optimizer, schedulers), schedulers, feed, data, device_of(model)
+        )
+        own: dict[str, Stateful] = {
+            SETTINGS: self._settings,
+            "trainer": self.state,
+            "clock": self.state.clock,
+            "loader": feed,
+            "rng": self.random_state,
+            "meter": self.meter,
+        }
+        _check_state(others, taken=[self._model_state.key, self._optimizer_state.key, *own])
+        expect_saved(optimizer, self._model_state, self._loss_states, others)
+        own |= {f"{_SCHEDULER}{index}": each for index, each in enumerate(schedulers)}
+        self._others = {**own, **others}
+        self._manager = CheckpointManager(args.directory, keep=args.keeping)
+        self._mirror = mirror_of(args.url, args.directory, args.keeping)
+        self.run_file = RunFile(args.directory)
+        self._interrupts = Interrupts(self.control)
+        self._time_limit = TimeLimit(self.control, args.max_seconds)
+        self.boundary = Boundary(
+            args,
+            self.on,
+            self.state,
+            self.control,
+            meter=self.meter,
+            saver=self,
+            outside=[self._interrupts.look, self._time_limit.look],
+        )
+        self._core = core
+        self._result: TrainResult | None = None  # of the former leg in this process
+        self._has_trained = False
+        self.set_callbacks(self.own_callbacks)
+
+    def set_callbacks(self, callbacks: Sequence[Callback]) -> None:
+        """Let exactly these listen: between the core's and the global ones."""
+        everywhere = [*global_callbacks(), *registered_elsewhere()]
+        present = [callback for callback in everywhere if callback not in callbacks]
+        self.on.bind([*self._core, *callbacks, *present])
+        self._held = [
+            HeldTensors(f"{CALLBACKS}{callback.key}", callback, self._model)
+            for callback in self.on.callbacks
+            if isinstance(callback, TensorHolder)
+        ]
+        self.own_callbacks = list(callbacks)
+
+    # -- checkpoints: what a Run's boundary asks for ------------------------------------------------------------
+
+    def path_of(self, step: int) -> Path:
+        return self._manager.path_of(step)
+
+    def rehearse(self) -> None:
+        if self.args.saving:
+            self._manager.rehearse(self._sharded(), self._components())
+
+    def prepare(self) -> None:
+        self._manager.prepare(self._sharded())
+
+    def save(self, step: int, *, metrics: Mapping[str, float], is_best: bool) -> Flight:
+        self.random_state.step = step
+        return self._manager.launch(
+            step,
+            self._sharded(),
+            self._components(),
+            metrics=metrics,
+            is_best=is_best,
+            is_finite=not self.meter.is_broken() or are_finite(self._model),
+            background=self.args.save_in_background,
+            published=partial(self._note_published, step, time.monotonic()),
+            settled=self._mirror.look,
+        )
+
+    def _note_published(self, step: int, began: float) -> None:
+        """On rank 0, on the thread that has saved."""
+        self.run_file.progress(step)
+        self._time_limit.allow_for(time.monotonic() - began)
+
+    def amend(self, step: int, *, metrics: Mapping[str, float], is_best: bool) -> None:
+        self._manager.amend(step, metrics=metrics, is_best=is_best)
+
+    def load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if not self.args.load_best_model_at_end or best is None:
+            return
+        # With what callbacks hold: an average was measured in the weights' place.
+        parts: list[Sharded] = [self._model_state, *self._loss_states, *self._held]
+        load_best(self._manager, self.args.directory / best, parts)
+
+    def _sharded(self) -> list[Sharded]:
+        """What is spread over the ranks: model and loss, their optimizer, and what callbacks hold of that kind."""
+        return [self._model_state, *self._loss_states, self._optimizer_state, *self._held]
+
+    def _components(self) -> list[Component]:
+        others = [Component(key, target, form_check(target)) for key, target in self._others.items()]
+        return [*others, *components_of(self.on.callbacks)]
+
+    # -- one leg ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Hold the run's folder, for this process alone, and take care to leave it in time."""
+        self._time_limit.start()
+        with self._interrupts.listening(), self._held_directory():
+            self._manager.clean()
+            yield
+
+    @contextmanager
+    def _held_directory(self) -> Iterator[None]:
+        directory = self.args.directory
+        lock = DirectoryLock(directory, take_over=self.args.take_over_lock)
+
+        def open_directory() -> str:
+            make_directory(directory)
+            return lock.acquire()
+
+        try:
+            token = collectives.from_rank_zero(open_directory)
+        except Locked:
+            raise
+        except OSError as error:
+            raise ConfigurationError(f"output_dir={str(directory)!r}: cannot be written to: {error}") from error
+        try:
+            _expect_shared(directory, token)
+            self._mirror.claim(take_over=self.args.take_over_lock)
+            yield
+        finally:
+            try:
+                self._manager.settle()
+                self._mirror.end()
+            finally:
+                lock.release()
+
+    def restore(self, resume: Resume) -> Path | None:
+        """Bring everything to where the leg begins: see ``Trainer.train``. The checkpoint that it goes on from."""
+        self.set_callbacks(self.own_callbacks)  # a global callback may have come or gone
+        expect_evaluations(self.args, self.on.callbacks, has_sets=bool(self.boundary.evaluations))
+        path, step = self._restored(resume), self.state.global_step
+        is_own = path is not None and path.resolve() == self._manager.path_of(step).resolve()
+        self._mirror.begin(step if is_own else None)
+        return path
+
+    def _restored(self, resume: Resume) -> Path | None:
+        self.control.clear()  # no wish of a former leg sticks
+        self.state.max_steps = planned_steps(self.args, self.feed)
+        self.state.num_train_epochs = self.args.num_train_epochs
+        self._settings.observe()
+        if resume.origin is True and self._result is not None and not self.args.load_best_model_at_end:
+            return self._result.checkpoint  # else the weights in memory are not those that were trained last
+        beginning = Beginning(
+            self._manager,
+            self._mirror,
+            self.args.directory,
+            on=self.on,
+            state=self.state,
+            boundary=self.boundary,
+            settings=self._settings,
+            feed=self.feed,
+        )
+        checkpoint = beginning.choose(resume, has_trained=self._has_trained)
+        if checkpoint is None:
+            self.random_state.start()
+            if resume.load_components:
+                beginning.load_parts(resume, self._sharded(), self._components())
+            return None
+        self._has_trained = True  # whatever becomes of it, the model is not what it was
+        beginning.load(checkpoint, resume, self._sharded(), self._components())
+        self.state.num_input_tokens_seen = self.meter.run_tokens + self.meter.tokens * collectives.world_size()
+        return checkpoint.path
+
+    def finished(self, resume: Resume) -> TrainResult | None:
+        """The result of the leg that has ended this run, if one has, and nothing more is asked for."""
+        args, state, place = self.args, self.state, agreed_place(self.feed)
+        ended = collectives.from_rank_zero(self.run_file.last_leg)
+        is_done = state.global_step >= args.max_steps if args.max_steps > 0 else place >= state.num_train_epochs
+        has_given_up = ended is not None and ended.has_given_up(args.max_steps, args.num_train_epochs)
+        if not is_done:
+            if ended is None or not has_given_up or resume.chooses or resume.continue_stopped:
+                return None
+            self._say_given_up(ended)
+        result = self._result
+        if result is None and ended is not None:
+            has_finished = ended.reason == "finished" and ended.last_step == state.global_step
+            result = self._result_of(ended) if has_finished or has_given_up else None
+        if result is not None:
+            self.load_best_model()
+        return result
+
+    def _result_of(self, ended: Leg) -> TrainResult:
+        reason, newest = cast(Reason, ended.reason), self.boundary.saves.newest
+        result = TrainResult(ended.last_step, reason, ended.why, ended.by, ended.metrics, newest)
+        return result.with_best(self.state, self._manager.path_of)
+
+    def _say_given_up(self, ended: Leg) -> None:
+        if self.state.is_world_process_zero:
+            logger.warning(
+                "%s at step %d already, by %s: %s; to go on, raise max_steps or num_train_epochs, whichever the run "
+                "ends by, or give continue_stopped=True",
+                ended.reason,
+                ended.last_step,
+                ended.by,
+                ended.why or "no reason given",
+            )
+
+    def leg(self, resumed_from: Path | None, loss_weight: LossWeight | None = None) -> Run:
+        """A run from where everything is now to its end."""
+        return Run(
+            self.args,
+            on=self.on,
+            state=self.state,
+            control=self.control,
+            feed=self.feed,
+            meter=self.meter,
+            boundary=self.boundary,
+            saver=self,
+            buffers=self.buffers,
+            run_file=self.run_file,
+            loss_weight=loss_weight,
+            resumed_from=resumed_from,
+        )
+
+    def begun(self) -> None:
+        """Note that a leg begins: from now on, what is in memory may be the middle of a step.
+
+        Raises:
+            CannotSave: if the first checkpoint would fail, because a state holds what cannot be saved.
+        """
+        self.rehearse()
+        self._result, self._has_trained = None, True
+
+    def ended(self, result: TrainResult) -> TrainResult:
+        """Note that a leg has come to its end by itself, so that another one may go on from what is in memory."""
+        self._result = result
+        return result
+
+
+def _with_defaults(own: list[Callback]) -> list[Callback]:
+    """The default callbacks, except those that the user gives settings of their own, then the user's."""
+    taken = {callback.key for callback in own}
+    return [*(callback for callback in default_callbacks() if callback.key not in taken), *own]
+
+
+def _loss_states(loss_fn: nn.Module | None, model: nn.Module) -> list[ModelState]:
+    """What is saved of a loss function: nothing, if it holds no tensor that is not the model's."""
+    if loss_fn is None:
+        return []
+    state = ModelState(loss_fn, key=LOSS, apart_from=model)
+    return [] if state.is_empty() else [state]
+
+
+def _check_state(state: Mapping[str, object], *, taken: Sequence[str]) -> None:
+    """
+    Raises:
+        ConfigurationError: if a name is ``taken`` by what a run saves by itself, or a thing has no state to save.
+    """
+    for name, thing in state.items():
+        if not isinstance(name, str) or name in taken or name.startswith((CALLBACKS, _SCHEDULER)):
+            raise ConfigurationError(
+                f"state={{{name!r}: …}}: name it otherwise; a run saves something of its own under "
+                f"{', '.join(taken)}, {_SCHEDULER}… and {CALLBACKS}…, and needs a text for a name"
+            )
+        if not isinstance(thing, Stateful):
+            raise ConfigurationError(
+                f"state={{{name!r}: …}}: a {type(thing).__name__} has no state_dict and load_state_dict, so there is "
+                "nothing to save"
+            )
+
+
+def _expect_shared(directory: Path, token: str) -> None:
+    """
+    Raises:
+        ConfigurationError: on all ranks, if one does not see what rank 0 has written. Else each host would have a part
+            of every checkpoint.
+    """
+    me = (socket.gethostname(), collectives.rank() == 0 or is_seen(directory, token))
+    told = collectives.gather(me, "who sees output_dir")
+    if blind := [f"rank {rank} on {host}" for rank, (host, sees) in enumerate(told) if not sees]:
+        more = f" and {len(blind) - 1} more" if blind[1:] else ""
+        raise ConfigurationError(
+            f"output_dir={str(directory)!r}: what rank 0 on {told[0][0]} has written there is not seen by {blind[0]}"
+            f"{more}; name the same folder on all ranks, on a disk that all hosts share (for a URL: local_dir=)"
+        )

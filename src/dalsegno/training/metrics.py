@@ -1,0 +1,158 @@
+"""Meter: what is added up between two records, and over the run, without waiting for the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, TypedDict
+
+import torch
+
+from dalsegno.distributed import collectives
+from dalsegno.stateful.schema import Count, Must
+
+_FOLD_AT = 512  # tensors held before they are summed into one; bounds memory where nothing is ever logged
+
+
+Row = Annotated[
+    torch.Tensor, Must("a row of floats", lambda row: row.dim() == 1 and len(row) and row.is_floating_point())
+]
+
+
+class MeterState(TypedDict):
+    losses: Row | None
+    loss_sum: float
+    steps: Count
+    grad_norms: Row | None
+    grad_norm: float | None
+    max_grad_norm: float | None
+    run_loss_sum: float
+    run_steps: Count
+    tokens: Count
+    run_tokens: Count
+
+
+class Meter:
+    """Losses, gradient norms and counts of this rank since the last record; a component, so that no kill loses any.
+
+    A step's loss stays the tensor that it is: it is looked at when a record is due, all of them at once.
+    """
+
+    state_scope = "per_rank"
+    state_schema = MeterState
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        """``device`` is where losses and norms lie."""
+        self._device = device
+        self._losses: list[torch.Tensor] = []  # this rank's shares of the last steps' losses, not yet summed
+        self._loss_sum = 0.0
+        self._steps = 0
+        self._grad_norms: list[torch.Tensor] = []
+        self._grad_norm: float | None = None  # of the last step
+        self._max_grad_norm: float | None = None
+        self._run_loss_sum = 0.0
+        self._run_steps = 0
+        self._last: tuple[torch.Tensor, ...] = ()  # loss and norm of the last step
+        self.tokens = 0
+        self.run_tokens = 0  # on all ranks, as of the last take
+
+    def add(self, loss: torch.Tensor, grad_norm: torch.Tensor | None) -> None:
+        """Count one step: this rank's share of its loss, and the (global) gradient norm, as 0-dim tensors."""
+        self._losses.append(loss)
+        self._last = (loss,)
+        if grad_norm is not None:
+            self._grad_norms.append(grad_norm)
+            self._last = loss, grad_norm
+        if len(self._losses) == _FOLD_AT:
+            self._fold()
+
+    def _fold(self) -> None:
+        if self._losses:
+            self._loss_sum = sum(torch.stack(self._losses).tolist(), self._loss_sum)
+            self._steps += len(self._losses)
+            self._losses.clear()
+        if self._grad_norms:
+            norms = torch.stack(self._grad_norms).tolist()
+            earlier = [] if self._max_grad_norm is None else [self._max_grad_norm]
+            self._grad_norm, self._max_grad_norm = norms[-1], _largest(earlier + norms)
+            self._grad_norms.clear()
+
+    def is_broken(self) -> bool:
+        """Whether the last step's loss, or the norm of its gradients, is NaN or infinite; on this rank."""
+        return not all(math.isfinite(float(each)) for each in self._last)
+
+    def take(self) -> dict[str, float]:
+        """What the interval since the last take amounts to, on all ranks; and begin a new one. Collective.
+
+        Returns:
+            ``loss`` (mean over the steps), ``grad_norm`` (of the last step), ``max_grad_norm``: each only if there is
+            something of it.
+        """
+        self._fold()
+        loss_sum, tokens = collectives.sum_floats([self._loss_sum, self.tokens], "the loss of a record")
+        figures: dict[str, float] = {}
+        if self._steps:
+            figures["loss"] = loss_sum / self._steps
+        if self._grad_norm is not None and self._max_grad_norm is not None:
+            figures |= {"grad_norm": self._grad_norm, "max_grad_norm": self._max_grad_norm}
+        self._run_loss_sum += loss_sum
+        self._run_steps += self._steps
+        self.run_tokens += int(tokens)
+        self._loss_sum, self._steps, self.tokens = 0.0, 0, 0
+        self._grad_norm = self._max_grad_norm = None
+        return figures
+
+    def run_loss(self) -> float | None:
+        """The mean of all steps' losses since the run began; the interval goes on. Collective."""
+        self._fold()
+        loss_sum, steps = (
+            collectives.sum_floats([self._loss_sum], "the loss of the run")[0],
+            self._run_steps + self._steps,
+        )
+        return (self._run_loss_sum + loss_sum) / steps if steps else None
+
+    def state_dict(self) -> MeterState:
+        return {
+            "losses": torch.stack(self._losses) if self._losses else None,
+            "loss_sum": self._loss_sum,
+            "steps": self._steps,
+            "grad_norms": torch.stack(self._grad_norms) if self._grad_norms else None,
+            "grad_norm": self._grad_norm,
+            "max_grad_norm": self._max_grad_norm,
+            "run_loss_sum": self._run_loss_sum,
+            "run_steps": self._run_steps,
+            "tokens": self.tokens,
+            "run_tokens": self.run_tokens,
+        }
+
+    def load_state_dict(self, state: MeterState) -> None:
+        self._losses = self._separate(state["losses"])
+        self._loss_sum, self._steps = state["loss_sum"], state["steps"]
+        self._grad_norms = self._separate(state["grad_norms"])
+        self._grad_norm, self._max_grad_norm = state["grad_norm"], state["max_grad_norm"]
+        self._run_loss_sum, self._run_steps = state["run_loss_sum"], state["run_steps"]
+        self.tokens, self.run_tokens = state["tokens"], state["run_tokens"]
+
+    def _separate(self, stacked: torch.Tensor | None) -> list[torch.Tensor]:
+        return [] if stacked is None else list(stacked.to(self._device).unbind())
+
+    @classmethod
+    def reshard(cls, states: Sequence[MeterState], world_size: int) -> list[MeterState]:
+        """Rank 0 gets the sums of all; what is global or counted in steps stays as it is on each."""
+        meters = []
+        for state in states:
+            meter = cls()
+            meter.load_state_dict(state)
+            meter._fold()
+            meters.append(meter)
+        first, *others = meters
+        first._loss_sum += sum(meter._loss_sum for meter in others)
+        first.tokens += sum(meter.tokens for meter in others)
+        total = first.state_dict()
+        rest: MeterState = {**total, "loss_sum": 0.0, "tokens": 0}
+        return [total, *[rest] * (world_size - 1)]
+
+
+def _largest(norms: list[float]) -> float:
+    """NaN if one is NaN."""
+    return max(norms, key=lambda norm: (math.isnan(norm), norm))

@@ -1,0 +1,182 @@
+"""The optimizer and the learning rate schedule that TrainingArguments describe, for whoever brings none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Any
+
+import torch
+from torch import nn
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+
+from dalsegno.args import TrainingArguments
+from dalsegno.errors import ConfigurationError, StateMismatch
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import EvaluateContext
+from dalsegno.stateful.schema import Must, check, check_like
+
+
+def default_optimizer(modules: Iterable[nn.Module], args: TrainingArguments) -> Optimizer:
+    """AdamW on everything in ``modules`` that is trained; matrices decay, vectors (norms, biases) do not."""
+    parameters = dict.fromkeys(parameter for module in modules for parameter in module.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": args.weight_decay},
+        {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+    return AdamW(
+        [group for group in groups if group["params"]],
+        lr=args.learning_rate,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_epsilon,
+    )
+
+
+def default_scheduler(optimizer: Optimizer, args: TrainingArguments, max_steps: Callable[[], int]) -> LambdaLR:
+    """A linear rise over ``warmup_steps``, then ``lr_scheduler_type`` down to zero at ``max_steps()``, or constant.
+
+    ``max_steps`` is asked each time: it may be raised between two calls of ``train()``.
+
+    Raises:
+        ConfigurationError: if it shall come down, but nobody knows when: the length of the data is unknown.
+    """
+    if args.lr_scheduler_type != "constant" and max_steps() < 0:
+        raise ConfigurationError(
+            f"lr_scheduler_type={args.lr_scheduler_type!r} needs to know the last step, and the data has no length; "
+            "set max_steps, or use 'constant'"
+        )
+
+    def factor(step: int) -> float:
+        if step < args.warmup_steps:
+            return step / args.warmup_steps
+        if args.lr_scheduler_type == "constant":
+            return 1.0
+        last = max_steps()
+        left = max(0.0, (last - step) / max(1, last - args.warmup_steps))
+        return left if args.lr_scheduler_type == "linear" else 0.5 * (1 - math.cos(math.pi * left))
+
+    return LambdaLR(optimizer, factor)
+
+
+class AsBuilt:
+    """The hyperparameters that optimizer and schedules were built with; a checkpoint puts saved ones over them."""
+
+    def __init__(self, optimizer: Optimizer, schedulers: Sequence[Any]) -> None:
+        self._optimizer = optimizer
+        self._schedulers = [each for each in schedulers if hasattr(each, "base_lrs")]
+        self._groups = [dict(group) for group in optimizer.param_groups]
+        self._base_lrs = [list(each.base_lrs) for each in self._schedulers]
+
+    def values(self) -> dict[str, Any]:
+        """By name, as plain values; a list where the parameter groups differ."""
+        peaks = [{**group, "lr": group.get("initial_lr", group["lr"])} for group in self._groups]
+        names = [name for name in peaks[0] if name not in ("params", "param_names", "initial_lr")]
+        columns = {name: [_plain(group.get(name)) for group in peaks] for name in names}
+        return {
+            name: column[0] if all(each == column[0] for each in column) else column for name, column in columns.items()
+        }
+
+    def put_back(self, *names: str) -> None:
+        """Give these hyperparameters, say ``weight_decay``, back to the optimizer."""
+        for group, built in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group.update({name: built[name] for name in names})
+
+    def put_back_rates(self) -> None:
+        """Let the schedules go on from their present place, at the learning rates that were built."""
+        if not self._schedulers:
+            return
+        shares = _shares(self._schedulers[-1])
+        for scheduler, base_lrs in zip(self._schedulers, self._base_lrs, strict=True):
+            scheduler.base_lrs = list(base_lrs)
+        for group, built in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group["initial_lr"] = built.get("initial_lr", built["lr"])
+        self._set_rates(shares)
+
+    def follow_schedule(self) -> None:
+        """Give the groups the rates that the schedule gives for its present place: it may be another schedule now."""
+        if self._schedulers:
+            self._set_rates(_shares(self._schedulers[-1]))
+
+    def _set_rates(self, shares: list[float]) -> None:
+        groups = self._optimizer.param_groups
+        for group, share in zip(
+            groups, shares if len(shares) == len(groups) else shares[:1] * len(groups), strict=True
+        ):
+            rate = group["initial_lr"] * share
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        for scheduler in self._schedulers:
+            scheduler._last_lr = [group["lr"] for group in groups]
+
+
+def _shares(scheduler: Any) -> list[float]:
+    """What is left of each group's highest learning rate, at the schedule's place."""
+    if isinstance(scheduler, LambdaLR):
+        return [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+    pairs = zip(scheduler.get_last_lr(), scheduler.base_lrs, strict=True)
+    return [rate / base if base else 1.0 for rate, base in pairs]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.numel() == 1 else str(tuple(value.shape))
+    return list(value) if isinstance(value, tuple) else value if isinstance(value, bool | int | float) else str(value)
+
+
+def form_check(target: object) -> ScheduleForm | None:
+    """Of what torch has made, whose state says nothing of its form; None for all else."""
+    return ScheduleForm(target) if isinstance(target, LRScheduler | torch.amp.GradScaler) else None
+
+
+class ScheduleForm:
+    """Holds a saved state against what a schedule, or torch's gradient scaler, says of itself now.
+
+    They take whatever they are given: torch's schedules put it among their attributes, methods too.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+
+    def __call__(self, state: Any, where: str) -> None:
+        """
+        Raises:
+            StateMismatch: if a value is of another kind than the present one, or would take the place of a method.
+        """
+        present = self._scheduler.state_dict()
+        check(state, dict[str, Any], where)
+        forms = _PER_GROUP | _COUNTS
+        check_like({name: value for name, value in state.items() if name not in forms}, present, where)
+        for name in state:
+            if name in forms:
+                check(state[name], forms[name], f"{where}.{name}")
+            elif name not in present and hasattr(self._scheduler, str(name)):
+                raise StateMismatch(f"{where}: holds {name!r}, which {type(self._scheduler).__name__} does not save")
+        lengths = {name: len(state[name]) for name in _PER_GROUP if name in state}
+        if len({*lengths.values()}) > 1:
+            raise StateMismatch(f"{where}: must have as many of each, one for each parameter group: {lengths}")
+
+
+_Rate = Annotated[Any, Must("a learning rate", lambda rate: not isinstance(rate, str) and [float(rate)])]
+_PER_GROUP = {
+    **dict.fromkeys(["base_lrs", "_last_lr", "min_lrs", "max_lrs"], list[_Rate]),
+    "lr_lambdas": list[dict[str, Any] | None],
+}
+"""What has an item for each parameter group: as many as the optimizer had, which may be another one now."""
+_COUNTS = {"last_epoch": int, "_step_count": int}
+
+
+class PlateauStep(Callback):
+    """Steps each ``ReduceLROnPlateau`` with the metric of every evaluation that has it."""
+
+    def __init__(self, schedulers: Sequence[ReduceLROnPlateau], metric: str) -> None:
+        self._schedulers = schedulers
+        self._metric = metric
+
+    def on_evaluate(self, ctx: EvaluateContext) -> None:
+        if self._metric in ctx.metrics:
+            for scheduler in self._schedulers:
+                scheduler.step(ctx.metrics[self._metric])

@@ -1,0 +1,67 @@
+"""What an optimizer trains must be what a checkpoint holds: or a resumed run would go on with other weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from dalsegno.checkpoint import ModelState
+from dalsegno.errors import ConfigurationError
+from dalsegno.stateful.component import Stateful
+
+
+def expect_saved(
+    optimizer: Optimizer, model: ModelState, loss_fn: Sequence[ModelState], others: Mapping[str, Stateful]
+) -> None:
+    """
+    Args:
+        optimizer: of the run.
+        model: that is trained.
+        loss_fn: the loss function beside it, if it has tensors of its own.
+        others: what else is saved, by name.
+
+    Raises:
+        ConfigurationError: if it trains a parameter that none of all this holds, or nothing of the model.
+    """
+    of_model, of_loss = model.held(), {each for state in loss_fn for each in state.held()}
+    strange = {
+        f"group {number}, parameter {position}, of shape {list(parameter.shape)}": parameter
+        for number, group in enumerate(optimizer.param_groups)
+        for position, parameter in enumerate(group["params"])
+        if id(parameter) not in of_model | of_loss
+    }
+    lost = [what for what, parameter in strange.items() if not _is_in(parameter, others.values())]
+    is_built_on_model = any(id(each) in of_model for group in optimizer.param_groups for each in group["params"])
+    if model.is_trained() and not is_built_on_model and len(lost) == len(strange):
+        raise ConfigurationError(
+            f"optimizer: none of what this {type(optimizer).__name__} trains is the model's, so the model would stay "
+            "as it is; build it on model.parameters(), after whatever replaces them (fully_shard, a new head)"
+        )
+    if lost:
+        more = f", and {len(lost) - 1} more" if lost[1:] else ""
+        raise ConfigurationError(
+            f"optimizer: it trains what no checkpoint of this run would hold ({lost[0]}{more}). If the model has "
+            "replaced it, build the optimizer afterwards. Else a Trainer saves the model and, if it is a module, "
+            'loss_fn=: put it into one of them; dalsegno.Run also saves what state={"name": module} names'
+        )
+
+
+def _is_in(parameter: Tensor, others: Iterable[Stateful]) -> bool:
+    """Whether one of ``others`` has it: as a module, or in the memory of what its state consists of."""
+    for each in others:
+        if isinstance(each, nn.Module):
+            if any(parameter is own for own in each.parameters()):
+                return True
+        elif any(_is_same_memory(parameter, leaf) for leaf in tree_leaves(each.state_dict())):
+            return True
+    return False
+
+
+def _is_same_memory(one: Tensor, other: object) -> bool:
+    if not isinstance(other, Tensor) or isinstance(one, DTensor) or isinstance(other, DTensor):
+        return False
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() != 0

@@ -1,0 +1,141 @@
+"""Two at once at a URL: hosts that share nothing else, as real processes with host names of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import fsspec
+import pytest
+
+import dalsegno as ds
+from checkpoint.remote import jobs
+from checkpoint.remote.s3 import BUCKET, S3
+from checkpoint.remote.there import steps_at
+from dalsegno.checkpoint.remote.lock import Claim
+from dalsegno.checkpoint.remote.store import Store
+from dalsegno.testing import Ranks, run_ranks, start_ranks
+from support.listeners import Listener
+
+URL = "memory://runs/claimed"
+OF_NODE_17 = {"host": "node-17", "pid": 4711, "since": 0.0, "token": "0123456789abcdef", "lives": {}}
+
+
+@pytest.fixture
+def there() -> Iterator[Store]:
+    """An empty store."""
+    fsspec.filesystem("memory").store.clear()
+    yield Store(URL)
+    fsspec.filesystem("memory").store.clear()
+
+
+def started(url: str, folder: Path, host: str) -> Ranks:
+    """A run that has begun on that host, and goes on until it is stopped."""
+    ranks = start_ranks(jobs.train_on_host, 1, host, url, folder, 1_000_000)
+    jobs.until(lambda: bool(steps_at(Store(url))))
+    return ranks
+
+
+def test_another_host_is_kept_out_until_the_run_has_ended(url: str, tmp_path: Path) -> None:
+    first = started(url, tmp_path / "one", "node-1")
+    (told,) = run_ranks(jobs.train_on_host, 1, "node-2", url, tmp_path / "two", 4)
+    assert re.match(
+        rf"Locked: {url}: in use by process \d+ on node-1 since .*, and whether that one still lives cannot be seen "
+        r"from this host \(node-2\); if it does not, delete \.lock there, or train with "
+        r"TrainingArguments\(take_over_lock=True\) once",
+        told,
+    ), told
+    assert [path.name for path in (tmp_path / "two").iterdir()] == [".lock"], "nothing was brought or trained"
+    (tmp_path / "one/stop").touch()
+    (end,) = first.wait()
+    assert end.value == "stopped"
+    (told,) = run_ranks(jobs.train_on_host, 1, "node-2", url, tmp_path / "two", 2)
+    assert told == "finished"
+
+
+def test_a_host_that_is_gone_is_taken_over_once_somebody_says_so(url: str, tmp_path: Path) -> None:
+    first = started(url, tmp_path / "one", "node-1")
+    first.kill()
+    assert first.wait()[0].was_killed
+    (told,) = run_ranks(jobs.train_on_host, 1, "node-2", url, tmp_path / "two", 2)
+    assert told.startswith("Locked: ")
+    (told,) = run_ranks(jobs.train_on_host, 1, "node-2", url, tmp_path / "two", 2, True)
+    assert told == "finished"
+    assert Store(url).read(".lock") is None
+
+
+def test_one_that_was_killed_here_holds_nothing(url: str, tmp_path: Path) -> None:
+    first = started(url, tmp_path / "one", "node-1")
+    first.kill()
+    assert first.wait()[0].was_killed
+    assert run_ranks(jobs.train_on_host, 1, "node-1", url, tmp_path / "two", 2) == ["finished"]
+
+
+def test_one_that_was_taken_over_sends_nothing_more(
+    there: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was not dead after all. What the other one has there stays as it is."""
+
+    def take_over(ctx: Any) -> None:
+        if ctx.step == 3:
+            jobs.until(lambda: steps_at(there) == [2])
+            there.write(".lock", json.dumps(OF_NODE_17).encode())
+
+    assert jobs.trainer(URL, tmp_path, 6, Listener({"on_step_end": take_over})).train().reason == "finished"
+    assert steps_at(there) == [2]
+    assert f"{URL}: has been taken over by process 4711 on node-17" in caplog.text
+    assert "could not be sent: step-00000006, step-00000004" in caplog.text
+    assert json.loads(there.read(".lock") or b"") == OF_NODE_17
+
+
+def test_two_in_one_process(there: Store, tmp_path: Path) -> None:
+    def begin_another(ctx: Any) -> None:
+        if ctx.step == 1:
+            with pytest.raises(ds.Locked, match=f"in use by process {os.getpid()} on "):
+                jobs.trainer(URL, tmp_path / "two", 4).train()
+
+    first = jobs.trainer(URL, tmp_path / "one", 2, Listener({"on_step_end": begin_another}))
+    assert first.train().reason == "finished"
+
+
+def test_another_life_with_the_same_number_is_dead(there: Store, tmp_path: Path) -> None:
+    """A container that is started again has the same host and, often, the same process number."""
+    mine = OF_NODE_17 | {"host": os.uname().nodename, "pid": os.getpid()}
+    there.write(".lock", json.dumps(mine).encode())
+    assert jobs.trainer(URL, tmp_path, 2).train().reason == "finished"
+
+
+@pytest.mark.parametrize("content", [b"", b"no JSON", b"[" * 100_000, b'{"host": 3}'])
+def test_a_file_that_says_nothing_keeps_nobody_out(there: Store, content: bytes) -> None:
+    there.write(".lock", content)
+    claim = Claim(there)
+    claim.take(take_over=False)
+    claim.check()
+    claim.drop()
+    assert there.read(".lock") is None
+
+
+def test_names_that_lead_out_of_the_folder_are_not_brought(url: str, s3: S3, tmp_path: Path) -> None:
+    """To S3, a name is any text."""
+    run_ranks(jobs.train, 1, url, tmp_path / "one", 2)
+    client = boto3.client("s3", endpoint_url=s3.address)
+    prefix = url.removeprefix(f"s3://{BUCKET}/")
+    names = [f"{tmp_path}/absolute", "logs/../../climbed", "./dot", "logs//twice"]
+    for name in names:
+        client.put_object(Bucket=BUCKET, Key=f"{prefix}/{name}", Body=b"evil")
+    run_ranks(jobs.train, 1, url, tmp_path / "two", 4)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.read_bytes() == b"evil"]
+
+
+def test_hidden_files_there_are_not_brought(there: Store, tmp_path: Path) -> None:
+    """Neither that one nor what an enemy may have put there: in the folder here they would mean something."""
+    jobs.train(URL, tmp_path / "one", 2)
+    there.write(".uploading/rest/run.json", b"{}")
+    there.write("logs/.train.jsonl.tmp", b"{}")
+    jobs.train(URL, tmp_path / "two", 4)
+    assert not (tmp_path / "two/.uploading").exists() and not (tmp_path / "two/logs/.train.jsonl.tmp").exists()

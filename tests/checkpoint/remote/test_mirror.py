@@ -1,0 +1,179 @@
+"""A run at a URL, and other hosts that go on with it. In memory, where there is nothing to wait for."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+import dalsegno as ds
+from checkpoint.remote import jobs
+from checkpoint.remote.there import steps_at, training
+from dalsegno.checkpoint import Checkpoint, checkpoint_dir, saved_states
+from dalsegno.checkpoint.listing import survey, verified
+from dalsegno.checkpoint.remote import snapshot
+from dalsegno.checkpoint.remote.store import Store
+from support.listeners import Listener
+
+URL = "memory://runs/a"
+
+
+@pytest.fixture(autouse=True)
+def there() -> Iterator[Store]:
+    """An empty store."""
+    fsspec.filesystem("memory").store.clear()
+    yield Store(URL)
+    fsspec.filesystem("memory").store.clear()
+
+
+def steps_of(folder: Path) -> list[int]:
+    return [found.step for found in survey(checkpoint_dir) if found.step is not None]
+
+
+def test_what_lies_here_lies_there(there: Store, tmp_path: Path) -> None:
+    jobs.train(URL, tmp_path, 6, save_total_limit=2)
+    assert steps_of(tmp_path) == steps_at(there) == [4, 6]
+    for name in there.sizes():
+        assert there.read(name) == (tmp_path / name).read_bytes(), name
+    here = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    assert here - set(there.sizes()) == {".lock"}
+
+
+def test_a_new_host_finds_both_and_goes_on_to_the_same_end(there: Store, tmp_path: Path) -> None:
+    jobs.train(URL, tmp_path / "one", 6)
+    second = jobs.train(URL, tmp_path / "two", 10)
+    whole = jobs.train(tmp_path / "whole", None, 10)
+    assert second["from"] == 6 and second["weights"] == whole["weights"]
+    for name in ("train.jsonl", "array.json"):
+        assert training(tmp_path / "two/logs" / name) == training(tmp_path / "whole/logs" / name)
+    assert steps_of(tmp_path / "two") == [6, 8, 10] and steps_at(there) == [2, 4, 6, 8, 10]
+    legs = json.loads(there.read("run.json") or b"")["legs"]
+    assert [(leg["first_step"], leg["last_step"]) for leg in legs] == [(0, 6), (6, 10)]
+
+
+def test_the_copy_here_is_preferred_if_it_is_as_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs.train(URL, tmp_path, 4)
+    monkeypatch.setattr(Store, "receive", None)
+    assert jobs.train(URL, tmp_path, 6)["from"] == 4
+
+
+def test_a_damaged_copy_here_is_brought_anew(tmp_path: Path) -> None:
+    jobs.train(URL, tmp_path, 4)
+    for step in (2, 4):
+        (tmp_path / f"checkpoints/step-{step:08d}/index.json").write_text("{}")
+    assert jobs.train(URL, tmp_path, 6)["from"] == 4
+    assert verified(tmp_path).step == 6
+
+
+@pytest.mark.parametrize("name", ["model/shard-00000.safetensors", "shared.json", "manifest.json"])
+def test_what_is_damaged_there_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
+    jobs.train(URL, tmp_path / "one", 4)
+    path, system = f"/runs/a/checkpoints/step-00000004/{name}", fsspec.filesystem("memory")
+    system.pipe_file(path, system.cat_file(path)[:-1] + b"?")
+    assert jobs.train(URL, tmp_path / "two", 6)["from"] == 2
+    assert "the checkpoint of step 4 is skipped" in caplog.text and name in caplog.text
+
+
+def test_when_another_host_has_gone_on_its_timeline_counts(tmp_path: Path) -> None:
+    """What is here is newer, but was never sent; there, somebody has gone on since."""
+    jobs.train(URL, tmp_path / "one", 4)
+    jobs.train(tmp_path / "one", None, 8)
+    jobs.train(URL, tmp_path / "two", 6)
+    assert jobs.train(URL, tmp_path / "one", 10)["from"] == 6
+    assert steps_of(tmp_path / "one") == [2, 4, 6, 8, 10]
+    attics = (tmp_path / "one/rewound").glob("timeline.*/checkpoints")
+    assert {found.step for attic in attics for found in survey(attic)} == {6, 8}
+    jobs.train(tmp_path / "whole", None, 10)
+    assert training(tmp_path / "one/logs/train.jsonl") == training(tmp_path / "whole/logs/train.jsonl")
+
+
+def test_logs_go_up_to_where_they_were_at_the_checkpoint(tmp_path: Path) -> None:
+    jobs.train(tmp_path, None, 6)
+    checkpoint = Checkpoint.open(tmp_path / "checkpoints/step-00000004")
+    taken = snapshot.of_rest(tmp_path, {}, checkpoint)
+    for name, key in (("logs/train.jsonl", "JsonLogger"), ("logs/array.json", "ArrayLogger")):
+        (state,) = saved_states(checkpoint)[f"callbacks.{key}"]
+        assert taken.files[name].read_bytes() == (tmp_path / name).read_bytes()[: state["offset"]]
+        assert training(taken.files[name])[-1]["global_step"] == 4
+    assert taken.files["run.json"].read_bytes() == (tmp_path / "run.json").read_bytes()
+    assert snapshot.of_rest(tmp_path, taken.marks, checkpoint).files == {}
+    again = snapshot.of_rest(tmp_path, taken.marks)
+    assert sorted(again.files) == ["logs/array.json", "logs/train.jsonl"]
+
+
+def test_prunes_are_followed_also_of_what_other_hosts_have_sent(there: Store, tmp_path: Path) -> None:
+    jobs.train(URL, tmp_path / "one", 6, save_total_limit=3)
+    assert steps_at(there) == [2, 4, 6]
+    jobs.train(URL, tmp_path / "two", 8, save_total_limit=2)
+    assert steps_at(there) == [6, 8]
+    assert not any("step-00000004" in name for name in there.sizes())
+
+
+def test_a_prune_is_followed_before_the_next_checkpoint(
+    there: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even one that takes so long that what is new has been sent meanwhile, if anybody was told of it already."""
+    delete, deadline = checkpoint_dir.delete, time.monotonic() + 60
+
+    def delete_late(path: Path) -> bool:
+        until = time.monotonic() + 0.5
+        while 4 not in steps_at(there) and time.monotonic() < until:
+            time.sleep(0.01)
+        return delete(path)
+
+    def wait(ctx: Any) -> None:
+        while ctx.step == 5 and steps_at(there) != [4]:
+            assert time.monotonic() < deadline, steps_at(there)
+            time.sleep(0.01)
+
+    monkeypatch.setattr(checkpoint_dir, "delete", delete_late)
+    jobs.trainer(URL, tmp_path, 6, Listener({"on_step_end": wait}), save_total_limit=1).train()
+
+
+def test_going_back_and_starting_over_leave_a_timeline_there_too(there: Store, tmp_path: Path) -> None:
+    jobs.train(URL, tmp_path / "one", 6)
+    jobs.trainer(URL, tmp_path / "one", 6).train(tmp_path / "one/checkpoints/step-00000002")
+    assert steps_at(there) == [2, 4, 6]
+    first, names = "rewound/elsewhere.0001", set(there.sizes())
+    assert {f"{first}/checkpoints/step-0000000{step}/manifest.json" for step in (4, 6)} <= names
+    jobs.trainer(URL, tmp_path / "two", 2).train(False)
+    assert steps_at(there) == [2]
+    second, names = "rewound/elsewhere.0002", set(there.sizes())
+    assert {f"{second}/run.json", f"{second}/logs/train.jsonl"} <= names
+    assert sum(name.startswith(second) and name.endswith("manifest.json") for name in names) == 3
+
+
+def test_a_second_train_of_the_same_trainer(there: Store, tmp_path: Path) -> None:
+    mine = jobs.trainer(URL, tmp_path, 4)
+    mine.train()
+    mine.args.max_steps = 6
+    mine.train()
+    assert steps_at(there) == [2, 4, 6] and not any(name.startswith("rewound") for name in there.sizes())
+
+
+def test_what_was_half_sent_is_removed_and_what_is_not_ours_is_not(there: Store, tmp_path: Path) -> None:
+    system = fsspec.filesystem("memory")
+    system.pipe_file("/runs/a/checkpoints/step-00000007/index.json", b"{}")
+    system.pipe_file("/runs/a/checkpoints/mine/notes.txt", b"keep")
+    jobs.train(URL, tmp_path, 4)
+    assert steps_at(there) == [2, 4]
+    assert there.read("checkpoints/step-00000007/index.json") is None
+    assert there.read("checkpoints/mine/notes.txt") == b"keep"
+
+
+def test_where_it_lies_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ds.ConfigurationError, match=r"local_dir='x': output_dir='.*' is no URL"):
+        ds.TrainingArguments(tmp_path, local_dir="x")
+    with pytest.raises(ds.ConfigurationError, match=r"output_dir='nowhere://x': Protocol not known: nowhere"):
+        jobs.trainer("nowhere://x", tmp_path, 2)
+    with pytest.raises(ds.ConfigurationError, match=r"output_dir='s3:/bucket/run': give a URL as text, not as a Path"):
+        ds.TrainingArguments(Path("s3://bucket/run"))
+    monkeypatch.setenv("DALSEGNO_CACHE", str(tmp_path))
+    first, second = (ds.TrainingArguments(f"s3://bucket/{name}/").directory for name in ("run 1", "run-1"))
+    assert first != second and first.parent == second.parent == tmp_path
+    assert first == ds.TrainingArguments("s3://bucket/run 1").directory

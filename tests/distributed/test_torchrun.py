@@ -1,0 +1,76 @@
+"""Under torchrun itself, as on a real machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dalsegno.callbacks import JsonLogger
+from dalsegno.checkpoint import CheckpointManager
+from dalsegno.logs import RunFile, read_records
+from support.small import Line, small_trainer
+
+HERE = Path(__file__).parents[1]
+
+
+COMMAND = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+def test_two_ranks_by_themselves(tmp_path: Path) -> None:
+    """``parallel="auto"`` finds the ranks; the same losses as alone; the second leg goes on from the first."""
+    job = [str(HERE / "support/torchrun_job.py"), str(tmp_path / "two")]
+    done = subprocess.run([*COMMAND, *job], env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+    settings = {"lr_scheduler_type": "constant", "logging_steps": 1, "max_steps": 6}
+    small_trainer(tmp_path / "one", JsonLogger(), model=Line(), **settings).train()
+    alone = [record["loss"] for record in read_records(tmp_path / "one/logs/train.jsonl") if "loss" in record]
+    told = json.loads((tmp_path / "two/told.json").read_text())
+    assert told == {"world_size": 2, "losses": pytest.approx(alone, rel=1e-4)}
+    assert [(leg.first_step, leg.last_step, leg.world_size) for leg in RunFile(tmp_path / "two").load().legs] == [
+        (0, 3, 2),
+        (3, 6, 2),
+    ]
+
+
+def test_max_restarts_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    """One rank of two is killed; torchrun ends the other, starts both again, and they go on."""
+    job = [str(HERE / "support/restarted_job.py"), str(tmp_path / "run")]
+    command = [*COMMAND, "--max-restarts=1", "--monitor-interval=0.1", *job]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    legs = RunFile(tmp_path / "run").load().legs
+    assert [leg.first_step for leg in legs] == [0, 4]
+    assert legs[-1].reason == "finished"
+    steps = [record["global_step"] for record in read_records(tmp_path / "run/logs/train.jsonl") if "loss" in record]
+    assert steps == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_sigterm_to_torchrun_stops_the_run_in_time(tmp_path: Path) -> None:
+    job = [str(HERE / "support/restarted_job.py"), str(tmp_path / "run"), "wait"]
+    started = subprocess.Popen(
+        [*COMMAND, *job], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert started.stdout is not None
+    try:
+        assert started.stdout.readline() == "saved step 2\n"
+        started.send_signal(signal.SIGTERM)
+        started.wait()
+    finally:
+        started.kill()
+        started.stdout.close()
+    leg = RunFile(tmp_path / "run").load().legs[-1]
+    assert (leg.reason, leg.by) == ("stopped", "signal")
+    newest = CheckpointManager(tmp_path / "run").find()
+    assert newest is not None
+    assert newest.step == leg.last_step
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}

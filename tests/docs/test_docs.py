@@ -1,0 +1,55 @@
+"""The pages that are made from the code, and the examples in them."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+import dalsegno
+from dalsegno import callbacks
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("name", ["data", "events", "own-loop", "trainer"])
+def test_a_page_made_from_the_code_is_up_to_date(name: str) -> None:
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.PAGE.read_text() == module.page(), f"run: python docs/{name}.py"
+
+
+def test_every_public_name_can_be_had_and_is_announced() -> None:
+    for name in dir(dalsegno):
+        assert getattr(dalsegno, name) is not None
+    source = (ROOT / "src" / "dalsegno" / "__init__.py").read_text()
+    for_type_checkers = set(re.findall(r"import \w+ as (\w+)", source))
+    assert for_type_checkers == set(dir(dalsegno))
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'Trianer'"):
+        _ = dalsegno.Trianer
+
+
+@pytest.mark.parametrize(
+    "page", sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]), ids=lambda path: path.name
+)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
+        if not target.startswith(("http://", "https://")):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_builtin_callback_has_a_page_that_can_be_found() -> None:
+    pages = {
+        path.read_text().splitlines()[0].removeprefix("# "): path for path in (ROOT / "docs/callbacks").glob("*.md")
+    }
+    assert set(callbacks.__all__) <= set(pages)
+    overview = (ROOT / "docs" / "callbacks.md").read_text()
+    for name, path in pages.items():
+        assert f"[`{name}`](callbacks/{path.name})" in overview

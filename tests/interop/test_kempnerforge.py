@@ -1,0 +1,248 @@
+"""Hooks written for KempnerForge, as its documentation has them."""
+
+from __future__ import annotations
+
+import json
+import math
+import urllib.request
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+
+import dalsegno as ds
+from dalsegno.callbacks import JsonLogger
+from dalsegno.logs import read_records
+from dalsegno.testing import FaultPlan, assert_resume_equivalent, run_ranks
+from interop.script import Broken, play
+from support.listeners import Listener
+from support.own_loops import OwnLoop
+from support.small import Line, small_trainer
+
+
+def hook_base() -> Any:
+    from kempnerforge.training.hooks import TrainingHook
+
+    return TrainingHook
+
+
+def journal() -> Any:
+    """A hook that writes down what it is called with."""
+
+    class Journal(hook_base()):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.seen: list[Any] = []
+
+        def on_train_begin(self, config: Any) -> None:
+            self.seen.append(("train_begin", config.gradient_accumulation_steps))
+
+        def on_step_end(self, ctx: Any) -> None:
+            self.seen.append(("step_end", ctx.step))
+
+        def on_eval_end(self, metrics: dict[str, float], step: int) -> None:
+            self.seen.append(("eval_end", step, sorted(metrics)[0]))
+
+        def on_checkpoint_save(self, step: int, path: str) -> None:
+            assert json.loads((Path(path) / "manifest.json").read_text())["step"] == step, "it is published"
+            self.seen.append(("checkpoint_save", step, Path(path).name))
+
+        def on_train_end(self, step: int, tokens_seen: int) -> None:
+            self.seen.append(("train_end", step, tokens_seen))
+
+    return Journal()
+
+
+# --- the order --------------------------------------------------------------------------------------------------------
+
+BEGIN = [("train_begin", 2), ("step_end", 1), ("step_end", 2)]
+REST = [
+    ("step_end", 3),
+    ("eval_end", 3, "eval_loss"),
+    ("step_end", 4),
+    ("checkpoint_save", 4, "step-00000004"),
+    ("step_end", 5),
+]
+
+
+def test_a_whole_run(tmp_path: Path) -> None:
+    hook = journal()
+    play(tmp_path, hook)
+    last = [("step_end", 6), ("eval_end", 6, "eval_loss"), ("checkpoint_save", 6, "step-00000006"), ("train_end", 6, 0)]
+    assert hook.seen == [*BEGIN, *REST, *last]
+
+
+def test_a_run_that_is_stopped(tmp_path: Path) -> None:
+    hook = journal()
+    play(tmp_path, hook, stop_at=5)
+    assert hook.seen == [*BEGIN, *REST, ("checkpoint_save", 5, "step-00000005"), ("train_end", 5, 0)]
+
+
+def test_an_exception_skips_neither_later_hooks_nor_the_end(tmp_path: Path) -> None:
+    first, second = journal(), journal()
+    second.name = "second"
+    with pytest.raises(Broken):
+        play(tmp_path, first, second, break_at=3)
+    assert first.seen == second.seen == [*BEGIN, ("train_end", 2, 0)]
+
+
+# --- what a step looks like -------------------------------------------------------------------------------------------
+
+
+def test_the_fields_of_a_step(tmp_path: Path) -> None:
+    contexts: list[Any] = []
+
+    class Hook(hook_base()):  # type: ignore[misc]
+        def on_step_end(self, ctx: Any) -> None:
+            contexts.append(ctx)
+
+    native: list[Any] = []
+    note = Listener({"on_train_metrics": lambda ctx: native.append(dict(ctx.metrics))})
+    trainer = small_trainer(tmp_path, Hook(), note, max_steps=4)
+    trainer.train()
+    assert [ctx.step for ctx in contexts] == [1, 2, 3, 4], "each step has a context of its own"
+    assert [(ctx.loss, ctx.grad_norm) for ctx in contexts] == [(each["loss"], each["grad_norm"]) for each in native]
+    assert [ctx.lr for ctx in contexts] == [0.0075, 0.005, 0.0025, 0.0], "after the schedule has moved"
+    assert contexts[0].model is trainer.model
+    assert isinstance(contexts[0].optimizer, torch.optim.Optimizer)
+
+
+def test_a_step_whose_loss_is_not_finite_is_not_told(tmp_path: Path) -> None:
+    hook = journal()
+
+    def spoil(ctx: Any) -> None:
+        if ctx.state.global_step == 1:
+            ctx.outputs["loss"] = ctx.outputs["loss"] * math.nan
+
+    small_trainer(tmp_path, hook, Listener({"on_before_backward": spoil}), model=Line(), max_steps=2).train()
+    assert [what for what in hook.seen if what[0] == "step_end"] == [("step_end", 1)]
+
+
+def test_a_run_stops_at_such_a_step_too(tmp_path: Path) -> None:
+    def spoil(ctx: Any) -> None:
+        ctx.outputs["loss"] = ctx.outputs["loss"] * math.nan
+        ctx.control.stop("enough")
+
+    result = small_trainer(tmp_path, journal(), Listener({"on_before_backward": spoil}), max_steps=3).train()
+    assert (result.global_step, result.reason) == (1, "stopped")
+
+
+def test_a_loop_of_ones_own_has_hooks_too(tmp_path: Path) -> None:
+    hook = journal()
+    OwnLoop(tmp_path, hook, max_steps=3, save_steps=0).train()
+    steps = [("step_end", step) for step in (1, 2, 3)]
+    assert hook.seen == [("train_begin", 1), *steps, ("train_end", 3, 0)]
+
+
+def losses_on_a_rank(output_dir: Path) -> list[float]:
+    losses: list[float] = []
+
+    class Hook:
+        def on_step_end(self, ctx: Any) -> None:
+            losses.append(ctx.loss)
+
+    small_trainer(output_dir, ds.adapt(Hook(), "kempnerforge"), max_steps=2).train()
+    return losses
+
+
+def test_the_loss_is_the_same_on_all_ranks(tmp_path: Path) -> None:
+    first, second = run_ranks(losses_on_a_rank, 2, tmp_path)
+    assert first == second
+    assert len(first) == 2
+
+
+# --- hooks from the documentation -------------------------------------------------------------------------------------
+
+
+def test_gradient_norms_from_a_hook(tmp_path: Path) -> None:
+    """The page's own example, which at home sees no gradients: here it has an event at which there are some."""
+    logged: list[tuple[int, dict[str, float]]] = []
+
+    class GradHistogramHook(hook_base()):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self._norms: dict[str, float] = {}
+
+        def on_gradients_ready(self, ctx: Any) -> None:
+            for name, parameter in ctx.model.named_parameters():
+                self._norms[name] = parameter.grad.norm().item()
+
+        def on_step_end(self, ctx: Any) -> None:
+            if self._norms:
+                logged.append((ctx.step, {f"grad_norm/{name}": norm for name, norm in self._norms.items()}))
+                assert math.hypot(*self._norms.values()) == pytest.approx(ctx.grad_norm)
+                self._norms.clear()
+
+    small_trainer(tmp_path, GradHistogramHook(), model=Line(), max_steps=3, gradient_accumulation_steps=2).train()
+    assert [step for step, _ in logged] == [1, 2, 3]
+    assert all(norms["grad_norm/layer.weight"] > 0 for _, norms in logged)
+
+
+def test_early_stopping_by_keyboard_interrupt_saves(tmp_path: Path) -> None:
+    class EarlyStop(hook_base()):  # type: ignore[misc]
+        def on_eval_end(self, metrics: dict[str, float], step: int) -> None:
+            raise KeyboardInterrupt
+
+    result = play(tmp_path, EarlyStop())
+    assert (result.reason, result.global_step, result.stopped_by) == ("stopped", 3, "EarlyStop")
+    assert result.why == "on_eval_end raised KeyboardInterrupt"
+    assert result.checkpoint == tmp_path / "checkpoints" / "step-00000003"
+
+
+def test_a_heartbeat_to_a_server(tmp_path: Path) -> None:
+    beats: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            beats.append(self.path)
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+
+        class Heartbeat(hook_base()):  # type: ignore[misc]
+            def on_step_end(self, ctx: Any) -> None:
+                url = f"http://127.0.0.1:{server.server_port}/beat/{ctx.step}"
+                urllib.request.urlopen(url, data=b"", timeout=60).close()
+
+        small_trainer(tmp_path, Heartbeat(), max_steps=2).train()
+        server.shutdown()
+    assert beats == ["/beat/1", "/beat/2"]
+
+
+# --- state ------------------------------------------------------------------------------------------------------------
+
+
+class Average:
+    """A hook with state, written without the base class."""
+
+    def __init__(self) -> None:
+        self.average = 0.0
+
+    def on_step_end(self, ctx: Any) -> None:
+        self.average = 0.9 * self.average + 0.1 * ctx.loss
+
+    def on_log_step(self, ctx: Any) -> None:
+        if ctx.kind == "train":
+            ctx.logs["average"] = self.average
+
+    def state_dict(self) -> dict[str, float]:
+        return {"average": self.average}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.average = state["average"]
+
+
+def averaging(output_dir: Path) -> ds.Trainer:
+    hook = ds.adapt(Average(), "kempnerforge")
+    return small_trainer(output_dir, hook, JsonLogger(), max_steps=12, logging_steps=1, save_steps=4)
+
+
+def test_state_survives_a_kill(tmp_path: Path) -> None:
+    assert_resume_equivalent(averaging, [FaultPlan(event=ds.Event.STEP_END, count=7)], folder=tmp_path)
+    records = read_records(tmp_path / "killed" / "logs" / "train.jsonl")
+    assert sum("average" in record for record in records) == 12

@@ -1,0 +1,365 @@
+"""Bad input gets an error that says what was wrong, where, and what to do: here is each text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.utils.data import DataLoader
+
+import dalsegno as ds
+from dalsegno.callbacks import DefaultMetrics, DivergenceDetector, EarlyStopping, JsonLogger
+from dalsegno.errors import (
+    CannotSave,
+    ConfigurationError,
+    DalsegnoError,
+    UnknownDialect,
+    UnknownName,
+)
+from dalsegno.events.table import Event
+from dalsegno.policies.retention import Best, Latest
+from dalsegno.testing import FaultPlan, TinyRegression, tiny_regression_data
+from support.listeners import Listener
+from support.own_loops import OwnLoop
+from support.small import arguments, small_trainer
+
+NAN = float("nan")
+
+ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "misspelt": ({"max_step": 3}, "unknown argument of TrainingArguments 'max_step'; did you mean 'max_steps'?"),
+    "negative": ({"logging_steps": -1}, "logging_steps=-1; needs a whole number of at least 0"),
+    "nan": ({"learning_rate": NAN}, "learning_rate=nan; needs a number of at least 0"),
+    "infinite": ({"max_grad_norm": float("inf")}, "max_grad_norm=inf; needs a number of at least 0"),
+    "text": ({"max_steps": "10"}, "max_steps='10'; needs a whole number of at least -1"),
+    "bool": ({"save_steps": True}, "save_steps=True; needs a whole number of at least 0"),
+    "no such way": ({"parallel": "zero3"}, "parallel='zero3'; allowed are 'auto', 'none', 'ddp', 'fsdp'"),
+    "two precisions": ({"bf16": True, "fp16": True}, "bf16=True and fp16=True; choose one of them"),
+    "nothing to do": (
+        {"max_steps": 0},
+        "max_steps=0 or num_train_epochs=0 trains nothing; max_steps=-1 means: by epochs",
+    ),
+    "broken steps": ({"save_steps": 2.5}, "save_steps=2.5; needs a whole number of at least 0"),
+    "keep none": ({"save_total_limit": 0}, "save_total_limit=0; needs at least 1, or None for all"),
+    "no best": (
+        {"load_best_model_at_end": True},
+        "load_best_model_at_end=True needs evaluations and checkpoints; see eval_steps, save_steps",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments(tmp_path: Path, name: str) -> None:
+    settings, text = ARGUMENTS[name]
+    with pytest.raises(ConfigurationError) as caught:
+        arguments(tmp_path, **settings)
+    assert str(caught.value) == text
+
+
+def test_a_misspelt_argument_is_a_type_error_too(tmp_path: Path) -> None:
+    with pytest.raises(TypeError):
+        arguments(tmp_path, max_step=3)
+
+
+class Misspelt(ds.Callback):
+    def on_step_ended(self, ctx: Any) -> None: ...
+
+
+CALLBACKS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "nan threshold": (
+        lambda: DivergenceDetector(threshold=NAN),
+        ConfigurationError,
+        "threshold is nan; allowed: a finite number over 0, or None",
+    ),
+    "nan relative threshold": (
+        lambda: DivergenceDetector(relative_threshold=NAN),
+        ConfigurationError,
+        "relative_threshold is nan; allowed: a finite number over 1, or None",
+    ),
+    "nan smoothing": (
+        lambda: DivergenceDetector(smoothing=NAN),
+        ConfigurationError,
+        "smoothing is nan; allowed: a number over 0, up to 1",
+    ),
+    "a baseline as fast as the average": (
+        lambda: DivergenceDetector(baseline_smoothing=0.3),
+        ConfigurationError,
+        "baseline_smoothing is 0.3; allowed: a number over 0 and under smoothing, which is 0.3, or None",
+    ),
+    "no such action": (
+        lambda: DivergenceDetector(action="pause"),  # type: ignore[arg-type]
+        ConfigurationError,
+        "action is 'pause'; allowed: 'stop' or 'abort'",
+    ),
+    "nan flops": (
+        lambda: DefaultMetrics(peak_hardware_flops=NAN),
+        ConfigurationError,
+        "DefaultMetrics: peak_hardware_flops=nan; needs a finite number over 0",
+    ),
+    "a field that is taken": (
+        lambda: JsonLogger(epoch=3),
+        ConfigurationError,
+        "JsonLogger: epoch= is part of every record; use another key",
+    ),
+    "a class": (
+        lambda: JsonLogger,
+        ConfigurationError,
+        "callbacks: JsonLogger is a class; give an instance: JsonLogger(…)",
+    ),
+    "a function": (
+        lambda: iter,
+        UnknownDialect,
+        "callbacks: <built-in function iter> is not a dalsegno.Callback, and its dialect is not to be seen; if it was "
+        "written for another library, say which: dalsegno.adapt(callback, dialect).",
+    ),
+    "a misspelt handler": (
+        Misspelt,
+        UnknownName,
+        "unknown handler in Misspelt: 'on_step_ended'; did you mean 'on_step_end'?",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_callbacks(tmp_path: Path, name: str) -> None:
+    """When the trainer is built, at the latest."""
+    build, kind, text = CALLBACKS[name]
+    with pytest.raises(kind) as caught:
+        small_trainer(tmp_path, build())
+    assert str(caught.value).partition(" Known dialects:")[0] == text
+    assert isinstance(caught.value, DalsegnoError)
+
+
+PARTS: dict[str, tuple[dict[str, Any], str]] = {
+    "no data": ({"train_dataset": None}, "give train_dataset= or train_dataloader=, one of them"),
+    "data twice": ({"train_dataloader": []}, "give train_dataset= or train_dataloader=, one of them"),
+    "evaluation twice": (
+        {"eval_dataset": [1], "eval_dataloader": [1]},
+        "give eval_dataset= or eval_dataloader=, not both",
+    ),
+    "a number for data": (
+        {"train_dataset": 7},
+        "a int is no dataset: it needs __len__ and __getitem__, or __iter__; a loader goes to train_dataloader= or "
+        "eval_dataloader=",
+    ),
+    "a loader for data": (
+        {"train_dataset": DataLoader(tiny_regression_data(8))},
+        "a DataLoader is a loader, and makes batches already: give it as train_dataloader= or eval_dataloader=",
+    ),
+    "a name for data": (
+        {"train_dataset": "imdb"},
+        "'imdb' is a text, no dataset; give the dataset that it stands for",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts(tmp_path: Path, name: str) -> None:
+    parts, text = PARTS[name]
+    with pytest.raises(ConfigurationError) as caught:
+        small_trainer(tmp_path, parts=parts)
+    assert str(caught.value) == text
+
+
+def test_an_output_dir_that_cannot_be_written_to(tmp_path: Path) -> None:
+    """At once, not at the first checkpoint."""
+    file = tmp_path / "file"
+    file.write_text("in the way")
+    with pytest.raises(ConfigurationError) as caught:
+        small_trainer(file / "run")
+    assert str(caught.value) == f"output_dir={str(file / 'run')!r}: {file} is not a folder that can be written to"
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_ranks_that_are_not_there(tmp_path: Path, parallel: str) -> None:
+    expected = f"parallel='{parallel}': this process was started by itself, .*; start with torchrun .*parallel='auto'"
+    with pytest.raises(ConfigurationError, match=expected):
+        small_trainer(tmp_path, parallel=parallel)
+
+
+def test_texts_that_nobody_has_made_tensors_of(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"a batch of 4 texts \('text'…\), .*; make tensors .* data_collator="):
+        small_trainer(tmp_path, parts={"train_dataset": ["text"] * 8}, max_steps=1).train()
+
+
+@pytest.mark.parametrize("origin", [None, 7, [Path("a")]])
+def test_a_beginning_that_is_none(tmp_path: Path, origin: Any) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"resume_from_checkpoint=.*; give True .*, False .* or a checkpoint's"
+    ):
+        small_trainer(tmp_path, max_steps=1).train(origin)
+
+
+def test_evaluating_on_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"trainer.evaluate\(\): there is nothing to evaluate on; give the"):
+        small_trainer(tmp_path).evaluate()
+
+
+COUNT_ON_EVALUATIONS: dict[str, tuple[list[ds.Callback], dict[str, Any], str]] = {
+    "early stopping": ([EarlyStopping()], {}, "EarlyStopping needs evaluations"),
+    "a divergence of the evaluation": ([DivergenceDetector(use_eval_loss=True)], {}, "DivergenceDetector needs"),
+    "keep the best": (
+        [],
+        {"keep": Latest(2) | Best(2)},
+        r"keep=Latest\(count=2\) \| Best\(count=2\) needs evaluations",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COUNT_ON_EVALUATIONS)
+def test_who_counts_on_evaluations_is_told_at_once_that_there_are_none(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before the first step; where there is a set, and only no schedule, a callback may still ask for them."""
+    own, settings, text = COUNT_ON_EVALUATIONS[name]
+    settings = {"max_steps": 2, "save_steps": 1, **settings}
+    with pytest.raises(ConfigurationError, match=f"{text}.* nothing to evaluate on: give eval_dataset="):
+        small_trainer(tmp_path, *own, eval_steps=1, **settings).train()
+    assert not (tmp_path / "checkpoints").exists() and not (tmp_path / "run.json").exists()
+    loop = OwnLoop(tmp_path, *own, **settings)
+    with (
+        pytest.raises(ConfigurationError, match=text),
+        ds.Run(loop.args, model=loop.model, optimizer=loop.optimizer, loader=loop.loader, callbacks=own),
+    ):
+        pass
+    small_trainer(tmp_path, *own, parts={"eval_dataset": tiny_regression_data(4)}, **settings).train()
+    assert [each for each in caplog.messages if "none is due by itself: see eval_steps" in each]
+
+
+def test_a_best_that_no_evaluation_gives(tmp_path: Path) -> None:
+    """At the first evaluation, before its step is saved."""
+    parts = {"eval_dataset": tiny_regression_data(4)}
+    settings = {"max_steps": 4, "eval_steps": 1, "save_steps": 1, "keep": "Best(2, metric=los)"}
+    with pytest.raises(UnknownName, match=r"unknown metric in keep=.*: 'los'; did you mean 'eval_loss'"):
+        small_trainer(tmp_path, parts=parts, **settings).train()
+    assert not list((tmp_path / "checkpoints").glob("*"))
+
+
+def test_a_metric_that_no_evaluation_gives(tmp_path: Path) -> None:
+    settings = {"metric_for_best_model": "acuracy", "max_steps": 1, "eval_steps": 1}
+    trainer = small_trainer(tmp_path, parts={"eval_dataset": tiny_regression_data(4)}, **settings)
+    with pytest.raises(UnknownName, match="unknown metric_for_best_model 'eval_acuracy'; "):
+        trainer.train()
+
+
+# --- states -----------------------------------------------------------------------------------------------------------
+
+
+class Keeps(ds.Callback):
+    """Has whatever it is given for a state."""
+
+    name = "MyCb"
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+class Foo: ...
+
+
+STATES: dict[str, tuple[Any, str]] = {
+    "an object in a list": ({"history": [1, 2, 3, Foo()]}, "callbacks.MyCb.history[3]: cannot save a Foo"),
+    "a function": ({"step": print}, "callbacks.MyCb.step: cannot save a builtin_function_or_method"),
+    "a set": ({"seen": {1, 2}}, "callbacks.MyCb.seen: cannot save a set"),
+    "a fraction in a tuple": ([(0, Fraction(1, 3))], "callbacks.MyCb[0][1]: cannot save a Fraction"),
+    "a module": ({"model": nn.Linear(1, 1)}, "callbacks.MyCb.model: cannot save a Linear"),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_states_that_cannot_be_saved(tmp_path: Path, name: str) -> None:
+    state, text = STATES[name]
+    with pytest.raises(CannotSave) as caught:
+        small_trainer(tmp_path, Keeps(state), max_steps=1, save_steps=1).train()
+    assert str(caught.value).startswith(text)
+    assert not (tmp_path / "checkpoints").exists(), "known before the first step, not at the first save"
+
+
+class Grows(ds.Callback):
+    """Has a state that can be saved until the first step is done."""
+
+    def __init__(self) -> None:
+        self.seen: object = None
+
+    def on_step_end(self, ctx: ds.StepEndContext) -> None:
+        self.seen = {ctx.step}
+
+    def state_dict(self) -> dict[str, object]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        self.seen = state["seen"]
+
+
+def test_a_state_that_cannot_be_saved_any_more(tmp_path: Path) -> None:
+    with pytest.raises(CannotSave, match=r"callbacks.Grows.seen: cannot save a set; save sorted\(it\)"):
+        small_trainer(tmp_path, Grows(), max_steps=1, save_steps=1).train()
+    assert not list(tmp_path.glob("checkpoints/*")), "no half checkpoint stays"
+
+
+def test_half_a_state(tmp_path: Path) -> None:
+    class Typo(ds.Callback):
+        def state_dict(self) -> dict[str, int]:
+            return {}
+
+        def load_statedict(self, state: dict[str, int]) -> None: ...
+
+    expected = (
+        "Typo has state_dict but no load_state_dict: its state would be lost; is 'load_statedict' meant to be it?"
+    )
+    with pytest.raises(ds.ConfigurationError, match=re.escape(expected)):
+        small_trainer(tmp_path, Typo())
+
+
+def test_a_handler_with_other_parameters(tmp_path: Path) -> None:
+    class Foreign(ds.Callback):
+        def on_save(self, args: object, state: object, control: object) -> None: ...
+
+    with pytest.raises(ds.ConfigurationError, match=r"Foreign.on_save\(args.*\): a handler takes \(self, ctx\)"):
+        small_trainer(tmp_path, Foreign())
+
+
+def test_the_best_model_of_nothing_that_is_measured(tmp_path: Path) -> None:
+    data, model = tiny_regression_data(8), TinyRegression()
+    args = ds.TrainingArguments(tmp_path, max_steps=1, load_best_model_at_end=True)
+    with pytest.raises(ds.ConfigurationError, match="needs eval_dataset= or eval_dataloader="):
+        ds.Trainer(model, args, train_dataset=data)
+    with pytest.raises(ds.ConfigurationError, match="which decides: eval_web_loss, eval_code_loss"):
+        ds.Trainer(model, args, train_dataset=data, eval_dataset={"web": data, "code": data})
+
+
+def test_arguments_of_the_trainer(tmp_path: Path) -> None:
+    data, model, args = tiny_regression_data(8), TinyRegression(), ds.TrainingArguments(tmp_path, max_steps=1)
+    with pytest.raises(ds.UnknownName, match="unknown argument of Trainer 'train_data'; did you mean 'train_dataset'"):
+        ds.Trainer(model, args, train_data=data)
+    with pytest.raises(ds.UnknownName, match="'lr'; did you mean 'learning_rate'"):
+        ds.TrainingArguments(tmp_path, lr=1e-3)
+    with pytest.raises(
+        ds.ConfigurationError, match=r"Trainer\(TrainingArguments, TinyRegression, …\); it takes the model"
+    ):
+        ds.Trainer(args, model, train_dataset=data)
+    with pytest.raises(ds.ConfigurationError, match=r"give a list: \[Callback\(…\)\]"):
+        ds.Trainer(model, args, train_dataset=data, callbacks=ds.Callback())
+
+
+def test_a_fault_plan_with_two_moments() -> None:
+    with pytest.raises(ConfigurationError, match="give one of event=, operation=, seconds="):
+        FaultPlan(event=Event.STEP_END, seconds=1.0)
+
+
+def test_what_is_refused_in_a_save_reaches_on_exception(tmp_path: Path) -> None:
+    seen: list[str] = []
+    watch = Listener({"on_exception": lambda ctx: seen.append(str(ctx.exception))})
+    with pytest.raises(CannotSave):
+        small_trainer(tmp_path, watch, Grows(), max_steps=1, save_steps=1).train()
+    assert seen[0].startswith("callbacks.Grows.seen: cannot save a set")

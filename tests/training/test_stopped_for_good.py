@@ -1,0 +1,188 @@
+"""A stop by a callback that judges the training to be over is the run's end, until the user asks for more."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import EarlyStoppingCallback
+
+import dalsegno as ds
+from dalsegno.callbacks import (
+    CheckLoss,
+    DivergenceDetector,
+    EarlyStopping,
+    InfoCallback,
+    JsonLogger,
+)
+from dalsegno.cli import main
+from dalsegno.distributed import collectives
+from dalsegno.logs import RunFile
+from dalsegno.testing import run_ranks, tiny_regression_data
+from support.listeners import Listener
+from support.own_loops import OwnLoop
+from support.small import same, small_trainer, weights
+
+
+def stopping(output_dir: Path, *callbacks: Any, **settings: Any) -> ds.Trainer:
+    """An evaluation and a checkpoint every two steps, and a callback that is never content: it stops at step 4."""
+    return small_trainer(
+        output_dir,
+        *(callbacks or [EarlyStopping(patience=1, min_delta=100.0)]),
+        parts={"eval_dataset": tiny_regression_data(6, seed=1)},
+        **{"max_steps": 20, "eval_steps": 2, "save_steps": 2, "lr_scheduler_type": "constant", **settings},
+    )
+
+
+def legs(output_dir: Path) -> list[tuple[int, int, str | None]]:
+    record = RunFile(output_dir).load()
+    assert record is not None
+    return [(leg.first_step, leg.last_step, leg.by) for leg in record.legs]
+
+
+def test_run_again_it_does_nothing_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = stopping(tmp_path)
+    result = first.train()
+    assert (result.global_step, result.reason, result.stopped_by) == (4, "stopped", "EarlyStopping")
+    again = stopping(tmp_path)
+    assert again.train() == result
+    assert first.train() == result  # in the same program, too
+    assert same(weights(again), weights(first))
+    assert legs(tmp_path) == [(0, 4, "EarlyStopping")]
+    assert caplog.messages.count(caplog.messages[-1]) == 2
+    assert caplog.messages[-1].startswith("stopped at step 4 already, by EarlyStopping: eval_loss was best at step 2")
+    assert caplog.messages[-1].endswith(
+        "to go on, raise max_steps or num_train_epochs, whichever the run ends by, or give continue_stopped=True"
+    )
+
+
+@pytest.mark.parametrize("how", ["more steps", "continue_stopped", "a path", "anew"])
+def test_the_user_may_ask_for_more(tmp_path: Path, how: str) -> None:
+    stopping(tmp_path).train()
+    if how == "more steps":
+        result = stopping(tmp_path, max_steps=21).train()
+    elif how == "continue_stopped":
+        result = stopping(tmp_path).train(continue_stopped=True)
+    else:
+        newest = tmp_path / "checkpoints/step-00000004"
+        result = stopping(tmp_path).train(str(newest) if how == "a path" else False)
+    assert (result.global_step, result.stopped_by) == (4 if how == "anew" else 6, "EarlyStopping")
+
+
+def test_a_run_by_epochs_goes_on_with_more_of_them(tmp_path: Path) -> None:
+    by_epochs = {"max_steps": -1, "num_train_epochs": 3}
+    assert stopping(tmp_path, **by_epochs).train().global_step == 4
+    assert stopping(tmp_path, **by_epochs).train().global_step == 4
+    assert stopping(tmp_path, **by_epochs | {"num_train_epochs": 4}).train().global_step == 6
+
+
+def diverging(ctx: Any) -> None:
+    if ctx.kind == "train" and ctx.state.global_step >= 3:
+        ctx.logs["loss"] = float("nan")
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_divergence_is_the_end_with_or_without_a_checkpoint(tmp_path: Path, saves: bool) -> None:
+    settings = {"eval_steps": 0, "logging_steps": 1, "save_steps": 2 if saves else 10}
+    own = Listener({"on_log_step": diverging}), DivergenceDetector(action="abort"), JsonLogger()
+    result = stopping(tmp_path, *own, **settings).train()
+    assert (result.global_step, result.reason) == (3, "aborted")
+    before = (tmp_path / "logs/train.jsonl").read_bytes()
+    assert stopping(tmp_path, *own, **settings).train() == result
+    assert (tmp_path / "logs/train.jsonl").read_bytes() == before
+    assert len(legs(tmp_path)) == 1
+
+
+def test_other_libraries_flags_and_our_checks_are_final_too(tmp_path: Path) -> None:
+    class Broken(ds.Callback):
+        def on_after_forward(self, ctx: Any) -> None:
+            ctx.outputs["loss"] = ctx.outputs["loss"] * float("nan")
+
+    theirs = {"metric_for_best_model": "loss", "load_best_model_at_end": True}
+    patient = EarlyStoppingCallback(1, early_stopping_threshold=100.0)
+    for folder, own, settings in [
+        ("theirs", [patient], theirs),
+        ("loss", [CheckLoss(), Broken()], {"logging_steps": 1}),
+    ]:
+        result = stopping(tmp_path / folder, *own, **settings).train()
+        assert result.reason in ("stopped", "aborted")
+        assert stopping(tmp_path / folder, *own, **settings).train().global_step == result.global_step
+        assert len(legs(tmp_path / folder)) == 1
+
+
+def test_a_signal_or_a_pause_is_not(tmp_path: Path) -> None:
+    def pause(ctx: Any) -> None:
+        if ctx.step == 3:
+            ctx.control.stop("for now")
+        if ctx.step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    own = Listener({"on_step_end": pause}, name="pause")
+    steps = [stopping(tmp_path, own, max_steps=8).train().global_step for _ in range(3)]
+    assert steps == [3, 5, 8]
+    assert legs(tmp_path) == [(0, 3, "pause"), (3, 5, "signal"), (5, 8, None)]
+
+
+def test_in_a_loop_of_ones_own(tmp_path: Path) -> None:
+    def loop() -> OwnLoop:
+        return OwnLoop(tmp_path, EarlyStopping(patience=1, min_delta=1e6), eval_steps=2)
+
+    result = loop().train()
+    assert result is not None and result.global_step == 4
+    with loop().run() as run:
+        assert list(run.batches()) == []
+    assert run.result == result
+
+
+def judged_on_one_rank(output_dir: Path) -> list[tuple[int, str | None]]:
+    def judge(ctx: Any) -> None:
+        if collectives.rank() == 1 and ctx.step == 2:
+            ctx.control.stop("seen by rank 1", final=True)
+
+    own = Listener({"on_step_end": judge}, name="judge")
+    results = [small_trainer(output_dir, own, max_steps=6, save_steps=2).train() for _ in range(2)]
+    return [(result.global_step, result.why) for result in results]
+
+
+def test_all_ranks_know_of_it(tmp_path: Path) -> None:
+    told = run_ranks(judged_on_one_rank, 2, tmp_path)
+    assert told == [[(2, "seen by rank 1")] * 2] * 2
+
+
+def test_the_result_tells_the_best_and_which_weights_are_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses = iter([5.0, 2.0, 3.0, 4.0])
+
+    def script(ctx: Any) -> None:
+        if ctx.kind == "eval":
+            ctx.logs["eval_loss"] = next(losses)
+
+    def trainer(output_dir: Path, **settings: Any) -> ds.Trainer:
+        own = [Listener({"on_log_step": script}), EarlyStopping(patience=2), InfoCallback()]
+        return stopping(output_dir, *own, **settings)
+
+    result = trainer(tmp_path / "run").train()
+    best = tmp_path / "run/checkpoints/step-00000004"
+    assert (result.global_step, result.best_step, result.best_metric, result.best_checkpoint) == (8, 4, 2.0, best)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.endswith("step-00000008; in memory: the last weights, not the best (eval_loss 2 at step 4)")
+    assert trainer(tmp_path / "run").train() == result
+
+    assert main(["checkpoints", "export", str(tmp_path / "run"), "--to", str(tmp_path / "out"), "--best"]) == 0
+    assert ds.export_model(best, tmp_path / "same").size > 0
+    exported = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "same")]
+    assert exported[0] == exported[1]
+
+    losses = iter([5.0, 2.0, 3.0, 4.0])
+    result = trainer(tmp_path / "loaded", load_best_model_at_end=True).train()
+    assert "in memory: the best weights (eval_loss 2 at step 4)" in capsys.readouterr().out
+
+    losses = iter([5.0, 2.0, 3.0, 4.0])
+    result = trainer(tmp_path / "unsaved", save_steps=8).train()
+    assert (result.best_step, result.best_checkpoint) == (4, None)
+    with pytest.raises(ds.NotFound, match="step-00000004: that would be the best evaluation's"):
+        ds.export_model(tmp_path / "unsaved", tmp_path / "none", best=True)
