@@ -9,7 +9,7 @@ from typing import Any
 
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from dalsegno.data import train_feed
+from dalsegno.data import train_loader
 from row import Row, duration, three_digits
 from timing import in_turns
 
@@ -68,7 +68,7 @@ def _seconds_of_ours(length: int) -> float:
         "shuffle": True,
     }
     began = time.perf_counter()
-    feed = train_feed(Rows(length), batch_size=BATCH)
+    feed = train_loader(Rows(length), batch_size=BATCH)
     feed.load_state_dict(place)
     next(iter(feed))
     return time.perf_counter() - began

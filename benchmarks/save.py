@@ -144,7 +144,7 @@ def _ours(model: nn.Module, *, background: bool) -> Callable[[Path], object]:
     def save(folder: Path) -> None:
         if not managers:
             managers.append(CheckpointManager(folder))
-        flight = managers[0].launch(1, [state], [], background=background)
+        flight = managers[0].save_async(1, [state], [], background=background)
         flight.wait()
         if flight.failure is not None:
             raise flight.failure

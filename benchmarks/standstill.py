@@ -106,7 +106,7 @@ def _first(folder: Path, model: nn.Module) -> float:
 def _launch(manager: CheckpointManager, state: ModelState, folder: Path) -> float:
     os.sync()
     began = time.perf_counter()
-    flight = manager.launch(1, [state], [])
+    flight = manager.save_async(1, [state], [])
     seconds = time.perf_counter() - began
     manager.settle()
     assert flight.failure is None, flight.failure
@@ -156,9 +156,9 @@ def _steps(directory: Path, size: int, rounds: int) -> tuple[list[float], list[f
     busy: list[float] = []
     for number in range(rounds + 1):
         before = [step() for _ in range(60)]
-        flight = manager.launch(1, [state], [])
+        flight = manager.save_async(1, [state], [])
         meanwhile = [step()]
-        while not flight.has_landed:
+        while not flight.done:
             meanwhile.append(step())
         manager.settle()
         shutil.rmtree(folder)

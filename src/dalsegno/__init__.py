@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .system.lazy_exports import handed_out
+from .system.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from .analysis import DetectorSettings as DetectorSettings
-    from .analysis import Life as Life
+    from .analysis import LegSummary as LegSummary
     from .analysis import MetricSummary as MetricSummary
     from .analysis import ParameterSeries as ParameterSeries
     from .analysis import RunFolder as RunFolder
@@ -101,7 +101,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "analysis": (
         "DetectorSettings",
-        "Life",
+        "LegSummary",
         "MetricSummary",
         "ParameterSeries",
         "RunFolder",
@@ -207,4 +207,4 @@ _HOMES = {
 }
 
 if not TYPE_CHECKING:
-    __getattr__, __dir__ = handed_out(__name__, _HOMES)
+    __getattr__, __dir__ = lazy_exports(__name__, _HOMES)

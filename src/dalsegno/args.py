@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from .errors import ConfigurationError, UnknownName
 from .policies.retention import Best, Latest, Retention, retention_of
-from .policies.triggers import Every, OnBest, When, when_of
-from .system.urls import is_url, local_folder, was_url
+from .policies.triggers import Every, OnBest, SaveTrigger, save_trigger
+from .system.urls import cache_dir, is_mangled_url, is_url
 
 Strategy = Literal["no", "steps", "epoch"]
 
@@ -129,7 +129,7 @@ class TrainingArguments:
     """As ``logging_strategy``. Unless it is ``no``, the end of training saves too."""
     save_steps: int = 500
     """Steps between two checkpoints; 0: never, not even at the end."""
-    save: When | str | Sequence[When | str] | None = None
+    save: SaveTrigger | str | Sequence[SaveTrigger | str] | None = None
     """When to save, in place of these two: ``Every(steps=500) | Every(minutes=30)``, or as text; the end saves too."""
     save_total_limit: int | None = None
     """How many checkpoints to keep: the newest ones, and the best one beside them. None: all."""
@@ -183,7 +183,7 @@ class TrainingArguments:
                 raise ConfigurationError(
                     f"local_dir={str(self.local_dir)!r}: output_dir={str(self.output_dir)!r} is no URL, and needs none"
                 )
-            if was_url(self.output_dir):
+            if is_mangled_url(self.output_dir):
                 raise ConfigurationError(f"output_dir={str(self.output_dir)!r}: give a URL as text, not as a Path")
             self.output_dir = Path(self.output_dir).absolute()  # os.chdir() later does not move the run
         elif self.local_dir is not None:
@@ -229,7 +229,7 @@ class TrainingArguments:
 
     def _check_policies(self) -> None:
         if self.save is not None:
-            self.save = when_of(self.save)
+            self.save = save_trigger(self.save)
             if (self.save_steps, self.save_strategy) != (_default("save_steps"), _default("save_strategy")):
                 raise ConfigurationError(f"save={self.save!r}, and save_steps= or save_strategy= too; give one of them")
             if self.save.on_best and not self.evaluation:
@@ -244,7 +244,7 @@ class TrainingArguments:
         """Where the run lies here: ``output_dir``; of a URL, ``local_dir``."""
         if self.url is None:
             return Path(self.output_dir)
-        return local_folder(self.url) if self.local_dir is None else Path(self.local_dir)
+        return cache_dir(self.url) if self.local_dir is None else Path(self.local_dir)
 
     @property
     def url(self) -> str | None:
@@ -265,9 +265,9 @@ class TrainingArguments:
         return _every(self.eval_strategy, self.eval_steps)
 
     @property
-    def saving(self) -> When:
+    def saving(self) -> SaveTrigger:
         """When to save, however it was given; false if never."""
-        saving = _every(self.save_strategy, self.save_steps) if self.save is None else when_of(self.save)
+        saving = _every(self.save_strategy, self.save_steps) if self.save is None else save_trigger(self.save)
         return saving | OnBest() if saving and self.load_best_model_at_end else saving
 
     @property
@@ -279,7 +279,7 @@ class TrainingArguments:
             keeping = Latest(self.save_total_limit) | Best()
         else:
             return None
-        keeping = keeping.measured_by(self.best_metric_name, greater=self.best_is_greater)
+        keeping = keeping.with_metric(self.best_metric_name, greater=self.best_is_greater)
         if self.load_best_model_at_end:
             keeping |= Best().measured_by(self.best_metric_name, greater=self.best_is_greater)
         return keeping

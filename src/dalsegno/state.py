@@ -138,7 +138,7 @@ class TrainerState:
             setattr(self, name, value)
 
 
-class Wishes(NamedTuple):
+class ControlRequests(NamedTuple):
     """What somebody wants to happen at a step's end."""
 
     log: bool = False
@@ -147,14 +147,14 @@ class Wishes(NamedTuple):
     end_epoch: bool = False
     stop: bool = False
     abort: bool = False
-    landed: bool = False
+    save_done: bool = False
     """A save in the background has come to its end, well or not."""
 
-    def and_also(self, others: Wishes) -> Wishes:
-        return Wishes(*(mine or other for mine, other in zip(self, others, strict=True)))
+    def merge(self, others: ControlRequests) -> ControlRequests:
+        return ControlRequests(*(mine or other for mine, other in zip(self, others, strict=True)))
 
 
-NO_WISHES = Wishes()
+NO_REQUESTS = ControlRequests()
 
 
 class TrainerControl:
@@ -247,9 +247,9 @@ class TrainerControl:
         handler = self.current_handler
         return "the program" if handler is None or threading.get_ident() != self._thread else owner_of(handler)
 
-    def wishes(self) -> Wishes:
+    def requests(self) -> ControlRequests:
         """The flags as they are now. Another thread may set one at any moment, so only what is in here is acted on."""
-        return Wishes(
+        return ControlRequests(
             self.should_log,
             self.should_evaluate,
             self.should_save,
@@ -258,7 +258,7 @@ class TrainerControl:
             self._aborting,
         )
 
-    def grant(self, wishes: Wishes) -> None:
+    def acknowledge(self, wishes: ControlRequests) -> None:
         """These are going to be fulfilled: forget those that are for once, keep in mind those to end training."""
         if wishes.log:
             self.should_log = False
@@ -271,7 +271,7 @@ class TrainerControl:
         self._stopping |= wishes.stop
         self._aborting |= wishes.abort
 
-    def adopt(self, returned: object) -> None:
+    def merge_from(self, returned: object) -> None:
         """Take over the flags of a control that a handler returned.
 
         Raises:
@@ -280,7 +280,7 @@ class TrainerControl:
         if returned is self:
             return
         control = returned if isinstance(returned, TrainerControl) else _translated(returned)
-        flags = control.wishes()
+        flags = control.requests()
         self.should_log, self.should_evaluate, self.should_save, self.should_epoch_stop = flags[:4]
         self._stopping, self._aborting = flags.stop, flags.abort
         reason, by, is_final = control.stop_reason, control.stopped_by, control.stop_is_final

@@ -10,7 +10,7 @@ import numpy as np
 from analysis.drawn import MadeUpLog
 from analysis.series import NAN, falling, series, with_values
 from dalsegno.analysis import Restart
-from dalsegno.analysis.html_repr import card, cards
+from dalsegno.analysis.html_repr import cards, html_repr
 from dalsegno.analysis.plotting.svg import svg_curve
 
 HOSTILE = "<script>alert('a')</script>&\"'"
@@ -35,7 +35,7 @@ class Texts(HTMLParser):
 def test_a_run() -> None:
     loss = falling()
     values = [*loss.values[:-1], NAN]
-    page = Texts(card(MadeUpLog("a", with_values(loss, values), restarts=[Restart(10, 20, 2)])))
+    page = Texts(html_repr(MadeUpLog("a", with_values(loss, values), restarts=[Restart(10, 20, 2)])))
     best = int(np.argmin(values[:-1]))
     said = ["run", "a", "step", "10,000", "loss", "nan", "best loss"]
     assert page.texts[: len(said)] == said
@@ -45,7 +45,7 @@ def test_a_run() -> None:
 
 
 def test_names_are_only_text() -> None:
-    for html in (card(MadeUpLog(HOSTILE, falling())), cards([MadeUpLog(HOSTILE, falling())])):
+    for html in (html_repr(MadeUpLog(HOSTILE, falling())), cards([MadeUpLog(HOSTILE, falling())])):
         page = Texts(html)
         assert "script" not in page.elements
         assert HOSTILE in "".join(page.texts)
@@ -59,8 +59,8 @@ def test_many_runs_and_runs_of_nothing() -> None:
     one = svg_curve(series([1.0]))
     (points,) = re.findall(r"points='([^']+)'", one)
     assert len(points.split()) == 2 and len(set(points.split())) == 1 and "stroke-linecap='round'" in one
-    assert "none with a loss" in Texts(card(MadeUpLog("empty"))).texts
-    assert Texts(card(MadeUpLog("a", series([NAN])))).elements.count("svg") == 0
+    assert "none with a loss" in Texts(html_repr(MadeUpLog("empty"))).texts
+    assert Texts(html_repr(MadeUpLog("a", series([NAN])))).elements.count("svg") == 0
 
 
 def test_a_long_curve_is_a_small_picture_and_keeps_its_spike() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from checkpoint.sameness import assert_same
-from dalsegno.checkpoint import CheckpointManager, ModelState, OptimizerState, Sharded
+from dalsegno.checkpoint import CheckpointManager, ModelState, OptimizerState, ShardedState
 from dalsegno.stateful.component import Component
 
 
@@ -67,7 +67,7 @@ class Saved:
         self.notes = Notes(state)
 
     @property
-    def sharded(self) -> list[Sharded]:
+    def sharded(self) -> list[ShardedState]:
         return [ModelState(self.model), OptimizerState(self.model, self.optimizer)]
 
     @property

@@ -79,7 +79,7 @@ def test_death_at_any_operation_leaves_the_older_one(tmp_path: Path) -> None:
             break
         assert end.exit_code == 9, end.error
         manager = CheckpointManager(directory)
-        manager.clean()
+        manager.remove_partial()
         found = manager.find()
         assert found is not None
         steps.append(found.step)

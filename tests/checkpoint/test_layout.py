@@ -17,26 +17,26 @@ import xxhash
 from safetensors.torch import load_file
 
 from checkpoint.sameness import bits
-from dalsegno.checkpoint.format.layout import DTYPES, Layout, Piece, StoredFile
-from dalsegno.checkpoint.save.cuda_copies import DeviceCopies
-from dalsegno.checkpoint.save.staging import Buffer, Stream, TensorFile
+from dalsegno.checkpoint.format.layout import DTYPES, FileLayout, StoredFile, TensorChunk
+from dalsegno.checkpoint.save.cuda_copies import CudaCopies
+from dalsegno.checkpoint.save.staging import BounceBuffers, Buffer, TensorFile
 from dalsegno.errors import DamagedCheckpoint
 from dalsegno.system import filesystem
 
 
-def kept(layout: Layout, tensors: Sequence[torch.Tensor], buffer: Buffer) -> TensorFile:
+def kept(layout: FileLayout, tensors: Sequence[torch.Tensor], buffer: Buffer) -> TensorFile:
     """From a copy."""
     buffer.lay_out(layout)
-    buffer.copy(tensors, DeviceCopies())
+    buffer.copy(tensors, CudaCopies())
     return TensorFile("some.safetensors", layout.length, buffer.pieces)
 
 
-def live(layout: Layout, tensors: Sequence[torch.Tensor], buffer: Buffer) -> TensorFile:
+def live(layout: FileLayout, tensors: Sequence[torch.Tensor], buffer: Buffer) -> TensorFile:
     """From the tensors themselves."""
-    return TensorFile("some.safetensors", layout.length, partial(Stream().pieces, layout, tensors))
+    return TensorFile("some.safetensors", layout.length, partial(BounceBuffers().pieces, layout, tensors))
 
 
-Source = Callable[[Layout, Sequence[torch.Tensor], Buffer], TensorFile]
+Source = Callable[[FileLayout, Sequence[torch.Tensor], Buffer], TensorFile]
 
 
 @pytest.fixture(params=[kept, live])
@@ -45,7 +45,7 @@ def source(request: pytest.FixtureRequest) -> Source:
 
 
 def write(directory: Path, tensors: dict[str, torch.Tensor], source: Source, buffer: Buffer | None = None) -> Path:
-    layout = Layout.of([Piece.entire(name, tensor) for name, tensor in tensors.items()])
+    layout = FileLayout.of([TensorChunk.entire(name, tensor) for name, tensor in tensors.items()])
     file = source(layout, list(tensors.values()), buffer or Buffer())
     counts: list[int] = []
     record = file.write_to(directory, counts.append)
@@ -108,13 +108,13 @@ def test_a_buffer_that_is_used_again(tmp_path: Path) -> None:
 
 def test_memory_that_is_touched_ahead_changes_nothing(tmp_path: Path) -> None:
     big = torch.arange(1_000_000)
-    layout = Layout.of([Piece.entire("x", big)])
+    layout = FileLayout.of([TensorChunk.entire("x", big)])
     for turns in (0, 1, 100):
         buffer = Buffer()
         assert buffer.missing(layout) == layout.length
         buffer.lay_out(layout)
         assert buffer.missing(layout) == 0
-        for _ in islice(buffer.touch(), turns):
+        for _ in islice(buffer.prefault(), turns):
             pass
         assert torch.equal(load_file(write(tmp_path, {"x": big}, kept, buffer))["x"], big)
 

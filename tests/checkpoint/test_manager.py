@@ -262,7 +262,7 @@ def test_an_unfinished_one_is_no_checkpoint_and_is_cleaned_away(tmp_path: Path) 
     foreign = manager.directory / "notes.partial"
     foreign.mkdir()
     assert found_step(tmp_path) == 2 and partial.exists()
-    manager.clean()
+    manager.remove_partial()
     assert not partial.exists() and foreign.exists()
 
 
@@ -343,11 +343,11 @@ def test_files_of_others_are_not_deleted(tmp_path: Path, caplog: pytest.LogCaptu
 
 def test_one_timeline(tmp_path: Path) -> None:
     manager, rewound = three_saved(tmp_path), tmp_path / "rewound"
-    assert manager.abandon_after(1, rewound) == [rewound / "step-00000010", rewound / "step-00000002"]
+    assert manager.archive_after(1, rewound) == [rewound / "step-00000010", rewound / "step-00000002"]
     assert steps_in(manager) == [1]
     Saved().save(manager, 10)
-    assert manager.abandon_after(1, rewound) == [rewound / "step-00000010.0001"]
-    assert manager.abandon_after(None, rewound) == [rewound / "step-00000001"]
+    assert manager.archive_after(1, rewound) == [rewound / "step-00000010.0001"]
+    assert manager.archive_after(None, rewound) == [rewound / "step-00000001"]
     assert steps_in(manager) == []
     again = manager.find(rewound / "step-00000010.0001")
     assert again is not None and again.step == 10

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dalsegno.checkpoint.format.codec import decode, encode
-from dalsegno.checkpoint.state.optimizer_rows import Rows
+from dalsegno.checkpoint.state.optimizer_rows import OptimizerRows
 
 NAMES = st.sampled_from([f"layer.{number}" for number in range(6)])
 KINDS = st.sampled_from(["step", "exp_avg", "mu_product", "history"])
@@ -29,9 +29,9 @@ def test_what_was_saved_comes_back(
     for name, kind in sorted(on_cpu):
         if isinstance(plain.get(name, {}).get(kind), torch.Tensor):
             there.setdefault(name, []).append(kind)
-    json, arrays = encode(Rows(plain, sharded, there).by_kind(), "optimizer")
+    json, arrays = encode(OptimizerRows(plain, sharded, there).by_kind(), "optimizer")
     saved = decode(json, lambda name, dtype, shape: arrays[name], "optimizer")
-    rows = Rows.of(saved)
+    rows = OptimizerRows.of(saved)
     assert {name: {kind: _told(value) for kind, value in its.items()} for name, its in rows.plain.items()} == {
         name: {kind: _told(value) for kind, value in its.items()} for name, its in plain.items()
     }
@@ -43,13 +43,13 @@ def test_what_was_saved_comes_back(
 
 def test_a_counter_of_every_parameter_is_one_tensor() -> None:
     plain = {f"layer.{number}": {"step": torch.tensor(float(number))} for number in range(1000)}
-    _, arrays = encode(Rows(plain).by_kind(), "optimizer")
+    _, arrays = encode(OptimizerRows(plain).by_kind(), "optimizer")
     assert [list(tensor.shape) for tensor in arrays.values()] == [[1000]]
 
 
 def test_counters_that_come_back_are_their_own() -> None:
     """An optimizer adds to them in place."""
-    rows = Rows.of(Rows({name: {"step": torch.tensor(1.0)} for name in "ab"}).by_kind())
+    rows = OptimizerRows.of(OptimizerRows({name: {"step": torch.tensor(1.0)} for name in "ab"}).by_kind())
     rows.plain["a"]["step"] += 1
     assert rows.plain["b"]["step"] == 1
 

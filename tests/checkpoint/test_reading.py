@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from checkpoint import jobs
 from checkpoint.parts import Saved
 from dalsegno.checkpoint import CheckpointManager
-from dalsegno.checkpoint.format.layout import Layout, Piece, StoredFile
-from dalsegno.checkpoint.save.staging import Stream, TensorFile
+from dalsegno.checkpoint.format.layout import FileLayout, StoredFile, TensorChunk
+from dalsegno.checkpoint.save.staging import BounceBuffers, TensorFile
 from dalsegno.system import filesystem
 from dalsegno.testing import run_ranks
 
@@ -31,8 +31,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_any_box_into_anything(folder: Path, shape: list[int], dtype: torch.dtype, data: st.DataObject) -> None:
     """Whatever the shape, the box, and the target's type and strides; also where few rows are read at once."""
     whole = (torch.arange(torch.Size(shape).numel()) % 7).to(dtype).reshape(shape)
-    layout = Layout.of([Piece("other", torch.float64, (3,), (0,), (3,)), Piece.entire("it", whole)])
-    file = TensorFile("file", layout.length, lambda: Stream().pieces(layout, [torch.ones(3).double(), whole]))
+    layout = FileLayout.of([TensorChunk("other", torch.float64, (3,), (0,), (3,)), TensorChunk.entire("it", whole)])
+    file = TensorFile("file", layout.length, lambda: BounceBuffers().pieces(layout, [torch.ones(3).double(), whole]))
     file.write_to(folder, int)
     stored = StoredFile(folder / "file")
     assert torch.equal(stored.tensor(layout.spans[1], dtype, shape), whole)

@@ -13,11 +13,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from checkpoint.parts import small_model, train
 from checkpoint.sameness import assert_same
-from dalsegno.checkpoint import CheckpointManager, ModelState, OptimizerState, Sharded
+from dalsegno.checkpoint import CheckpointManager, ModelState, OptimizerState, ShardedState
 from dalsegno.errors import CannotSave, StateMismatch
 
 
-def carry_over(directory: Path, source: Sequence[Sharded], target: Sequence[Sharded]) -> None:
+def carry_over(directory: Path, source: Sequence[ShardedState], target: Sequence[ShardedState]) -> None:
     """Save ``source`` and load it into ``target``, as two processes would."""
     CheckpointManager(directory).save(1, source, [])
     manager = CheckpointManager(directory)

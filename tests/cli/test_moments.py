@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dalsegno.cli.fault_spec import moment
+from dalsegno.cli.fault_spec import fault_plan
 from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.events.table import Event
 from dalsegno.testing import FaultPlan
@@ -21,21 +21,21 @@ from dalsegno.testing import FaultPlan
     ],
 )
 def test_a_moment(spec: str, plan: FaultPlan) -> None:
-    assert moment(spec) == plan
+    assert fault_plan(spec) == plan
 
 
 @pytest.mark.parametrize("spec", ["", "write", "write:", "write:many", "s", "soons", "on_step_end", "on_step_end:0"])
 def test_no_moment(spec: str) -> None:
     with pytest.raises(ConfigurationError):
-        moment(spec)
+        fault_plan(spec)
 
 
 @pytest.mark.parametrize(("spec", "nearest"), [("on_stepend:3", "on_step_end"), ("wirte:3", "write")])
 def test_the_nearest_is_named(spec: str, nearest: str) -> None:
     with pytest.raises(UnknownName, match=f"did you mean '{nearest}'"):
-        moment(spec)
+        fault_plan(spec)
 
 
 def test_an_event_has_no_path() -> None:
     with pytest.raises(ConfigurationError, match="on_step_end:3:logs"):
-        moment("on_step_end:3:logs")
+        fault_plan("on_step_end:3:logs")

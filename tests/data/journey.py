@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from dalsegno.checkpoint.format.codec import decode, encode
-from dalsegno.data import Feed
+from dalsegno.data import ResumableLoader
 
-Make = Callable[[], Feed]
+Make = Callable[[], ResumableLoader]
 
 
 def seed_all(seed: int) -> None:
@@ -54,7 +54,7 @@ def travel(make: Make, epochs: int, kills: Collection[Any] = (), cut: int | None
     return seen
 
 
-def reborn(make: Make, feed: Feed) -> Feed:
+def reborn(make: Make, feed: ResumableLoader) -> ResumableLoader:
     """What a new process has after loading a checkpoint that the old one wrote last."""
     text, tensors = encode(feed.state_dict(), "loader")
     saved = decode(json.loads(json.dumps(text)), lambda name, *_: tensors[name], "loader")

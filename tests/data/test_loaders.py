@@ -17,13 +17,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dalsegno.data import (
-    Feed,
     Microbatch,
-    eval_feed,
-    eval_loader_feed,
-    loader_feed,
+    ResumableLoader,
+    eval_loader,
+    resumable_eval_loader,
+    resumable_loader,
     sample_count,
-    train_feed,
+    train_loader,
 )
 from dalsegno.errors import ConfigurationError, EmptyDataset, StateMismatch
 from dalsegno.stateful.component import Component
@@ -76,9 +76,9 @@ KINDS: dict[str, Callable[[int], Any]] = {
 }
 
 
-def feeds(source: Callable[[], Any], batch_size: int, world_size: int, **options: Any) -> list[Feed]:
+def feeds(source: Callable[[], Any], batch_size: int, world_size: int, **options: Any) -> list[ResumableLoader]:
     return [
-        train_feed(source(), batch_size=batch_size, rank=rank, world_size=world_size, **options)
+        train_loader(source(), batch_size=batch_size, rank=rank, world_size=world_size, **options)
         for rank in range(world_size)
     ]
 
@@ -158,7 +158,7 @@ def test_the_number_of_ranks_changes_in_mid_epoch(kind: str, before: tuple[int, 
 
 
 def test_a_position_that_the_new_batches_do_not_divide() -> None:
-    old, new = train_feed(Stream(31), batch_size=3), train_feed(Stream(31), batch_size=2)
+    old, new = train_loader(Stream(31), batch_size=3), train_loader(Stream(31), batch_size=2)
     next(iter(old))
     new.load_state_dict(old.state_dict())
     with pytest.raises(StateMismatch, match="3 samples into the epoch, and reading again stops at 4"):
@@ -168,18 +168,18 @@ def test_a_position_that_the_new_batches_do_not_divide() -> None:
 def test_nothing_is_drawn_from_the_global_generators() -> None:
     before = (random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state().tolist())
     for kind in KINDS.values():
-        feed = train_feed(kind(10), batch_size=3)
+        feed = train_loader(kind(10), batch_size=3)
         list(feed)
         feed.next_epoch()
         next(iter(feed))
-        list(eval_feed(kind(10), batch_size=3))
-    list(eval_loader_feed(DataLoader(list(range(5)))))
+        list(eval_loader(kind(10), batch_size=3))
+    list(resumable_eval_loader(DataLoader(list(range(5)))))
     assert before == (random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state().tolist())
 
 
 def test_a_sample_seed_depends_on_seed_epoch_and_index_alone() -> None:
     def seeds(epoch: int = 0, **options: Any) -> dict[int, int]:
-        feed = train_feed(Seeded(), **{"batch_size": 3, "seed": 7, **options})
+        feed = train_loader(Seeded(), **{"batch_size": 3, "seed": 7, **options})
         for _ in range(epoch):
             feed.next_epoch()
         return {index: seed for m in feed for index, seed in m.batch.tolist()}
@@ -194,10 +194,10 @@ def test_a_sample_seed_depends_on_seed_epoch_and_index_alone() -> None:
 
 def test_workers_come_and_go() -> None:
     """The order does not depend on them, nor does the place."""
-    whole = [values(m) for m in train_feed(list(range(40)), batch_size=3)]
+    whole = [values(m) for m in train_loader(list(range(40)), batch_size=3)]
     seen, state = [], None
     for num_workers in (2, 0, 3):
-        feed = train_feed(list(range(40)), batch_size=3, num_workers=num_workers)
+        feed = train_loader(list(range(40)), batch_size=3, num_workers=num_workers)
         if state:
             feed.load_state_dict(state)
         for number, microbatch in enumerate(feed):
@@ -210,9 +210,9 @@ def test_workers_come_and_go() -> None:
 
 def test_other_worker_counts_are_refused_where_the_place_depends_on_them() -> None:
     for kind in ("map with a state", "stream", "stream with a state"):
-        old = train_feed(KINDS[kind](40), batch_size=3, num_workers=2)
+        old = train_loader(KINDS[kind](40), batch_size=3, num_workers=2)
         next(iter(old))
-        new = train_feed(KINDS[kind](40), batch_size=3, num_workers=1)
+        new = train_loader(KINDS[kind](40), batch_size=3, num_workers=1)
         with pytest.raises(StateMismatch, match=r"number of worker processes \(now 1\)|\[2, 3\], now it is \[1, 3\]"):
             new.load_state_dict(old.state_dict())
             next(iter(new))
@@ -220,8 +220,8 @@ def test_other_worker_counts_are_refused_where_the_place_depends_on_them() -> No
 
 
 def test_closing_ends_the_workers_and_keeps_the_place() -> None:
-    feed = train_feed(list(range(40)), batch_size=3, num_workers=2, persistent_workers=True)
-    whole = [values(m) for m in train_feed(list(range(40)), batch_size=3)]
+    feed = train_loader(list(range(40)), batch_size=3, num_workers=2, persistent_workers=True)
+    whole = [values(m) for m in train_loader(list(range(40)), batch_size=3)]
     assert values(next(iter(feed))) == whole[0]
     feed.close()
     assert torch.multiprocessing.active_children() == []
@@ -230,13 +230,13 @@ def test_closing_ends_the_workers_and_keeps_the_place() -> None:
 
 def test_evaluation_begins_at_the_first_sample_each_time() -> None:
     for kind in KINDS.values():
-        feed = eval_feed(kind(10), batch_size=4, rank=1, world_size=2)
+        feed = eval_loader(kind(10), batch_size=4, rank=1, world_size=2)
         once = [(m.batch.tolist(), m.samples, m.global_samples) for m in feed]
         next(iter(feed))
         assert [(m.batch.tolist(), m.samples, m.global_samples) for m in feed] == once
         assert [samples for _, samples, _ in once] == [4, 1]
         assert feed.lockstep
-    own = eval_loader_feed(DataLoader(list(range(5)), 2))
+    own = resumable_eval_loader(DataLoader(list(range(5)), 2))
     assert [m.samples for m in own] == [m.samples for m in own] == [2, 2, 1]
     assert (own.length(), own.samples_per_epoch()) == (3, None)
 
@@ -253,8 +253,8 @@ class Drawing(list[int]):
 def test_evaluation_draws_the_same_each_time_and_takes_nothing_from_training() -> None:
     shared = random.Random(3)
     for feed in (
-        eval_feed(Drawing(10, shared), batch_size=4),
-        eval_loader_feed(DataLoader(Drawing(10, shared), 4)),  # type: ignore[arg-type]
+        eval_loader(Drawing(10, shared), batch_size=4),
+        resumable_eval_loader(DataLoader(Drawing(10, shared), 4)),  # type: ignore[arg-type]
     ):
         shared.random()
         before = shared.getstate()
@@ -268,7 +268,7 @@ def test_evaluation_draws_the_same_each_time_and_takes_nothing_from_training() -
 
 
 def test_a_generator_is_good_for_one_epoch() -> None:
-    feed = train_feed((i for i in range(7)), batch_size=3)
+    feed = train_loader((i for i in range(7)), batch_size=3)
     assert [values(m) for m in feed] == [[0, 1, 2], [3, 4, 5], [6]]
     assert feed.microbatches_per_epoch() is None
     feed.next_epoch()
@@ -276,7 +276,7 @@ def test_a_generator_is_good_for_one_epoch() -> None:
 
 
 def test_reading_again_says_what_it_costs(caplog: pytest.LogCaptureFixture) -> None:
-    old, new = train_feed(Stream(31), batch_size=3), train_feed(Stream(31), batch_size=3)
+    old, new = train_loader(Stream(31), batch_size=3), train_loader(Stream(31), batch_size=3)
     for _, _ in zip(range(4), old, strict=False):
         pass
     new.load_state_dict(old.state_dict())
@@ -301,17 +301,17 @@ def test_the_number_of_samples_in_a_batch(batch: Any, count: int) -> None:
 
 
 def test_a_batch_of_own_kind_is_counted_by_its_tensor() -> None:
-    feed = loader_feed(DataLoader(TensorDataset(torch.arange(5)), 2), world_size=2)
+    feed = resumable_loader(DataLoader(TensorDataset(torch.arange(5)), 2), world_size=2)
     assert [(m.samples, m.global_samples) for m in feed] == [(2, None), (2, None), (1, None)]
     assert not feed.lockstep
 
 
-def replayed(length: int) -> Feed:
-    return loader_feed(DataLoader(list(range(length)), 2), world_size=1)
+def replayed(length: int) -> ResumableLoader:
+    return resumable_loader(DataLoader(list(range(length)), 2), world_size=1)
 
 
 def test_places_that_do_not_fit() -> None:
-    of_map, of_stream = train_feed(list(range(9)), batch_size=2), train_feed(StatefulStream(9), batch_size=2)
+    of_map, of_stream = train_loader(list(range(9)), batch_size=2), train_loader(StatefulStream(9), batch_size=2)
     next(iter(of_stream))
     with pytest.raises(StateMismatch, match="one in a map dataset, but now the data is a dataset or loader with a"):
         of_stream.load_state_dict(of_map.state_dict())
@@ -335,14 +335,14 @@ class NoLength:
 
 def test_data_that_cannot_work() -> None:
     with pytest.raises(EmptyDataset, match="length 0"):
-        train_feed([], batch_size=2)
+        train_loader([], batch_size=2)
     with pytest.raises(EmptyDataset, match="length 0"):
-        eval_feed([], batch_size=2)
+        eval_loader([], batch_size=2)
     with pytest.raises(EmptyDataset, match="the loader has length 0"):
-        loader_feed(StatefulDataLoader([], 2))
+        resumable_loader(StatefulDataLoader([], 2))
     with pytest.raises(ConfigurationError, match="NoLength has __getitem__ but no length"):
-        train_feed(NoLength(), batch_size=2)
+        train_loader(NoLength(), batch_size=2)
     with pytest.raises(ConfigurationError, match="a int is no dataset: it needs"):
-        train_feed(3, batch_size=2)
+        train_loader(3, batch_size=2)
     with pytest.raises(ConfigurationError, match="a int is no loader"):
-        loader_feed(3)  # type: ignore[arg-type]
+        resumable_loader(3)  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 from torchdata.nodes import Batcher, IterableWrapper, Loader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from dalsegno.data import Feed, loader_feed, train_feed
+from dalsegno.data import ResumableLoader, resumable_loader, train_loader
 from dalsegno.errors import StateMismatch
 from data.journey import Make, plain, travel
 
@@ -212,22 +212,22 @@ class Shuffled(Sampler[int]):
 def dataset(make: Callable[[], Any], batch_size: int = 3, **options: Any) -> Make:
     """An option that is a class stands for a new object of it."""
 
-    def feed() -> Feed:
+    def feed() -> ResumableLoader:
         made = {name: value() if isinstance(value, type) else value for name, value in options.items()}
-        return train_feed(make(), batch_size=batch_size, seed=7, **made)
+        return train_loader(make(), batch_size=batch_size, seed=7, **made)
 
     return feed
 
 
-def own_generator() -> Feed:
+def own_generator() -> ResumableLoader:
     numbers, generator = Numbers(11), torch.Generator().manual_seed(5)
-    return loader_feed(DataLoader(numbers, 3, sampler=RandomSampler(numbers, generator=generator)))
+    return resumable_loader(DataLoader(numbers, 3, sampler=RandomSampler(numbers, generator=generator)))
 
 
-def two_generators() -> Feed:
+def two_generators() -> ResumableLoader:
     numbers = Numbers(11)
     sampler = RandomSampler(numbers, generator=torch.Generator().manual_seed(5))
-    return loader_feed(DataLoader(numbers, 3, sampler=sampler, generator=torch.Generator().manual_seed(6)))
+    return resumable_loader(DataLoader(numbers, 3, sampler=sampler, generator=torch.Generator().manual_seed(6)))
 
 
 def batched(numbers: Any, **how: Any) -> BatchSampler:
@@ -238,12 +238,12 @@ def weighted() -> WeightedRandomSampler:
     return WeightedRandomSampler([1.0, 2.0] * 5 + [3.0], 11)
 
 
-def batches_without_length() -> Feed:
+def batches_without_length() -> ResumableLoader:
     class Batches:
         def __iter__(self) -> Iterator[list[int]]:
             yield from ([i, random.randrange(100)] for i in range(4))
 
-    return loader_feed(Batches())
+    return resumable_loader(Batches())
 
 
 FEEDS: dict[str, Make] = {
@@ -261,51 +261,51 @@ FEEDS: dict[str, Make] = {
     "stream with a state, drop_last": dataset(Bookmarked, drop_last=True),
     "stream with a state, second of two ranks": dataset(lambda: Bookmarked(13), rank=1, world_size=2),
     "stream that is its own iterator": dataset(OwnIterator),
-    "plain loader": lambda: loader_feed(DataLoader(Numbers(11), 3, shuffle=True)),
+    "plain loader": lambda: resumable_loader(DataLoader(Numbers(11), 3, shuffle=True)),
     "plain loader with a generator": own_generator,
-    "distributed sampler": lambda: loader_feed(
+    "distributed sampler": lambda: resumable_loader(
         DataLoader(Seeded(22), 3, sampler=DistributedSampler(Seeded(22), 2, 1)), world_size=2
     ),
-    "stateful loader": lambda: loader_feed(
+    "stateful loader": lambda: resumable_loader(
         StatefulDataLoader(Numbers(11), 3, shuffle=True, generator=torch.Generator().manual_seed(5))
     ),
     "stream that goes on once": dataset(Forgetful),
     "stream that goes on once, even batches": dataset(lambda: Forgetful(12)),
     "stream that goes on once, second of two ranks": dataset(lambda: Forgetful(13), rank=1, world_size=2),
     "stream with a generator in its state": dataset(Rolling),
-    "stateful loader of a stream that goes on once": lambda: loader_feed(StatefulDataLoader(Forgetful(), 3)),
+    "stateful loader of a stream that goes on once": lambda: resumable_loader(StatefulDataLoader(Forgetful(), 3)),
     "map with generators": dataset(lambda: Augmented(11)),
     "map and collate function with generators": dataset(lambda: Augmented(11), collate_fn=Mixup),
     "map with generators, second of two ranks": dataset(lambda: Augmented(17), rank=1, world_size=2),
     "two generators": two_generators,
-    "generator in a batch sampler": lambda: loader_feed(
+    "generator in a batch sampler": lambda: resumable_loader(
         DataLoader(Augmented(11), batch_sampler=batched(range(11)), collate_fn=Mixup())
     ),
-    "sampler with a generator of its own": lambda: loader_feed(DataLoader(Numbers(11), 3, sampler=Shuffled(11))),
-    "stateful loader, a sampler's generator": lambda: loader_feed(
+    "sampler with a generator of its own": lambda: resumable_loader(DataLoader(Numbers(11), 3, sampler=Shuffled(11))),
+    "stateful loader, a sampler's generator": lambda: resumable_loader(
         StatefulDataLoader(
             Augmented(11), 3, sampler=RandomSampler(range(11), generator=torch.Generator().manual_seed(5))
         )
     ),
-    "stateful loader, generator in a batch sampler": lambda: loader_feed(
+    "stateful loader, generator in a batch sampler": lambda: resumable_loader(
         StatefulDataLoader(Numbers(11), batch_sampler=batched(range(11), replacement=True))
     ),
-    "stateful loader, shuffled, generators in its dataset": lambda: loader_feed(
+    "stateful loader, shuffled, generators in its dataset": lambda: resumable_loader(
         StatefulDataLoader(
             Augmented(11), 3, shuffle=True, generator=torch.Generator().manual_seed(5), collate_fn=Mixup()
         )
     ),
-    "stateful loader, weighted": lambda: loader_feed(StatefulDataLoader(Numbers(11), 3, sampler=weighted())),
-    "stateful loader, sampler of one's own": lambda: loader_feed(
+    "stateful loader, weighted": lambda: resumable_loader(StatefulDataLoader(Numbers(11), 3, sampler=weighted())),
+    "stateful loader, sampler of one's own": lambda: resumable_loader(
         StatefulDataLoader(Numbers(11), 3, sampler=Shuffled(11))
     ),
-    "stateful loader, lazy sampler of one's own": lambda: loader_feed(
+    "stateful loader, lazy sampler of one's own": lambda: resumable_loader(
         StatefulDataLoader(Numbers(11), 3, sampler=Shuffled(11, lazily=True))
     ),
-    "stateful loader, distributed": lambda: loader_feed(
+    "stateful loader, distributed": lambda: resumable_loader(
         StatefulDataLoader(Numbers(22), 3, sampler=DistributedSampler(Numbers(22), 2, 1)), world_size=2
     ),
-    "torchdata nodes": lambda: loader_feed(Loader(Batcher(IterableWrapper(range(11)), 3, drop_last=False))),
+    "torchdata nodes": lambda: resumable_loader(Loader(Batcher(IterableWrapper(range(11)), 3, drop_last=False))),
     "no loader at all": batches_without_length,
 }
 
@@ -338,14 +338,14 @@ WITH_WORKERS: dict[str, Make] = {
     "map with generators": dataset(lambda: Augmented(17), num_workers=2, collate_fn=Mixup),
     "map with generators, persistent": dataset(lambda: Augmented(17), num_workers=2, persistent_workers=True),
     "stream that goes on once": dataset(Forgetful, num_workers=2),
-    "plain loader": lambda: loader_feed(DataLoader(Numbers(17), 3, shuffle=True, num_workers=2)),
-    "plain loader, generators": lambda: loader_feed(
+    "plain loader": lambda: resumable_loader(DataLoader(Numbers(17), 3, shuffle=True, num_workers=2)),
+    "plain loader, generators": lambda: resumable_loader(
         DataLoader(Augmented(17), batch_sampler=batched(range(17)), num_workers=2, collate_fn=Mixup())
     ),
-    "stateful loader, sampler of one's own": lambda: loader_feed(
+    "stateful loader, sampler of one's own": lambda: resumable_loader(
         StatefulDataLoader(list(range(17)), 3, sampler=Shuffled(17), num_workers=2)
     ),
-    "stateful loader, shuffled": lambda: loader_feed(
+    "stateful loader, shuffled": lambda: resumable_loader(
         StatefulDataLoader(list(range(17)), 3, shuffle=True, num_workers=2, generator=torch.Generator().manual_seed(5))
     ),
 }

@@ -11,7 +11,7 @@ from multiprocessing.connection import wait
 import pytest
 from torch.utils.data import DataLoader
 
-from dalsegno.data.workers import let_workers_live_on
+from dalsegno.data.workers import ignore_stop_signals
 from dalsegno.testing import tiny_regression_data
 
 
@@ -25,8 +25,8 @@ def be_told(worker: int) -> None:
 def test_signals_do_not_end_a_worker(method: str) -> None:
     data = tiny_regression_data(40)
     loader = DataLoader(data, num_workers=1, multiprocessing_context=method, worker_init_fn=be_told)
-    let_workers_live_on(loader)
-    let_workers_live_on(loader)
+    ignore_stop_signals(loader)
+    ignore_stop_signals(loader)
     items = iter(loader)
     next(items)
     [worker] = multiprocessing.active_children()

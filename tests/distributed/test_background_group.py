@@ -17,7 +17,9 @@ from dalsegno.testing import run_ranks
 
 def total() -> str:
     """What rank 0 makes of all ranks' numbers, as each rank hears it."""
-    return collectives.side_group().decide(collectives.rank() + 1, lambda numbers: f"{numbers} make {sum(numbers)}")
+    return collectives.background_group().gather_decide(
+        collectives.rank() + 1, lambda numbers: f"{numbers} make {sum(numbers)}"
+    )
 
 
 def threads_of_gloo() -> list[str]:
@@ -38,7 +40,7 @@ def until_they_are_gone() -> list[str]:
 
 def decide_beside_other_collectives() -> tuple[list[str], float]:
     """On a thread, while the training's own group is busy."""
-    collectives.side_group()
+    collectives.background_group()
     heard: list[str] = []
     beside = threading.Thread(target=lambda: heard.extend(total() for _ in range(20)))
     beside.start()
@@ -55,7 +57,7 @@ def destroy_and_begin_again(meeting_place: Path) -> tuple[str, str, list[str]]:
     left = until_they_are_gone()
     dist.init_process_group("gloo", init_method=f"file://{meeting_place}", rank=rank, world_size=world_size)
     assert threads_of_gloo(), "they would have been seen"
-    collectives.share_from_zero([torch.zeros(1)])
+    collectives.broadcast_tensors([torch.zeros(1)])
     return first, total(), left
 
 

@@ -116,7 +116,7 @@ def check(cut: Cut, log: str, folder: Path) -> None:
     """What a new leg does first, on that disk."""
     write_tree(cut.tree, folder)
     manager = CheckpointManager(folder)
-    manager.clean()
+    manager.remove_partial()
     found = manager.find()
     assert (found.step if found else 0) >= cut.published
     assert not list(folder.rglob("*.damaged*"))

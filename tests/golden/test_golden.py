@@ -12,7 +12,7 @@ import pytest
 from dalsegno.analysis import open_log
 from dalsegno.checkpoint import read_tensors, saved_states
 from dalsegno.checkpoint.format.manifest import _checksum_of
-from dalsegno.checkpoint.listing import survey, verified
+from dalsegno.checkpoint.listing import list_checkpoints, verified
 from dalsegno.errors import RankFailed
 from dalsegno.logs import RunFile, read_records
 from dalsegno.testing import run_ranks
@@ -91,7 +91,7 @@ def test_one_of_a_newer_format_is_refused_and_left_alone(kept: Any) -> None:
     path.write_text(json.dumps(content | {"xxh3": _checksum_of(content)}))
     with pytest.raises(RankFailed, match=r"StateMismatch: .*manifest\.json: has format 99; this dalsegno reads up to"):
         run_ranks(run.last_leg, 1, folder, "none")
-    assert [found.condition for found in survey(folder)] == ["newer"]
+    assert [found.condition for found in list_checkpoints(folder)] == ["newer"]
 
 
 def test_it_can_be_looked_at(kept: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import dalsegno as ds
-from dalsegno.events.adapters import Adapted
+from dalsegno.events.adapters import CallbackAdapter
 from support.small import small_trainer
 
 
@@ -56,7 +56,7 @@ def instructlab() -> Any:
 def test_by_the_module_of_a_base_class(base: Any, dialect: str) -> None:
     derived = type("Derived", (type("Own", (base(),), {}),), {})()
     adapted = ds.adapt(derived)
-    assert isinstance(adapted, Adapted)
+    assert isinstance(adapted, CallbackAdapter)
     assert (adapted.dialect, adapted.key) == (dialect, "Derived")
     assert adapted.handled_events() in ([], [ds.Event.TRAIN_END]), "what is not overridden is not called"
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import dalsegno as ds
 from dalsegno.checkpoint import CheckpointManager
 from dalsegno.errors import ConfigurationError, UnknownName
-from dalsegno.policies.triggers import When, when_of
+from dalsegno.policies.triggers import SaveTrigger, save_trigger
 from dalsegno.testing import run_ranks, tiny_regression_data
 from support.listeners import Listener
 from support.small import small_trainer
@@ -25,16 +25,16 @@ listed = st.lists(st.integers(1, 99), min_size=1).map(lambda steps: ds.AtSteps(*
 occasions = st.one_of(
     st.builds(ds.Every, whole, whole, times, times), listed, st.just(ds.OnBest()), st.just(ds.AtEnd())
 )
-joined = st.lists(occasions, min_size=1, max_size=4).map(when_of)
+joined = st.lists(occasions, min_size=1, max_size=4).map(save_trigger)
 
 
 @given(joined, joined, st.integers(1, 100))
-def test_joined_occasions_are_due_when_either_is(one: When, other: When, number: int) -> None:
+def test_joined_occasions_are_due_when_either_is(one: SaveTrigger, other: SaveTrigger, number: int) -> None:
     both = one | other
     assert both.at_step(number) == (one.at_step(number) or other.at_step(number))
     assert both.at_epoch(number) == (one.at_epoch(number) or other.at_epoch(number))
     assert both.on_best == (one.on_best or other.on_best)
-    assert both.seconds_apart == min(one.seconds_apart, other.seconds_apart)
+    assert both.interval_s == min(one.interval_s, other.interval_s)
     assert bool(both) == (bool(one) or bool(other))
 
 
@@ -45,8 +45,8 @@ def test_listed_steps_are_saved_and_no_others(tmp_path: Path) -> None:
 
 
 @given(joined)
-def test_occasions_are_read_as_they_are_written(when: When) -> None:
-    assert when_of(str(when)) == when
+def test_occasions_are_read_as_they_are_written(when: SaveTrigger) -> None:
+    assert save_trigger(str(when)) == when
 
 
 @pytest.mark.parametrize(

@@ -9,32 +9,32 @@ import torch.distributed as dist
 
 from dalsegno.distributed import collectives
 from dalsegno.errors import RanksApart
-from dalsegno.state import NO_WISHES, TrainerControl, Wishes
-from dalsegno.training.control_sync import Agreement
+from dalsegno.state import NO_REQUESTS, ControlRequests, TrainerControl
+from dalsegno.training.control_sync import ControlSync
 
 
-def agree_on_what_rank_one_sees(each_step: bool) -> tuple[int, Wishes, str | None, bool]:
+def agree_on_what_rank_one_sees(each_step: bool) -> tuple[int, ControlRequests, str | None, bool]:
     """From its 50th step on, rank 1 sees a reason to stop. At which step each rank hears of it, and what."""
     control = TrainerControl()
     step = 0
 
-    def look() -> Wishes:
+    def look() -> ControlRequests:
         if collectives.rank() == 1 and step >= 50:
             control.stop("seen by rank 1", by="a clock")
-            return Wishes(stop=True, landed=True)
-        return NO_WISHES
+            return ControlRequests(stop=True, save_done=True)
+        return NO_REQUESTS
 
-    agreement = Agreement(control, [look, lambda: NO_WISHES], each_step=each_step)
+    agreement = ControlSync(control, [look, lambda: NO_REQUESTS], each_step=each_step)
     while True:
         step += 1
-        wishes = agreement.at_step()
+        wishes = agreement.poll()
         if wishes.stop:
-            agreement.share_reason()
+            agreement.broadcast_reason()
             return step, wishes, control.stop_reason, control.should_training_stop
 
 
 def agree_on_a_step() -> object:
-    return Agreement(TrainerControl(), each_step=True).at_step()
+    return ControlSync(TrainerControl(), each_step=True).poll()
 
 
 def all_reduce_of_a_programs_own() -> object:
@@ -70,5 +70,5 @@ def say_many_numbers(length: int) -> tuple[list[list[float]], list[float], list[
     return (
         collectives.gather_floats(numbers, "numbers"),
         collectives.sum_floats(numbers, "sums"),
-        collectives.agree_max(wholes, "maxima"),
+        collectives.all_reduce_max(wholes, "maxima"),
     )

@@ -109,7 +109,7 @@ def save_twice(directory: Path, watcher: Callable[[str, Path], None]) -> tuple[s
     manager, components = CheckpointManager(directory), [Component("callbacks.Notes", Notes())]
     manager.save(1, [], components)
     filesystem.watcher = watcher
-    flight = manager.launch(2, [], components)
+    flight = manager.save_async(2, [], components)
     flight.wait()
     manager.settle()
     return str(flight.failure or ""), sorted(path.name for path in manager.directory.iterdir())
@@ -157,8 +157,8 @@ def save_while_one_is_stuck(directory: Path) -> tuple[str, list[str]]:
 
     manager, components = CheckpointManager(directory), [Component("callbacks.Notes", Notes(stick))]
     manager.save(1, [], components)
-    distributed_c10d._set_pg_timeout(timedelta(seconds=2), collectives.side_group()._group())  # type: ignore[misc]
-    flight = manager.launch(2, [], components)
+    distributed_c10d._set_pg_timeout(timedelta(seconds=2), collectives.background_group()._group())  # type: ignore[misc]
+    flight = manager.save_async(2, [], components)
     flight.wait()
     gave_up.touch()
     manager.settle()

@@ -15,7 +15,7 @@ import torch
 
 import dalsegno as ds
 from dalsegno.checkpoint.save import resources
-from dalsegno.checkpoint.save.async_save import Flight
+from dalsegno.checkpoint.save.async_save import AsyncSave
 from dalsegno.distributed import collectives
 from dalsegno.system import filesystem
 from support.listeners import Listener
@@ -67,7 +67,7 @@ class Overtaken:
 
     def _is_waited_for(self) -> bool:
         frame = sys._current_frames().get(self._training)
-        while frame is not None and frame.f_code is not Flight.wait.__code__:
+        while frame is not None and frame.f_code is not AsyncSave.wait.__code__:
             frame = frame.f_back
         return frame is not None
 

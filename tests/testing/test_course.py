@@ -6,19 +6,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dalsegno.events.table import Event
-from dalsegno.testing.event_trace import Course
+from dalsegno.testing.event_trace import EventTrace
 
 
 @st.composite
-def courses(draw: st.DrawFn) -> Course:
+def courses(draw: st.DrawFn) -> EventTrace:
     steps = draw(st.integers(1, 60))
     saves = draw(st.lists(st.integers(1, steps), unique=True))
-    return Course(steps, {step: draw(st.integers(1, 9)) for step in saves})
+    return EventTrace(steps, {step: draw(st.integers(1, 9)) for step in saves})
 
 
 @settings(max_examples=200)
 @given(courses(), st.integers(0, 1 << 40))
-def test_each_moment_lies_ahead_of_the_leg_that_it_is_for(course: Course, seed: int) -> None:
+def test_each_moment_lies_ahead_of_the_leg_that_it_is_for(course: EventTrace, seed: int) -> None:
     moments = course.moments(seed)
     between = [plan for plan in moments if plan.event is not None]
     saving = [plan for plan in moments if plan.operation is not None]
@@ -37,11 +37,11 @@ def test_each_moment_lies_ahead_of_the_leg_that_it_is_for(course: Course, seed: 
 
 @settings(max_examples=50)
 @given(courses(), st.integers())
-def test_the_same_seed_gives_the_same_moments(course: Course, seed: int) -> None:
+def test_the_same_seed_gives_the_same_moments(course: EventTrace, seed: int) -> None:
     assert course.moments(seed) == course.moments(seed)
 
 
 def test_a_kill_between_checkpoints_costs_steps() -> None:
-    course = Course(12, {4: 8, 8: 8, 12: 8})
+    course = EventTrace(12, {4: 8, 8: 8, 12: 8})
     for seed in range(20):
         assert course.moments(seed)[0].count - 1 in {5, 6, 7, 9, 10, 11}

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from dalsegno.state import Wishes
+from dalsegno.state import ControlRequests
 from dalsegno.testing import run_ranks
 from support.agreeing import (
     agree_on_what_rank_one_sees,
@@ -20,7 +20,7 @@ def test_what_one_rank_sees_all_act_on_at_one_step() -> None:
     assert first == second
     step, wishes, why, stopping = first
     assert step >= 50
-    assert (wishes, why, stopping) == (Wishes(stop=True, landed=True), "seen by rank 1", True)
+    assert (wishes, why, stopping) == (ControlRequests(stop=True, save_done=True), "seen by rank 1", True)
 
 
 def test_at_that_step_where_each_one_counts() -> None:

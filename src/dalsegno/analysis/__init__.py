@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dalsegno.system.lazy_exports import handed_out
+from dalsegno.system.lazy_exports import lazy_exports
 
 from .stats.smooth import smooth as smooth  # at once: else the name would be the module's
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .folder import RunFolder as RunFolder
     from .folder import open_log as open_log
     from .folder import open_logs as open_logs
-    from .lineage import Life as Life
+    from .lineage import LegSummary as LegSummary
     from .log import TrainingLog as TrainingLog
     from .plotting.heatmap import matching as matching
     from .plotting.heatmap import plot_heatmap as plot_heatmap
@@ -51,7 +51,7 @@ _HOMES = {
     "export": ("export_log",),
     "folder": ("RunFolder", "open_log", "open_logs"),
     "plotting.heatmap": ("matching", "plot_heatmap"),
-    "lineage": ("Life",),
+    "lineage": ("LegSummary",),
     "log": ("TrainingLog",),
     "plotting.plot": ("plot_logs", "sketch_logs"),
     "report": ("write_report",),
@@ -65,4 +65,4 @@ _HOMES = {
 }
 
 if not TYPE_CHECKING:
-    __getattr__, __dir__ = handed_out(__name__, _HOMES)
+    __getattr__, __dir__ = lazy_exports(__name__, _HOMES)

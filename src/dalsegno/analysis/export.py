@@ -12,7 +12,7 @@ from dalsegno.logs.values import Record, to_json
 from dalsegno.system import filesystem
 
 from .blocks import is_number
-from .extras import need
+from .extras import require_extra
 from .formats import BOOKKEEPING
 from .log import TrainingLog
 
@@ -36,7 +36,7 @@ def export_log(log: TrainingLog, to: Target, path: Path | BinaryIO) -> None:
     if to not in TARGETS:
         raise ConfigurationError(f"to is {to!r}; allowed: {', '.join(TARGETS)}")
     if to in ("csv", "parquet"):
-        need("polars", f"{to} is written")
+        require_extra("polars", f"{to} is written")
     if to == "tensorboard":
         if not isinstance(path, Path):
             raise ConfigurationError("TensorBoard reads folders: give one")

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from dalsegno.errors import ConfigurationError
 
 
-def need(module: str, what: str) -> None:
+def require_extra(module: str, what: str) -> None:
     """
     Args:
         what: is to be done with it, as the begin of a sentence: "plots are drawn".

@@ -12,11 +12,11 @@ from dalsegno.logs import Leg
 from dalsegno.logs.values import Record
 
 from .blocks import concatenate
-from .extras import need
+from .extras import require_extra
 from .formats.find import LOOKED_FOR, loose_sources, source_of_file, source_of_run
 from .formats.source import Skipped, Source, Unreadable
 from .formats.tensorboard import EventFiles
-from .lineage import Life
+from .lineage import LegSummary
 from .log import TrainingLog
 from .names import name_of, tell_apart
 from .series import ParameterSeries, Series
@@ -101,7 +101,7 @@ class RunFolder(TrainingLog):
         return list(dict.fromkeys(name for run in self.runs for name in run.metrics()))
 
     def frame(self) -> pl.DataFrame:
-        need("polars", "frames are made")
+        require_extra("polars", "frames are made")
         import polars as pl
 
         self.skipped = Skipped()
@@ -117,7 +117,7 @@ class RunFolder(TrainingLog):
     def legs(self) -> list[Leg]:
         self._refuse()
 
-    def lineage(self) -> list[Life]:
+    def lineage(self) -> list[LegSummary]:
         self._refuse()
 
     def summary(self) -> Summary:

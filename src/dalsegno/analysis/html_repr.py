@@ -15,7 +15,7 @@ MOST_RUNS = 30
 """Rows of a table of runs; of further ones only the number is told."""
 
 
-def card(log: Log) -> str:
+def html_repr(log: Log) -> str:
     """HTML of one run: what it is, how far it is, and its loss."""
     loss = _loss(log)
     facts = [("run", log.name), *(_facts(loss) if loss else [("records", "none with a loss")])]

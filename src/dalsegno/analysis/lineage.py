@@ -19,7 +19,7 @@ State = Literal["running", "finished", "stopped", "diverged", "failed", "died", 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Life:
+class LegSummary:
     """One leg, as it looks afterwards. Times are UTC seconds, steps are counts of finished optimizer steps."""
 
     leg: int
@@ -51,7 +51,7 @@ class Life:
 
 def read_lives(
     output_dir: Path, tails: Sequence[Tail], times: NDArray[np.float64], steps: NDArray[np.int64]
-) -> list[Life]:
+) -> list[LegSummary]:
     """The legs of the run in ``output_dir``; none if it has no ``run.json``.
 
     Args:
@@ -70,7 +70,7 @@ def read_lives(
     times = np.concatenate([times, *(series.times for series in lost if series.times is not None)])
     steps = np.concatenate([steps, *(series.steps for series in lost)])
     starts = [leg.started for leg in run.legs] + [float("inf")]
-    lives: list[Life] = []
+    lives: list[LegSummary] = []
     for number, leg in enumerate(run.legs):
         own = (times >= leg.started) & (times < starts[number + 1])
         alive = running and leg is run.legs[-1]
@@ -81,7 +81,7 @@ def read_lives(
     return [_beside(life, after) for life, after in zip(lives, [*lives[1:], None], strict=True)]
 
 
-def state_of(lives: Sequence[Life], final: bool, last_loss_is_finite: bool) -> State:
+def state_of(lives: Sequence[LegSummary], final: bool, last_loss_is_finite: bool) -> State:
     """What has become of a run: ``final``: whether its log says that it was trained to its end."""
     if not lives:
         return "finished" if final else "unknown" if last_loss_is_finite else "diverged"
@@ -94,18 +94,18 @@ def state_of(lives: Sequence[Life], final: bool, last_loss_is_finite: bool) -> S
     return states.get(last.reason, "stopped")
 
 
-def training_seconds(lives: Sequence[Life]) -> float:
+def training_seconds(lives: Sequence[LegSummary]) -> float:
     """Seconds in which a process of the run was alive and heard of."""
     return sum(life.ended - life.started for life in lives)
 
 
-def _is_divergence(life: Life) -> bool:
+def _is_divergence(life: LegSummary) -> bool:
     return "diverge" in f"{life.by or ''} {life.why or ''}".lower()
 
 
-def _life(leg: Leg, earlier: Sequence[Life], heard: float, reached: int, alive: bool) -> Life:
+def _life(leg: Leg, earlier: Sequence[LegSummary], heard: float, reached: int, alive: bool) -> LegSummary:
     """``heard``: when the last record of this leg was logged, ``reached``: its highest step."""
-    return Life(
+    return LegSummary(
         leg=leg.leg,
         parent=_parent(leg, earlier),
         from_checkpoint=leg.from_checkpoint,
@@ -125,14 +125,14 @@ def _life(leg: Leg, earlier: Sequence[Life], heard: float, reached: int, alive: 
     )
 
 
-def _beside(life: Life, after: Life | None) -> Life:
+def _beside(life: LegSummary, after: LegSummary | None) -> LegSummary:
     if after is None:
         return life
     idle = max(0.0, after.started - life.ended)
     return replace(life, redone=max(0, life.last_step - after.first_step), idle=idle)
 
 
-def _parent(leg: Leg, earlier: Sequence[Life]) -> int | None:
+def _parent(leg: Leg, earlier: Sequence[LegSummary]) -> int | None:
     """The latest of those that have passed the step at which it went on."""
     if leg.from_checkpoint is None:
         return None

@@ -15,11 +15,11 @@ from dalsegno.logs.values import Record
 
 from .blocks import KINDS, concatenate
 from .columns import read_columns
-from .extras import need
+from .extras import require_extra
 from .formats import BOOKKEEPING, HEADER, Skipped, Source
 from .formats.naming import loss_of
-from .lineage import Life, read_lives
-from .log_location import Place
+from .lineage import LegSummary, read_lives
+from .log_location import LogLocation
 from .parameters import read_parameters
 from .plotting.view import Limits, View, XAxis
 from .rewound import Restart, Tail, find_restarts, read_tails
@@ -48,7 +48,7 @@ class TrainingLog:
     def __init__(self, name: str, path: Path, source: Source) -> None:
         self.name = name
         self.path = path
-        self._place = Place(path, source)
+        self._place = LogLocation(path, source)
         self.skipped = Skipped()
         """What the last reading has left out."""
         self._columns = read_columns((), (), lambda name: False)
@@ -128,7 +128,7 @@ class TrainingLog:
         Raises:
             ConfigurationError: if Polars is not installed, which comes with ``dalsegno[analysis]``.
         """
-        need("polars", "frames are made")
+        require_extra("polars", "frames are made")
         self.skipped = Skipped()
         frame = concatenate([block.frame() for block in self.source.blocks(self.skipped)])
         empty = [name for name in frame.columns if len(frame) and frame[name].null_count() == len(frame)]
@@ -139,7 +139,7 @@ class TrainingLog:
         run = RunFile(self.output_dir).load() if self.output_dir else None
         return run.legs if run else []
 
-    def lineage(self) -> list[Life]:
+    def lineage(self) -> list[LegSummary]:
         """The legs, with what became of what each has done; none where the run has no ``run.json``.
 
         Raises:
@@ -222,9 +222,9 @@ class TrainingLog:
         return f"{type(self).__name__}({str(self.path)!r})"
 
     def _repr_html_(self) -> str:
-        from .html_repr import card
+        from .html_repr import html_repr
 
-        return card(self)
+        return html_repr(self)
 
     def _series(self, name: str, kind: str | None = None) -> Series:
         columns, here = self._columns.columns, self._columns.of_kind(name, kind).present

@@ -8,7 +8,7 @@ from .formats.find import source_of_run
 from .formats.source import Source
 
 
-class Place:
+class LogLocation:
     """A run's folder, or one file. A log that had to move goes on in ``train-2.jsonl``; Hugging Face's is written anew
     into each checkpoint, and the older ones are deleted."""
 

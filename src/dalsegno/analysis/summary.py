@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from dalsegno.logs.wall_clock import is_wall_clock
 
 from .formats.naming import LOSSES, is_of_evaluation, loss_of
-from .lineage import Life, State, state_of, training_seconds
+from .lineage import LegSummary, State, state_of, training_seconds
 from .series import Series
 from .stats.smooth import mean
 from .stats.spikes import Spike, find_spikes
@@ -95,7 +95,7 @@ def summarize(
     goal: int | None,
     clock: Series,
     series: Mapping[str, Series],
-    lives: Sequence[Life],
+    lives: Sequence[LegSummary],
     skipped: int,
 ) -> Summary:
     """

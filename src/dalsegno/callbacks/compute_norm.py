@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 
-from dalsegno.distributed.sharded_tensors import Readings, gradient_pieces, norms, parameter_pieces
+from dalsegno.distributed.sharded_tensors import DeviceScalars, gradient_shards, norms, parameter_shards
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import Context, LogContext
 
@@ -35,19 +35,19 @@ class ComputeNorm(Callback):
 
     def __init__(self, per_layer: bool = False) -> None:
         self._per_layer = flag("ComputeNorm", "per_layer", per_layer)
-        self._gradients: Readings | None = None
+        self._gradients: DeviceScalars | None = None
         self._of_step = 0
 
     def on_gradients_ready(self, ctx: Context) -> None:
         if ctx.state.will_log:
-            self._gradients = norms(gradient_pieces(ctx.model))
+            self._gradients = norms(gradient_shards(ctx.model))
             self._of_step = ctx.state.global_step + 1
 
     def on_log_step(self, ctx: LogContext) -> None:
         if ctx.kind != "train":
             return
         gradients, self._gradients = self._gradients, None
-        self._add(ctx.logs, "param_norm", norms(parameter_pieces(ctx.model)).read())
+        self._add(ctx.logs, "param_norm", norms(parameter_shards(ctx.model)).read())
         if gradients is not None and self._of_step == ctx.state.global_step:
             self._add(ctx.logs, "grad_norm_unclipped", gradients.read())
 

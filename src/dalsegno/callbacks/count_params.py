@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from dalsegno.distributed.sharded_tensors import cleaned
+from dalsegno.distributed.sharded_tensors import strip_wrappers
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import TrainBeginContext
 
@@ -54,13 +54,13 @@ def count_parameters(model: nn.Module, depth: int | None = None) -> list[Paramet
     trained: Counter[str] = Counter()
     size: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
-        parts = cleaned(name).split(".")[:-1]
+        parts = strip_wrappers(name).split(".")[:-1]
         for end in range(len(parts) + 1):
             module = ".".join(parts[:end])
             parameters[module] += parameter.numel()
             trained[module] += parameter.numel() if parameter.requires_grad else 0
             size[module] += parameter.numel() * parameter.element_size()
-    kinds = {cleaned(f"{name}.").removesuffix("."): type(module) for name, module in model.named_modules()}
+    kinds = {strip_wrappers(f"{name}.").removesuffix("."): type(module) for name, module in model.named_modules()}
     return [
         ParameterCount(name, kind.__name__.removeprefix("FSDP"), parameters[name], trained[name], size[name])
         for name, kind in kinds.items()

@@ -52,7 +52,7 @@ class DefaultMetrics(Callback):
         self._tokens_before = 0
 
     def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
-        self._flops = binder.companion(ModelFlops)
+        self._flops = binder.shared(ModelFlops)
         return super().bound_handlers(binder)
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
@@ -70,7 +70,9 @@ class DefaultMetrics(Callback):
         if ctx.kind != "train":
             return
         now = time.perf_counter_ns()
-        nanoseconds, peak_mem = collectives.agree_max([now - self._began, peak_memory(self._device)], "DefaultMetrics")
+        nanoseconds, peak_mem = collectives.all_reduce_max(
+            [now - self._began, peak_memory(self._device)], "DefaultMetrics"
+        )
         self._began = now
         if "tokens" in ctx.logs:
             self._add_throughput(ctx.logs, nanoseconds)

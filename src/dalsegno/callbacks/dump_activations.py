@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dalsegno.distributed import collectives
-from dalsegno.distributed.sharded_tensors import cleaned, dense
+from dalsegno.distributed.sharded_tensors import dense, strip_wrappers
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import (
@@ -59,8 +59,8 @@ class DumpActivations(Callback):
         self._folder = ctx.args.directory / self._outdir / f"rank-{collectives.rank():05d}"
         self._kept, self._steps, self._place = {}, [], ""
         for name, module in ctx.model.named_modules():
-            if self._wanted is None or self._wanted.search(cleaned(name)):
-                self._handles.append(module.register_forward_hook(self._keeping(cleaned(name) or "model")))
+            if self._wanted is None or self._wanted.search(strip_wrappers(name)):
+                self._handles.append(module.register_forward_hook(self._keeping(strip_wrappers(name) or "model")))
         if self._wanted is not None and not self._handles:
             raise ConfigurationError(f"DumpActivations: no module's name matches modules={self._wanted.pattern!r}")
 

@@ -80,7 +80,7 @@ class DurationProfiler(Callback):
         now, steps = time.perf_counter(), ctx.state.global_step - self._last_step
         took = [*(self._seconds[section] for section in SECTIONS), now - self._last_log]
         *sections, interval = (
-            each / 1e9 for each in collectives.agree_max([int(each * 1e9) for each in took], "DurationProfiler")
+            each / 1e9 for each in collectives.all_reduce_max([int(each * 1e9) for each in took], "DurationProfiler")
         )
         ctx.logs |= {f"{section}_runtime": seconds for section, seconds in zip(SECTIONS, sections, strict=True)}
         if ctx.state.max_steps > 0 and steps:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dalsegno.distributed import collectives
-from dalsegno.distributed.sharded_tensors import cleaned
+from dalsegno.distributed.sharded_tensors import strip_wrappers
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import (
@@ -70,9 +70,9 @@ class ExpertLoadBalance(Callback):
         config = getattr(ctx.model, "config", None)
         routers: list[str] = []
         for name, module in ctx.model.named_modules():
-            if self._router.search(cleaned(name)) and not any(name.startswith(f"{outer}.") for outer in routers):
+            if self._router.search(strip_wrappers(name)) and not any(name.startswith(f"{outer}.") for outer in routers):
                 routers.append(name)
-                self._handles.append(module.register_forward_hook(self._counter(cleaned(name), config)))
+                self._handles.append(module.register_forward_hook(self._counter(strip_wrappers(name), config)))
         if not self._handles:
             raise ConfigurationError(
                 f"ExpertLoadBalance: no module's name matches router={self._router.pattern!r}; the model has "

@@ -39,7 +39,7 @@ class FlopUtilization(Callback):
         self._flops: ModelFlops | None = None
 
     def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
-        self._flops = binder.companion(ModelFlops)
+        self._flops = binder.shared(ModelFlops)
         return super().bound_handlers(binder)
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:

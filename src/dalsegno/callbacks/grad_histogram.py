@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dalsegno.distributed.sharded_tensors import gradient_pieces, reduced
+from dalsegno.distributed.sharded_tensors import gradient_shards, reduced
 from dalsegno.events.contexts import Context, StepEndContext
 
 from .argument_checks import whole
@@ -40,7 +40,7 @@ class GradHistogram(RecordCallback):
 
     def on_gradients_ready(self, ctx: Context) -> None:
         if (ctx.state.global_step + 1) % self._every == 0:
-            pieces = gradient_pieces(ctx.model)
+            pieces = gradient_shards(ctx.model)
             counts = reduced(pieces, _histograms)
             existing = [number for number, piece in enumerate(pieces) if piece.exists]
             self._names, self._counts = [pieces[number].name for number in existing], counts[existing]

@@ -7,7 +7,7 @@ from typing import Any, NotRequired, TypedDict
 import torch
 
 from dalsegno.distributed.gradients import GradientNorms
-from dalsegno.distributed.sharded_tensors import Readings
+from dalsegno.distributed.sharded_tensors import DeviceScalars
 from dalsegno.events.callback import Binder
 from dalsegno.events.contexts import (
     Context,
@@ -58,7 +58,7 @@ class GradNormLogger(RecordCallback):
             None if pattern is None else argument_checks.pattern("GradNormLogger", "pattern", pattern).search
         )
         self._watch: GradientNorms | None = None
-        self._norms: Readings | None = None
+        self._norms: DeviceScalars | None = None
         self._of_step = 0
         self._is_skipped = False  # by the gradient scaler
 
@@ -100,7 +100,7 @@ class GradNormLogger(RecordCallback):
         super().load_state_dict(state["log"])
         norms, self._of_step = state["norms"], state["of_step"]
         self._is_skipped = state.get("skipped", False)
-        self._norms = None if norms is None else Readings(list(norms), torch.tensor(list(norms.values())))
+        self._norms = None if norms is None else DeviceScalars(list(norms), torch.tensor(list(norms.values())))
 
     def migrate(self, state: Any, from_version: int) -> Any:
         return {"log": state, "of_step": 0, "norms": None}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dalsegno.distributed import collectives
-from dalsegno.distributed.sharded_tensors import device_of, gradient_pieces, squared_norms
+from dalsegno.distributed.sharded_tensors import device_of, gradient_shards, squared_norms
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import (
@@ -129,7 +129,7 @@ class GradientNoiseScale(Callback):
 
 def _squared_norm(model: nn.Module) -> Tensor:
     """Of all gradients that lie here, as one vector: 0-dim, float64, on the device."""
-    gradients = [piece.local for piece in gradient_pieces(model) if piece.exists]
+    gradients = [piece.local for piece in gradient_shards(model) if piece.exists]
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device_of(model))
     return squared_norms(gradients).sum()

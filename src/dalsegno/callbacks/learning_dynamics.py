@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from dalsegno.distributed.sharded_tensors import (
-    Piece,
-    Readings,
+    DeviceScalars,
+    LocalShard,
     dense,
     named_parameters,
     norms,
-    parameter_pieces,
+    parameter_shards,
     read_together,
     reduced,
     squared_norms,
@@ -51,8 +51,8 @@ class LearningDynamics(RecordCallback):
     def __init__(self, every: int = 100) -> None:
         super().__init__("logs/learning_dynamics.jsonl")
         self._every = whole("LearningDynamics", "every", every)
-        self._before: list[Piece] = []
-        self._measured: list[Readings] = []
+        self._before: list[LocalShard] = []
+        self._measured: list[DeviceScalars] = []
         self._is_skipped = False  # by the gradient scaler
 
     def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
@@ -64,7 +64,7 @@ class LearningDynamics(RecordCallback):
 
     def on_pre_optimizer_step(self, ctx: PreOptimizerStepContext) -> None:
         if (ctx.state.global_step + 1) % self._every == 0:
-            self._before = [Piece(piece.name, piece.local.clone(), piece.groups) for piece in _trained_pieces(ctx)]
+            self._before = [LocalShard(piece.name, piece.local.clone(), piece.groups) for piece in _trained_pieces(ctx)]
 
     def on_optimizer_step(self, ctx: Context) -> None:
         before, self._before = self._before, []
@@ -74,7 +74,7 @@ class LearningDynamics(RecordCallback):
         weights = norms(before)
         torch._foreach_sub_([piece.local for piece in before], [piece.local for piece in after])  # the copy has done
         updates = norms(before)
-        ratios = Readings(weights.names, updates.values / weights.values)
+        ratios = DeviceScalars(weights.names, updates.values / weights.values)
         self._measured = [norms(after), ratios, _signal_to_noise(ctx)]
 
     def on_step_end(self, ctx: StepEndContext) -> None:
@@ -89,16 +89,16 @@ class LearningDynamics(RecordCallback):
         self.write(ctx, {"weight_norms": weights, "update_ratios": ratios} | ({"gradient_snr": snr} if snr else {}))
 
 
-def _trained_pieces(ctx: Context) -> list[Piece]:
+def _trained_pieces(ctx: Context) -> list[LocalShard]:
     trained = {name for name, parameter in named_parameters(ctx.model) if parameter.requires_grad}
-    return [piece for piece in parameter_pieces(ctx.model) if piece.name in trained]
+    return [piece for piece in parameter_shards(ctx.model) if piece.name in trained]
 
 
-def _signal_to_noise(ctx: Context) -> Readings:
+def _signal_to_noise(ctx: Context) -> DeviceScalars:
     """From the optimizer's running means, where it has them."""
     betas = {id(each): group.get("betas") for group in ctx.optimizer.param_groups for each in group["params"]}
-    means: list[Piece] = []
-    squares: list[Piece] = []
+    means: list[LocalShard] = []
+    squares: list[LocalShard] = []
     starts: list[Tensor] = []  # what is to be corrected for: of the squared mean, of the mean square
     trained = {piece.name: piece for piece in _trained_pieces(ctx)}
     for name, parameter in named_parameters(ctx.model):
@@ -109,13 +109,13 @@ def _signal_to_noise(ctx: Context) -> Readings:
         step = torch.as_tensor(state["step"]).double()  # 1 - 0.999^step has few digits in fp32
         starts.append(torch.stack([(1 - beta1**step) ** 2, 1 - beta2**step]))
         groups = trained[name].groups
-        means.append(Piece(name, dense(state["exp_avg"]), groups))
-        squares.append(Piece(name, dense(state["exp_avg_sq"]), groups))
+        means.append(LocalShard(name, dense(state["exp_avg"]), groups))
+        squares.append(LocalShard(name, dense(state["exp_avg_sq"]), groups))
     if not means:
-        return Readings([], torch.zeros(0))
+        return DeviceScalars([], torch.zeros(0))
     measured = torch.stack([reduced(means, squared_norms), reduced(squares, _sums)])
     signal, power = measured / torch.stack(starts, 1).to(measured.device)
-    return Readings([piece.name for piece in means], signal / (power - signal).clamp(min=0))
+    return DeviceScalars([piece.name for piece in means], signal / (power - signal).clamp(min=0))
 
 
 def _sums(tensors: list[Tensor]) -> Tensor:

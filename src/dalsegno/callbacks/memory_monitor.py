@@ -50,7 +50,7 @@ class MemoryMonitor(Callback):
     def on_log_step(self, ctx: LogContext) -> None:
         if ctx.kind == "train":
             here = self._in_use()
-            most = collectives.agree_max(list(here.values()), "MemoryMonitor")
+            most = collectives.all_reduce_max(list(here.values()), "MemoryMonitor")
             ctx.logs |= dict(zip(here, most, strict=True))
 
     def _in_use(self) -> dict[str, int]:

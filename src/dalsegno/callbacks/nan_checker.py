@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dalsegno.distributed import collectives
-from dalsegno.distributed.sharded_tensors import cleaned, dense, local_gradients, named_parameters
+from dalsegno.distributed.sharded_tensors import dense, local_gradients, named_parameters, strip_wrappers
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Binder, Callback
 from dalsegno.events.contexts import (
@@ -82,7 +82,7 @@ class NaNChecker(Callback):
                 "NaNChecker: a compiled model has no modules left to look into; give it as it is, torch_compile=False"
             )
         for name, module in ctx.model.named_modules():
-            shown = cleaned(f"{name}.").removesuffix(".") or type(module).__name__
+            shown = strip_wrappers(f"{name}.").removesuffix(".") or type(module).__name__
             self._handles.append(module.register_forward_hook(self._looking_at(shown)))
 
     def on_step_end(self, ctx: StepEndContext) -> None:
@@ -118,7 +118,7 @@ class NaNChecker(Callback):
     def _judge(self, ctx: Context) -> None:
         """On all ranks: what breaks on one of them is in the weights of all a step later."""
         broken = self._read()
-        if collectives.agree_max([broken is not None], "NaNChecker")[0]:
+        if collectives.all_reduce_max([broken is not None], "NaNChecker")[0]:
             told = collectives.gather(broken, "what NaNChecker found")
             found = ((*each, rank) for rank, each in enumerate(told) if each is not None)
             # A weight's gradient has gone through all ranks: what one of them has found in a module comes before it.

@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 
 from torch import Tensor
 
-from dalsegno.distributed.sharded_tensors import norms, parameter_pieces
+from dalsegno.distributed.sharded_tensors import norms, parameter_shards
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.contexts import EvaluateContext
 from dalsegno.logs.rewind import PositionState
@@ -63,7 +63,7 @@ class ParameterNormLogger(RecordCallback):
         self._last_step = ctx.state.global_step
         values: dict[str, Mapping[str, float]] = {}
         if self._log_norms:
-            values["norms"] = norms(parameter_pieces(ctx.model)).read()
+            values["norms"] = norms(parameter_shards(ctx.model)).read()
         if self._spectral is not None:
             values["spectral_norms"] = self._spectral.measure(ctx.model).read()
             if self._spectral.unfinished:

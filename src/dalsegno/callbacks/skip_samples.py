@@ -41,7 +41,7 @@ class SkipSamples(Callback):
 
     def on_epoch_begin(self, ctx: EpochContext) -> None:
         if self._left and ctx.state.global_step == 0:  # in a run that is under way there are no first samples any more
-            (passed,) = collectives.agree_max(
+            (passed,) = collectives.all_reduce_max(
                 [ctx.trainer.skip_samples(self._left)], "SkipSamples"
             )  # loaders may differ
             self._left = max(0, self._left - passed)

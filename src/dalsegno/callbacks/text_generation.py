@@ -214,7 +214,7 @@ class Sampler:
         for number in range(most):
             logits = self._logits(ids[:, : longest + number])[rows, lengths + number - 1]
             chosen = choose(logits.float(), self._sampling)
-            collectives.share_from_zero([chosen])
+            collectives.broadcast_tensors([chosen])
             ids[rows, lengths + number] = chosen
             has_ended |= torch.isin(chosen, self._ends)
             counts += ~has_ended

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dalsegno.distributed.sharded_tensors import norms, parameter_pieces, total_norm
+from dalsegno.distributed.sharded_tensors import norms, parameter_shards, total_norm
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import LogContext
 
@@ -18,4 +18,4 @@ class WeightNormLogger(Callback):
 
     def on_log_step(self, ctx: LogContext) -> None:
         if ctx.kind == "eval":
-            ctx.logs["weight_norm"] = float(total_norm(norms(parameter_pieces(ctx.model))))
+            ctx.logs["weight_norm"] = float(total_norm(norms(parameter_shards(ctx.model))))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dalsegno.system.lazy_exports import handed_out
+from dalsegno.system.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from .format.keys import CALLBACKS, LOSS, SETTINGS
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from .load.restore import load_parts
     from .load.states import LoadReport
     from .manager import CheckpointManager
-    from .state.callback_tensors import HeldTensors
-    from .state.sharded import ModelState, OptimizerState, Sharded, unwrapped
+    from .state.callback_tensors import CallbackTensors
+    from .state.sharded import ModelState, OptimizerState, ShardedState, unwrapped
 
 _HOMES = {
     "interchange.export": ("Exported", "export_model"),
-    "state.callback_tensors": ("HeldTensors",),
+    "state.callback_tensors": ("CallbackTensors",),
     "inspect.contents": ("read_tensors", "saved_states"),
     "format.keys": ("CALLBACKS", "LOSS", "SETTINGS"),
     "load.states": ("LoadReport",),
     "manager": ("CheckpointManager",),
     "format.manifest": ("Checkpoint", "Manifest"),
     "load.restore": ("load_parts",),
-    "state.sharded": ("ModelState", "OptimizerState", "Sharded", "unwrapped"),
+    "state.sharded": ("ModelState", "OptimizerState", "ShardedState", "unwrapped"),
     "interchange.weights": ("load_weights", "weights_are_at"),
 }
 
@@ -38,15 +38,15 @@ __all__ = [
     "CALLBACKS",
     "LOSS",
     "SETTINGS",
+    "CallbackTensors",
     "Checkpoint",
     "CheckpointManager",
     "Exported",
-    "HeldTensors",
     "LoadReport",
     "Manifest",
     "ModelState",
     "OptimizerState",
-    "Sharded",
+    "ShardedState",
     "export_model",
     "load_parts",
     "load_weights",
@@ -57,4 +57,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:
-    __getattr__, __dir__ = handed_out(__name__, _HOMES)
+    __getattr__, __dir__ = lazy_exports(__name__, _HOMES)

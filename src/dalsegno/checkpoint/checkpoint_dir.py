@@ -53,7 +53,7 @@ def partial(directory: Path) -> list[Path]:
     return [path for path in _children(directory) if _PARTIAL.fullmatch(path.name)]
 
 
-def set_aside_before(directory: Path) -> list[Path]:
+def quarantined(directory: Path) -> list[Path]:
     """What :func:`set_aside` has renamed."""
     return [path for path in _children(directory) if _DAMAGED.fullmatch(path.name)]
 
@@ -88,7 +88,7 @@ def amend(path: Path, metrics: Mapping[str, float], best: bool) -> None:
         raise SaveFailed(f"{path.name} is whole, but its evaluation could not be noted in it: {error}") from error
 
 
-def set_aside(path: Path, error: DamagedCheckpoint) -> None:
+def quarantine(path: Path, error: DamagedCheckpoint) -> None:
     """Rename a checkpoint that fails verification, and say why."""
     target = path.with_name(path.name + DAMAGED)
     if target.exists():

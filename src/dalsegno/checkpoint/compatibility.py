@@ -146,7 +146,7 @@ def check_allowed(names: str | Collection[str]) -> frozenset[str]:
     return allowed
 
 
-def refuse(changes: Iterable[Change], allowed: Collection[str], where: object) -> None:
+def raise_if_incompatible(changes: Iterable[Change], allowed: Collection[str], where: object) -> None:
     """
     Raises:
         StateMismatch: if any of ``changes`` is refused and not ``allowed``: all of them at once, and what to write.

@@ -18,7 +18,7 @@ from .format import manifest
 from .format.manifest import Checkpoint
 
 
-class Condition(enum.StrEnum):
+class CheckpointStatus(enum.StrEnum):
     """How a directory among the checkpoints looks from outside."""
 
     WHOLE = "whole"
@@ -36,7 +36,7 @@ class Condition(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class CheckpointInfo:
     """A directory among the checkpoints.
 
     Attributes:
@@ -47,7 +47,7 @@ class Found:
 
     path: Path
     step: int | None
-    condition: Condition
+    condition: CheckpointStatus
     problem: str | None = None
     checkpoint: Checkpoint | None = None
 
@@ -59,13 +59,13 @@ class Found:
     @property
     def entry(self) -> Entry | None:
         """What a policy is to know of it; None for what is no whole checkpoint."""
-        if self.checkpoint is None or self.condition is not Condition.WHOLE:
+        if self.checkpoint is None or self.condition is not CheckpointStatus.WHOLE:
             return None
         its = self.checkpoint.manifest
         return Entry(its.step, its.metrics, its.best, its.finite)
 
 
-def survey(place: Path) -> list[Found]:
+def list_checkpoints(place: Path) -> list[CheckpointInfo]:
     """Everything at ``place``, the oldest step first.
 
     Raises:
@@ -90,8 +90,8 @@ def newest(place: Path) -> Checkpoint:
     if is_checkpoint(place):
         return checkpoint_dir.opened(place)
     problems = []
-    for each in reversed(survey(place)):
-        if each.condition is Condition.WHOLE and each.checkpoint is not None:
+    for each in reversed(list_checkpoints(place)):
+        if each.condition is CheckpointStatus.WHOLE and each.checkpoint is not None:
             return each.checkpoint
         problems.append(each.path.name)
     raise NotFound(f"{place}: there is no whole checkpoint, only {', '.join(reversed(problems))}")
@@ -108,7 +108,7 @@ def verified(place: Path) -> Checkpoint:
     if is_checkpoint(place):
         candidates = [checkpoint_dir.opened(place)]
     else:
-        found = [each for each in reversed(survey(place)) if each.condition is Condition.WHOLE]
+        found = [each for each in reversed(list_checkpoints(place)) if each.condition is CheckpointStatus.WHOLE]
         candidates = [each.checkpoint for each in found if each.checkpoint is not None]
     problems = []
     for checkpoint in candidates:
@@ -142,39 +142,39 @@ def directory_of(place: Path) -> Path:
     return inner if inner.is_dir() else place
 
 
-def _published(directory: Path) -> Iterator[Found]:
+def _published(directory: Path) -> Iterator[CheckpointInfo]:
     for path in checkpoint_dir.newest_first(directory):
         yield _looked_at(path)
 
 
-def _set_aside(directory: Path) -> Iterator[Found]:
-    for path in checkpoint_dir.set_aside_before(directory):
+def _set_aside(directory: Path) -> Iterator[CheckpointInfo]:
+    for path in checkpoint_dir.quarantined(directory):
         yield _looked_at(path)
 
 
-def _partial(directory: Path) -> Iterator[Found]:
+def _partial(directory: Path) -> Iterator[CheckpointInfo]:
     for path in checkpoint_dir.partial(directory):
         yield _looked_at(path)
 
 
-def _looked_at(path: Path) -> Found:
+def _looked_at(path: Path) -> CheckpointInfo:
     name, _, mark = path.name.partition(".")
     step = checkpoint_dir.step_of(path.with_name(name))
     if mark.startswith(checkpoint_dir.PARTIAL[1:]):
-        return Found(path, step, Condition.PARTIAL)
+        return CheckpointInfo(path, step, CheckpointStatus.PARTIAL)
     try:
         checkpoint = checkpoint_dir.opened(path)
     except StateMismatch as error:
-        return Found(path, step, Condition.NEWER, str(error))
+        return CheckpointInfo(path, step, CheckpointStatus.NEWER, str(error))
     except DamagedCheckpoint as error:
-        return Found(path, step, Condition.SET_ASIDE if mark else Condition.DAMAGED, str(error))
+        return CheckpointInfo(path, step, CheckpointStatus.SET_ASIDE if mark else CheckpointStatus.DAMAGED, str(error))
     except OSError as error:
-        return Found(path, step, Condition.UNREADABLE, str(error))
+        return CheckpointInfo(path, step, CheckpointStatus.UNREADABLE, str(error))
     problem = _wrong_size(checkpoint)
     if mark:
-        return Found(path, step, Condition.SET_ASIDE, problem, checkpoint)
-    condition = Condition.DAMAGED if problem else Condition.WHOLE
-    return Found(path, checkpoint.step, condition, problem, checkpoint)
+        return CheckpointInfo(path, step, CheckpointStatus.SET_ASIDE, problem, checkpoint)
+    condition = CheckpointStatus.DAMAGED if problem else CheckpointStatus.WHOLE
+    return CheckpointInfo(path, checkpoint.step, condition, problem, checkpoint)
 
 
 def _wrong_size(checkpoint: Checkpoint) -> str | None:

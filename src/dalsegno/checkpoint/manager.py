@@ -18,12 +18,12 @@ from . import checkpoint_dir
 from .compatibility import Value
 from .format.manifest import Checkpoint, FileRecord
 from .format.sidecar import SavedState
-from .listing import Condition, survey
+from .listing import CheckpointStatus, list_checkpoints
 from .load.restore import restore
-from .load.states import LoadReport, SavedStates, left_over
-from .save.async_save import Flight, Preparation
-from .save.saving import Stage, manifest_of
-from .state.sharded import Sharded
+from .load.states import LoadReport, SavedStates, unclaimed_states
+from .save.async_save import AsyncSave, BufferPrefault
+from .save.saving import Snapshotter, manifest_of
+from .state.sharded import ShardedState
 
 logger = logging.getLogger("dalsegno")
 
@@ -39,12 +39,12 @@ class CheckpointManager:
     def __init__(self, output_dir: Path, *, keep: Keep | None = None) -> None:
         self.directory = Path(output_dir) / "checkpoints"
         self._keep = keep
-        self._stage = Stage()
+        self._stage = Snapshotter()
         self._carried: Mapping[str, SavedState] = {}
         self._has_said_broken = False
         self._trusted: Path | None = None  # verified, or written, by this process last
-        self._flight: Flight | None = None  # the newest
-        self._preparation: Preparation | None = None
+        self._flight: AsyncSave | None = None  # the newest
+        self._preparation: BufferPrefault | None = None
 
     def path_of(self, step: int) -> Path:
         """Where the checkpoint of that step is, or would be."""
@@ -53,7 +53,7 @@ class CheckpointManager:
     def save(
         self,
         step: int,
-        sharded: Sequence[Sharded],
+        sharded: Sequence[ShardedState],
         components: Sequence[Component],
         *,
         metrics: Mapping[str, float] | None = None,
@@ -69,16 +69,16 @@ class CheckpointManager:
             SaveFailed: on every rank, if it did not get to the disk. No half checkpoint stays.
             ConfigurationError: if there is a checkpoint of that step.
         """
-        flight = self.launch(step, sharded, components, metrics=metrics, is_best=is_best, background=False)
-        flight.settle()
+        flight = self.save_async(step, sharded, components, metrics=metrics, is_best=is_best, background=False)
+        flight.join()
         if flight.failure is not None:
             raise flight.failure
         return flight.path
 
-    def launch(
+    def save_async(
         self,
         step: int,
-        sharded: Sequence[Sharded],
+        sharded: Sequence[ShardedState],
         components: Sequence[Component],
         *,
         metrics: Mapping[str, float] | None = None,
@@ -87,7 +87,7 @@ class CheckpointManager:
         background: bool = True,
         published: Callable[[], object] = int,
         settled: Callable[[], object] = int,
-    ) -> Flight:
+    ) -> AsyncSave:
         """Take every state, and send it on its way to the disk; what the policy does not keep is deleted afterwards.
 
         One save at a time is on its way: this waits for the one before.
@@ -110,7 +110,7 @@ class CheckpointManager:
         """
         self.settle()
         final = self.path_of(step)
-        is_there, is_broken = collectives.agree_max(
+        is_there, is_broken = collectives.all_reduce_max(
             [collectives.rank() == 0 and final.exists(), not is_finite], "where to save"
         )
         if is_there:
@@ -132,7 +132,7 @@ class CheckpointManager:
             finally:
                 settled()
 
-        self._flight = Flight(
+        self._flight = AsyncSave(
             captured,
             final,
             step=step,
@@ -143,27 +143,27 @@ class CheckpointManager:
         )
         return self._flight
 
-    def prepare(self, sharded: Sequence[Sharded]) -> None:
+    def prepare(self, sharded: Sequence[ShardedState]) -> None:
         """Make room in memory for the first save, on another thread, so that it takes no longer than the next.
 
         To be called once the optimizer has its state. Collective.
         """
         if self._flight is None and self._preparation is None:
-            self._preparation = Preparation(self._stage.prepare(sharded))
+            self._preparation = BufferPrefault(self._stage.prepare(sharded))
 
     def settle(self) -> None:
         """Wait until no thread of a save is at work any more: before anything else touches memory or folders."""
         if self._preparation is not None:
             self._preparation.stop()
         if self._flight is not None:
-            self._flight.settle()
+            self._flight.join()
 
     def amend(self, step: int, *, metrics: Mapping[str, float], is_best: bool) -> None:
         """Note in the manifest of that step's checkpoint what an evaluation has said of it since it was published."""
         path = self.path_of(step)
         collectives.from_rank_zero(lambda: checkpoint_dir.amend(path, metrics, is_best))
 
-    def rehearse(self, sharded: Sequence[Sharded], components: Sequence[Component]) -> None:
+    def check_serializable(self, sharded: Sequence[ShardedState], components: Sequence[Component]) -> None:
         """Take every state as a save does, and write nothing: what cannot be saved is better known before hours of
         training. Collective.
 
@@ -209,7 +209,7 @@ class CheckpointManager:
                 damaged[candidate] = error
             else:
                 for other, reason in damaged.items():
-                    collectives.from_rank_zero(functools.partial(checkpoint_dir.set_aside, other, reason))
+                    collectives.from_rank_zero(functools.partial(checkpoint_dir.quarantine, other, reason))
                 return found
         if damaged:
             reasons = "".join(f"\n  {error}" for error in damaged.values())
@@ -219,7 +219,7 @@ class CheckpointManager:
     def load(
         self,
         checkpoint: Checkpoint,
-        sharded: Sequence[Sharded],
+        sharded: Sequence[ShardedState],
         components: Sequence[Component],
         *,
         strict_callbacks: bool = False,
@@ -254,14 +254,14 @@ class CheckpointManager:
             allowed=allowed,
             adapt=adapt or {},
         )
-        self._carried = left_over(saved, components, report)
+        self._carried = unclaimed_states(saved, components, report)
         return report
 
     def entries(self) -> list[Entry]:
         """All that are whole at a glance, oldest first, as policies see them. Others are left out, with a warning."""
         return collectives.from_rank_zero(self._entries)
 
-    def abandon_after(self, step: int | None, into: Path) -> list[Path]:
+    def archive_after(self, step: int | None, into: Path) -> list[Path]:
         """Move the checkpoints later than ``step`` (None: all) to ``into``, newest first: their timeline is left.
 
         Returns:
@@ -295,7 +295,7 @@ class CheckpointManager:
         self.settle()
         return collectives.from_rank_zero(self._delete_what_is_not_kept)
 
-    def clean(self) -> None:
+    def remove_partial(self) -> None:
         """Remove what an interrupted save or deletion has left. Only the process that owns the run may call this."""
 
         def remove() -> None:
@@ -306,10 +306,10 @@ class CheckpointManager:
 
     def _entries(self) -> list[Entry]:
         entries = []
-        for found in survey(self.directory) if checkpoint_dir.newest_first(self.directory) else []:
+        for found in list_checkpoints(self.directory) if checkpoint_dir.newest_first(self.directory) else []:
             if found.entry is not None:
                 entries.append(found.entry)
-            elif found.condition in (Condition.DAMAGED, Condition.UNREADABLE, Condition.NEWER):
+            elif found.condition in (CheckpointStatus.DAMAGED, CheckpointStatus.UNREADABLE, CheckpointStatus.NEWER):
                 logger.warning("%s is left out: %s", found.path.name, found.problem)
         return entries
 
@@ -323,7 +323,7 @@ class CheckpointManager:
 
     def _verified(self, path: Path) -> Checkpoint:
         checkpoint = collectives.from_rank_zero(lambda: checkpoint_dir.opened(path))
-        collectives.together(lambda: checkpoint.verify(_share(checkpoint.manifest.files)))
+        collectives.run_on_all_ranks(lambda: checkpoint.verify(_share(checkpoint.manifest.files)))
         self._trusted = path.resolve()
         return checkpoint
 

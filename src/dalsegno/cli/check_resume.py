@@ -85,11 +85,11 @@ def run(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace, factory: Factory, folder: Path, say: Callable[[str], None]) -> int:
     from dalsegno.testing import check_resume
 
-    from .fault_spec import moment
+    from .fault_spec import fault_plan
 
     comparison = check_resume(
         factory,
-        [moment(spec) for spec in arguments.kill_at] or None,
+        [fault_plan(spec) for spec in arguments.kill_at] or None,
         folder=folder,
         world_size=arguments.ranks or 1,
         timeout=arguments.timeout,

@@ -14,7 +14,7 @@ _SECONDS = re.compile(r"(\d+\.?\d*|\.\d+)s")
 _COUNTED = re.compile(r"(?P<name>\w+):(?P<count>\d+)(:(?P<path>.+))?")
 
 
-def moment(spec: str) -> FaultPlan:
+def fault_plan(spec: str) -> FaultPlan:
     """``on_step_end:12``, ``write:3``, ``write:3:logs`` or ``2.5s``.
 
     Raises:

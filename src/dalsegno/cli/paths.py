@@ -12,11 +12,11 @@ def place(text: str) -> Path:
     Raises:
         ArgumentTypeError: if it is a URL, and there is no such folder.
     """
-    from dalsegno.system.urls import is_url, local_folder
+    from dalsegno.system.urls import cache_dir, is_url
 
     if not is_url(text):
         return Path(text)
-    folder = local_folder(text)
+    folder = cache_dir(text)
     if not folder.is_dir():
         raise argparse.ArgumentTypeError(
             f"{text} is a URL, and this command reads folders: the run's own on this host, {folder}, is not there; "

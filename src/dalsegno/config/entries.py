@@ -14,7 +14,7 @@ from dalsegno.events.callback import Callback
 from dalsegno.events.registration import check_callbacks
 
 from .document import Document, Source
-from .error_context import at
+from .error_context import error_context
 from .registry import find_callback
 from .signature import signature_of
 
@@ -41,7 +41,7 @@ class Entry:
     def build(self) -> Any:
         """The callback; what its constructor complains of has the entry's place."""
         try:
-            with at(self.place):
+            with error_context(self.place):
                 made = self.make(**self.arguments)
                 if self.dialect is not None:
                     return adapt(made, self.dialect, name=self.name)
@@ -96,7 +96,7 @@ def build_callbacks(entries: Iterable[Entry], document: str) -> list[Callback]:
     keys = {getattr(callback, "key", None) for callback in enabled}
     unwanted = {entry.make.__name__ for entry in entries if not entry.enabled}
     defaults = {callback.key for callback in default_callbacks()}
-    with at(document):
+    with error_context(document):
         return check_callbacks([*(Disabled(key) for key in sorted(defaults & unwanted - keys)), *enabled])
 
 
@@ -107,7 +107,7 @@ def _read(document: Document, index: int, table: Mapping[str, Any]) -> Entry:
     use, enabled = table["use"], table.get("enabled", True)
     if not isinstance(enabled, bool):
         raise ConfigurationError(f"{place('enabled')}: enabled={enabled!r}; needs true or false")
-    with at(place("use")):
+    with error_context(place("use")):
         make = find_callback(use)
         signature = signature_of(make)
     own = [key for key in _OWN_KEYS if key not in signature or key not in _TAKEN_BY_CONSTRUCTORS]

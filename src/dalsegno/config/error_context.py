@@ -9,7 +9,7 @@ from dalsegno.errors import DalsegnoError
 
 
 @contextmanager
-def at(place: str) -> Iterator[None]:
+def error_context(place: str) -> Iterator[None]:
     """What dalsegno complains of in here is said with its place: ``run.toml, callbacks[0] (Beat): …``."""
     try:
         yield

@@ -18,7 +18,7 @@ GROUP = "dalsegno.callbacks"
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class Entry:
     """A callback that can be used by its bare name."""
 
     name: str
@@ -43,7 +43,7 @@ class Offer:
         return made  # type: ignore[no-any-return]
 
 
-def offers() -> list[Offer]:
+def entries() -> list[Entry]:
     """Every callback with a bare name: the built-in ones, then those of packages."""
     return [*_builtins(), *(_offered(entry) for entry in sorted(entry_points(group=GROUP), key=lambda each: each.name))]
 
@@ -57,21 +57,21 @@ def find_callback(use: str) -> Callable[..., Any]:
     """
     if ":" in use:
         return find_named(use, "class", "my_package.hooks:Beat")  # type: ignore[no-any-return]
-    found = [offer for offer in offers() if offer.name == use]
+    found = [offer for offer in entries() if offer.name == use]
     if not found:
-        raise UnknownName("callback", use, {offer.name for offer in offers()})
+        raise UnknownName("callback", use, {offer.name for offer in entries()})
     if len(found) > 1:
         origins = " and ".join(offer.origin for offer in found)
         raise ConfigurationError(f"{use!r} is offered by {origins}; say which as module:Class")
     return found[0].load()
 
 
-def _builtins() -> Iterator[Offer]:
+def _builtins() -> Iterator[Entry]:
     for name in sorted(callbacks.__all__):
         found = getattr(callbacks, name)
         if isinstance(found, type) and issubclass(found, Callback):
-            yield Offer(name, "built-in", lambda found=found: found)  # type: ignore[misc]
+            yield Entry(name, "built-in", lambda found=found: found)  # type: ignore[misc]
 
 
-def _offered(entry: EntryPoint) -> Offer:
-    return Offer(entry.name, entry.dist.name if entry.dist else entry.module, entry.load)
+def _offered(entry: EntryPoint) -> Entry:
+    return Entry(entry.name, entry.dist.name if entry.dist else entry.module, entry.load)

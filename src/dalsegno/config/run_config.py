@@ -14,7 +14,7 @@ from dalsegno.logs.values import to_json
 
 from .document import Document, Source
 from .entries import Entry, build_callbacks, read_entries
-from .error_context import at
+from .error_context import error_context
 from .names import find_named
 from .record import SINCE, ConfigRecord
 from .signature import signature_of
@@ -60,7 +60,7 @@ class RunConfig:
             document.set(assignment, SECTIONS)
         for key in document.tables:
             if key not in (*SECTIONS, SINCE):
-                with at(document.name):
+                with error_context(document.name):
                     raise UnknownName("key", key, SECTIONS)
         trainer, build = _find_build(document)
         factory, factory_settings = _read_factory(document, build)
@@ -109,13 +109,13 @@ def _find_build(document: Document) -> tuple[str, Callable[..., Any]]:
             f"{document.place('trainer')}: {given}; name the function that builds the trainer, "
             'trainer = "my_training:build"'
         )
-    with at(document.place("trainer")):
+    with error_context(document.place("trainer")):
         return name, find_named(name, "function", "my_training:build")
 
 
 def _read_factory(document: Document, build: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arguments for the function beside args and callbacks, checked; and as settings, with the defaults."""
-    with at(document.place("trainer")):
+    with error_context(document.place("trainer")):
         signature = signature_of(build)
         for name in _HANDED_OVER:
             if name not in signature and not signature.takes_others:
@@ -132,5 +132,5 @@ def _read_factory(document: Document, build: Callable[..., Any]) -> tuple[dict[s
 def _read_args(document: Document) -> TrainingArguments:
     written = document.section("args")
     arguments = signature_of(TrainingArguments).check(written, lambda name: document.place_of(name, "args"), MEANT)
-    with at(document.place("args")):
+    with error_context(document.place("args")):
         return TrainingArguments(**arguments)

@@ -11,9 +11,9 @@ from typing import Any
 from dalsegno.errors import ConfigurationError, UnknownName
 
 from .docstrings import argument_docs
-from .error_context import at
+from .error_context import error_context
 from .type_hints import hints_of
-from .values import Misfit, describe, fit
+from .values import Misfit, coerce, describe
 
 _PLAIN = (bool, int, float, str, type(None))
 _NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
@@ -62,7 +62,7 @@ class Signature(dict[str, Argument]):
         """
         for name in given:
             if name not in self and not self.takes_others:
-                with at(place(name)):
+                with error_context(place(name)):
                     raise UnknownName("argument", name, self, meant)
         if self._unnamed is not None:
             raise ConfigurationError(f"{place('')}: its parameter {self._unnamed!r} cannot be given by name")
@@ -75,7 +75,7 @@ class Signature(dict[str, Argument]):
 
     def _fitting(self, name: str, value: Any, place: str) -> Any:
         try:
-            return fit(value, self[name].annotation if name in self else self.others)
+            return coerce(value, self[name].annotation if name in self else self.others)
         except Misfit as misfit:
             raise ConfigurationError(f"{place}: {name}{misfit}") from misfit
 

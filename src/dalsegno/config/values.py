@@ -38,7 +38,7 @@ class Misfit(Exception):
         return Misfit(self.value, self.needs, step + self.path)
 
 
-def fit(value: Any, annotation: Any) -> Any:
+def coerce(value: Any, annotation: Any) -> Any:
     """``value`` as ``annotation`` wants it: numbers, text, lists and tables are what a file can hold.
 
     A table becomes a dataclass, a list a tuple or a set, text a path or a member of an enumeration. What an annotation
@@ -114,11 +114,11 @@ def _fit_one(value: Any, members: tuple[Any, ...]) -> Any:
         return value
     tables = [member for member in members if is_dataclass(_plain(member))]
     if isinstance(value, Mapping) and len(tables) == 1:
-        return fit(value, tables[0])
+        return coerce(value, tables[0])
     misfits = []
     for member in members:
         try:
-            return fit(value, member)
+            return coerce(value, member)
         except Misfit as misfit:
             misfits.append(misfit)
     deepest = max(misfits, key=lambda misfit: len(misfit.path))
@@ -158,14 +158,14 @@ def _fill(table: Mapping[str, Any], kind: type) -> Any:
 
 def _at(step: str, value: Any, annotation: Any) -> Any:
     try:
-        return fit(value, annotation)
+        return coerce(value, annotation)
     except Misfit as misfit:
         raise misfit.inside(step) from None
 
 
 def _key(key: Any, annotation: Any) -> Any:
     try:
-        return fit(key, annotation)
+        return coerce(key, annotation)
     except Misfit as misfit:
         raise Misfit(key, f"as a key, {misfit.needs}") from None
 

@@ -6,24 +6,24 @@ A run iterates a :class:`Feed` of :class:`Microbatch` es: :func:`train_feed` mak
 
 from .device import to_device
 from .eval_batches import EvalBatches
-from .loader import NOT_EXACT, Feed, Microbatch, sample_count
+from .loader import NOT_EXACT, Microbatch, ResumableLoader, sample_count
 from .sampler import ResumableSampler
-from .sources import EvalFeed, eval_feed, eval_loader_feed, loader_feed, train_feed
+from .sources import EvalLoader, eval_loader, resumable_eval_loader, resumable_loader, train_loader
 from .training_data import TrainingData, expect_same_length
 
 __all__ = [
     "NOT_EXACT",
     "EvalBatches",
-    "EvalFeed",
-    "Feed",
+    "EvalLoader",
     "Microbatch",
+    "ResumableLoader",
     "ResumableSampler",
     "TrainingData",
-    "eval_feed",
-    "eval_loader_feed",
+    "eval_loader",
     "expect_same_length",
-    "loader_feed",
+    "resumable_eval_loader",
+    "resumable_loader",
     "sample_count",
     "to_device",
-    "train_feed",
+    "train_loader",
 ]

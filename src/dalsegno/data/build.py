@@ -13,13 +13,13 @@ from dalsegno.errors import ConfigurationError
 
 from . import (
     EvalBatches,
-    EvalFeed,
-    Feed,
-    eval_feed,
-    eval_loader_feed,
+    EvalLoader,
+    ResumableLoader,
+    eval_loader,
     expect_same_length,
-    loader_feed,
-    train_feed,
+    resumable_eval_loader,
+    resumable_loader,
+    train_loader,
 )
 
 Collator = Callable[[list[Any]], Any]
@@ -31,12 +31,12 @@ class EvaluationSet(NamedTuple):
     name: str
     prefix: str
     """Of its metrics' names."""
-    feed: EvalFeed
+    feed: EvalLoader
 
 
-def training_feed(
+def train_loader_from_args(
     args: TrainingArguments, dataset: Any, loader: Iterable[Any] | None, collator: Collator | None
-) -> Feed:
+) -> ResumableLoader:
     """Collective.
 
     Raises:
@@ -47,9 +47,9 @@ def training_feed(
     if (dataset is None) == (loader is None):
         raise ConfigurationError("give train_dataset= or train_dataloader=, one of them")
     if loader is not None:
-        return loader_feed(loader, seed=args.shuffle_seed, world_size=collectives.world_size())
+        return resumable_loader(loader, seed=args.shuffle_seed, world_size=collectives.world_size())
     expect_same_length("train_dataset", dataset)
-    return train_feed(
+    return train_loader(
         dataset,
         batch_size=args.per_device_train_batch_size,
         seed=args.shuffle_seed,
@@ -59,7 +59,7 @@ def training_feed(
     )
 
 
-def evaluation_sets(
+def evaluation_sets_from_args(
     args: TrainingArguments, datasets: Any, loaders: Any, collator: Collator | None
 ) -> list[EvaluationSet]:
     """One of a dataset or a loader, several of a dict of them, none of None. Collective.
@@ -75,11 +75,11 @@ def evaluation_sets(
     if given is None:
         return []
 
-    def feed(source: Any) -> EvalFeed:
+    def feed(source: Any) -> EvalLoader:
         if datasets is None:
-            return eval_loader_feed(source, seed=args.seed, world_size=collectives.world_size())
+            return resumable_eval_loader(source, seed=args.seed, world_size=collectives.world_size())
         expect_same_length("eval_dataset", source)
-        return eval_feed(
+        return eval_loader(
             source,
             batch_size=args.per_device_eval_batch_size,
             seed=args.seed,
@@ -94,7 +94,7 @@ def evaluation_sets(
     ]
 
 
-def readable(sets: Sequence[EvaluationSet], device: torch.device) -> EvalBatches | dict[str, EvalBatches]:
+def eval_batches(sets: Sequence[EvaluationSet], device: torch.device) -> EvalBatches | dict[str, EvalBatches]:
     """The evaluation sets as callbacks are shown them: the only one, or several by name."""
     loaders = {each.name: EvalBatches(each.feed, device) for each in sets}
     return loaders.get("eval", loaders) if len(loaders) == 1 else loaders

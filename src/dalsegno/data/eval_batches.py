@@ -10,7 +10,7 @@ import torch
 from dalsegno.errors import ConfigurationError
 
 from .device import to_device
-from .sources import EvalFeed
+from .sources import EvalLoader
 
 
 class EvalBatches:
@@ -19,7 +19,7 @@ class EvalBatches:
     Not while the set is evaluated: there is one place in it, and it is in use.
     """
 
-    def __init__(self, feed: EvalFeed, device: torch.device) -> None:
+    def __init__(self, feed: EvalLoader, device: torch.device) -> None:
         self._feed = feed
         self._device = device
 

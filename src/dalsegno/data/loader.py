@@ -31,7 +31,7 @@ class Microbatch:
         return Microbatch(pin_memory(self.batch), self.samples, self.global_samples)  # type: ignore[no-untyped-call]
 
 
-class Feed(Protocol):
+class ResumableLoader(Protocol):
     """Micro-batches, epoch by epoch, from any point on.
 
     Iterating yields the *rest* of the current epoch; after each micro-batch, ``state_dict()`` is the place behind it,

@@ -14,7 +14,7 @@ from dalsegno.stateful.component import Scope
 from .loader import Microbatch, expect_kind, or_another_kind
 from .sampler import ResumableSampler, SamplerState
 from .samples import Samples
-from .workers import let_workers_live_on
+from .workers import ignore_stop_signals
 
 
 class MapState(SamplerState):
@@ -22,7 +22,7 @@ class MapState(SamplerState):
     generators: NotRequired[dict[str, Any]]
 
 
-class MapFeed:
+class MapLoader:
     """Micro-batches of a map dataset; see :class:`Feed`.
 
     ``loader`` is torch's own, over :class:`Samples`, with ``sampler`` for its batches and a generator of its own, so
@@ -39,7 +39,7 @@ class MapFeed:
     # torch's DataLoader, since torchdata's StatefulDataLoader would keep, per micro-batch and worker, a second copy
     # of a state that we do not need, and takes it back only with the same number of workers.
     def __init__(self, loader: DataLoader[Any], sampler: ResumableSampler) -> None:
-        let_workers_live_on(loader)
+        ignore_stop_signals(loader)
         self._loader = loader
         self._sampler = sampler
         samples = loader.dataset

@@ -26,7 +26,7 @@ from .fingerprint import digest
 from .generators import EpochGenerator
 from .loader import NOT_EXACT, EpochPlace, or_another_kind
 from .stream import RankShard
-from .user_loader import END, LoaderFeed
+from .user_loader import END, UserLoader
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class ReplayedPlace(EpochPlace):
     generators: EpochGenerators
 
 
-class ReplayedFeed(LoaderFeed):
+class ReplayLoader(UserLoader):
     """Micro-batches of a loader without ``state_dict``.
 
     Saved are the number of micro-batches and the random generators as they were when the epoch began, the process's

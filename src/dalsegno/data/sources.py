@@ -13,21 +13,21 @@ from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
 from dalsegno.stateful.component import Stateful
 
-from .loader import CountingCollate, Feed, Microbatch
-from .map_loader import MapFeed
+from .loader import CountingCollate, Microbatch, ResumableLoader
+from .map_loader import MapLoader
 from .order_check import keeps_its_order
-from .replay_loader import ReplayedFeed
+from .replay_loader import ReplayLoader
 from .sampler import ResumableSampler
 from .samples import Samples, StatefulSamples
-from .stateful_loader import StatefulFeed
-from .stream import FromTheStart, RankShard, StatefulRankShard
-from .user_loader import LoaderFeed
+from .stateful_loader import StatefulLoader
+from .stream import RankShard, RestartedStream, StatefulRankShard
+from .user_loader import UserLoader
 
 Collate = Callable[[list[Any]], Any]
 StartMethod = Literal["fork", "forkserver", "spawn"]
 
 
-def train_feed(
+def train_loader(
     source: Any,
     *,
     batch_size: int,
@@ -42,7 +42,7 @@ def train_feed(
     prefetch_factor: int | None = None,
     persistent_workers: bool = False,
     multiprocessing_context: StartMethod | None = None,
-) -> Feed:
+) -> ResumableLoader:
     """The training data of one rank, read so that it can be gone on with from any micro-batch.
 
     Args:
@@ -68,7 +68,7 @@ def train_feed(
         shard = StatefulRankShard if isinstance(source, Stateful) else RankShard
         stream = shard(source, rank, world_size, batch_size, seed, drop_last)
         loader = _stream_loader(stream, collate, drop_last, workers)
-        kind = StatefulFeed if isinstance(source, Stateful) else ReplayedFeed
+        kind = StatefulLoader if isinstance(source, Stateful) else ReplayLoader
         samples = _stream_length(source, batch_size * world_size if drop_last else 1)
         return kind(loader, seed=seed, world_size=world_size, samples=samples, one_stream=True)
 
@@ -81,11 +81,11 @@ def train_feed(
             collate_fn=CountingCollate(collate),
             **workers,
         )
-        return StatefulFeed(stateful, seed=seed, world_size=world_size, samples=sampler.samples, lockstep=True)
-    return _map_feed(source, sampler, collate, workers)
+        return StatefulLoader(stateful, seed=seed, world_size=world_size, samples=sampler.samples, lockstep=True)
+    return _map_loader(source, sampler, collate, workers)
 
 
-def loader_feed(loader: Iterable[Any], *, seed: int = 0, world_size: int = 1) -> Feed:
+def resumable_loader(loader: Iterable[Any], *, seed: int = 0, world_size: int = 1) -> ResumableLoader:
     """The training data from a loader of the user's own, taken as it is: each rank has its own.
 
     One with ``state_dict`` and ``load_state_dict`` goes on by itself, if the order of its samples is in that state;
@@ -95,20 +95,20 @@ def loader_feed(loader: Iterable[Any], *, seed: int = 0, world_size: int = 1) ->
         EmptyDataset: if the loader has length 0.
         ConfigurationError: if it is nothing that can be iterated.
     """
-    kind = StatefulFeed if isinstance(loader, Stateful) and keeps_its_order(loader) else ReplayedFeed
-    feed = collectives.together(lambda: kind(_iterable(loader), seed=seed, world_size=world_size))
+    kind = StatefulLoader if isinstance(loader, Stateful) and keeps_its_order(loader) else ReplayLoader
+    feed = collectives.run_on_all_ranks(lambda: kind(_iterable(loader), seed=seed, world_size=world_size))
     feed.tell_length()
     return feed
 
 
-class EvalFeed:
+class EvalLoader:
     """The same micro-batches each time it is iterated, from the first to the last; nothing to save.
 
     Generators that the data owns begin where they were at first, and afterwards are as before: the training data may
     have the same ones.
     """
 
-    def __init__(self, feed: MapFeed | LoaderFeed) -> None:
+    def __init__(self, feed: MapLoader | UserLoader) -> None:
         self._feed = feed
         self._at_first = feed.own_generators.state_dict()
         self._outside: dict[str, Any] = {}
@@ -143,7 +143,7 @@ class EvalFeed:
         return self._feed.samples_per_epoch()
 
 
-def eval_feed(
+def eval_loader(
     source: Any,
     *,
     batch_size: int,
@@ -156,7 +156,7 @@ def eval_feed(
     prefetch_factor: int | None = None,
     persistent_workers: bool = False,
     multiprocessing_context: StartMethod | None = None,
-) -> EvalFeed:
+) -> EvalLoader:
     """The evaluation data of one rank, in order, each sample once over all ranks; arguments as for :func:`train_feed`.
 
     Raises:
@@ -171,20 +171,22 @@ def eval_feed(
     }
     collate = collate_fn or default_collate
     if _is_stream(source):
-        rereadable = FromTheStart(source) if isinstance(source, Stateful) else source
+        rereadable = RestartedStream(source) if isinstance(source, Stateful) else source
         stream = RankShard(rereadable, rank, world_size, batch_size, seed, drop_last=False)
         loader = _stream_loader(stream, collate, drop_last=False, workers=workers)
-        return EvalFeed(LoaderFeed(loader, seed=seed, world_size=world_size, samples=_length(source), one_stream=True))
+        return EvalLoader(
+            UserLoader(loader, seed=seed, world_size=world_size, samples=_length(source), one_stream=True)
+        )
     sampler = ResumableSampler(_map_length(source), batch_size, rank, world_size, seed, shuffle=False)
-    return EvalFeed(_map_feed(source, sampler, collate, {**workers, "persistent_workers": persistent_workers}))
+    return EvalLoader(_map_loader(source, sampler, collate, {**workers, "persistent_workers": persistent_workers}))
 
 
-def eval_loader_feed(loader: Iterable[Any], *, seed: int = 0, world_size: int = 1) -> EvalFeed:
+def resumable_eval_loader(loader: Iterable[Any], *, seed: int = 0, world_size: int = 1) -> EvalLoader:
     """The evaluation data from a loader of the user's own, taken as it is: each rank has its own."""
-    return EvalFeed(LoaderFeed(_iterable(loader), seed=seed, world_size=world_size))
+    return EvalLoader(UserLoader(_iterable(loader), seed=seed, world_size=world_size))
 
 
-def _map_feed(source: Any, sampler: ResumableSampler, collate: Collate, workers: dict[str, Any]) -> MapFeed:
+def _map_loader(source: Any, sampler: ResumableSampler, collate: Collate, workers: dict[str, Any]) -> MapLoader:
     loader: DataLoader[Any] = DataLoader(
         Samples(source, sampler.rank, collate),
         batch_sampler=sampler,
@@ -192,7 +194,7 @@ def _map_feed(source: Any, sampler: ResumableSampler, collate: Collate, workers:
         generator=torch.Generator(),
         **workers,
     )
-    return MapFeed(loader, sampler)
+    return MapLoader(loader, sampler)
 
 
 def _stream_loader(stream: RankShard, collate: Collate, drop_last: bool, workers: dict[str, Any]) -> DataLoader[Any]:

@@ -16,7 +16,7 @@ from dalsegno.stateful.component import Stateful
 from .fingerprint import digest
 from .loader import NOT_EXACT, EpochPlace, or_another_kind
 from .stream import RankShard
-from .user_loader import END, LoaderFeed
+from .user_loader import END, UserLoader
 from .workers import ended_workers_stay_ended
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class StatefulPlace(EpochPlace):
     loader: Any
 
 
-class StatefulFeed(LoaderFeed):
+class StatefulLoader(UserLoader):
     """Micro-batches of a loader with ``state_dict`` and ``load_state_dict``; its own state is what is saved.
 
     What is asked of the loader is what torchdata's does: after each batch its state is the place behind that batch;

@@ -44,7 +44,7 @@ class Source(Protocol):
 
 
 @dataclass(slots=True)
-class Draw:
+class StepBatch:
     """One step's micro-batches on this rank."""
 
     microbatches: list[Microbatch]
@@ -66,7 +66,7 @@ class Draw:
         return self.weights[index] / self.total if self.total else 0.0
 
 
-def draws(feed: Source, size: int, loss_weight: LossWeight | None = None) -> Iterator[Draw]:
+def iter_steps(feed: Source, size: int, loss_weight: LossWeight | None = None) -> Iterator[StepBatch]:
     """The rest of the feed's epoch in steps of ``size`` micro-batches; what is left at the end is a smaller one.
 
     Raises:
@@ -92,19 +92,19 @@ def draws(feed: Source, size: int, loss_weight: LossWeight | None = None) -> Ite
             yield draw
 
 
-def _weigh(held: list[Microbatch], loss_weight: LossWeight | None, seconds: float, place: float) -> Draw:
+def _weigh(held: list[Microbatch], loss_weight: LossWeight | None, seconds: float, place: float) -> StepBatch:
     weights, samples, tokens = [], 0, 0
     for microbatch in held:
         weights.append(_weight(microbatch, loss_weight))
         samples += microbatch.samples if microbatch.global_samples is None else microbatch.global_samples
         tokens += _tokens(microbatch)
     total = float(samples) if loss_weight is None else sum(weights)
-    return Draw(held, weights, total, samples, tokens, seconds, place)
+    return StepBatch(held, weights, total, samples, tokens, seconds, place)
 
 
 def _weigh_together(
     held: list[Microbatch], spare: Microbatch | None, loss_weight: LossWeight | None, seconds: float, feed: Source
-) -> Draw | None:
+) -> StepBatch | None:
     weights = [_weight(microbatch, loss_weight) for microbatch in held]
     samples = sum(microbatch.samples for microbatch in held)
     told = collectives.gather_floats(
@@ -118,7 +118,7 @@ def _weigh_together(
         raise EmptyDataset(f"no batch at all for rank {empty}, but for others; give each rank a part of the data")
     padding = Microbatch((held[-1] if held else spare).batch, 0, None)  # type: ignore[union-attr]
     missing = length - len(held)
-    return Draw(
+    return StepBatch(
         held + [padding] * missing,
         weights + [0.0] * missing,
         sum(row[0] for row in told),

@@ -110,7 +110,7 @@ class StatefulRankShard(RankShard):
         self._resumed = True
 
 
-class FromTheStart:
+class RestartedStream:
     """A dataset with a state, for evaluation: each iteration begins where the first one began."""
 
     def __init__(self, dataset: Any) -> None:

@@ -43,7 +43,7 @@ class TrainingData:
         """
         if self.loader is not None:  # each rank may have a part of its own
             return collectives.from_rank_zero(self._examine_alone)
-        found, doubts = collectives.together(self._examine_alone)
+        found, doubts = collectives.run_on_all_ranks(self._examine_alone)
         _expect_same("train_dataset", found)
         return collectives.broadcast((found, doubts), "what rank 0 has seen of the data")
 

@@ -15,12 +15,12 @@ from dalsegno.stateful.component import Scope
 
 from .generators import EpochGenerator, OwnGenerators
 from .loader import Microbatch, expect_kind, sample_count
-from .workers import let_workers_live_on
+from .workers import ignore_stop_signals
 
 END = object()
 
 
-class LoaderFeed:
+class UserLoader:
     """Micro-batches of any iterable of batches; see :class:`Feed`.
 
     By itself it cannot save its place: :class:`StatefulFeed` and :class:`ReplayedFeed` do, each in its own way.
@@ -56,7 +56,7 @@ class LoaderFeed:
         self.lockstep = lockstep or one_stream or world_size == 1
         self._one_stream = one_stream
         if isinstance(loader, DataLoader):
-            let_workers_live_on(loader)
+            ignore_stop_signals(loader)
         # Always for torchdata's: of a generator that its sampler shares, it restores the sampler's draws alone.
         if isinstance(loader, DataLoader) and (loader.generator is None or isinstance(loader, StatefulDataLoader)):
             loader.generator = EpochGenerator()

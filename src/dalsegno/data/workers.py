@@ -25,7 +25,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 _GRACE = 1.0  # seconds at exit
 
 
-def let_workers_live_on(loader: DataLoader[Any]) -> None:
+def ignore_stop_signals(loader: DataLoader[Any]) -> None:
     """From its next iterator on, no signal but SIGKILL ends the loader's workers."""
     if loader.num_workers and not isinstance(loader.worker_init_fn, _LiveOn):
         loader.worker_init_fn = _LiveOn(loader.worker_init_fn)

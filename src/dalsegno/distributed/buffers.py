@@ -35,7 +35,7 @@ class SharedBuffers:
         self._places = [place for module in self._modules for part in module.modules() for place in _persistent(part)]
         told = "\n".join(f"{name!r} {list(each.shape)} {each.dtype}" for (_, name), each in self._found())
         digest = xxhash.xxh3_64_intdigest(told.encode()) >> 1
-        highest, lowest = collectives.agree_max([digest, -digest], "which buffers all ranks have")
+        highest, lowest = collectives.all_reduce_max([digest, -digest], "which buffers all ranks have")
         if highest != -lowest:
             self._places = []
 
@@ -47,7 +47,7 @@ class SharedBuffers:
             found = {id(each): once(each.detach()) for _, each in self._found()}.values()
             large = [each for each in found if each.nbytes >= _SMALL]
             small = sorted((each for each in found if each.nbytes < _SMALL), key=_kind)
-            collectives.share_from_zero(large)
+            collectives.broadcast_tensors(large)
             for _, alike in groupby(small, key=_kind):
                 _share_together(list(alike))
 
@@ -68,7 +68,7 @@ def _kind(tensor: Tensor) -> tuple[str, str]:
 
 def _share_together(tensors: list[Tensor]) -> None:
     flat = torch.cat([each.reshape(-1) for each in tensors])
-    collectives.share_from_zero([flat])
+    collectives.broadcast_tensors([flat])
     if collectives.rank() != 0:
         for each, part in zip(tensors, torch.split(flat, [each.numel() for each in tensors]), strict=True):
             each.copy_(part.view(each.shape))

@@ -53,7 +53,7 @@ def communication_device() -> torch.device:
     return torch.device("cpu")
 
 
-def agree_max(values: Sequence[int], purpose: str) -> list[int]:
+def all_reduce_max(values: Sequence[int], purpose: str) -> list[int]:
     """Element-wise maximum over all ranks: with flags, any rank's wish counts. One small collective.
 
     Args:
@@ -94,7 +94,7 @@ def _meet(purpose: str) -> None:
     exchange(purpose, (), communication_device())
 
 
-def share_from_zero(tensors: Iterable[torch.Tensor]) -> None:
+def broadcast_tensors(tensors: Iterable[torch.Tensor]) -> None:
     """Give rank 0's values of these (whole, not sharded) tensors to every rank."""
     if initialized():
         for tensor in tensors:
@@ -126,7 +126,7 @@ def broadcast(value: T, purpose: str) -> T:
     return box[0]  # type: ignore[no-any-return]
 
 
-def together(work: Callable[[], T]) -> T:
+def run_on_all_ranks(work: Callable[[], T]) -> T:
     """Run ``work`` on every rank. If it fails on one it fails on all, so that none waits for a rank that gave up.
 
     Raises:
@@ -154,7 +154,7 @@ def _together(work: Callable[[], T], purpose: str) -> T:
     raise _of_another_rank(number, *failed[number]) from failure
 
 
-class SideGroup:
+class BackgroundGroup:
     """The ranks once more, for a thread beside the training: what it says there never meets what the training says.
 
     It goes over gloo, so that no GPU is kept waiting. When another rank is gone, its methods raise. To be had from
@@ -167,7 +167,7 @@ class SideGroup:
         group = dist.new_group(backend="gloo", timeout=_PATIENCE) if initialized() else None
         self._group = None if group is None else weakref.ref(group)
 
-    def decide(self, value: T, judge: Callable[[list[T]], R]) -> R:
+    def gather_decide(self, value: T, judge: Callable[[list[T]], R]) -> R:
         """Rank 0 is given every rank's ``value``, in rank order, and every rank is told what ``judge`` makes of it.
 
         ``judge`` runs on rank 0 and must not raise: the others would wait.
@@ -185,16 +185,16 @@ class SideGroup:
 
 
 _PATIENCE = datetime.timedelta(minutes=60)  # for a rank that is alive, and still has a lot to write
-_side_groups: weakref.WeakKeyDictionary[Any, SideGroup] = weakref.WeakKeyDictionary()
+_side_groups: weakref.WeakKeyDictionary[Any, BackgroundGroup] = weakref.WeakKeyDictionary()
 
 
-def side_group() -> SideGroup:
+def background_group() -> BackgroundGroup:
     """This process's :class:`SideGroup`. Collective the first time."""
     if not initialized():
-        return SideGroup()
+        return BackgroundGroup()
     world = dist.group.WORLD
     if world not in _side_groups:
-        _side_groups[world] = SideGroup()
+        _side_groups[world] = BackgroundGroup()
     return _side_groups[world]
 
 
@@ -227,6 +227,6 @@ def from_rank_zero_in_time(work: Callable[[], T]) -> T:
         return work()
     with ThreadPoolExecutor(1) as beside:
         running = beside.submit(work) if rank() == 0 else None
-        while agree_max([running is not None and not wait([running], timeout=1.0).done], "is rank 0 done")[0]:
+        while all_reduce_max([running is not None and not wait([running], timeout=1.0).done], "is rank 0 done")[0]:
             pass
         return from_rank_zero(lambda: cast(Future[T], running).result())

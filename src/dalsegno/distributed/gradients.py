@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from dalsegno.errors import ConfigurationError
 
 from .sharded_tensors import (
-    Readings,
+    DeviceScalars,
     local_gradients,
     named_parameters,
     shard_groups,
@@ -75,13 +75,13 @@ class GradientNorms:
         if taken:
             self._seen.append((taken, squared_norms(local_gradients(taken, [each.grad for each in taken]))))
 
-    def take(self) -> Readings:
+    def take(self) -> DeviceScalars:
         """Of the gradients that have been seen since the last time. A collective where tensors are sharded."""
         seen, self._seen = self._seen, []
         taken = [parameter for some, _ in seen for parameter in some]
         if taken and len(taken) == len(self._parameters) and all(map(operator.is_, taken, self._parameters)):
             squares = torch.cat([values.to(self._device) for _, values in seen])
-            return Readings(self._names, summed(squares, self._groups).sqrt().float())
+            return DeviceScalars(self._names, summed(squares, self._groups).sqrt().float())
         numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
         squares = torch.zeros(len(numbers) + 1, dtype=torch.float64, device=self._device)  # the last is of strangers
         for some, values in seen:
@@ -90,7 +90,7 @@ class GradientNorms:
         there = sorted({numbers[id(parameter)] for parameter in taken if id(parameter) in numbers})
         norms = summed(squares[:-1], self._groups).sqrt().float()
         chosen = norms[torch.tensor(there, device=self._device, dtype=torch.long)]
-        return Readings([self._names[number] for number in there], chosen)
+        return DeviceScalars([self._names[number] for number in there], chosen)
 
     def forget(self) -> None:
         """What has been seen since the last time."""

@@ -27,7 +27,7 @@ _layout, _dtype = attrgetter("layout"), attrgetter("dtype")  # of hundreds of te
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class LocalShard:
     """This rank's part of a tensor."""
 
     name: str
@@ -41,7 +41,7 @@ class Piece:
 
 def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Each parameter once, a tied one under its first name, without the traces of wrappers."""
-    return [(cleaned(name), parameter) for name, parameter in model.named_parameters()]
+    return [(strip_wrappers(name), parameter) for name, parameter in model.named_parameters()]
 
 
 def expect_materialized(model: nn.Module) -> None:
@@ -52,26 +52,27 @@ def expect_materialized(model: nn.Module) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if torch.nn.parameter.is_lazy(tensor):
             raise ConfigurationError(
-                f"model: {cleaned(name)} of a lazy module has no shape yet, so no optimizer can train it and no "
+                f"model: {strip_wrappers(name)} of a lazy module has no shape yet, so no optimizer can train it and no "
                 "checkpoint fits it; call the model with a batch once, before it is given to an optimizer"
             )
 
 
-def parameter_pieces(model: nn.Module) -> list[Piece]:
+def parameter_shards(model: nn.Module) -> list[LocalShard]:
     """Of all parameters, frozen ones too."""
     return [
-        Piece(name, dense(parameter.detach()), shard_groups(parameter)) for name, parameter in named_parameters(model)
+        LocalShard(name, dense(parameter.detach()), shard_groups(parameter))
+        for name, parameter in named_parameters(model)
     ]
 
 
-def gradient_pieces(model: nn.Module) -> list[Piece]:
+def gradient_shards(model: nn.Module) -> list[LocalShard]:
     """Of all gradients of parameters that are trained."""
     return [_gradient_piece(name, each) for name, each in named_parameters(model) if each.requires_grad]
 
 
 def are_finite(model: nn.Module) -> bool:
     """Whether this rank's parts of the parameters hold no NaN and no infinity. Waits for the device; no collective."""
-    pieces = [piece.local for piece in parameter_pieces(model)]
+    pieces = [piece.local for piece in parameter_shards(model)]
     parts = [part for part in pieces if part.is_floating_point() and part.numel()]
     largest = torch._foreach_norm(parts, torch.inf) if parts else ()  # NaN is not lost in a maximum
     return all(bool(each.isfinite()) for each in largest)
@@ -83,7 +84,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def cleaned(name: str) -> str:
+def strip_wrappers(name: str) -> str:
     """A parameter's name without the traces of torch.compile, activation checkpointing and the like."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
@@ -118,7 +119,7 @@ def shard_groups(tensor: Tensor) -> tuple[ProcessGroup, ...]:
     )
 
 
-class Readings:
+class DeviceScalars:
     """A number for each of some names, on a device until :meth:`read`."""
 
     def __init__(self, names: Sequence[str], values: Tensor) -> None:
@@ -131,28 +132,28 @@ class Readings:
         return dict(zip(self.names, self.values.tolist(), strict=True))
 
 
-def read_together(several: Sequence[Readings]) -> list[dict[str, float]]:
+def read_together(several: Sequence[DeviceScalars]) -> list[dict[str, float]]:
     """What each of them reads, with one wait for all."""
     filled = [each.values.double() for each in several if each.names]
     numbers = iter(torch.cat(filled).tolist() if filled else [])
     return [{name: next(numbers) for name in each.names} for each in several]
 
 
-def norms(pieces: Sequence[Piece]) -> Readings:
+def norms(pieces: Sequence[LocalShard]) -> DeviceScalars:
     """The L2 norm, in fp32, of every tensor that exists. A collective where tensors are sharded."""
     measured = reduced(pieces, squared_norms)
     existing = [number for number, piece in enumerate(pieces) if piece.exists]
     values = measured.sqrt().float()
     chosen = values if len(existing) == len(pieces) else values[torch.tensor(existing, dtype=torch.long)]
-    return Readings([pieces[number].name for number in existing], chosen)
+    return DeviceScalars([pieces[number].name for number in existing], chosen)
 
 
-def total_norm(readings: Readings) -> Tensor:
+def total_norm(readings: DeviceScalars) -> Tensor:
     """Of all the tensors together, from the norms of each: 0-dim, on the device."""
     return readings.values.double().norm() if len(readings.names) else torch.zeros((), dtype=torch.float64)
 
 
-def reduced(pieces: Sequence[Piece], measure: Callable[[list[Tensor]], Tensor]) -> Tensor:
+def reduced(pieces: Sequence[LocalShard], measure: Callable[[list[Tensor]], Tensor]) -> Tensor:
     """What ``measure`` says of each local tensor, summed over the ranks that share it.
 
     Args:
@@ -207,7 +208,7 @@ def _local_gradient(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
     return dense(gradient)
 
 
-def _gradient_piece(name: str, parameter: nn.Parameter) -> Piece:
+def _gradient_piece(name: str, parameter: nn.Parameter) -> LocalShard:
     gradient = parameter.grad
     local = torch.zeros((), device=parameter.device) if gradient is None else _local_gradient(parameter, gradient)
-    return Piece(name, local, shard_groups(parameter), gradient is not None)
+    return LocalShard(name, local, shard_groups(parameter), gradient is not None)

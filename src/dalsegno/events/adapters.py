@@ -73,7 +73,7 @@ def adapt(callback: object, dialect: str | None = None, *, name: str | None = No
     return adapted
 
 
-class Adapted(Callback):
+class CallbackAdapter(Callback):
     """A foreign callback as the dispatcher sees it. A dialect says in a subclass which method is called when, and how.
 
     Everything is bound once: when an event fires, a method is called as directly as can be.
@@ -176,16 +176,18 @@ class Adapted(Callback):
             ) from error
 
 
-def registered_elsewhere() -> list[Callback]:
+def external_global_callbacks() -> list[Callback]:
     """Callbacks that listen to every run because their own library was told so, as by its ``with callback:``."""
     return [adapt(callback) for kind in _dialects().values() for callback in kind.held_globally()]
 
 
-_adapted: WeakValueDictionary[int, Adapted] = WeakValueDictionary()  # id of the foreign callback, which each holds
+_adapted: WeakValueDictionary[int, CallbackAdapter] = (
+    WeakValueDictionary()
+)  # id of the foreign callback, which each holds
 
 
 @cache
-def _dialects() -> dict[str, type[Adapted]]:
+def _dialects() -> dict[str, type[CallbackAdapter]]:
     """By name; those whose modules are there."""
     try:
         package = importlib.import_module(_PLACE)
@@ -196,13 +198,13 @@ def _dialects() -> dict[str, type[Adapted]]:
     return {kind.dialect: kind for kind in kinds}
 
 
-def _named(dialect: str) -> type[Adapted]:
+def _named(dialect: str) -> type[CallbackAdapter]:
     if dialect not in _dialects():
         raise UnknownName("dialect", dialect, _dialects())
     return _dialects()[dialect]
 
 
-def _found(callback: object) -> type[Adapted]:
+def _found(callback: object) -> type[CallbackAdapter]:
     for seen in (_by_base, _by_parameters):
         kinds = [kind for kind in _dialects().values() if seen(callback, kind)]
         if len(kinds) == 1:
@@ -214,11 +216,11 @@ def _found(callback: object) -> type[Adapted]:
     )
 
 
-def _by_base(callback: object, kind: type[Adapted]) -> bool:
+def _by_base(callback: object, kind: type[CallbackAdapter]) -> bool:
     return any(_lies_in(cls, kind.packages) for cls in type(callback).__mro__)
 
 
-def _by_parameters(callback: object, kind: type[Adapted]) -> bool:
+def _by_parameters(callback: object, kind: type[CallbackAdapter]) -> bool:
     handlers = [inspect.signature(getattr(callback, name)) for name in _handlers(callback)]
     count = len(kind.parameters)
     return bool(count and handlers) and all(

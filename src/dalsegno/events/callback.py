@@ -45,7 +45,7 @@ C = TypeVar("C", bound="Callback")
 class Binder(Protocol):
     """Who binds callbacks to the events of a run."""
 
-    def companion(self, kind: Callable[[contexts.Context], C]) -> C:
+    def shared(self, kind: Callable[[contexts.Context], C]) -> C:
         """The one callback of this kind in the run, made when it is first asked for.
 
         What several callbacks need once a run lives there. It is called before them, and saved if it has state.

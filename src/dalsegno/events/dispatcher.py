@@ -33,7 +33,7 @@ _AT_EACH_STEP = frozenset(
 ) | {Event.STEP_DONE}
 
 
-class Channel(list[Handler], Generic[P, C]):
+class HandlerList(list[Handler], Generic[P, C]):
     """An event's handlers, in order, and the one context that they are all given. Empty means: nobody listens."""
 
     __slots__ = ("context", "event", "fill")
@@ -57,7 +57,7 @@ class Channel(list[Handler], Generic[P, C]):
             for handler in self:
                 control.current_handler = handler
                 if (answer := handler(context)) is not None:
-                    control.adopt(answer)
+                    control.merge_from(answer)
         except BaseException as error:
             if handler is not None:
                 error.add_note(f"raised in {method_of(handler, self.event.handler)}")
@@ -102,7 +102,7 @@ class Dispatcher:
         self._unfired = dict(unfired or {})
         self._companions: dict[Any, Callback] = {}
         self.callbacks: list[Callback] = []
-        self.channels: dict[Event, Channel[Any, Any]] = {}
+        self.channels: dict[Event, HandlerList[Any, Any]] = {}
 
         self.init_end = self._channel(Event.INIT_END, contexts.PlainContext.fill)
         self.before_load = self._channel(Event.BEFORE_LOAD, contexts.BeforeLoadContext.fill)
@@ -141,9 +141,9 @@ class Dispatcher:
         self.exception = self._channel(Event.EXCEPTION, contexts.ExceptionContext.fill)
         self.train_end = self._channel(Event.TRAIN_END, contexts.TrainEndContext.fill)
 
-    def _channel(self, event: Event, fill: Callable[Concatenate[C, P], None]) -> Channel[P, C]:
+    def _channel(self, event: Event, fill: Callable[Concatenate[C, P], None]) -> HandlerList[P, C]:
         context = cast(C, self._surroundings(event.context))
-        channel: Channel[P, C] = Channel(event, context, MethodType(fill, context))
+        channel: HandlerList[P, C] = HandlerList(event, context, MethodType(fill, context))
         self.channels[event] = channel
         return channel
 
@@ -170,7 +170,7 @@ class Dispatcher:
             for event, handler in handlers:
                 self.channels[event].append(handler)
 
-    def companion(self, kind: Callable[[Context], K]) -> K:
+    def shared(self, kind: Callable[[Context], K]) -> K:
         """See :class:`dalsegno.events.callback.Binder`. For callbacks, while they are bound."""
         if kind not in self._companions:
             self._companions[kind] = kind(self._surroundings(PlainContext))

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dalsegno.system.lazy_exports import handed_out
+from dalsegno.system.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from .event_files import EventPosition
     from .legs import Leg, RunFile, RunRecord
     from .reader import ReadReport, read_records
     from .rewind import Position, RewindReport
-    from .wall_clock import is_wall_clock, timeless
+    from .wall_clock import drop_wall_clock, is_wall_clock
     from .writer import RecordLog
 
 _HOMES = {
-    "wall_clock": ("is_wall_clock", "timeless"),
+    "wall_clock": ("is_wall_clock", "drop_wall_clock"),
     "event_files": ("EventPosition",),
     "legs": ("Leg", "RunFile", "RunRecord"),
     "reader": ("ReadReport", "read_records"),
@@ -35,10 +35,10 @@ __all__ = [
     "RewindReport",
     "RunFile",
     "RunRecord",
+    "drop_wall_clock",
     "is_wall_clock",
     "read_records",
-    "timeless",
 ]
 
 if not TYPE_CHECKING:
-    __getattr__, __dir__ = handed_out(__name__, _HOMES)
+    __getattr__, __dir__ = lazy_exports(__name__, _HOMES)

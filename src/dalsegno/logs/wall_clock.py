@@ -15,6 +15,6 @@ def is_wall_clock(key: str) -> bool:
     return key in WALL_CLOCK or key.startswith(WALL_CLOCK_BEGINNING) or key.endswith(WALL_CLOCK_ENDINGS)
 
 
-def timeless(record: Mapping[str, Any]) -> dict[str, Any]:
+def drop_wall_clock(record: Mapping[str, Any]) -> dict[str, Any]:
     """``record`` without its wall-clock fields."""
     return {key: value for key, value in record.items() if not is_wall_clock(key)}

@@ -49,7 +49,7 @@ class Retention(Policy):
     def __or__(self, other: Retention) -> Retention:
         return AnyRetention((*rules_of(self), *rules_of(other)))
 
-    def measured_by(self, metric: str, *, greater: bool) -> Retention:
+    def with_metric(self, metric: str, *, greater: bool) -> Retention:
         """The same, by this metric where the rule leaves it open."""
         return self
 
@@ -125,7 +125,7 @@ class AnyRetention(Retention):
         return set().union(*(part(entries) for part in self.parts))
 
     def measured_by(self, metric: str, *, greater: bool) -> Retention:
-        return AnyRetention(tuple(part.measured_by(metric, greater=greater) for part in self.parts))
+        return AnyRetention(tuple(part.with_metric(metric, greater=greater) for part in self.parts))
 
 
 def retention_of(given: Retention | str | Sequence[Retention | str]) -> Retention:

@@ -14,7 +14,7 @@ from dalsegno.errors import ConfigurationError
 from .notation import Policy, read_policies
 
 
-class When(Policy):
+class SaveTrigger(Policy):
     """An occasion to save. Whatever the occasions, the end of the run is one more, unless there are none at all."""
 
     __slots__ = ()
@@ -23,7 +23,7 @@ class When(Policy):
     """Whether each new best metric is one."""
 
     @property
-    def seconds_apart(self) -> float:
+    def interval_s(self) -> float:
         """It is due when so long has gone by since it was the last time, on whichever occasion."""
         return math.inf
 
@@ -39,12 +39,12 @@ class When(Policy):
         """Whether it is due when ``epoch`` epochs are finished."""
         return False
 
-    def __or__(self, other: When) -> When:
-        return AnyOccasion((*_parts(self), *_parts(other)))
+    def __or__(self, other: SaveTrigger) -> SaveTrigger:
+        return AnyTrigger((*_parts(self), *_parts(other)))
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Every(When):
+class Every(SaveTrigger):
     """Due at each multiple of ``steps`` (optimizer steps) or ``epochs`` (whole epochs); 0 means never.
 
     These two are pure functions of the position in the run, so that a resumed run is due exactly where an uninterrupted
@@ -82,7 +82,7 @@ class Every(When):
 
 
 @dataclass(frozen=True, slots=True, repr=False, init=False)
-class AtSteps(When):
+class AtSteps(SaveTrigger):
     """Due when just these numbers of optimizer steps are finished: ``AtSteps(100, 1000, 10_000)``.
 
     Raises:
@@ -104,22 +104,22 @@ class AtSteps(When):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class OnBest(When):
+class OnBest(SaveTrigger):
     """Due when an evaluation has found a new best ``metric_for_best_model``."""
 
     on_best = True
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class AtEnd(When):
+class AtEnd(SaveTrigger):
     """Due at the end of the run, and at no other time."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class AnyOccasion(When):
+class AnyTrigger(SaveTrigger):
     """What ``|`` makes of several."""
 
-    parts: tuple[When, ...]
+    parts: tuple[SaveTrigger, ...]
 
     def __repr__(self) -> str:
         return " | ".join(map(repr, self.parts))
@@ -133,7 +133,7 @@ class AnyOccasion(When):
 
     @property
     def seconds_apart(self) -> float:
-        return min(part.seconds_apart for part in self.parts)
+        return min(part.interval_s for part in self.parts)
 
     def at_step(self, step: int) -> bool:
         return any(part.at_step(step) for part in self.parts)
@@ -142,26 +142,26 @@ class AnyOccasion(When):
         return any(part.at_epoch(epoch) for part in self.parts)
 
 
-def when_of(given: When | str | Sequence[When | str]) -> When:
+def save_trigger(given: SaveTrigger | str | Sequence[SaveTrigger | str]) -> SaveTrigger:
     """One occasion of what a user may give: one, several in a list, or the same as text.
 
     Raises:
         ConfigurationError: if it is something else.
     """
-    if isinstance(given, When):
+    if isinstance(given, SaveTrigger):
         return given
     if isinstance(given, str):
         read = read_policies(given, (Every, AtSteps, OnBest, AtEnd))
-        return when_of([each for each in read if isinstance(each, When)])
+        return save_trigger([each for each in read if isinstance(each, SaveTrigger)])
     if not isinstance(given, Sequence):
         raise ConfigurationError(
             f"{given!r} does not say when; use Every(…), AtSteps(…), OnBest(), AtEnd(), or several in a list"
         )
-    parts = tuple(part for each in given for part in _parts(when_of(each)))
-    return parts[0] if len(parts) == 1 else AnyOccasion(parts)
+    parts = tuple(part for each in given for part in _parts(save_trigger(each)))
+    return parts[0] if len(parts) == 1 else AnyTrigger(parts)
 
 
-def _parts(when: When) -> tuple[When, ...]:
-    if not isinstance(when, When):
+def _parts(when: SaveTrigger) -> tuple[SaveTrigger, ...]:
+    if not isinstance(when, SaveTrigger):
         raise ConfigurationError(f"{when!r} does not say when; use Every(…), AtSteps(…), OnBest() or AtEnd()")
-    return when.parts if isinstance(when, AnyOccasion) else (when,)
+    return when.parts if isinstance(when, AnyTrigger) else (when,)

@@ -7,12 +7,12 @@ from pathlib import Path
 from . import filesystem
 
 
-def attic(output_dir: Path) -> Path:
+def new_archive_dir(output_dir: Path) -> Path:
     """A new, empty place for a timeline that is left: ``rewound/timeline.0001`` and so on. It is not created yet."""
     return filesystem.numbered(output_dir / "rewound", "timeline")
 
 
-def start_over(output_dir: Path) -> Path | None:
+def archive_run(output_dir: Path) -> Path | None:
     """Move the whole run in ``output_dir`` out of the way. Where it is now; None if there was none.
 
     Checkpoints go first, at once: a kill before leaves the run as it was, and one after it a run without checkpoints,
@@ -22,7 +22,7 @@ def start_over(output_dir: Path) -> Path | None:
     leftovers = [path for path in leftovers if path.exists()]
     if not leftovers:
         return None
-    place = attic(output_dir)
+    place = new_archive_dir(output_dir)
     filesystem.make_directory(place)
     for path in leftovers:
         filesystem.rename(path, place / path.name)

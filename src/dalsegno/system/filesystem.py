@@ -31,7 +31,7 @@ watcher: Watcher | None = None
 """Called with (operation, path) before each write, fsync, truncate, rename, mkdir and unlink. For tests."""
 
 
-def announce(operation: str, path: Path) -> None:
+def notify_watcher(operation: str, path: Path) -> None:
     """Tell the watcher, if there is one, what is about to happen to ``path``."""
     if watcher is not None:
         watcher(operation, path)
@@ -57,7 +57,7 @@ def open_own(path: Path, flags: int) -> int:
 @contextlib.contextmanager
 def _announced(operation: str, path: Path) -> Iterator[None]:
     """Tell the watcher, and name the file in what the kernel raises, which knows a descriptor only."""
-    announce(operation, path)
+    notify_watcher(operation, path)
     try:
         yield
     except OSError as error:
@@ -87,7 +87,7 @@ def fsync(descriptor: int, path: Path) -> None:
 
 def fsync_directory(path: Path) -> None:
     """Force a directory's entries (names, renames) to the disk."""
-    announce("fsync", path)
+    notify_watcher("fsync", path)
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -102,24 +102,24 @@ def make_directory(path: Path) -> None:
     """
     if not path.is_dir():
         make_directory(path.parent)
-        announce("mkdir", path)
+        notify_watcher("mkdir", path)
         path.mkdir(exist_ok=True)
         fsync_directory(path.parent)
 
 
-def make_unpublished(path: Path) -> None:
+def mkdir_nosync(path: Path) -> None:
     """Create ``path`` in a directory that is there; nothing happens where it exists.
 
     Its name is forced to the disk when it is published, or what it is a part of: until then nobody needs it.
     """
     if not path.is_dir():
-        announce("mkdir", path)
+        notify_watcher("mkdir", path)
         path.mkdir(exist_ok=True)
 
 
 def rename(source: Path, target: Path) -> None:
     """Rename, then force the new name to the disk. An existing file of that name is replaced."""
-    announce("rename", target)
+    notify_watcher("rename", target)
     source.replace(target)
     fsync_directory(target.parent)
 
@@ -127,10 +127,10 @@ def rename(source: Path, target: Path) -> None:
 def remove(path: Path) -> None:
     """Remove a file or a whole directory; nothing happens where there is none."""
     if path.is_dir() and not path.is_symlink():
-        announce("unlink", path)
+        notify_watcher("unlink", path)
         shutil.rmtree(path)
     elif path.exists() or path.is_symlink():
-        announce("unlink", path)
+        notify_watcher("unlink", path)
         path.unlink()
 
 

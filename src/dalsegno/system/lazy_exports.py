@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 
 
-def handed_out(
+def lazy_exports(
     package: str, homes: Mapping[str, Iterable[str]]
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """``__getattr__`` and ``__dir__`` for a package (PEP 562).

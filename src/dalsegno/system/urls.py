@@ -15,12 +15,12 @@ def is_url(place: str | Path) -> bool:
     return isinstance(place, str) and _URL.match(place) is not None
 
 
-def was_url(place: str | Path) -> bool:
+def is_mangled_url(place: str | Path) -> bool:
     """Whether ``place`` is a path that was a URL, and has lost a slash on its way."""
     return not is_url(place) and _URL.match(str(place).replace(":/", "://", 1)) is not None
 
 
-def local_folder(url: str) -> Path:
+def cache_dir(url: str) -> Path:
     """The folder here for a run at ``url``: always the same one, below ``$DALSEGNO_CACHE`` or ``~/.cache/dalsegno``."""
     cache = Path(os.environ.get("DALSEGNO_CACHE") or "~/.cache/dalsegno").expanduser()
     url = url.rstrip("/")

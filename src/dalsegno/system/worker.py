@@ -145,7 +145,7 @@ class Worker:
             self.counts.ran += 1
 
 
-def step_aside() -> None:
+def lower_thread_priority() -> None:
     """Give the calling thread, and those that it starts, the lowest priority: training comes first."""
     if sys.platform == "linux":  # where a priority is a thread's, not the whole process's
         with contextlib.suppress(OSError):

@@ -12,7 +12,7 @@ from dalsegno.errors import ConfigurationError
 from dalsegno.training.result import TrainResult
 
 from .compare import Comparison, compare_runs
-from .event_trace import Course, CourseRecorder
+from .event_trace import EventRecorder, EventTrace
 from .faults import FaultPlan
 from .processes import start_ranks, values
 
@@ -89,18 +89,20 @@ def assert_resume_equivalent(
     assert comparison.identical, f"the resumed run differs from the uninterrupted one\n{comparison.table()}"
 
 
-def _leg(factory: Factory, output_dir: Path, plan: FaultPlan | None, world_size: int, timeout: float) -> Course | None:
+def _leg(
+    factory: Factory, output_dir: Path, plan: FaultPlan | None, world_size: int, timeout: float
+) -> EventTrace | None:
     """One leg, and what rank 0 went through; None if it was killed (there the plan is armed) or stopped in time."""
     outcomes = start_ranks(_train, world_size, factory, output_dir, plan).wait(timeout)
     if outcomes[0].was_killed and plan is not None:
         return None
-    return cast("Course | None", values(outcomes)[0])
+    return cast("EventTrace | None", values(outcomes)[0])
 
 
-def _train(factory: Factory, output_dir: Path, plan: FaultPlan | None) -> Course | None:
+def _train(factory: Factory, output_dir: Path, plan: FaultPlan | None) -> EventTrace | None:
     from dalsegno.distributed import collectives
 
-    recorder = CourseRecorder()
+    recorder = EventRecorder()
     if collectives.rank() == 0:
         if plan is None:
             recorder.start()

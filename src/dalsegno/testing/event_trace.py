@@ -21,7 +21,7 @@ _SAVING = re.compile(r"step-(\d+)\.partial")
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class EventTrace:
     """The way of a run from its first step to its last."""
 
     steps: int
@@ -61,7 +61,7 @@ def _partial(step: int) -> str:
     return f"step-{step:08d}.partial"
 
 
-class CourseRecorder(Callback):
+class EventRecorder(Callback):
     """Notes the course of the run that this process is about to train from its beginning."""
 
     makes_wishes = False
@@ -76,9 +76,9 @@ class CourseRecorder(Callback):
         register_global_callback(self)
         filesystem.watcher = self._watch
 
-    def course(self) -> Course:
+    def course(self) -> EventTrace:
         """What has been noted so far."""
-        return Course(self._steps, dict(self._writes), tuple(self._epoch_ends))
+        return EventTrace(self._steps, dict(self._writes), tuple(self._epoch_ends))
 
     def on_step_begin(self, ctx: Context) -> None:
         self._steps += 1

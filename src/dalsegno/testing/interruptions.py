@@ -15,7 +15,7 @@ from dalsegno.errors import RankFailed
 from dalsegno.events.callback import Callback
 from dalsegno.events.registration import register_global_callback
 
-from .event_trace import Course
+from .event_trace import EventTrace
 
 How = Literal["kill", "stop"]
 """By SIGKILL, once the checkpoint is published and a step more is done; or by SIGTERM, which saves."""
@@ -72,7 +72,7 @@ class Break:
         return f"{'killed' if self.how == 'kill' else 'stopped'} {self.place}"
 
 
-def breaks_of(course: Course, pattern: Pattern) -> Iterator[Break]:
+def breaks_of(course: EventTrace, pattern: Pattern) -> Iterator[Break]:
     """The breaks of a pattern in a run of that course.
 
     The run's last step is left out: a finished run has nothing to resume. So is the middle of an epoch of one step.

@@ -18,7 +18,7 @@ from dalsegno.events.registration import register_global_callback
 
 from .compare import Comparison, compare_runs
 from .equivalence import Factory
-from .event_trace import Course, CourseRecorder
+from .event_trace import EventRecorder, EventTrace
 from .interruptions import THOROUGH, Break, Milestones, Pattern, breaks_of
 from .processes import Outcome, start_ranks, values
 
@@ -61,7 +61,7 @@ class Trial:
 class _Leg:
     """How a leg went, as its rank 0 tells it."""
 
-    course: Course
+    course: EventTrace
     refusal: str | None
 
 
@@ -184,7 +184,7 @@ def _refused(outcomes: Sequence[Outcome]) -> _Leg | None:
 
 
 def _train(factory: Factory, output_dir: Path, breaks: Sequence[Break], breaks_off: Break | None) -> _Leg:
-    course, beginning = CourseRecorder(), _Beginning(_said(output_dir))
+    course, beginning = EventRecorder(), _Beginning(_said(output_dir))
     Milestones(breaks, breaks_off).start()
     course.start()
     beginning.start()

@@ -13,19 +13,19 @@ import time
 from collections.abc import Callable, Sequence
 
 from dalsegno.distributed import collectives
-from dalsegno.state import NO_WISHES, TrainerControl, Wishes
+from dalsegno.state import NO_REQUESTS, ControlRequests, TrainerControl
 
 _SECONDS_APART = 0.25
 
-Source = Callable[[], Wishes]
+RequestSource = Callable[[], ControlRequests]
 """Looks for wishes from outside, on this rank alone: asked at every step, so it must be quick and may not call a
 collective. It wishes on until what it wishes has come about. One that wishes to stop tells the control why."""
 
 
-class Agreement:
+class ControlSync:
     """Finds out what is wished on any rank. Alone, that is what is wished here."""
 
-    def __init__(self, control: TrainerControl, outside: Sequence[Source] = (), *, each_step: bool) -> None:
+    def __init__(self, control: TrainerControl, outside: Sequence[RequestSource] = (), *, each_step: bool) -> None:
         """``each_step``: callbacks may wish at any step, and shall not have to wait for the clock."""
         self._control = control
         self._outside = outside
@@ -33,47 +33,47 @@ class Agreement:
         self._each_step = each_step
         self._steps, self._batches = _Pace(), _Pace()
 
-    def at_step(self) -> Wishes:
+    def poll(self) -> ControlRequests:
         """To be called at each step's end. What all ranks are going to do; nothing, where they do not agree yet."""
         if self._alone:
-            return self.now()
-        return self.now() if self._steps.is_due() or self._each_step else NO_WISHES
+            return self.sync()
+        return self.sync() if self._steps.is_due() or self._each_step else NO_REQUESTS
 
-    def now(self) -> Wishes:
+    def sync(self) -> ControlRequests:
         """Agree at once."""
         wishes = self._from_outside()  # first: those that wish to stop tell the control why
-        wishes = self._control.wishes() if wishes is NO_WISHES else wishes.and_also(self._control.wishes())
+        wishes = self._control.requests() if wishes is NO_REQUESTS else wishes.merge(self._control.requests())
         if not self._alone:
-            *flags, every = collectives.agree_max([*wishes, self._steps.fitting()], "what a step's end shall do")
+            *flags, every = collectives.all_reduce_max([*wishes, self._steps.fitting()], "what a step's end shall do")
             self._steps.every = every
-            wishes = Wishes(*map(bool, flags))
-        self._control.grant(wishes)
+            wishes = ControlRequests(*map(bool, flags))
+        self._control.acknowledge(wishes)
         return wishes
 
-    def stops_at_batch(self) -> bool:
+    def stop_requested_at_batch(self) -> bool:
         """To be called between two batches of an evaluation: as :meth:`stops`, in time."""
-        return (self._alone or self._batches.is_due()) and self.stops()
+        return (self._alone or self._batches.is_due()) and self.stop_requested()
 
-    def stops(self) -> bool:
+    def stop_requested(self) -> bool:
         """Agree at once whether somebody outside wishes to stop. What callbacks wish has time until the step's end:
         where they act again after a resume, the run would never get past it."""
         stop: int = self._from_outside().stop
         if not self._alone:
-            stop, self._batches.every = collectives.agree_max([stop, self._batches.fitting()], "whether to stop")
+            stop, self._batches.every = collectives.all_reduce_max([stop, self._batches.fitting()], "whether to stop")
         if stop:
-            self._control.grant(Wishes(stop=True))
+            self._control.acknowledge(ControlRequests(stop=True))
         return bool(stop)
 
-    def aborts(self) -> bool:
+    def abort_requested(self) -> bool:
         """Agree at once whether a callback wishes to end without a checkpoint: asked before one is captured."""
         wish: int = self._control.should_abort_without_save
         if not self._alone:
-            (wish,) = collectives.agree_max([wish], "whether to save at all")
+            (wish,) = collectives.all_reduce_max([wish], "whether to save at all")
         if wish:
-            self._control.grant(Wishes(abort=True))
+            self._control.acknowledge(ControlRequests(abort=True))
         return bool(wish)
 
-    def share_reason(self) -> None:
+    def broadcast_reason(self) -> None:
         """Once all stop: tell all ranks why, and who asked."""
         if not self._alone:
             control = self._control
@@ -83,11 +83,11 @@ class Agreement:
             first = next((each for each in asked if each[1]), (None, None, False))
             control.stop_reason, control.stopped_by, control.stop_is_final = first
 
-    def _from_outside(self) -> Wishes:
-        wishes = NO_WISHES
+    def _from_outside(self) -> ControlRequests:
+        wishes = NO_REQUESTS
         for look in self._outside:
-            if (seen := look()) is not NO_WISHES:
-                wishes = wishes.and_also(seen)
+            if (seen := look()) is not NO_REQUESTS:
+                wishes = wishes.merge(seen)
         return wishes
 
 

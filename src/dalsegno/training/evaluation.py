@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import torch
 
-from dalsegno.data import EvalFeed, to_device
-from dalsegno.data.step_batch import LossWeight, draws
+from dalsegno.data import EvalLoader, to_device
+from dalsegno.data.step_batch import LossWeight, iter_steps
 from dalsegno.distributed import collectives
 from dalsegno.distributed.eval_mode import evaluating
 from dalsegno.events.dispatcher import Dispatcher
 
-from .forward import Forward
+from .forward import ForwardPass
 
 
 class LossEvaluation:
@@ -26,10 +26,10 @@ class LossEvaluation:
         self,
         name: str,
         prefix: str,
-        feed: EvalFeed,
+        feed: EvalLoader,
         *,
         on: Dispatcher,
-        forward: Forward,
+        forward: ForwardPass,
         device: torch.device,
         loss_weight: LossWeight | None,
         between_batches: Callable[[], None],
@@ -66,7 +66,7 @@ class LossEvaluation:
         """This rank's weighted sum of losses; the weights and the samples of all ranks."""
         on, weight, samples = self._on, 0.0, 0
         losses: list[torch.Tensor] = []
-        for index, draw in enumerate(draws(self._feed, 1, self._loss_weight)):
+        for index, draw in enumerate(iter_steps(self._feed, 1, self._loss_weight)):
             self._between_batches()
             batch = to_device(draw.microbatches[0].batch, self._device)
             loss, outputs = self._forward(batch)

@@ -17,7 +17,7 @@ LossFunction = Callable[[Any, Any], torch.Tensor]
 Outputs = MutableMapping[str, Any]
 
 
-class Forward:
+class ForwardPass:
     """Calls ``module(**batch)`` (a mapping), ``module(*batch)`` (a tuple or list) or ``module(batch)``.
 
     The loss is what ``loss_fn`` makes of it; else the tensor returned, its ``.loss`` or its ``["loss"]``.

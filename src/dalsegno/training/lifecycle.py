@@ -23,21 +23,21 @@ from dalsegno.checkpoint import (
     CALLBACKS,
     LOSS,
     SETTINGS,
+    CallbackTensors,
     CheckpointManager,
-    HeldTensors,
     ModelState,
     OptimizerState,
-    Sharded,
+    ShardedState,
 )
 from dalsegno.checkpoint.remote import mirror_of
-from dalsegno.data import Feed, TrainingData
+from dalsegno.data import ResumableLoader, TrainingData
 from dalsegno.data.step_batch import LossWeight, agreed_place
 from dalsegno.distributed import collectives
 from dalsegno.distributed.buffers import SharedBuffers
 from dalsegno.distributed.rng import RandomState
 from dalsegno.distributed.sharded_tensors import are_finite, device_of
 from dalsegno.errors import ConfigurationError, Locked
-from dalsegno.events.adapters import registered_elsewhere
+from dalsegno.events.adapters import external_global_callbacks
 from dalsegno.events.callback import Callback, components_of, global_callbacks
 from dalsegno.events.dispatcher import Dispatcher
 from dalsegno.events.registration import check_callbacks
@@ -49,15 +49,15 @@ from dalsegno.system.filesystem import make_directory
 from dalsegno.system.lock import DirectoryLock, is_seen
 
 from .metric_checks import expect_evaluations
-from .metrics import Meter
-from .optim import AsBuilt, form_check
+from .metrics import MetricAccumulator
+from .optim import InitialHyperparameters, form_check
 from .result import Reason, TrainResult
-from .resume import Beginning, Resume, load_best
+from .resume import ResumeOptions, Resumer, load_best
 from .save_coordinator import Flight
 from .session import Run
-from .settings import Brought, Settings, planned_steps
-from .signals import Interrupts
-from .step_boundary import Boundary
+from .settings import RecordedSettings, UserSupplied, planned_steps
+from .signals import SignalWatcher
+from .step_boundary import StepBoundary
 from .time_limit import TimeLimit
 from .trained_parameters import expect_saved
 
@@ -66,7 +66,7 @@ _SCHEDULER = "scheduler."
 logger = logging.getLogger("dalsegno")
 
 
-class Assembly:
+class RunLifecycle:
     """A model, its optimizer, its data and its callbacks, with the checkpoints of their run."""
 
     def __init__(
@@ -77,12 +77,12 @@ class Assembly:
         loss_fn: nn.Module | None = None,
         optimizer: Optimizer,
         schedulers: Sequence[Any],
-        feed: Feed,
+        feed: ResumableLoader,
         callbacks: Iterable[object],
         core: Sequence[Callback] = (),
         others: Mapping[str, Stateful],
         data: TrainingData,
-        brought: Brought,
+        brought: UserSupplied,
         surroundings: Mapping[str, Any],
         unfired: Mapping[Event, str] | None = None,
     ) -> None:
@@ -92,10 +92,10 @@ class Assembly:
             is_local_process_zero=collectives.local_rank() == 0, is_world_process_zero=collectives.rank() == 0
         )
         self.control = TrainerControl()
-        self.meter = Meter(device_of(model))
+        self.meter = MetricAccumulator(device_of(model))
         self.random_state = RandomState(args.seed)
-        self.own_callbacks = _with_defaults(check_callbacks(callbacks))
-        self.on = Dispatcher(
+        self.user_callbacks = _with_defaults(check_callbacks(callbacks))
+        self.dispatcher = Dispatcher(
             lambda context: context(
                 args=args,
                 state=self.state,
@@ -112,8 +112,8 @@ class Assembly:
         self._model_state, self._loss_states = ModelState(model), _loss_states(loss_fn, model)
         self._optimizer_state = OptimizerState(model, optimizer, loss_fn)
         self.buffers = SharedBuffers([model] if loss_fn is None else [model, loss_fn])
-        self._settings = Settings(
-            args, brought, AsBuilt(optimizer, schedulers), schedulers, feed, data, device_of(model)
+        self._settings = RecordedSettings(
+            args, brought, InitialHyperparameters(optimizer, schedulers), schedulers, feed, data, device_of(model)
         )
         own: dict[str, Stateful] = {
             SETTINGS: self._settings,
@@ -130,33 +130,33 @@ class Assembly:
         self._manager = CheckpointManager(args.directory, keep=args.keeping)
         self._mirror = mirror_of(args.url, args.directory, args.keeping)
         self.run_file = RunFile(args.directory)
-        self._interrupts = Interrupts(self.control)
+        self._interrupts = SignalWatcher(self.control)
         self._time_limit = TimeLimit(self.control, args.max_seconds)
-        self.boundary = Boundary(
+        self.boundary = StepBoundary(
             args,
-            self.on,
+            self.dispatcher,
             self.state,
             self.control,
             meter=self.meter,
             saver=self,
-            outside=[self._interrupts.look, self._time_limit.look],
+            outside=[self._interrupts.poll, self._time_limit.poll],
         )
         self._core = core
         self._result: TrainResult | None = None  # of the former leg in this process
         self._has_trained = False
-        self.set_callbacks(self.own_callbacks)
+        self.set_callbacks(self.user_callbacks)
 
     def set_callbacks(self, callbacks: Sequence[Callback]) -> None:
         """Let exactly these listen: between the core's and the global ones."""
-        everywhere = [*global_callbacks(), *registered_elsewhere()]
+        everywhere = [*global_callbacks(), *external_global_callbacks()]
         present = [callback for callback in everywhere if callback not in callbacks]
-        self.on.bind([*self._core, *callbacks, *present])
+        self.dispatcher.bind([*self._core, *callbacks, *present])
         self._held = [
-            HeldTensors(f"{CALLBACKS}{callback.key}", callback, self._model)
-            for callback in self.on.callbacks
+            CallbackTensors(f"{CALLBACKS}{callback.key}", callback, self._model)
+            for callback in self.dispatcher.callbacks
             if isinstance(callback, TensorHolder)
         ]
-        self.own_callbacks = list(callbacks)
+        self.user_callbacks = list(callbacks)
 
     # -- checkpoints: what a Run's boundary asks for ------------------------------------------------------------
 
@@ -165,14 +165,14 @@ class Assembly:
 
     def rehearse(self) -> None:
         if self.args.saving:
-            self._manager.rehearse(self._sharded(), self._components())
+            self._manager.check_serializable(self._sharded(), self._components())
 
     def prepare(self) -> None:
         self._manager.prepare(self._sharded())
 
     def save(self, step: int, *, metrics: Mapping[str, float], is_best: bool) -> Flight:
         self.random_state.step = step
-        return self._manager.launch(
+        return self._manager.save_async(
             step,
             self._sharded(),
             self._components(),
@@ -181,7 +181,7 @@ class Assembly:
             is_finite=not self.meter.is_broken() or are_finite(self._model),
             background=self.args.save_in_background,
             published=partial(self._note_published, step, time.monotonic()),
-            settled=self._mirror.look,
+            settled=self._mirror.poll,
         )
 
     def _note_published(self, step: int, began: float) -> None:
@@ -197,25 +197,25 @@ class Assembly:
         if not self.args.load_best_model_at_end or best is None:
             return
         # With what callbacks hold: an average was measured in the weights' place.
-        parts: list[Sharded] = [self._model_state, *self._loss_states, *self._held]
+        parts: list[ShardedState] = [self._model_state, *self._loss_states, *self._held]
         load_best(self._manager, self.args.directory / best, parts)
 
-    def _sharded(self) -> list[Sharded]:
+    def _sharded(self) -> list[ShardedState]:
         """What is spread over the ranks: model and loss, their optimizer, and what callbacks hold of that kind."""
         return [self._model_state, *self._loss_states, self._optimizer_state, *self._held]
 
     def _components(self) -> list[Component]:
         others = [Component(key, target, form_check(target)) for key, target in self._others.items()]
-        return [*others, *components_of(self.on.callbacks)]
+        return [*others, *components_of(self.dispatcher.callbacks)]
 
     # -- one leg ------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def opened(self) -> Iterator[None]:
+    def lock_run_dir(self) -> Iterator[None]:
         """Hold the run's folder, for this process alone, and take care to leave it in time."""
         self._time_limit.start()
         with self._interrupts.listening(), self._held_directory():
-            self._manager.clean()
+            self._manager.remove_partial()
             yield
 
     @contextmanager
@@ -234,7 +234,7 @@ class Assembly:
         except OSError as error:
             raise ConfigurationError(f"output_dir={str(directory)!r}: cannot be written to: {error}") from error
         try:
-            _expect_shared(directory, token)
+            _check_directory_is_shared(directory, token)
             self._mirror.claim(take_over=self.args.take_over_lock)
             yield
         finally:
@@ -244,33 +244,33 @@ class Assembly:
             finally:
                 lock.release()
 
-    def restore(self, resume: Resume) -> Path | None:
+    def restore(self, resume: ResumeOptions) -> Path | None:
         """Bring everything to where the leg begins: see ``Trainer.train``. The checkpoint that it goes on from."""
-        self.set_callbacks(self.own_callbacks)  # a global callback may have come or gone
-        expect_evaluations(self.args, self.on.callbacks, has_sets=bool(self.boundary.evaluations))
+        self.set_callbacks(self.user_callbacks)  # a global callback may have come or gone
+        expect_evaluations(self.args, self.dispatcher.callbacks, has_sets=bool(self.boundary.evaluations))
         path, step = self._restored(resume), self.state.global_step
         is_own = path is not None and path.resolve() == self._manager.path_of(step).resolve()
         self._mirror.begin(step if is_own else None)
         return path
 
-    def _restored(self, resume: Resume) -> Path | None:
+    def _restored(self, resume: ResumeOptions) -> Path | None:
         self.control.clear()  # no wish of a former leg sticks
         self.state.max_steps = planned_steps(self.args, self.feed)
         self.state.num_train_epochs = self.args.num_train_epochs
-        self._settings.observe()
+        self._settings.begin_session()
         if resume.origin is True and self._result is not None and not self.args.load_best_model_at_end:
             return self._result.checkpoint  # else the weights in memory are not those that were trained last
-        beginning = Beginning(
+        beginning = Resumer(
             self._manager,
             self._mirror,
             self.args.directory,
-            on=self.on,
+            on=self.dispatcher,
             state=self.state,
             boundary=self.boundary,
             settings=self._settings,
             feed=self.feed,
         )
-        checkpoint = beginning.choose(resume, has_trained=self._has_trained)
+        checkpoint = beginning.select_checkpoint(resume, has_trained=self._has_trained)
         if checkpoint is None:
             self.random_state.start()
             if resume.load_components:
@@ -281,7 +281,7 @@ class Assembly:
         self.state.num_input_tokens_seen = self.meter.run_tokens + self.meter.tokens * collectives.world_size()
         return checkpoint.path
 
-    def finished(self, resume: Resume) -> TrainResult | None:
+    def finished_result(self, resume: ResumeOptions) -> TrainResult | None:
         """The result of the leg that has ended this run, if one has, and nothing more is asked for."""
         args, state, place = self.args, self.state, agreed_place(self.feed)
         ended = collectives.from_rank_zero(self.run_file.last_leg)
@@ -315,11 +315,11 @@ class Assembly:
                 ended.why or "no reason given",
             )
 
-    def leg(self, resumed_from: Path | None, loss_weight: LossWeight | None = None) -> Run:
+    def session(self, resumed_from: Path | None, loss_weight: LossWeight | None = None) -> Run:
         """A run from where everything is now to its end."""
         return Run(
             self.args,
-            on=self.on,
+            on=self.dispatcher,
             state=self.state,
             control=self.control,
             feed=self.feed,
@@ -332,7 +332,7 @@ class Assembly:
             resumed_from=resumed_from,
         )
 
-    def begun(self) -> None:
+    def mark_started(self) -> None:
         """Note that a leg begins: from now on, what is in memory may be the middle of a step.
 
         Raises:
@@ -341,7 +341,7 @@ class Assembly:
         self.rehearse()
         self._result, self._has_trained = None, True
 
-    def ended(self, result: TrainResult) -> TrainResult:
+    def mark_finished(self, result: TrainResult) -> TrainResult:
         """Note that a leg has come to its end by itself, so that another one may go on from what is in memory."""
         self._result = result
         return result
@@ -379,7 +379,7 @@ def _check_state(state: Mapping[str, object], *, taken: Sequence[str]) -> None:
             )
 
 
-def _expect_shared(directory: Path, token: str) -> None:
+def _check_directory_is_shared(directory: Path, token: str) -> None:
     """
     Raises:
         ConfigurationError: on all ranks, if one does not see what rank 0 has written. Else each host would have a part

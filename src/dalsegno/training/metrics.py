@@ -32,7 +32,7 @@ class MeterState(TypedDict):
     run_tokens: Count
 
 
-class Meter:
+class MetricAccumulator:
     """Losses, gradient norms and counts of this rank since the last record; a component, so that no kill loses any.
 
     A step's loss stays the tensor that it is: it is looked at when a record is due, all of them at once.
@@ -81,7 +81,7 @@ class Meter:
         """Whether the last step's loss, or the norm of its gradients, is NaN or infinite; on this rank."""
         return not all(math.isfinite(float(each)) for each in self._last)
 
-    def take(self) -> dict[str, float]:
+    def reduce_and_reset(self) -> dict[str, float]:
         """What the interval since the last take amounts to, on all ranks; and begin a new one. Collective.
 
         Returns:

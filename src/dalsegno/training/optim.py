@@ -60,7 +60,7 @@ def default_scheduler(optimizer: Optimizer, args: TrainingArguments, max_steps: 
     return LambdaLR(optimizer, factor)
 
 
-class AsBuilt:
+class InitialHyperparameters:
     """The hyperparameters that optimizer and schedules were built with; a checkpoint puts saved ones over them."""
 
     def __init__(self, optimizer: Optimizer, schedulers: Sequence[Any]) -> None:
@@ -78,12 +78,12 @@ class AsBuilt:
             name: column[0] if all(each == column[0] for each in column) else column for name, column in columns.items()
         }
 
-    def put_back(self, *names: str) -> None:
+    def restore(self, *names: str) -> None:
         """Give these hyperparameters, say ``weight_decay``, back to the optimizer."""
         for group, built in zip(self._optimizer.param_groups, self._groups, strict=True):
             group.update({name: built[name] for name in names})
 
-    def put_back_rates(self) -> None:
+    def restore_lrs(self) -> None:
         """Let the schedules go on from their present place, at the learning rates that were built."""
         if not self._schedulers:
             return
@@ -94,7 +94,7 @@ class AsBuilt:
             group["initial_lr"] = built.get("initial_lr", built["lr"])
         self._set_rates(shares)
 
-    def follow_schedule(self) -> None:
+    def reapply_schedule(self) -> None:
         """Give the groups the rates that the schedule gives for its present place: it may be another schedule now."""
         if self._schedulers:
             self._set_rates(_shares(self._schedulers[-1]))

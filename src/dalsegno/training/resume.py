@@ -16,14 +16,14 @@ from dalsegno.checkpoint import (
     CheckpointManager,
     LoadReport,
     ModelState,
-    Sharded,
+    ShardedState,
     load_parts,
     load_weights,
     weights_are_at,
 )
 from dalsegno.checkpoint.compatibility import check_allowed
 from dalsegno.checkpoint.remote import Mirror
-from dalsegno.data import Feed
+from dalsegno.data import ResumableLoader
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint, NotFound, UnknownName
 from dalsegno.events.dispatcher import Dispatcher
@@ -31,8 +31,8 @@ from dalsegno.state import SavedTrainerState, TrainerState
 from dalsegno.stateful.component import Component
 from dalsegno.system import archive
 
-from .settings import Settings
-from .step_boundary import Boundary
+from .settings import RecordedSettings
+from .step_boundary import StepBoundary
 
 logger = logging.getLogger("dalsegno")
 
@@ -41,7 +41,7 @@ _OF_THE_COURSE = ("trainer", "clock", "loader", "rng", "meter", SETTINGS)
 
 
 @dataclass(frozen=True, slots=True)
-class Resume:
+class ResumeOptions:
     """How a leg is to begin: what ``Trainer.train`` and ``dalsegno.Run`` are told about it."""
 
     origin: bool | str | Path = True
@@ -79,7 +79,7 @@ class Resume:
             )
 
 
-class Beginning:
+class Resumer:
     """Chooses the checkpoint that a leg goes on from, and loads it."""
 
     def __init__(
@@ -90,9 +90,9 @@ class Beginning:
         *,
         on: Dispatcher,
         state: TrainerState,
-        boundary: Boundary,
-        settings: Settings,
-        feed: Feed,
+        boundary: StepBoundary,
+        settings: RecordedSettings,
+        feed: ResumableLoader,
     ) -> None:
         self._manager = manager
         self._mirror = mirror
@@ -103,7 +103,7 @@ class Beginning:
         self._settings = settings
         self._feed = feed
 
-    def choose(self, resume: Resume, *, has_trained: bool) -> Checkpoint | None:
+    def select_checkpoint(self, resume: ResumeOptions, *, has_trained: bool) -> Checkpoint | None:
         """The verified checkpoint that the leg goes on from; None: it begins at step 0. Fires on_before_load.
 
         With parts to load, a checkpoint of this run's own all the same, if there is one: the run has begun with them.
@@ -117,14 +117,18 @@ class Beginning:
             DamagedCheckpoint: if the one at the path is damaged, or there is none that is whole.
             ConfigurationError: if the leg would begin at step 0, but the model is trained already.
         """
-        checkpoint = self._found(resume, has_trained)
+        checkpoint = self._requested_checkpoint(resume, has_trained)
         if self._on.before_load and (checkpoint is not None or not resume.load_components):
             self._on.before_load.fill(*((checkpoint.path, checkpoint.step) if checkpoint else (None, 0)))
             self._on.before_load.fire()
         return checkpoint
 
     def load(
-        self, checkpoint: Checkpoint, resume: Resume, sharded: Sequence[Sharded], components: Sequence[Component]
+        self,
+        checkpoint: Checkpoint,
+        resume: ResumeOptions,
+        sharded: Sequence[ShardedState],
+        components: Sequence[Component],
     ) -> None:
         """Restore everything, and leave the timeline that lies beyond. Fires on_load.
 
@@ -148,15 +152,17 @@ class Beginning:
             report.notes.append("settings: this checkpoint does not know its own, so nothing was compared")
         if not checkpoint.manifest.finite:
             report.notes.append("model: NaN or infinity is in its weights; resume_from_checkpoint= an older checkpoint")
-        self._settings.put_in_force(report.changes)
-        self._leave_behind(checkpoint, report, chosen=resume.chooses)
+        self._settings.apply_overrides(report.changes)
+        self._archive_later(checkpoint, report, chosen=resume.chooses)
         logger.info("resumed from %s\n%s", checkpoint.path, report.table())
         self._warn(report)
         if self._on.load:
             self._on.load.fill(checkpoint.path, checkpoint.step, report)
             self._on.load.fire()
 
-    def load_parts(self, resume: Resume, sharded: Sequence[Sharded], components: Sequence[Component]) -> None:
+    def load_parts(
+        self, resume: ResumeOptions, sharded: Sequence[ShardedState], components: Sequence[Component]
+    ) -> None:
         """Load what ``resume`` names, and nothing else, as the beginning of a new run. Fires on_before_load, on_load.
 
         Raises:
@@ -172,8 +178,8 @@ class Beginning:
             assert checkpoint is not None, "a path is found, or an error"
             there = checkpoint.manifest.components.keys()
             found = [each.key for each in parts if there & {*each.keys}]
-            _expect_all(keys, [*there & {each.key for each in sharded}, *found], path)
-            self._say_where_from(path)
+            _check_all_exist(keys, [*there & {each.key for each in sharded}, *found], path)
+            self._log_origin(path)
             report = load_parts(
                 checkpoint,
                 [each for each in sharded if each.key in keys],
@@ -182,18 +188,18 @@ class Beginning:
             )
         else:
             model = next(each for each in sharded if isinstance(each, ModelState))
-            _expect_all(keys, [model.key], path)
-            self._say_where_from(path)
+            _check_all_exist(keys, [model.key], path)
+            self._log_origin(path)
             report = load_weights(path, model, allowed=resume.allow_changes)
         if "optimizer" in keys:
-            self._settings.put_back_rates()
+            self._settings.restore_lrs()
         logger.info("begun with parts of %s\n%s", path, report.table())
         self._warn(report)
         if self._on.load:
             self._on.load.fill(path, 0, report)
             self._on.load.fire()
 
-    def _say_where_from(self, path: Path) -> None:
+    def _log_origin(self, path: Path) -> None:
         if self._on.before_load:
             self._on.before_load.fill(path, 0)
             self._on.before_load.fire()
@@ -203,25 +209,25 @@ class Beginning:
         if beware and self._state.is_world_process_zero:
             logger.warning("the run goes on with changes:\n  %s", "\n  ".join(beware))
 
-    def _found(self, resume: Resume, has_trained: bool) -> Checkpoint | None:
+    def _requested_checkpoint(self, resume: ResumeOptions, has_trained: bool) -> Checkpoint | None:
         if resume.origin is False:
             if has_trained:
                 raise ConfigurationError(
                     "resume_from_checkpoint=False: this model is trained already; build a new trainer"
                 )
-            collectives.from_rank_zero(partial(archive.start_over, self._output_dir))
+            collectives.from_rank_zero(partial(archive.archive_run, self._output_dir))
             return None
         if resume.origin is True or resume.load_components:
             checkpoint = self._newest(resume)
         else:
-            checkpoint = self._at(Path(resume.origin))
+            checkpoint = self._checkpoint_at(Path(resume.origin))
         if checkpoint is None and has_trained:
             raise ConfigurationError(
                 "the last train() broke off inside a step, and there is no checkpoint to go back to; build a new one"
             )
         return checkpoint
 
-    def _at(self, path: Path) -> Checkpoint | None:
+    def _checkpoint_at(self, path: Path) -> Checkpoint | None:
         if collectives.from_rank_zero(lambda: weights_are_at(path)):
             raise ConfigurationError(
                 f"resume_from_checkpoint={str(path)!r}: these are weights, and no run to go on with; give "
@@ -229,34 +235,34 @@ class Beginning:
             )
         return self._manager.find(path)
 
-    def _newest(self, resume: Resume) -> Checkpoint | None:
+    def _newest(self, resume: ResumeOptions) -> Checkpoint | None:
         try:
             checkpoint = self._manager.find(strict=resume.strict)
         except DamagedCheckpoint as error:
-            if not resume.strict and self._mirror.bring(None):
+            if not resume.strict and self._mirror.fetch_newer(None):
                 return self._manager.find()
             error.add_note("resume_from_checkpoint=False starts anew, and moves all that is there into rewound/")
             raise
-        if self._mirror.bring(None if checkpoint is None else checkpoint.step):
+        if self._mirror.fetch_newer(None if checkpoint is None else checkpoint.step):
             checkpoint = self._manager.find(strict=resume.strict)
         return checkpoint
 
-    def _leave_behind(self, checkpoint: Checkpoint, report: LoadReport, *, chosen: bool) -> None:
+    def _archive_later(self, checkpoint: Checkpoint, report: LoadReport, *, chosen: bool) -> None:
         """One timeline: what is beyond a chosen checkpoint is moved away; all, if that is another run's."""
         step, state = checkpoint.step, self._state
         is_own = checkpoint.path.resolve() == self._manager.path_of(step).resolve()
-        self._boundary.saves.go_on_from(checkpoint.path if is_own else None, step)
+        self._boundary.saves.set_latest(checkpoint.path if is_own else None, step)
         self._boundary.metrics = dict(checkpoint.manifest.metrics) if is_own else {}
         if not is_own:
             state.best_metric, state.best_global_step, state.best_model_checkpoint = None, 0, None
         if chosen:
-            place = archive.attic(self._output_dir) / "checkpoints"
-            moved = self._manager.abandon_after(step if is_own else None, place)
+            place = archive.new_archive_dir(self._output_dir) / "checkpoints"
+            moved = self._manager.archive_after(step if is_own else None, place)
             if moved:
                 report.notes.append(f"{len(moved)} later checkpoint(s) are now in {place}")
 
 
-def load_best(manager: CheckpointManager, path: Path, parts: Sequence[Sharded]) -> None:
+def load_best(manager: CheckpointManager, path: Path, parts: Sequence[ShardedState]) -> None:
     """Put these parts of the best checkpoint, at ``path``, into memory. Collective.
 
     Raises:
@@ -306,7 +312,7 @@ def _key_of(name: str, known: Sequence[str]) -> str:
     return key
 
 
-def _expect_all(keys: Collection[str], there: Collection[str], path: Path) -> None:
+def _check_all_exist(keys: Collection[str], there: Collection[str], path: Path) -> None:
     for key in keys:
         if key not in there:
             raise UnknownName(f"component in {path}:", key, there)

@@ -40,17 +40,17 @@ from torch.optim import Optimizer
 
 from dalsegno.args import TrainingArguments
 from dalsegno.checkpoint import unwrapped
-from dalsegno.data import TrainingData, loader_feed
-from dalsegno.data.step_batch import Draw
+from dalsegno.data import TrainingData, resumable_loader
+from dalsegno.data.step_batch import StepBatch
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import device_of, expect_materialized
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.table import Event
 
 from . import session
-from .lifecycle import Assembly
-from .resume import Resume
-from .settings import Brought
+from .lifecycle import RunLifecycle
+from .resume import ResumeOptions
+from .settings import UserSupplied
 
 UNFIRED = dict.fromkeys(
     [
@@ -123,16 +123,16 @@ class Run(session.Run):
     ) -> None:
         expect_materialized(model)
         schedulers = lr_scheduler if isinstance(lr_scheduler, (list, tuple)) else [lr_scheduler] if lr_scheduler else []
-        self._assembly = parts = Assembly(
+        self._assembly = parts = RunLifecycle(
             args,
             model=unwrapped(model),
             optimizer=optimizer,
             schedulers=schedulers,
-            feed=loader_feed(loader, seed=args.shuffle_seed, world_size=collectives.world_size()),
+            feed=resumable_loader(loader, seed=args.shuffle_seed, world_size=collectives.world_size()),
             callbacks=callbacks,
             others=state or {},
             data=TrainingData.of_loader(loader),
-            brought=Brought(),
+            brought=UserSupplied(),
             surroundings={
                 "processing_class": None,
                 "train_dataloader": loader,
@@ -145,7 +145,7 @@ class Run(session.Run):
             parts.boundary.evaluations = [_Evaluation(evaluate)]
         super().__init__(
             args,
-            on=parts.on,
+            on=parts.dispatcher,
             state=parts.state,
             control=parts.control,
             feed=parts.feed,
@@ -160,7 +160,7 @@ class Run(session.Run):
         self._is_inside = False  # the ``with`` block
         self._index = 0  # of the present micro-batch in its step
         self._lr: float | torch.Tensor | None = None  # that the newest update used
-        self._resume = Resume(
+        self._resume = ResumeOptions(
             resume_from_checkpoint, strict, strict_callbacks, allow_changes, load_components, continue_stopped
         )
         self._held = ExitStack()
@@ -169,11 +169,11 @@ class Run(session.Run):
 
     def __enter__(self) -> Self:
         with ExitStack() as held:
-            held.enter_context(self._assembly.opened())
+            held.enter_context(self._assembly.lock_run_dir())
             self.resumed_from = self._assembly.restore(self._resume)
-            self.result = self._assembly.finished(self._resume)
+            self.result = self._assembly.finished_result(self._resume)
             if self.result is None:
-                self._assembly.begun()
+                self._assembly.mark_started()
                 super().__enter__()
                 held.callback(self._optimizer.register_step_pre_hook(self._before_update).remove)
                 held.callback(self._optimizer.register_step_post_hook(self._after_update).remove)
@@ -189,9 +189,9 @@ class Run(session.Run):
             if self.result is None:
                 super().__exit__(kind, error, trace)
             if error is None and self.result is not None:
-                self._assembly.ended(self.result)
+                self._assembly.mark_finished(self.result)
 
-    def draws(self) -> Iterator[Draw]:
+    def draws(self) -> Iterator[StepBatch]:
         """As :meth:`dalsegno.training.session.Run.draws`; none if the run is finished.
 
         Raises:
@@ -203,7 +203,7 @@ class Run(session.Run):
                 "run: for batch in run.batches(): …"
             )
         if self.result is None:
-            yield from super().draws()
+            yield from super().steps()
 
     def batches(self) -> Iterator[Any]:
         """The batches of the steps that are left to do. :meth:`step_end` is due after each step's last one.
@@ -252,7 +252,7 @@ class Run(session.Run):
                     _accumulate(model, held)
             yield
 
-    def _present(self, what: str) -> Draw:
+    def _present(self, what: str) -> StepBatch:
         if self._draw is None:
             raise ConfigurationError(f"run.{what}: there is no batch just now; it is known from a batch to step_end()")
         return self._draw

@@ -15,11 +15,11 @@ from dalsegno.args import TrainingArguments
 from dalsegno.distributed import collectives
 from dalsegno.errors import SaveFailed
 from dalsegno.events.dispatcher import Dispatcher
-from dalsegno.state import NO_WISHES, TrainerState, Wishes
+from dalsegno.state import NO_REQUESTS, ControlRequests, TrainerState
 
 logger = logging.getLogger("dalsegno")
 
-_LANDED = Wishes(landed=True)
+_LANDED = ControlRequests(save_done=True)
 
 
 class Flight(Protocol):
@@ -31,7 +31,7 @@ class Flight(Protocol):
     failure: SaveFailed | None
 
     @property
-    def has_landed(self) -> bool:
+    def done(self) -> bool:
         """Whether this rank knows how it ended."""
         ...
 
@@ -76,7 +76,7 @@ class Saver(Protocol):
         ...
 
 
-class Saves:
+class SaveCoordinator:
     """What a boundary saves, and tells of it."""
 
     def __init__(
@@ -97,7 +97,7 @@ class Saves:
         self._saver = saver
         self._flight: Flight | None = None
         self._best_before: str | None = None  # the best checkpoint, before the one in flight
-        self.go_on_from(None)
+        self.set_latest(None)
         self.begin_leg()
 
     def begin_leg(self) -> None:
@@ -106,15 +106,15 @@ class Saves:
         self._is_wanted = True
         self._is_prepared = not (self._args.saving and self._args.save_in_background)
 
-    def go_on_from(self, checkpoint: Path | None, step: int = 0) -> None:
+    def set_latest(self, checkpoint: Path | None, step: int = 0) -> None:
         """The newest checkpoint of this run is that one."""
         self.newest = checkpoint
         """The newest that is published."""
         self._published_step = self._asked_step = None if checkpoint is None else step
 
-    def look(self) -> Wishes:
+    def poll(self) -> ControlRequests:
         """Whether a save has landed that nobody was told of: a source for the agreement."""
-        return _LANDED if self._flight is not None and self._flight.has_landed else NO_WISHES
+        return _LANDED if self._flight is not None and self._flight.done else NO_REQUESTS
 
     def prepare(self) -> None:
         """Once in a leg, after its first step: the optimizer has its state by then. Collective."""
@@ -131,7 +131,7 @@ class Saves:
         on, step = self._on, self._state.global_step
         if self._asked_step == step:
             return
-        self.collect()
+        self.finalize()
         self._is_prepared = True
         path, is_best = self._saver.path_of(step), self._is_best()
         if on.before_save:
@@ -142,13 +142,13 @@ class Saves:
         self._flight = self._saver.save(step, metrics=metrics, is_best=is_best)
         self._asked_step = step
         if not self._args.save_in_background:
-            self.collect()
+            self.finalize()
 
     def amend(self, metrics: Mapping[str, float]) -> None:
         """Let this step's checkpoint know, if it was saved before the evaluation. Collective."""
         step = self._state.global_step
         if self._asked_step == step:
-            self.collect()
+            self.finalize()
         if self._published_step == step:
             self._saver.amend(step, metrics=metrics, is_best=self._is_best())
 
@@ -161,7 +161,7 @@ class Saves:
         state.best_model_checkpoint = self._relative(self._saver.path_of(state.global_step))
         return True
 
-    def collect(self) -> None:
+    def finalize(self) -> None:
         """Wait for the save that is on its way, if there is one, and tell what has become of it. On all ranks.
 
         Raises:
@@ -181,7 +181,7 @@ class Saves:
             on.save.fill(flight.path, flight.step, flight.is_best)
             on.save.fire()
 
-    def forgo(self) -> None:
+    def skip_final_save(self) -> None:
         """All ranks have agreed to end this leg without a checkpoint: that the last one has failed is no error then."""
         self._is_wanted = False
 
@@ -191,7 +191,7 @@ class Saves:
         Raises:
             SaveFailed: if it has failed.
         """
-        self.collect()
+        self.finalize()
         if self._failures and self._is_wanted:
             raise self._failures[-1]
 

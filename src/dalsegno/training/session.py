@@ -20,8 +20,8 @@ from typing import Any, Self
 import torch
 
 from dalsegno.args import TrainingArguments
-from dalsegno.data import Feed
-from dalsegno.data.step_batch import Draw, LossWeight, agreed_place, draws
+from dalsegno.data import ResumableLoader
+from dalsegno.data.step_batch import LossWeight, StepBatch, agreed_place, iter_steps
 from dalsegno.distributed import collectives
 from dalsegno.distributed.buffers import SharedBuffers
 from dalsegno.errors import ConfigurationError, EmptyDataset
@@ -30,12 +30,12 @@ from dalsegno.events.table import Event
 from dalsegno.logs import RunFile
 from dalsegno.state import TrainerControl, TrainerState
 
-from .metrics import Meter
+from .metrics import MetricAccumulator
 from .result import TrainResult, reason_of
 from .save_coordinator import Saver
-from .step_boundary import Boundary, Due
+from .step_boundary import DueActions, StepBoundary
 
-_NOTHING = Due()
+_NOTHING = DueActions()
 
 
 class Run:
@@ -48,9 +48,9 @@ class Run:
         on: Dispatcher,
         state: TrainerState,
         control: TrainerControl,
-        feed: Feed,
-        meter: Meter,
-        boundary: Boundary,
+        feed: ResumableLoader,
+        meter: MetricAccumulator,
+        boundary: StepBoundary,
         saver: Saver,
         buffers: SharedBuffers,
         run_file: RunFile,
@@ -72,7 +72,7 @@ class Run:
         self._world_size = collectives.world_size()
         self._legs = run_file if collectives.rank() == 0 else None
         self._logging, self._evaluation, self._saving = args.logging, args.evaluation, args.saving
-        self._draw: Draw | None = None  # the one whose step has not ended yet
+        self._draw: StepBatch | None = None  # the one whose step has not ended yet
         self._place = feed.position  # behind that draw, in epochs; the same on all ranks
         self._ends_epoch = False  # with that draw, where the length is known
         self._due = _NOTHING
@@ -96,7 +96,7 @@ class Run:
                 self._on.train_begin.fill(self.resumed_from)
                 self._on.train_begin.fire()
         except BaseException as error:
-            self._leave(error)
+            self._close(error)
             raise
         return self
 
@@ -110,9 +110,9 @@ class Run:
                     self.control.stop("the loop was left before its end", by="the loop")
                 self._finish()
             except BaseException as late:
-                self._leave(late)
+                self._close(late)
                 raise
-        self._leave(error)
+        self._close(error)
 
     def _save_before_epoch_end(self) -> None:
         """The loop was left: if between an epoch's last step and the epoch's end, the checkpoint due there is taken."""
@@ -140,7 +140,7 @@ class Run:
         self._boundary.log(metrics, "final")
         self._saver.load_best_model()
 
-    def _leave(self, error: BaseException | None) -> None:
+    def _close(self, error: BaseException | None) -> None:
         """on_exception where due, then on_train_end, once. No collective: the other ranks may be gone."""
         on, control, metrics = self._on, self.control, self._final_metrics
         self.state.clock.stop()
@@ -178,7 +178,7 @@ class Run:
 
     # -- steps --------------------------------------------------------------------------------------------------
 
-    def draws(self) -> Iterator[Draw]:
+    def steps(self) -> Iterator[StepBatch]:
         """The micro-batches of each step that is left to do. :meth:`step_end` is due before the next.
 
         Raises:
@@ -186,10 +186,10 @@ class Run:
         """
         on, feed = self._on, self._feed
         self._place = agreed_place(feed)
-        if self._boundary.leaves_at_once():
+        if self._boundary.should_stop_now():
             return
         if self.state.evaluations_owed:
-            self._boundary.act(Due(evaluate=True))
+            self._boundary.run_due_actions(DueActions(evaluate=True))
         while not self._is_over():
             if not feed.started:
                 self.state.epoch_is_cut = False  # a wish at the last epoch's end is no wish for this one
@@ -197,20 +197,20 @@ class Run:
                     on.epoch_begin.fill(feed.epoch)
                     on.epoch_begin.fire()
             yield from self._rest_of_epoch()
-            if self._boundary.leaving or self._is_cut_short():
+            if self._boundary.stopping or self._is_cut_short():
                 return
             if not feed.started:
-                self._run_dry()
+                self._data_exhausted()
                 return
             self._end_epoch()
 
-    def _rest_of_epoch(self) -> Iterator[Draw]:
+    def _rest_of_epoch(self) -> Iterator[StepBatch]:
         if self.state.epoch_is_cut:  # at the end of the step that the leg goes on from
             return
-        for draw in draws(self._feed, self.args.gradient_accumulation_steps, self._loss_weight):
+        for draw in iter_steps(self._feed, self.args.gradient_accumulation_steps, self._loss_weight):
             if 0 < self.args.max_steps <= self.state.global_step:  # a loader that is longer than it said
                 return
-            self._foresee(draw)
+            self._plan_step(draw)
             if not self._is_rehearsed:  # once more: a loader has its state, and a callback all of its own, only now
                 self._saver.rehearse()
                 self._is_rehearsed = True
@@ -223,7 +223,7 @@ class Run:
                     f"step {self.state.global_step + 1} did not end: call run.step_end(loss=…) after each batch for "
                     "which run.is_last_microbatch is true (an epoch's last step may have fewer batches than the others)"
                 )
-            if self._boundary.leaving or self.state.epoch_is_cut or self._is_cut_short():
+            if self._boundary.stopping or self.state.epoch_is_cut or self._is_cut_short():
                 return
 
     def step_end(
@@ -257,7 +257,7 @@ class Run:
             on.step_end.fire()
         if self._listens_to_metrics:
             self._report_metrics(loss, grad_norm)
-        self._boundary.act(self._due, epoch_ends=self._ends_epoch)
+        self._boundary.run_due_actions(self._due, epoch_ends=self._ends_epoch)
         if on.step_done:
             on.step_done.fill(state.global_step)
             on.step_done.fire()
@@ -273,13 +273,13 @@ class Run:
             self._on.train_metrics.fill(metrics)
             self._on.train_metrics.fire()
 
-    def _foresee(self, draw: Draw) -> None:
+    def _plan_step(self, draw: StepBatch) -> None:
         """What the coming step's end will do, so that costly things are captured only then."""
         state, control, step = self.state, self.control, self.state.global_step + 1
         self._place, state.data_seconds = draw.place, draw.seconds
         self._ends_epoch = ends_epoch = self._place >= self._feed.epoch + 1
         is_final = self._is_last(step, self._place) and not ends_epoch  # else the epoch's end saves
-        self._due = due = Due(
+        self._due = due = DueActions(
             log=self._logging.at_step(step) or (step == 1 and self.args.logging_first_step and bool(self._logging)),
             evaluate=self._evaluation.at_step(step),
             save=self._saving.at_step(step) or (is_final and bool(self._saving)),
@@ -301,24 +301,24 @@ class Run:
         due = self._due_at_epoch_end(self.state.global_step)
         feed.next_epoch()
         self.state.epoch = self._place = feed.position
-        self._boundary.act(due)
+        self._boundary.run_due_actions(due)
 
-    def _due_at_epoch_end(self, step: int) -> Due:
+    def _due_at_epoch_end(self, step: int) -> DueActions:
         """What the end of this epoch asks for, if ``step`` is its last step."""
         done = self._feed.epoch + 1
         last = self._is_last(step, done)
-        return Due(
+        return DueActions(
             log=self._logging.at_epoch(done),
             evaluate=self._evaluation.at_epoch(done),
             save=self._saving.at_epoch(done) or (last and bool(self._saving)),
         )
 
-    def _run_dry(self) -> None:
+    def _data_exhausted(self) -> None:
         """An epoch without a single batch."""
         if self.state.global_step == 0:
             raise EmptyDataset("the training data has not a single batch; look at the dataset, or at drop_last")
         self._exhausted = True
-        self._boundary.act(Due(save=bool(self._saving)))
+        self._boundary.run_due_actions(DueActions(save=bool(self._saving)))
 
     def _is_last(self, step: int, place: float) -> bool:
         """Whether the run goes no further than ``step`` finished steps, or ``place`` in the epochs."""
@@ -330,7 +330,7 @@ class Run:
         return self._is_last(self.state.global_step, self._place) and not used_up
 
     def _is_over(self) -> bool:
-        return self._boundary.leaving or self._is_cut_short()
+        return self._boundary.stopping or self._is_cut_short()
 
 
 def _failures(work: Callable[[], object]) -> list[BaseException]:

@@ -12,10 +12,10 @@ import torch
 
 from dalsegno.args import TrainingArguments
 from dalsegno.checkpoint.compatibility import END_OF_SCHEDULE, Change
-from dalsegno.data import NOT_EXACT, Feed, TrainingData
+from dalsegno.data import NOT_EXACT, ResumableLoader, TrainingData
 from dalsegno.distributed import collectives
 
-from .optim import AsBuilt
+from .optim import InitialHyperparameters
 
 logger = logging.getLogger("dalsegno")
 
@@ -55,7 +55,7 @@ _OF_NOBODY = {
 
 
 @dataclass(frozen=True, slots=True)
-class Brought:
+class UserSupplied:
     """Which parts the user brings along, so that the settings that describe the default ones have no effect."""
 
     optimizer: bool = True
@@ -64,7 +64,7 @@ class Brought:
     loop: bool = True
 
 
-class Settings:
+class RecordedSettings:
     """Plain values by name: the component ``settings``.
 
     Args:
@@ -82,10 +82,10 @@ class Settings:
     def __init__(
         self,
         args: TrainingArguments,
-        brought: Brought,
-        built: AsBuilt,
+        brought: UserSupplied,
+        built: InitialHyperparameters,
         schedulers: Iterable[Any],
-        feed: Feed,
+        feed: ResumableLoader,
         data: TrainingData,
         device: torch.device,
     ) -> None:
@@ -99,7 +99,7 @@ class Settings:
         self._fingerprint: dict[str, Any] | None = None
         self._planned = -1
 
-    def observe(self) -> None:
+    def begin_session(self) -> None:
         """A leg begins. Look at the data, once in this process, before training does. Collective.
 
         Raises:
@@ -107,26 +107,26 @@ class Settings:
         """
         former, self._planned = self._planned, planned_steps(self._args, self._feed)
         if former not in (-1, self._planned) and not self._brought.schedule:
-            self._built.follow_schedule()
+            self._built.reapply_schedule()
         if self._fingerprint is None:
             self._fingerprint, doubts = self._data.examine()
             if doubts and self._args.saving and collectives.rank() == 0:
                 said = "a resumed run will not read what an uninterrupted one does:\n  " + "\n  ".join(doubts)
                 logger.warning("%s", said, extra={NOT_EXACT: True})
 
-    def put_in_force(self, changes: Iterable[Change]) -> None:
+    def apply_overrides(self, changes: Iterable[Change]) -> None:
         """What a checkpoint has brought back with the optimizer, and the user has changed meanwhile, is the user's."""
         changed = {change.setting for change in changes}
         names = {_OF_OPTIMIZER[setting] for setting in changed & _OF_OPTIMIZER.keys()}
         if "optimizer" in changed or "lr" in names:
-            self._built.put_back_rates()
+            self._built.restore_lrs()
         elif changed & {*_OF_SCHEDULE, END_OF_SCHEDULE}:
-            self._built.follow_schedule()
-        self._built.put_back(*(names - {"lr"}))
+            self._built.reapply_schedule()
+        self._built.restore(*(names - {"lr"}))
 
-    def put_back_rates(self) -> None:
+    def restore_lrs(self) -> None:
         """The learning rates of this run, where only the optimizer's state is another's."""
-        self._built.put_back_rates()
+        self._built.restore_lrs()
 
     def state_dict(self) -> dict[str, Any]:
         return {**self._given(), **self._surroundings(), "dataset": self._fingerprint}
@@ -175,7 +175,7 @@ def _processor() -> str:
     return str(torch.backends.cpu.get_cpu_capability())
 
 
-def planned_steps(args: TrainingArguments, feed: Feed) -> int:
+def planned_steps(args: TrainingArguments, feed: ResumableLoader) -> int:
     """The steps of the whole run; -1 where only the end of the data will tell."""
     if args.max_steps > 0:
         return args.max_steps

@@ -15,14 +15,14 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from dalsegno.state import NO_WISHES, TrainerControl, Wishes
+from dalsegno.state import NO_REQUESTS, ControlRequests, TrainerControl
 
 logger = logging.getLogger("dalsegno")
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
-class Interrupts:
+class SignalWatcher:
     """Notes :data:`SIGNALS` while it is :meth:`listening`, and wishes to stop once it has."""
 
     def __init__(self, control: TrainerControl) -> None:
@@ -57,15 +57,15 @@ class Interrupts:
             if self._former[number] not in (signal.SIG_DFL, signal.default_int_handler):
                 signal.raise_signal(number)
 
-    def look(self) -> Wishes:
+    def poll(self) -> ControlRequests:
         """A wish to stop, once a signal has come."""
         if not self._noted:
-            return NO_WISHES
+            return NO_REQUESTS
         first = self._noted[0]
         if first is signal.SIGINT and not self._control.should_training_stop:
             logger.warning("SIGINT: training ends here, with a checkpoint; press Ctrl-C again to end without one")
         self._control.stop(first.name, by="signal")
-        return Wishes(stop=True)
+        return ControlRequests(stop=True)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and signal.SIGINT in self._noted:
@@ -78,7 +78,7 @@ class Interrupts:
                 signal.signal(number, handler)
 
 
-_listening: Interrupts | None = None
+_listening: SignalWatcher | None = None
 
 
 def _restore_in_child() -> None:

@@ -27,7 +27,7 @@ _IN_EVALUATION = {
 }
 
 
-class Takeback:
+class StateSnapshot:
     """Remembers how things are now. Costs about 0.1 ms, and what ``state_dict`` costs of each callback that listens."""
 
     def __init__(self, callbacks: Iterable[Callback]) -> None:

@@ -19,17 +19,17 @@ import torch
 from torch.optim import Optimizer
 
 from dalsegno.data import to_device
-from dalsegno.data.step_batch import Draw
+from dalsegno.data.step_batch import StepBatch
 from dalsegno.distributed import collectives
 from dalsegno.distributed.parallel import Parallel
 from dalsegno.events.dispatcher import Dispatcher
 from dalsegno.events.table import Event
 from dalsegno.state import TrainerState
 
-from .forward import Forward, Outputs
+from .forward import ForwardPass, Outputs
 
 
-class Updated(NamedTuple):
+class StepResult(NamedTuple):
     """What one update was like."""
 
     loss: torch.Tensor
@@ -40,14 +40,14 @@ class Updated(NamedTuple):
     """The learning rate that was used, of the first parameter group."""
 
 
-class Update:
+class TrainStep:
     """Carries out one step at each call."""
 
     def __init__(
         self,
         on: Dispatcher,
         state: TrainerState,
-        forward: Forward,
+        forward: ForwardPass,
         parallel: Parallel,
         optimizer: Optimizer,
         schedulers: Sequence[Any],
@@ -81,7 +81,7 @@ class Update:
         with self._parallel.training():
             yield
 
-    def __call__(self, draw: Draw) -> Updated:
+    def __call__(self, draw: StepBatch) -> StepResult:
         on, optimizer = self._on, self._optimizer
         loss = self._accumulate(draw)
         if self._scaler is not None:
@@ -107,9 +107,9 @@ class Update:
             on.after_zero_grad.fire()
         if stepped:
             self._schedule()
-        return Updated(loss, grad_norm, lr)
+        return StepResult(loss, grad_norm, lr)
 
-    def _accumulate(self, draw: Draw) -> torch.Tensor:
+    def _accumulate(self, draw: StepBatch) -> torch.Tensor:
         on = self._on
         last = len(draw.microbatches) - 1
         total: torch.Tensor | None = None

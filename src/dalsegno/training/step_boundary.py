@@ -23,13 +23,13 @@ from dalsegno.args import TrainingArguments
 from dalsegno.distributed import collectives
 from dalsegno.errors import UnknownName
 from dalsegno.events.dispatcher import Dispatcher
-from dalsegno.state import NO_WISHES, TrainerControl, TrainerState, Wishes
+from dalsegno.state import NO_REQUESTS, ControlRequests, TrainerControl, TrainerState
 
-from .control_sync import Agreement, Source
+from .control_sync import ControlSync, RequestSource
 from .metric_checks import expect_metrics
-from .metrics import Meter
-from .save_coordinator import Saver, Saves
-from .snapshot import Takeback
+from .metrics import MetricAccumulator
+from .save_coordinator import SaveCoordinator, Saver
+from .snapshot import StateSnapshot
 
 logger = logging.getLogger("dalsegno")
 
@@ -45,7 +45,7 @@ class Evaluation(Protocol):
         ...
 
 
-class Due(NamedTuple):
+class DueActions(NamedTuple):
     """What the schedules ask for."""
 
     log: bool = False
@@ -53,11 +53,11 @@ class Due(NamedTuple):
     save: bool = False
 
 
-class BrokenOff(BaseException):
+class EvaluationInterrupted(BaseException):
     """Leads out of an evaluation that the ranks have agreed to break off. No ``Exception``: nobody shall catch it."""
 
 
-class Boundary:
+class StepBoundary:
     """Does what is due or wished for between two steps."""
 
     def __init__(
@@ -67,9 +67,9 @@ class Boundary:
         state: TrainerState,
         control: TrainerControl,
         *,
-        meter: Meter,
+        meter: MetricAccumulator,
         saver: Saver,
-        outside: Sequence[Source] = (),
+        outside: Sequence[RequestSource] = (),
     ) -> None:
         """``outside``: who else has wishes, beside the callbacks."""
         self._args = args
@@ -78,7 +78,7 @@ class Boundary:
         self._control = control
         self._meter = meter
         self._outside = outside
-        self.saves = Saves(args, on, state, saver, is_called_off=lambda: self._agreement.aborts())
+        self.saves = SaveCoordinator(args, on, state, saver, is_called_off=lambda: self._agreement.abort_requested())
         self.evaluations: Sequence[Evaluation] = ()
         self.metrics: dict[str, float] = {}
         """Of the newest evaluation."""
@@ -87,54 +87,54 @@ class Boundary:
 
     def begin_leg(self) -> None:
         """No decision of a former leg is left."""
-        self._seconds_apart = self._args.saving.seconds_apart
+        self._seconds_apart = self._args.saving.interval_s
         self._saved_at = time.monotonic()
-        outside = [*self._outside, self.saves.look]
+        outside = [*self._outside, self.saves.poll]
         if self._seconds_apart < math.inf:
-            outside.append(self._look_at_clock)
-        self._agreement = Agreement(self._control, outside, each_step=self._on.wishes_each_step())
+            outside.append(self._poll_clock)
+        self._agreement = ControlSync(self._control, outside, each_step=self._on.wishes_each_step())
         self.saves.begin_leg()
         self._save_is_held = False
         self.lr: Any = None
         """What the newest update used."""
         self._broken_since: int | None = None  # the first of the last records whose loss was NaN or infinite
         self._has_warned = False
-        self.leaving = False
+        self.stopping = False
         """All ranks have agreed to stop."""
 
-    def leaves_at_once(self) -> bool:
+    def should_stop_now(self) -> bool:
         """Whether the leg is to end before it has done anything, say because a signal came while it was loading."""
-        if self._agreement.stops():
-            self._leave()
-        return self.leaving
+        if self._agreement.stop_requested():
+            self._stop()
+        return self.stopping
 
-    def act(self, due: Due, *, epoch_ends: bool = False) -> None:
+    def run_due_actions(self, due: DueActions, *, epoch_ends: bool = False) -> None:
         """Do what is ``due``, and what callbacks wish as far as the ranks agree on it here.
 
         ``epoch_ends``: the end of the epoch follows at once. What is to be saved here is saved there, so that one
         checkpoint contains both, unless the leg ends here.
         """
         agreement = self._agreement
-        wishes = agreement.now() if any(due) or epoch_ends else agreement.at_step()
+        wishes = agreement.sync() if any(due) or epoch_ends else agreement.poll()
         if due.log or wishes.log:
             self.log_training()
-            wishes = wishes.and_also(agreement.now())
+            wishes = wishes.merge(agreement.sync())
         if due.evaluate or wishes.evaluate:
             self._evaluate_step()
-            wishes = wishes.and_also(agreement.now())
+            wishes = wishes.merge(agreement.sync())
         if wishes.stop or wishes.abort:
-            self._leave()
+            self._stop()
         if wishes.abort:
-            self.saves.forgo()
+            self.saves.skip_final_save()
         if wishes.end_epoch:
             self._state.epoch_is_cut = True
-        if wishes.landed:
-            self.saves.collect()
-        save = due.save or wishes.save or self._save_is_held or self.leaving
-        self._save_is_held = save and epoch_ends and not self.leaving
+        if wishes.save_done:
+            self.saves.finalize()
+        save = due.save or wishes.save or self._save_is_held or self.stopping
+        self._save_is_held = save and epoch_ends and not self.stopping
         if save and not self._save_is_held and not wishes.abort:
             self._save()
-        elif not self.leaving:
+        elif not self.stopping:
             self.saves.prepare()
 
     def save_held(self, *, also: bool) -> None:
@@ -152,18 +152,18 @@ class Boundary:
         self._saved_at = time.monotonic()
         self.saves.save(self.metrics)
         if control.should_abort_without_save:
-            self._leave()
-            self.saves.forgo()
+            self._stop()
+            self.saves.skip_final_save()
         else:
             control.stop_reason, control.stopped_by, control.stop_is_final = asked
 
-    def _leave(self) -> None:
-        self.leaving = True
-        self._agreement.share_reason()
+    def _stop(self) -> None:
+        self.stopping = True
+        self._agreement.broadcast_reason()
 
     def log_training(self) -> None:
         """The record of the steps since the last one. Collective."""
-        logs: dict[str, Any] = self._meter.take()
+        logs: dict[str, Any] = self._meter.reduce_and_reset()
         if self.lr is not None:
             logs["learning_rate"] = float(self.lr)
         if self._meter.run_tokens:
@@ -223,12 +223,12 @@ class Boundary:
         if not state.evaluations_owed:
             state.evaluations_owed, self.metrics = [each.name for each in self.evaluations], {}
         for evaluation in [each for each in self.evaluations if each.name in state.evaluations_owed]:
-            take_back = Takeback(self._on.callbacks)
+            take_back = StateSnapshot(self._on.callbacks)
             try:
                 with self._announced(evaluation) as evaluated_weights:
                     self._may_break_off = True
                     metrics = evaluation()
-            except BrokenOff:
+            except EvaluationInterrupted:
                 take_back()
                 return
             finally:
@@ -245,8 +245,8 @@ class Boundary:
         Raises:
             BrokenOff: if it is a step's evaluation, and all ranks have agreed to stop.
         """
-        if self._may_break_off and self._agreement.stops_at_batch():
-            raise BrokenOff
+        if self._may_break_off and self._agreement.stop_requested_at_batch():
+            raise EvaluationInterrupted
 
     @contextmanager
     def _announced(self, evaluation: Evaluation) -> Iterator[str | None]:
@@ -293,7 +293,7 @@ class Boundary:
         if args.saving.on_best:
             self._control.should_save = True
 
-    def _look_at_clock(self) -> Wishes:
+    def _poll_clock(self) -> ControlRequests:
         """A wish to save, once the newest checkpoint is old enough. By rank 0's clock: one is enough."""
         is_time = collectives.rank() == 0 and time.monotonic() - self._saved_at >= self._seconds_apart
-        return Wishes(save=True) if is_time else NO_WISHES
+        return ControlRequests(save=True) if is_time else NO_REQUESTS

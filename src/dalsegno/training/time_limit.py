@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Mapping
 
-from dalsegno.state import NO_WISHES, TrainerControl, Wishes
+from dalsegno.state import NO_REQUESTS, ControlRequests, TrainerControl
 
 logger = logging.getLogger("dalsegno")
 
@@ -48,7 +48,7 @@ class TimeLimit:
         """A save took this many seconds, from its capture to its publication."""
         self._longest_save = max(self._longest_save, save)
 
-    def look(self) -> Wishes:
+    def poll(self) -> ControlRequests:
         """A wish to stop, once it is time."""
         now = time.monotonic()
         step, self._looked = now - self._looked, now
@@ -58,9 +58,9 @@ class TimeLimit:
         elif left <= step + 2 * self._longest_save + self._spare:
             self._why = self._why or f"Slurm ends this job in {left:.0f} s"
         if self._why is None:
-            return NO_WISHES
+            return NO_REQUESTS
         self._control.stop(self._why, by="clock")
-        return Wishes(stop=True)
+        return ControlRequests(stop=True)
 
 
 def _seconds_until(announced: str | None) -> float:

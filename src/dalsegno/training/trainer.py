@@ -16,11 +16,11 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dalsegno.args import TrainingArguments
 from dalsegno.checkpoint import unwrapped
-from dalsegno.data import Feed, TrainingData
-from dalsegno.data.build import Collator, evaluation_sets, readable, training_feed
+from dalsegno.data import ResumableLoader, TrainingData
+from dalsegno.data.build import Collator, eval_batches, evaluation_sets_from_args, train_loader_from_args
 from dalsegno.data.step_batch import LossWeight
-from dalsegno.distributed.parallel import InBackward, spread
-from dalsegno.distributed.parallel.torchrun import join_ranks
+from dalsegno.distributed.parallel import FusedBackward, parallelize
+from dalsegno.distributed.parallel.torchrun import init_distributed
 from dalsegno.distributed.precision import autocast_dtype
 from dalsegno.distributed.sharded_tensors import expect_materialized
 from dalsegno.errors import ConfigurationError, UnknownName
@@ -32,13 +32,13 @@ from dalsegno.state import TrainerControl, TrainerState
 
 from . import loop
 from .evaluation import LossEvaluation
-from .forward import Forward, LossFunction
-from .lifecycle import Assembly
+from .forward import ForwardPass, LossFunction
+from .lifecycle import RunLifecycle
 from .optim import PlateauStep, default_optimizer, default_scheduler
 from .result import TrainResult
-from .resume import Resume
-from .settings import Brought, planned_steps
-from .step import Update
+from .resume import ResumeOptions
+from .settings import UserSupplied, planned_steps
+from .step import TrainStep
 
 _MEANT = {
     "train_data": "train_dataset",
@@ -113,26 +113,26 @@ class Trainer:
         expect_materialized(model)
         self.model = model
         self.args = args
-        device = join_ranks(args.use_cpu)
+        device = init_distributed(args.use_cpu)
         _check_writable(args.directory)
-        feed = training_feed(args, train_dataset, train_dataloader, data_collator)
+        feed = train_loader_from_args(args, train_dataset, train_dataloader, data_collator)
         model.to(device)
         if args.torch_compile:
             model.compile(backend=args.torch_compile_backend)
         loss_module = unwrapped(loss_fn).to(device) if isinstance(loss_fn, nn.Module) else None
-        parallel = spread(model, args.parallel, device, loss_module)
+        parallel = parallelize(model, args.parallel, device, loss_module)
         is_own_optimizer = optimizer is not None
         if optimizer is None:
             optimizer = default_optimizer([model] if loss_module is None else [model, loss_module], args)
         else:
             _check_steps_alone(optimizer)
-            parallel.adopt(optimizer)
-        sets = evaluation_sets(args, eval_dataset, eval_dataloader, data_collator)
+            parallel.rebind(optimizer)
+        sets = evaluation_sets_from_args(args, eval_dataset, eval_dataloader, data_collator)
         schedulers = _schedulers(lr_scheduler, optimizer, args, feed)
         plateaus = [each for each in schedulers if isinstance(each, ReduceLROnPlateau)]
         scaler = torch.amp.GradScaler(device.type) if args.fp16 else None
         self._loss_weight = loss_weight
-        self._assembly = Assembly(
+        self._assembly = RunLifecycle(
             args,
             model=model,
             loss_fn=loss_module,
@@ -145,7 +145,7 @@ class Trainer:
             data=TrainingData(train_dataset, None, data_collator, args.dataloader_num_workers)
             if train_dataset is not None
             else TrainingData.of_loader(train_dataloader),
-            brought=Brought(
+            brought=UserSupplied(
                 optimizer=is_own_optimizer,
                 schedule=lr_scheduler is not None,
                 loader=train_dataloader is not None,
@@ -154,18 +154,18 @@ class Trainer:
             surroundings={
                 "processing_class": processing_class,
                 "train_dataloader": train_dataloader if train_dataloader is not None else feed,
-                "eval_dataloader": eval_dataloader if eval_dataloader is not None else readable(sets, device),
+                "eval_dataloader": eval_dataloader if eval_dataloader is not None else eval_batches(sets, device),
                 "trainer": self,
             },
             unfired=dict.fromkeys(_WITH_ALL_GRADIENTS, _FUSED) if args.fuse_optim_with_backward else {},
         )
-        on = self._assembly.on
+        on = self._assembly.dispatcher
         if args.fuse_optim_with_backward:
-            parallel = InBackward(parallel, model, optimizer, lambda: self._update.wants_norm())
+            parallel = FusedBackward(parallel, model, optimizer, lambda: self._update.wants_norm())
         autocast = autocast_dtype(bf16=args.bf16, fp16=args.fp16)
         loss_fn = parallel.loss_fn or loss_module or loss_fn
-        forward = Forward(on, parallel.module, loss_fn, device, autocast, is_compiled=args.torch_compile)
-        self._update = Update(
+        forward = ForwardPass(on, parallel.module, loss_fn, device, autocast, is_compiled=args.torch_compile)
+        self._update = TrainStep(
             on,
             self.state,
             forward,
@@ -201,7 +201,7 @@ class Trainer:
     @property
     def callbacks(self) -> list[Callback]:
         """In the order in which they are called."""
-        return self._assembly.on.callbacks
+        return self._assembly.dispatcher.callbacks
 
     def train(
         self,
@@ -237,18 +237,20 @@ class Trainer:
             StateMismatch: if what was saved does not fit what is here; nothing has been changed then.
             EmptyDataset: if there is not a single batch.
         """
-        resume = Resume(
+        resume = ResumeOptions(
             resume_from_checkpoint, strict, strict_callbacks, allow_changes, load_components, continue_stopped
         )
         assembly = self._assembly
-        with assembly.opened():
+        with assembly.lock_run_dir():
             resumed_from = assembly.restore(resume)
-            finished = assembly.finished(resume)
+            finished = assembly.finished_result(resume)
             if finished is not None:
                 return finished
-            assembly.begun()
+            assembly.mark_started()
             with self._update.leg():
-                return assembly.ended(loop.train(assembly.leg(resumed_from, self._loss_weight), self._update))
+                return assembly.mark_finished(
+                    loop.train(assembly.session(resumed_from, self._loss_weight), self._update)
+                )
 
     def evaluate(self) -> dict[str, float]:
         """Measure the model as it is on each evaluation set. On all ranks.
@@ -269,9 +271,9 @@ class Trainer:
         What the model says to each batch is handed to ``on_prediction_step``; ``on_predict`` gets the metrics.
         """
         metrics: dict[str, float] = {}
-        for name, prefix, feed in evaluation_sets(self.args, test_dataset, None, self._collator):
+        for name, prefix, feed in evaluation_sets_from_args(self.args, test_dataset, None, self._collator):
             metrics |= self._evaluation(name, prefix.replace("eval", "test", 1), feed)()
-        on = self._assembly.on
+        on = self._assembly.dispatcher
         if on.predict:
             on.predict.fill(metrics)
             on.predict.fire()
@@ -302,7 +304,7 @@ class Trainer:
 
     def add_callback(self, callback: object) -> None:
         """Let one more callback listen, after the others."""
-        self._assembly.set_callbacks([*self._assembly.own_callbacks, adapt(callback)])
+        self._assembly.set_callbacks([*self._assembly.user_callbacks, adapt(callback)])
 
     def remove_callback(self, callback: object) -> Callback:
         """Let a callback, or the one with that key, listen no longer; it is returned.
@@ -310,8 +312,8 @@ class Trainer:
         Raises:
             UnknownName: if there is none; the message names the nearest.
         """
-        gone = self._assembly.on.find(callback if isinstance(callback, str) else adapt(callback).key)
-        self._assembly.set_callbacks([each for each in self._assembly.own_callbacks if each is not gone])
+        gone = self._assembly.dispatcher.find(callback if isinstance(callback, str) else adapt(callback).key)
+        self._assembly.set_callbacks([each for each in self._assembly.user_callbacks if each is not gone])
         return gone
 
 
@@ -351,7 +353,7 @@ def _check_best(args: TrainingArguments, sets: Sequence[str]) -> None:
         raise ConfigurationError(f"load_best_model_at_end=True: say by metric_for_best_model= which decides: {names}")
 
 
-def _schedulers(given: Any, optimizer: Optimizer, args: TrainingArguments, feed: Feed) -> list[Any]:
+def _schedulers(given: Any, optimizer: Optimizer, args: TrainingArguments, feed: ResumableLoader) -> list[Any]:
     if given is None:
         if any(group["lr"] is None for group in optimizer.param_groups):
             raise ConfigurationError(

@@ -17,7 +17,7 @@ import dalsegno as ds
 from checkpoint.remote import jobs
 from checkpoint.remote.s3 import BUCKET, S3
 from checkpoint.remote.there import steps_at
-from dalsegno.checkpoint.remote.lock import Claim
+from dalsegno.checkpoint.remote.lock import RemoteLock
 from dalsegno.checkpoint.remote.store import Store
 from dalsegno.testing import Ranks, run_ranks, start_ranks
 from support.listeners import Listener
@@ -113,7 +113,7 @@ def test_another_life_with_the_same_number_is_dead(there: Store, tmp_path: Path)
 @pytest.mark.parametrize("content", [b"", b"no JSON", b"[" * 100_000, b'{"host": 3}'])
 def test_a_file_that_says_nothing_keeps_nobody_out(there: Store, content: bytes) -> None:
     there.write(".lock", content)
-    claim = Claim(there)
+    claim = RemoteLock(there)
     claim.take(take_over=False)
     claim.check()
     claim.drop()

@@ -15,7 +15,7 @@ import dalsegno as ds
 from checkpoint.remote import jobs
 from checkpoint.remote.there import steps_at, training
 from dalsegno.checkpoint import Checkpoint, checkpoint_dir, saved_states
-from dalsegno.checkpoint.listing import survey, verified
+from dalsegno.checkpoint.listing import list_checkpoints, verified
 from dalsegno.checkpoint.remote import snapshot
 from dalsegno.checkpoint.remote.store import Store
 from support.listeners import Listener
@@ -32,7 +32,7 @@ def there() -> Iterator[Store]:
 
 
 def steps_of(folder: Path) -> list[int]:
-    return [found.step for found in survey(checkpoint_dir) if found.step is not None]
+    return [found.step for found in list_checkpoints(checkpoint_dir) if found.step is not None]
 
 
 def test_what_lies_here_lies_there(there: Store, tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_when_another_host_has_gone_on_its_timeline_counts(tmp_path: Path) -> No
     assert jobs.train(URL, tmp_path / "one", 10)["from"] == 6
     assert steps_of(tmp_path / "one") == [2, 4, 6, 8, 10]
     attics = (tmp_path / "one/rewound").glob("timeline.*/checkpoints")
-    assert {found.step for attic in attics for found in survey(attic)} == {6, 8}
+    assert {found.step for attic in attics for found in list_checkpoints(attic)} == {6, 8}
     jobs.train(tmp_path / "whole", None, 10)
     assert training(tmp_path / "one/logs/train.jsonl") == training(tmp_path / "whole/logs/train.jsonl")
 

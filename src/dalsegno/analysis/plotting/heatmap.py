@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from dalsegno.analysis.extras import need
+from dalsegno.analysis.extras import require_extra
 from dalsegno.analysis.series import ParameterSeries
 from dalsegno.errors import ConfigurationError, NotFound
 
@@ -48,7 +48,7 @@ def plot_heatmap(series: ParameterSeries, pattern: str | None = None) -> Picture
     series = matching(series, pattern)
     if not len(series.steps):
         raise NotFound(f"{series.run}: its log of parameters has no records yet")
-    need("matplotlib", "plots are drawn")
-    from .heatmap_figure import draw_mesh
+    require_extra("matplotlib", "plots are drawn")
+    from .heatmap_figure import heatmap_figure
 
-    return draw_mesh(series, TITLES.get(series.name, series.name))
+    return heatmap_figure(series, TITLES.get(series.name, series.name))

@@ -18,7 +18,7 @@ MOST_NAMED = 90
 """Parameters with a name each; of more, some are named."""
 
 
-def draw_mesh(series: ParameterSeries, title: str) -> Picture:
+def heatmap_figure(series: ParameterSeries, title: str) -> Picture:
     """One run's ``series``, of which there is at least one step and one parameter."""
     rows = len(series.parameters)
     figure = Figure(figsize=(9.5, 1.6 + ROW * min(max(rows, 6), MOST_NAMED)), layout="constrained")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dalsegno.analysis.extras import need
+from dalsegno.analysis.extras import require_extra
 
 from .curves import Log, panels
 from .view import View
@@ -29,7 +29,7 @@ def plot_logs(
         ConfigurationError: if matplotlib is not installed, or a log does not know what runs to the right.
     """
     view = view or View()
-    need("matplotlib", "plots are drawn")
+    require_extra("matplotlib", "plots are drawn")
     from .figure import draw
 
     return draw(panels(logs, metrics, view, compare=compare), view)
@@ -49,7 +49,7 @@ def sketch_logs(
     Without colours, runs in one panel are drawn as letters. Raises as :func:`plot_logs` does.
     """
     view = view or View()
-    need("plotille", "plots in a terminal are drawn")
+    require_extra("plotille", "plots in a terminal are drawn")
     from .terminal import sketch
 
     return sketch(panels(logs, metrics, view, compare=compare), view, width=width, colours=colours)

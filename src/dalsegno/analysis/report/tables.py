@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from dalsegno.analysis.lineage import Life
+from dalsegno.analysis.lineage import LegSummary
 from dalsegno.analysis.log import TrainingLog
 from dalsegno.analysis.plotting.palette import colour
 from dalsegno.analysis.stats.compare import compare_series
@@ -145,7 +145,7 @@ def heatmap_places(labels: Sequence[str], *, more: bool) -> str:
     return _section("Parameters", rest + "".join(places)) if places else ""
 
 
-def _life(life: Life) -> list[Cell]:
+def _life(life: LegSummary) -> list[Cell]:
     reason = life.reason or "running"
     came_from = f"leg {life.parent}, step {life.first_step:,}" if life.parent else "the beginning"
     return [

@@ -99,7 +99,7 @@ class ModelFlops(Callback):
             return
         if not self._is_settled:
             self._settle()
-        (nanoseconds,) = collectives.agree_max([time.perf_counter_ns() - self._began], "ModelFlops")
+        (nanoseconds,) = collectives.all_reduce_max([time.perf_counter_ns() - self._began], "ModelFlops")
         # Where a leg begins between two records, the tokens that it begins with are an estimate, perhaps too high.
         tokens = max(0, ctx.state.num_input_tokens_seen - self._tokens)
         samples = ctx.state.samples_seen - self._samples

@@ -16,7 +16,13 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.modules.conv import _ConvNd
 
 from dalsegno.distributed import collectives
-from dalsegno.distributed.sharded_tensors import Piece, Readings, cleaned, named_parameters, parameter_pieces
+from dalsegno.distributed.sharded_tensors import (
+    DeviceScalars,
+    LocalShard,
+    named_parameters,
+    parameter_shards,
+    strip_wrappers,
+)
 from dalsegno.stateful.schema import Must
 
 TOLERANCE = 1e-3
@@ -46,15 +52,15 @@ class SpectralNorms:
         self.unfinished: dict[str, float] = {}
         """Of those that had not come so far at the last measurement: the residual of the squared norm, relative."""
 
-    def measure(self, model: nn.Module) -> Readings:
+    def measure(self, model: nn.Module) -> DeviceScalars:
         """Of the parameters as they are now, each once. Collective."""
         pieces = list(_measured(model))
         matrices = [piece for piece in pieces if piece.local.dim() > 1]
         values = self._norms(matrices) | _largest([piece for piece in pieces if piece.local.dim() < 2])
         names = [piece.name for piece in pieces]
-        return Readings(names, torch.stack([values[name].cpu() for name in names]) if names else torch.zeros(0))
+        return DeviceScalars(names, torch.stack([values[name].cpu() for name in names]) if names else torch.zeros(0))
 
-    def _norms(self, matrices: Sequence[Piece]) -> dict[str, Tensor]:
+    def _norms(self, matrices: Sequence[LocalShard]) -> dict[str, Tensor]:
         if not matrices:
             return {}
         spaces = [_Krylov(self._vector(piece)) for piece in matrices]
@@ -64,7 +70,7 @@ class SpectralNorms:
                 space.extend(product)
             if number % _LOOK_EVERY == 0 or number == self._steps:
                 found = [space.largest() for space in spaces]
-                (is_unfinished,) = collectives.agree_max(
+                (is_unfinished,) = collectives.all_reduce_max(
                     [any(each.residual > TOLERANCE for each in found)], "SpectralNorms"
                 )
                 if not is_unfinished:
@@ -74,7 +80,7 @@ class SpectralNorms:
         self.unfinished = {name: each.residual for name, each in named.items() if each.residual > TOLERANCE}
         return {name: each.value.sqrt().float() for name, each in named.items()}
 
-    def _vector(self, piece: Piece) -> Tensor:
+    def _vector(self, piece: LocalShard) -> Tensor:
         """The one kept, or the one to begin with: drawn by a generator that depends on the name alone."""
         length = math.prod(piece.local.shape[1:])
         kept = self.vectors.get(piece.name)
@@ -129,20 +135,20 @@ class _Krylov:
         return _Found(value, vector / vector.norm(), float(beside[-1] * mix[-1].abs() / value))
 
 
-def _measured(model: nn.Module) -> Iterator[Piece]:
+def _measured(model: nn.Module) -> Iterator[LocalShard]:
     """Each parameter's piece, of whole rows; of stacked matrices each."""
     modules = [(name, module) for name, module in model.named_modules() if isinstance(module, _ConvNd)]
-    convolved = {cleaned(f"{name}.weight").lstrip(".") for name, _ in modules}
+    convolved = {strip_wrappers(f"{name}.weight").lstrip(".") for name, _ in modules}
     parameters = [parameter for _, parameter in named_parameters(model)]
-    for parameter, piece in zip(parameters, parameter_pieces(model), strict=True):
+    for parameter, piece in zip(parameters, parameter_shards(model), strict=True):
         if parameter.dim() != 3 or piece.name in convolved:
             yield _by_rows(parameter, piece)
             continue
         for number, matrix in enumerate(_whole(parameter, piece).local):
-            yield Piece(f"{piece.name}.{number}", matrix, ())
+            yield LocalShard(f"{piece.name}.{number}", matrix, ())
 
 
-def _by_rows(parameter: Tensor, piece: Piece) -> Piece:
+def _by_rows(parameter: Tensor, piece: LocalShard) -> LocalShard:
     """The piece, if it is whole rows of the parameter; else all of the parameter, gathered."""
     is_by_rows = not isinstance(parameter, DTensor) or not any(
         isinstance(placement, Shard) and placement.dim != 0 for placement in parameter.placements
@@ -150,25 +156,25 @@ def _by_rows(parameter: Tensor, piece: Piece) -> Piece:
     return piece if is_by_rows else _whole(parameter, piece)
 
 
-def _whole(parameter: Tensor, piece: Piece) -> Piece:
+def _whole(parameter: Tensor, piece: LocalShard) -> LocalShard:
     """All of the parameter, gathered."""
     if not isinstance(parameter, DTensor):
         return piece
     whole = parameter.full_tensor().detach()
-    return Piece(piece.name, torch.view_as_real(whole) if whole.is_complex() else whole, ())
+    return LocalShard(piece.name, torch.view_as_real(whole) if whole.is_complex() else whole, ())
 
 
-def _matrix(piece: Piece) -> Tensor:
+def _matrix(piece: LocalShard) -> Tensor:
     return piece.local.flatten(1).float()
 
 
-def _products(matrices: Sequence[Piece], vectors: Sequence[Tensor]) -> list[Tensor]:
+def _products(matrices: Sequence[LocalShard], vectors: Sequence[Tensor]) -> list[Tensor]:
     """Wᵀ W v of each."""
     own = [_matrix(piece).T @ (_matrix(piece) @ vector) for piece, vector in zip(matrices, vectors, strict=True)]
     return _combined(own, matrices, dist.ReduceOp.SUM)
 
 
-def _largest(pieces: Sequence[Piece]) -> dict[str, Tensor]:
+def _largest(pieces: Sequence[LocalShard]) -> dict[str, Tensor]:
     """The largest absolute value of each."""
     zero = [piece.local.new_zeros(1, dtype=torch.float32) for piece in pieces]  # for a rank that has no part of it
     own = [
@@ -179,7 +185,7 @@ def _largest(pieces: Sequence[Piece]) -> dict[str, Tensor]:
     return {piece.name: value for piece, value in zip(pieces, combined, strict=True)}
 
 
-def _combined(parts: Sequence[Tensor], pieces: Sequence[Piece], how: dist.ReduceOp.RedOpType) -> list[Tensor]:
+def _combined(parts: Sequence[Tensor], pieces: Sequence[LocalShard], how: dist.ReduceOp.RedOpType) -> list[Tensor]:
     """Each part, reduced over the ranks that share its piece: those shared by the same ranks in one collective."""
     combined = list(parts)
     shared: dict[tuple[ProcessGroup, ...], list[int]] = defaultdict(list)

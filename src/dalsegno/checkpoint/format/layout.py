@@ -88,7 +88,7 @@ def byte_count(shape: Sequence[int], dtype: torch.dtype) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorChunk:
     """A tensor in a file: a whole one, or the box of ``shape`` that begins at ``offsets`` in one of shape ``whole``."""
 
     name: str
@@ -98,7 +98,7 @@ class Piece:
     whole: tuple[int, ...]
 
     @classmethod
-    def entire(cls, name: str, tensor: torch.Tensor) -> Piece:
+    def entire(cls, name: str, tensor: torch.Tensor) -> TensorChunk:
         shape = tuple(tensor.shape)
         return cls(name, tensor.dtype, shape, (0,) * len(shape), shape)
 
@@ -109,17 +109,17 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class FileLayout:
     """Where each piece lies in a file: ``spans`` are its first byte and the byte after its last. No gap is between one
     piece and the next."""
 
     header: bytes
-    pieces: Sequence[Piece]
+    pieces: Sequence[TensorChunk]
     spans: Sequence[tuple[int, int]]
     length: int
 
     @classmethod
-    def of(cls, pieces: Sequence[Piece]) -> Layout:
+    def of(cls, pieces: Sequence[TensorChunk]) -> FileLayout:
         spans: list[tuple[int, int]] = [(0, 0)] * len(pieces)
         end = 0
         order = sorted(range(len(pieces)), key=lambda number: -pieces[number].dtype.itemsize)
@@ -131,7 +131,7 @@ class Layout:
         return cls(header, pieces, [(size + first, size + last) for first, last in spans], size + end)
 
 
-def _header(placed: Sequence[tuple[Piece, tuple[int, int]]]) -> bytes:
+def _header(placed: Sequence[tuple[TensorChunk, tuple[int, int]]]) -> bytes:
     if any(piece.name == _METADATA for piece, _ in placed):
         raise CannotSave(f"cannot save a tensor with the name {_METADATA}, which safetensors has for itself; rename it")
     entries: dict[str, Any] = {}

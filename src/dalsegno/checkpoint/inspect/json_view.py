@@ -29,7 +29,7 @@ def readable_states(checkpoint: Checkpoint) -> dict[str, list[Json]]:
     for name in sorted(checkpoint.manifest.files, key=lambda name: (name != "shared.json", name)):
         if name == "shared.json" or (name.startswith("rank-") and name.endswith(".json")):
             for key, entry in _entries(checkpoint, name):
-                states.setdefault(key, []).extend(readable(state) for state in entry["states"])
+                states.setdefault(key, []).extend(json_view(state) for state in entry["states"])
     return states
 
 
@@ -47,16 +47,16 @@ def readable_tensors(checkpoint: Checkpoint) -> dict[str, Json]:
         raise DamagedCheckpoint(f"{path}: is no index ({error!r})") from error
 
 
-def readable(json: Json) -> Json:
+def json_view(json: Json) -> Json:
     """One value of the codec's JSON, as plain JSON."""
     if isinstance(json, list):
-        return [readable(each) for each in json]
+        return [json_view(each) for each in json]
     if not isinstance(json, dict):
         return json
     tag = next(iter(json), "")
     shown = _SHOWN.get(tag)
     try:
-        return shown(json) if shown else {key: readable(value) for key, value in json.items()}
+        return shown(json) if shown else {key: json_view(value) for key, value in json.items()}
     except (ValueError, TypeError, KeyError, struct.error):
         return json  # not what the codec writes: shown as it is
 
@@ -105,7 +105,7 @@ def _numbers(value: Any, count: int | None = None) -> list[int]:
 
 
 def _pairs(json: Json) -> Json:
-    return {str(readable(key)): readable(value) for key, value in json["$dict"]}
+    return {str(json_view(key)): json_view(value) for key, value in json["$dict"]}
 
 
 def _float(json: Json) -> str:
@@ -131,9 +131,9 @@ def _of_tensor(json: Json) -> str:
 
 _SHOWN: dict[str, Callable[[Any], Json]] = {
     "$dict": _pairs,
-    "$tuple": lambda json: readable(json["$tuple"]),
-    "$ordered": lambda json: readable(json["$ordered"]),
-    "$counter": lambda json: readable(json["$counter"]),
+    "$tuple": lambda json: json_view(json["$tuple"]),
+    "$ordered": lambda json: json_view(json["$ordered"]),
+    "$counter": lambda json: json_view(json["$counter"]),
     "$size": lambda json: json["$size"],
     "$dtype": lambda json: json["$dtype"],
     "$device": lambda json: json["$device"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dalsegno.args import TrainingArguments
-from dalsegno.checkpoint.listing import Found
+from dalsegno.checkpoint.listing import CheckpointInfo
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint
 from dalsegno.policies.retention import Entry, Retention, rules_of
 
@@ -30,7 +30,7 @@ _SETTINGS = (
 )
 
 
-def rule_of_run(found: Sequence[Found]) -> Retention | None:
+def rule_of_run(found: Sequence[CheckpointInfo]) -> Retention | None:
     """The rule that the newest whole checkpoint was saved under; None if all stay, or it does not tell."""
     checkpoint = next((each.checkpoint for each in reversed(found) if each.entry is not None), None)
     if checkpoint is None:

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from dalsegno.checkpoint.compatibility import refuse
+from dalsegno.checkpoint.compatibility import raise_if_incompatible
 from dalsegno.checkpoint.format.index import Index, StoredPiece, StoredTensor
 from dalsegno.checkpoint.format.keys import MODEL
 from dalsegno.checkpoint.format.layout import StoredFile
 from dalsegno.checkpoint.format.manifest import Checkpoint, read_json
 from dalsegno.checkpoint.load.states import LoadReport
-from dalsegno.checkpoint.load.tensors import Stored, misfits, restore_sharded
+from dalsegno.checkpoint.load.tensors import StoredTensors, find_mismatches, restore_sharded
 from dalsegno.checkpoint.state.sharded import ModelState
 from dalsegno.distributed import collectives
 from dalsegno.errors import DamagedCheckpoint, NotFound
@@ -59,7 +59,7 @@ class Weights:
             raise DamagedCheckpoint(f"{path / INDEX}: {odd} is not both in the index and in the files that it names")
         return cls(path, Index({f"{MODEL}.{name}": each for name, each in tensors.items()}), files)
 
-    def stored_for(self, model: ModelState) -> Stored:
+    def stored_for(self, model: ModelState) -> StoredTensors:
         """What is to be loaded into ``model``: a tensor that it has under several names may stand under any of them."""
         there = self.index.of(MODEL)
         tied: dict[str, str] = {}
@@ -68,7 +68,7 @@ class Weights:
             for name in names:
                 if present and name != present[0] and (name not in there or self._are_equal(present[0], name)):
                     tied[name] = present[0]
-        return Stored(self.path, self, self.index, {MODEL: {"tied": tied, "extra": {}}}, {})
+        return StoredTensors(self.path, self, self.index, {MODEL: {"tied": tied, "extra": {}}}, {})
 
     def _are_equal(self, one: str, other: str) -> bool:
         return torch.equal(self._read(one), self._read(other))
@@ -89,11 +89,11 @@ def load_weights(path: Path, model: ModelState, *, allowed: Collection[str] = ()
         NotFound, DamagedCheckpoint: as :meth:`Weights.open` does.
     """
     weights, report = collectives.from_rank_zero(lambda: Weights.open(path)), LoadReport()
-    stored = collectives.together(lambda: weights.stored_for(model))
+    stored = collectives.run_on_all_ranks(lambda: weights.stored_for(model))
     hint = naming_hint(weights.index.of(MODEL).keys(), model.names())
-    for change in collectives.together(lambda: misfits(stored, [model], any_dtype=True)):
+    for change in collectives.run_on_all_ranks(lambda: find_mismatches(stored, [model], any_dtype=True)):
         report.changes.append(replace(change, details=(*change.details, hint)) if hint else change)
-    refuse(report.changes, allowed, path)
+    raise_if_incompatible(report.changes, allowed, path)
     report.notes.extend(restore_sharded(stored, [model]))
     report.restored.append(model.key)
     return report

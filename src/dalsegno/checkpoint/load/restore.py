@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from dalsegno.checkpoint.compatibility import Value, refuse
+from dalsegno.checkpoint.compatibility import Value, raise_if_incompatible
 from dalsegno.checkpoint.format.manifest import Checkpoint
-from dalsegno.checkpoint.state.sharded import Sharded
+from dalsegno.checkpoint.state.sharded import ShardedState
 from dalsegno.distributed import collectives
 from dalsegno.errors import StateMismatch
 from dalsegno.stateful.component import Component, State
@@ -18,12 +18,12 @@ from .states import (
     refuse_changed_callbacks,
     restore_components,
 )
-from .tensors import Stored, changed_settings, misfits, restore_sharded
+from .tensors import StoredTensors, changed_settings, find_mismatches, restore_sharded
 
 
 def restore(
     saved: SavedStates,
-    sharded: Sequence[Sharded],
+    sharded: Sequence[ShardedState],
     components: Sequence[Component],
     *,
     strict_callbacks: bool,
@@ -34,9 +34,11 @@ def restore(
     """Restore everything; arguments and errors are those of :meth:`CheckpointManager.load`. Collective."""
     if strict_callbacks:
         refuse_changed_callbacks(saved, [*(each.keys for each in components), *((each.key,) for each in sharded)])
-    stored, report = Stored.of(saved), LoadReport()
-    report.changes.extend(collectives.together(lambda: [*misfits(stored, sharded), *changed_settings(saved, settings)]))
-    refuse(report.changes, allowed, saved.path)
+    stored, report = StoredTensors.of(saved), LoadReport()
+    report.changes.extend(
+        collectives.run_on_all_ranks(lambda: [*find_mismatches(stored, sharded), *changed_settings(saved, settings)])
+    )
+    raise_if_incompatible(report.changes, allowed, saved.path)
     _restore(saved, stored, sharded, components, report, adapt)
     for key in stored.rests:
         if key not in {each.key for each in sharded}:
@@ -46,7 +48,7 @@ def restore(
 
 def load_parts(
     checkpoint: Checkpoint,
-    sharded: Sequence[Sharded],
+    sharded: Sequence[ShardedState],
     components: Sequence[Component] = (),
     *,
     allowed: Collection[str] = (),
@@ -58,17 +60,17 @@ def load_parts(
         DamagedCheckpoint: if a file holds what dalsegno cannot have written.
     """
     saved, report = SavedStates(checkpoint), LoadReport()
-    stored = Stored.of(saved)
-    report.changes.extend(collectives.together(lambda: misfits(stored, sharded, any_dtype=True)))
-    refuse(report.changes, allowed, checkpoint.path)
+    stored = StoredTensors.of(saved)
+    report.changes.extend(collectives.run_on_all_ranks(lambda: find_mismatches(stored, sharded, any_dtype=True)))
+    raise_if_incompatible(report.changes, allowed, checkpoint.path)
     _restore(saved, stored, sharded, components, report, {})
     return report
 
 
 def _restore(
     saved: SavedStates,
-    stored: Stored,
-    sharded: Sequence[Sharded],
+    stored: StoredTensors,
+    sharded: Sequence[ShardedState],
     components: Sequence[Component],
     report: LoadReport,
     adapt: Mapping[str, Callable[[State], State]],
@@ -84,7 +86,7 @@ def _restore(
     restore_components(saved, prepared, report)
 
 
-def _expect_scopes(saved: SavedStates, sharded: Sequence[Sharded], components: Sequence[Component]) -> None:
+def _expect_scopes(saved: SavedStates, sharded: Sequence[ShardedState], components: Sequence[Component]) -> None:
     """
     Raises:
         StateMismatch: if what is spread over the ranks was saved as what is not, or the other way round.

@@ -145,7 +145,7 @@ def prepare_components(
             found.append((component, state))
         return found
 
-    return collectives.together(prepare)
+    return collectives.run_on_all_ranks(prepare)
 
 
 def restore_components(saved: SavedStates, prepared: Sequence[tuple[Component, State]], report: LoadReport) -> None:
@@ -161,14 +161,16 @@ def restore_components(saved: SavedStates, prepared: Sequence[tuple[Component, S
                 component.target.load_state_dict(state)
             report.restored.append(component.key)
 
-    collectives.together(restore)
+    collectives.run_on_all_ranks(restore)
 
 
-def left_over(saved: SavedStates, components: Sequence[Component], report: LoadReport) -> Mapping[str, SavedState]:
+def unclaimed_states(
+    saved: SavedStates, components: Sequence[Component], report: LoadReport
+) -> Mapping[str, SavedState]:
     """The states that no component takes, for rank 0 to save again. Their keys go into ``report``. Collective."""
     taken = {key for component in components for key in component.keys}
     report.carried.extend(key for key in saved if key not in taken and saved.record(key).scope != "sharded")
-    return collectives.together(
+    return collectives.run_on_all_ranks(
         lambda: {key: saved.all_of(key) for key in report.carried} if collectives.rank() == 0 else {}
     )
 

@@ -11,7 +11,7 @@ from dalsegno.checkpoint.compatibility import Change, Value, compare
 from dalsegno.checkpoint.format.index import Index, index_of
 from dalsegno.checkpoint.format.keys import SETTINGS
 from dalsegno.checkpoint.format.layout import name_of
-from dalsegno.checkpoint.state.sharded import OptimizerState, Prepared, Sharded
+from dalsegno.checkpoint.state.sharded import LoadTarget, OptimizerState, ShardedState
 from dalsegno.distributed import collectives
 from dalsegno.stateful.component import State
 
@@ -21,7 +21,7 @@ from .states import SavedStates, blaming
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensors:
     """What is there to be loaded into model and optimizer.
 
     Attributes:
@@ -39,11 +39,11 @@ class Stored:
     classes: Mapping[str, str]
 
     @classmethod
-    def of(cls, saved: SavedStates) -> Stored:
+    def of(cls, saved: SavedStates) -> StoredTensors:
         """Those of a verified checkpoint. Collective."""
         keys = [key for key in saved if saved.record(key).scope == "sharded"]
 
-        def read() -> Stored:
+        def read() -> StoredTensors:
             return cls(
                 saved.path,
                 saved.checkpoint,
@@ -52,10 +52,10 @@ class Stored:
                 {key: saved.record(key).class_name for key in keys},
             )
 
-        return collectives.together(read)
+        return collectives.run_on_all_ranks(read)
 
 
-def misfits(stored: Stored, sharded: Sequence[Sharded], *, any_dtype: bool = False) -> list[Change]:
+def find_mismatches(stored: StoredTensors, sharded: Sequence[ShardedState], *, any_dtype: bool = False) -> list[Change]:
     """Which parts do not fit what is stored for them, tensor by tensor. ``any_dtype``: one may be cast to another."""
     found: list[Change] = []
     for each in sharded:
@@ -82,29 +82,29 @@ def changed_settings(saved: SavedStates, now: Mapping[str, Value]) -> list[Chang
         return compare(saved.state(SETTINGS), now)
 
 
-def restore_sharded(stored: Stored, sharded: Sequence[Sharded]) -> list[str]:
+def restore_sharded(stored: StoredTensors, sharded: Sequence[ShardedState]) -> list[str]:
     """Load what fits of each part, whatever the number of ranks that saved it; says what was cast. Collective."""
 
-    def prepare() -> dict[str, Prepared]:
+    def prepare() -> dict[str, LoadTarget]:
         prepared = {}
         for each in sharded:
             with blaming(f"{stored.origin}: {each.key}"):
                 prepared[each.key] = each.prepare(stored.index, stored.rests[each.key])
         return prepared
 
-    prepared = collectives.together(prepare)
+    prepared = collectives.run_on_all_ranks(prepare)
     dcp_reader.load({key: each.tensors for key, each in prepared.items()}, stored.files, stored.index)
 
     def take_over() -> None:
         for key, each in prepared.items():
             with blaming(f"{stored.origin}: {key}"):
-                each.take_over()
+                each.commit()
 
-    collectives.together(take_over)
+    collectives.run_on_all_ranks(take_over)
     return [note for key, each in prepared.items() for note in _casts(key, each, stored.index)]
 
 
-def _casts(key: str, prepared: Prepared, stored: Index) -> list[str]:
+def _casts(key: str, prepared: LoadTarget, stored: Index) -> list[str]:
     there = stored.of(key)
     pairs = Counter((there[name].dtype, tensor.dtype) for name, tensor in prepared.tensors.items())
     return [

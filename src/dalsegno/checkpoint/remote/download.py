@@ -25,7 +25,7 @@ logger = logging.getLogger("dalsegno")
 _AT_ONCE = 4  # files
 
 
-def bring(store: Store, run: Path, newest_here: int | None) -> int | None:
+def fetch_newer(store: Store, run: Path, newest_here: int | None) -> int | None:
     """Put the newest whole checkpoint of the store, and the logs beside it, into ``run``, if it has come further.
 
     It has if another host has gone on with the run, which ``run.json`` tells, or if its checkpoint is newer. What is
@@ -45,15 +45,15 @@ def bring(store: Store, run: Path, newest_here: int | None) -> int | None:
         if newest_here is not None and step <= newest_here and not is_ahead:
             return None
         try:
-            _bring_checkpoint(store, run, step)
+            _fetch_checkpoint(store, run, step)
         except DamagedCheckpoint as error:
             logger.warning("%s: the checkpoint of step %d is skipped: %s", store.url, step, error)
             continue
         if is_ahead:
-            _leave_behind(store, run, step)
+            _archive_timeline(store, run, step)
         for name in names:
             if is_rest(name):
-                _bring_file(store, run, name, is_ahead)
+                _fetch_file(store, run, name, is_ahead)
         return step
     return None
 
@@ -72,7 +72,7 @@ def _legs(record: bytes | None) -> set[tuple[Any, ...]]:
     return {(leg["started"], leg["host"], leg["pid"]) for leg in json.loads(record)["legs"]}
 
 
-def _bring_checkpoint(store: Store, run: Path, step: int) -> None:
+def _fetch_checkpoint(store: Store, run: Path, step: int) -> None:
     """
     Raises:
         DamagedCheckpoint: if what is there is not what its manifest says.
@@ -124,7 +124,7 @@ def _receive(store: Store, name: str, target: Path) -> None:
         os.close(descriptor)
 
 
-def _leave_behind(store: Store, run: Path, step: int) -> None:
+def _archive_timeline(store: Store, run: Path, step: int) -> None:
     """What is here, but not there, or not the same there, is of a timeline that another host has left."""
     dead = []
     for path in checkpoint_dir.newest_first(run / CHECKPOINTS):
@@ -137,7 +137,7 @@ def _leave_behind(store: Store, run: Path, step: int) -> None:
 def _set_behind(run: Path, dead: list[Path], url: str) -> None:
     if not dead:
         return
-    place = archive.attic(run) / CHECKPOINTS
+    place = archive.new_archive_dir(run) / CHECKPOINTS
     filesystem.make_directory(place)
     for path in dead:
         filesystem.rename(path, place / path.name)
@@ -145,7 +145,7 @@ def _set_behind(run: Path, dead: list[Path], url: str) -> None:
     logger.warning("%d checkpoint(s) here are not those at %s, and are now in %s", len(dead), url, place)
 
 
-def _bring_file(store: Store, run: Path, name: str, is_ahead: bool) -> None:
+def _fetch_file(store: Store, run: Path, name: str, is_ahead: bool) -> None:
     target = run / name
     if target.exists() and not is_ahead:
         return

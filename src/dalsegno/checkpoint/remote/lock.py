@@ -17,7 +17,7 @@ from .store import Store
 FILE_NAME = ".lock"
 
 
-class Claim:
+class RemoteLock:
     """One live process at a time at a URL. Two that begin in the same moment both do; one stops sending then."""
 
     _held_here: set[str] = set()  # tokens: another life of a container may well have the same host and pid

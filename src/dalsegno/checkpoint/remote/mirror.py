@@ -16,10 +16,10 @@ from dalsegno.distributed import collectives
 from dalsegno.policies.retention import Keep
 
 from . import download
-from .lock import Claim
+from .lock import RemoteLock
 from .store import Store
 from .upload import Uploader
-from .upload_thread import Courier
+from .upload_thread import UploadThread
 
 logger = logging.getLogger("dalsegno")
 
@@ -41,7 +41,7 @@ class Mirror(Protocol):
         """
         ...
 
-    def bring(self, newest_here: int | None) -> bool:
+    def fetch_newer(self, newest_here: int | None) -> bool:
         """Bring the newest checkpoint from there, if it has come further than that of step ``newest_here``. Collective.
 
         Returns:
@@ -56,7 +56,7 @@ class Mirror(Protocol):
         """A leg goes on from ``step``; None: from nothing. What lies beyond is of a timeline that was left."""
         ...
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Something has changed here. From any thread."""
         ...
 
@@ -70,12 +70,12 @@ class NoMirror:
 
     def claim(self, *, take_over: bool) -> None: ...
 
-    def bring(self, newest_here: int | None) -> bool:
+    def fetch_newer(self, newest_here: int | None) -> bool:
         return False
 
     def begin(self, step: int | None) -> None: ...
 
-    def look(self) -> None: ...
+    def poll(self) -> None: ...
 
     def end(self) -> None: ...
 
@@ -96,14 +96,14 @@ class StoreMirror:
         self._store = store
         self._run = run
         self._keep = keep
-        self._claim = Claim(store)
-        self._courier: Courier | None = None
+        self._claim = RemoteLock(store)
+        self._courier: UploadThread | None = None
 
     def claim(self, *, take_over: bool) -> None:
         self._look_at(lambda: self._claim.take(take_over=take_over))
 
-    def bring(self, newest_here: int | None) -> bool:
-        return self._look_at(lambda: download.bring(self._store, self._run, newest_here) is not None)
+    def fetch_newer(self, newest_here: int | None) -> bool:
+        return self._look_at(lambda: download.fetch_newer(self._store, self._run, newest_here) is not None)
 
     def _look_at(self, work: Callable[[], T]) -> T:
         """``work`` on rank 0, before anything is trained."""
@@ -119,10 +119,10 @@ class StoreMirror:
 
     def begin(self, step: int | None) -> None:
         if collectives.rank() == 0:
-            self._courier = Courier(Uploader(self._store, self._run, self._keep), self._claim, step)
+            self._courier = UploadThread(Uploader(self._store, self._run, self._keep), self._claim, step)
             self._courier.start()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         if self._courier is not None:
             self._courier.wake()
 

@@ -44,7 +44,7 @@ class Uploader:
         self._were_here = set(self._at_first)
         self._marks: Marks = {}
 
-    def leave_behind(self, step: int | None) -> None:
+    def archive_timeline(self, step: int | None) -> None:
         """One timeline: what is there beyond ``step`` (None: everything) is moved to ``rewound/``, unless it was here.
 
         To be called before anything is sent. What a killed upload has left is removed.

@@ -7,9 +7,9 @@ import threading
 import time
 
 from dalsegno.errors import Locked
-from dalsegno.system.worker import step_aside
+from dalsegno.system.worker import lower_thread_priority
 
-from .lock import Claim
+from .lock import RemoteLock
 from .upload import Uploader
 
 logger = logging.getLogger("dalsegno")
@@ -21,7 +21,7 @@ _SAY_EVERY = 5.0  # seconds
 _LONGEST_PAUSE = 60.0  # seconds from one attempt to the next
 
 
-class Courier:
+class UploadThread:
     """Sends whatever is new each time it is woken, and tries again what has failed.
 
     Args:
@@ -30,7 +30,7 @@ class Courier:
         step: the leg goes on from there; None: from nothing.
     """
 
-    def __init__(self, uploader: Uploader, claim: Claim, step: int | None) -> None:
+    def __init__(self, uploader: Uploader, claim: RemoteLock, step: int | None) -> None:
         self._uploader = uploader
         self._claim = claim
         uploader.moved = self._advance
@@ -75,7 +75,7 @@ class Courier:
     # -- on the thread ----------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        step_aside()
+        lower_thread_priority()
         pause = None
         while True:
             self._awake.wait(pause)
@@ -99,7 +99,7 @@ class Courier:
     def _send(self, is_leaving: bool) -> None:
         self._claim.check()
         if not self._has_left_behind:
-            self._uploader.leave_behind(self._step)
+            self._uploader.archive_timeline(self._step)
             self._has_left_behind = True
         self._uploader.sync()
         if is_leaving:

@@ -21,10 +21,10 @@ from dalsegno.checkpoint.format.manifest import FileRecord, Manifest
 from dalsegno.distributed import collectives
 from dalsegno.errors import SaveFailed
 from dalsegno.system import filesystem
-from dalsegno.system.worker import step_aside
+from dalsegno.system.worker import lower_thread_priority
 
-from .resources import free_disk, human
-from .saving import Captured, publish
+from .resources import format_bytes, free_disk
+from .saving import Snapshot, publish
 
 logger = logging.getLogger("dalsegno")
 
@@ -39,7 +39,7 @@ Report = tuple[Records, str | None]
 """What a rank has written, and why it did not write all of it."""
 
 
-class Flight:
+class AsyncSave:
     """A save that is under way, or has come to its end.
 
     Attributes:
@@ -51,7 +51,7 @@ class Flight:
 
     def __init__(
         self,
-        captured: Captured,
+        captured: Snapshot,
         path: Path,
         *,
         step: int,
@@ -74,19 +74,19 @@ class Flight:
         self._captured = captured
         self._partial = path.with_name(path.name + ".partial")
         self._manifest_of, self._published, self._afterwards = manifest_of, published, afterwards
-        self._group = collectives.side_group()
+        self._group = collectives.background_group()
         self._is_rank_zero = collectives.rank() == 0
         self._length, self._written = captured.length, 0
         self._moved = time.monotonic()  # when a piece was written last; for ever in the future once all are
         self._is_given_up = self._is_published = False
         self._landed = threading.Event()
-        self._thread = threading.Thread(target=self._fly, name=f"dalsegno-save-{step}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"dalsegno-save-{step}", daemon=True)
         self._thread.start()
         if not captured.is_copy:
             self.wait()  # what is written are the tensors themselves
 
     @property
-    def has_landed(self) -> bool:
+    def done(self) -> bool:
         """Whether this rank knows how it ended."""
         return self._landed.is_set()
 
@@ -101,30 +101,30 @@ class Flight:
                 if self._is_given_up:
                     raise SaveFailed(f"{self.path.name} was given up")
                 if self._is_rank_zero:
-                    done, length = human(self._written), human(self._length)
+                    done, length = format_bytes(self._written), format_bytes(self._length)
                     logger.warning("waiting for %s: %s of %s written", self.path.name, done, length)
                 if time.monotonic() - self._moved > STUCK:
                     raise SaveFailed(
                         f"{self.path.name}: no byte was written in {STUCK / 60:.0f} minutes; it is given up"
                     )
         except BaseException:
-            self.give_up()
+            self.cancel()
             raise
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Do not go on with it: nothing more is written from the next piece on, and nothing published."""
         self._is_given_up = True
 
-    def settle(self) -> None:
+    def join(self) -> None:
         """Wait until its thread is gone, and with it what rank 0 does afterwards."""
         self._thread.join(_GRACE if self._is_given_up else STUCK)
 
     # -- on the thread ----------------------------------------------------------------------------------------------
 
-    def _fly(self) -> None:
+    def _run(self) -> None:
         try:
             if self._captured.is_copy:
-                step_aside()
+                lower_thread_priority()
             reason = self._bring_to_disk()
             failure = None if reason is None else f"{self.path.name} was not saved: {reason}"
         except BaseException as error:  # whatever it is, somebody waits for the end of this
@@ -136,8 +136,8 @@ class Flight:
                 self._afterwards()
 
     def _bring_to_disk(self) -> str | None:
-        reason = self._group.decide(self._length, self._make_room)
-        return reason or self._group.decide(self._write(), self._finish)
+        reason = self._group.gather_decide(self._length, self._make_room)
+        return reason or self._group.gather_decide(self._write(), self._finish)
 
     def _alone_with(self, error: BaseException) -> str | None:
         """What this rank can say when the others cannot be reached any more, as the training is about to find too."""
@@ -166,11 +166,12 @@ class Flight:
         try:
             filesystem.remove(self._partial)
             filesystem.make_directory(self._partial.parent)
-            filesystem.make_unpublished(self._partial)
+            filesystem.mkdir_nosync(self._partial)
             needed, free = sum(lengths), free_disk(self._partial)
             if needed <= free:
                 return None
-            reason = f"it takes {human(needed)}, and {human(free)} are free on the disk of {self._partial.parent}"
+            disk = f"the disk of {self._partial.parent}"
+            reason = f"it takes {format_bytes(needed)}, and {format_bytes(free)} are free on {disk}"
         except Exception as error:
             reason = _described(error)
         self._throw_away()
@@ -202,7 +203,7 @@ class Flight:
             filesystem.remove(self._partial)
 
 
-class Preparation:
+class BufferPrefault:
     """Work that is done a little at a time on a thread of its own, until somebody needs the place."""
 
     def __init__(self, turns: Iterator[None]) -> None:
@@ -217,7 +218,7 @@ class Preparation:
         self._thread.join()
 
     def _work(self) -> None:
-        step_aside()
+        lower_thread_priority()
         with _only_said("while memory for checkpoints was prepared"):
             for _ in self._turns:
                 if not self._is_wanted:

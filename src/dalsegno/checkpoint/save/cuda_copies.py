@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 logger = logging.getLogger("dalsegno")
 
 
-class DeviceCopies:
+class CudaCopies:
     """Starts copies from devices into host memory. One for each place where state is captured."""
 
     def __init__(self) -> None:

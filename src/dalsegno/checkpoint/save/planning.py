@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from dalsegno.checkpoint.format.index import Index, StoredPiece, StoredTensor
-from dalsegno.checkpoint.format.layout import Layout, Piece
+from dalsegno.checkpoint.format.layout import FileLayout, TensorChunk
 from dalsegno.distributed import collectives
 from dalsegno.errors import CannotSave
 
@@ -33,7 +33,7 @@ class FilePlan:
 
     name: str
     component: str
-    layout: Layout
+    layout: FileLayout
 
     def tensors(self, of: Tensors) -> list[torch.Tensor]:
         """This rank's parts, in the order of the layout. Not copies."""
@@ -50,7 +50,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class Chunk:
     """A part of a tensor, and the ranks that have it."""
 
     offsets: tuple[int, ...]
@@ -58,7 +58,7 @@ class Box:
     owners: Sequence[int]
 
 
-class Spread:
+class ShardLayout:
     """How a tensor lies over the ranks.
 
     Attributes:
@@ -66,7 +66,7 @@ class Spread:
         elements: of each rank, if no part is on several, else None.
     """
 
-    def __init__(self, boxes: Sequence[Box]) -> None:
+    def __init__(self, boxes: Sequence[Chunk]) -> None:
         self.boxes = boxes
         self._of_rank = {box.owners[0]: box for box in boxes}
         self.elements: np.ndarray[Any, np.dtype[np.int64]] | None = None
@@ -75,7 +75,9 @@ class Spread:
             for rank, box in self._of_rank.items():
                 self.elements[rank] = math.prod(box.shape)
 
-    def shared_out(self, loads: np.ndarray[Any, np.dtype[np.int64]], size: int, rank: int) -> Iterator[tuple[int, Box]]:
+    def assign_writers(
+        self, loads: np.ndarray[Any, np.dtype[np.int64]], size: int, rank: int
+    ) -> Iterator[tuple[int, Chunk]]:
         """Who writes what of a tensor with elements of ``size`` bytes; ``loads``, bytes of each rank, grow by that.
 
         Only what concerns ``rank``, which is everything for rank 0.
@@ -106,16 +108,16 @@ def plan(tensors: Tensors) -> Plan:
     rank, loads = collectives.rank(), np.zeros(collectives.world_size(), np.int64)
     files: list[FilePlan] = []
     stored: dict[str, StoredTensor] = {}
-    known: dict[object, Spread] = {}
+    known: dict[object, ShardLayout] = {}
     for component, its in tensors.items():
-        pieces: dict[int, list[Piece]] = {}
+        pieces: dict[int, list[TensorChunk]] = {}
         for name, tensor in its.items():
             dtype, shape = tensor.dtype, tuple(tensor.shape)
             stored[f"{component}.{name}"] = StoredTensor(dtype, shape, ())
-            for writer, box in _spread(tensor, known).shared_out(loads, dtype.itemsize, rank):
-                pieces.setdefault(writer, []).append(Piece(name, dtype, box.shape, box.offsets, shape))
+            for writer, box in _spread(tensor, known).assign_writers(loads, dtype.itemsize, rank):
+                pieces.setdefault(writer, []).append(TensorChunk(name, dtype, box.shape, box.offsets, shape))
         files += [
-            FilePlan(f"{component}/shard-{writer:05d}.safetensors", component, Layout.of(its_pieces))
+            FilePlan(f"{component}/shard-{writer:05d}.safetensors", component, FileLayout.of(its_pieces))
             for writer, its_pieces in sorted(pieces.items())
         ]
     own = f"/shard-{rank:05d}.safetensors"
@@ -140,7 +142,7 @@ def signature(tensors: Tensors) -> object:
     )
 
 
-def agree(tensors: Tensors) -> None:
+def check_ranks_match(tensors: Tensors) -> None:
     """Make sure that all ranks hold the same ones. Collective: one small reduction.
 
     Raises:
@@ -148,7 +150,7 @@ def agree(tensors: Tensors) -> None:
     """
     told = [f"{component}.{line}" for component, its in tensors.items() for line in map(_told, its, its.values())]
     digest = xxhash.xxh3_64_intdigest("\n".join(told).encode("utf-8", "surrogatepass")) >> 1
-    highest, lowest = collectives.agree_max([digest, -digest], "what all ranks hold")
+    highest, lowest = collectives.all_reduce_max([digest, -digest], "what all ranks hold")
     if highest == -lowest:
         return
     of_zero, *others = collectives.gather(told, "what each rank holds")
@@ -169,20 +171,20 @@ def _told(name: str, tensor: torch.Tensor) -> str:
     return f"{name} {list(tensor.shape)} {tensor.dtype}{spread}"
 
 
-def _spread(tensor: torch.Tensor, known: dict[object, Spread]) -> Spread:
+def _spread(tensor: torch.Tensor, known: dict[object, ShardLayout]) -> ShardLayout:
     """``known`` are those of other tensors, since many are spread alike."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         if shape not in known:
-            known[shape] = Spread([Box((0,) * len(shape), shape, range(collectives.world_size()))])
+            known[shape] = ShardLayout([Chunk((0,) * len(shape), shape, range(collectives.world_size()))])
         return known[shape]
     key = (shape, tensor.placements, tensor.device_mesh)
     if key not in known:
-        known[key] = Spread(list(_boxes(tensor)))
+        known[key] = ShardLayout(list(_boxes(tensor)))
     return known[key]
 
 
-def _boxes(tensor: DTensor) -> Iterator[Box]:
+def _boxes(tensor: DTensor) -> Iterator[Chunk]:
     mesh = tensor.device_mesh.mesh
     owners: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
     for coordinate in itertools.product(*map(range, mesh.shape)):
@@ -190,7 +192,7 @@ def _boxes(tensor: DTensor) -> Iterator[Box]:
         owners.setdefault(box, []).append(int(mesh[coordinate]))
     for (offsets, shape), its_owners in owners.items():
         if 0 not in shape:  # a rank that got none, since there were too few rows
-            yield Box(offsets, shape, its_owners)
+            yield Chunk(offsets, shape, its_owners)
 
 
 def box_at(

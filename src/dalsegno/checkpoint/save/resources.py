@@ -36,7 +36,7 @@ def free_disk(directory: Path) -> int:
     return shutil.disk_usage(directory).free
 
 
-def human(count: int) -> str:
+def format_bytes(count: int) -> str:
     """``1.5 GB`` for 1,500,000,000 bytes."""
     size, units = float(count), ["B", "kB", "MB", "GB", "TB", "PB"]
     while size >= 1000 and len(units) > 1:

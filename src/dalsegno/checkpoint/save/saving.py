@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from dalsegno.checkpoint.format import index, manifest
-from dalsegno.checkpoint.format.layout import Layout, Piece
+from dalsegno.checkpoint.format.layout import FileLayout, TensorChunk
 from dalsegno.checkpoint.format.manifest import ComponentRecord, FileRecord, Manifest
 from dalsegno.checkpoint.format.sidecar import (
     SHARED,
@@ -26,22 +26,22 @@ from dalsegno.checkpoint.format.sidecar import (
     sidecar_arrays,
     sidecar_json,
 )
-from dalsegno.checkpoint.state.sharded import Sharded
+from dalsegno.checkpoint.state.sharded import ShardedState
 from dalsegno.distributed import collectives
 from dalsegno.stateful.component import Component
 from dalsegno.system import filesystem
 
 from . import planning
-from .cuda_copies import DeviceCopies
+from .cuda_copies import CudaCopies
 from .planning import FilePlan, Plan
-from .resources import available_memory, has_memory_for, human
-from .staging import Advance, Buffer, Document, Outgoing, Stream, TensorFile
+from .resources import available_memory, format_bytes, has_memory_for
+from .staging import Advance, BounceBuffers, Buffer, InlineFile, PendingFile, TensorFile
 
 logger = logging.getLogger("dalsegno")
 
 
 @dataclass(frozen=True, slots=True)
-class Captured:
+class Snapshot:
     """All that this rank adds to a checkpoint.
 
     Attributes:
@@ -50,7 +50,7 @@ class Captured:
         durables: force what the states refer to, logs for one, to the disk.
     """
 
-    files: Sequence[Outgoing]
+    files: Sequence[PendingFile]
     components: Mapping[str, ComponentRecord]
     is_copy: bool
     wait: Callable[[], object]
@@ -68,7 +68,7 @@ class Captured:
         self.wait()
         records = {}
         for file in self.files:
-            filesystem.make_unpublished((directory / file.name).parent)
+            filesystem.mkdir_nosync((directory / file.name).parent)
             records[file.name] = file.write_to(directory, advance)
         return records
 
@@ -88,37 +88,37 @@ class Part:
     """A file of tensors that this rank writes: where they lie in it, and the tensors themselves."""
 
     name: str
-    layout: Layout
+    layout: FileLayout
     tensors: Sequence[torch.Tensor]
 
-    def through(self, stream: Stream) -> Outgoing:
+    def through(self, stream: BounceBuffers) -> PendingFile:
         return TensorFile(self.name, self.layout.length, functools.partial(stream.pieces, self.layout, self.tensors))
 
 
-class Stage:
+class Snapshotter:
     """Where state is captured. It keeps its memory, and the plan of who writes what, from save to save."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Buffer] = {}
-        self._stream = Stream()
-        self._devices = DeviceCopies()
+        self._stream = BounceBuffers()
+        self._devices = CudaCopies()
         self._plan = Plan((), None)
         self._planned_for: object = None
         self._has_said_short = False
 
-    def rehearse(self, sharded: Sequence[Sharded], components: Sequence[Component]) -> None:
+    def rehearse(self, sharded: Sequence[ShardedState], components: Sequence[Component]) -> None:
         """Take every state and plan who would write it: all in which a save can be refused. Collective.
 
         Raises:
             CannotSave: on every rank, if a state on any holds what cannot be saved.
         """
         states, failure = _states(sharded, [each for each in components if each.rehearsed], {})
-        collectives.together(lambda: _reraise(failure))
+        collectives.run_on_all_ranks(lambda: _reraise(failure))
         signature = planning.signature(states.tensors)
-        if collectives.agree_max([signature != self._planned_for], "whether to plan a save anew")[0]:
+        if collectives.all_reduce_max([signature != self._planned_for], "whether to plan a save anew")[0]:
             self._replan(states.tensors, signature)
 
-    def prepare(self, sharded: Sequence[Sharded]) -> Iterator[None]:
+    def prepare(self, sharded: Sequence[ShardedState]) -> Iterator[None]:
         """Rehearse these, and make room for them, before the first save is due. Collective.
 
         Returns:
@@ -131,16 +131,16 @@ class Stage:
         if self._shortage(self._plan.files):
             return iter(())
         buffers = [self._laid_out(file.name, file.layout) for file in self._plan.files]
-        return (turn for buffer in buffers for turn in buffer.touch())
+        return (turn for buffer in buffers for turn in buffer.prefault())
 
     def capture(
         self,
-        sharded: Sequence[Sharded],
+        sharded: Sequence[ShardedState],
         components: Sequence[Component],
         carried: Mapping[str, SavedState],
         *,
         copy: bool,
-    ) -> Captured:
+    ) -> Snapshot:
         """Take every state. Collective: one small reduction, unless something has changed since the last time.
 
         Args:
@@ -157,17 +157,17 @@ class Stage:
         signature = planning.signature(states.tensors)
         digest = _digest(states.compared)
         shortage = self._shortage([*self._plan.files, *sidecars])
-        has_failed, has_changed, is_short, highest, lowest = collectives.agree_max(
+        has_failed, has_changed, is_short, highest, lowest = collectives.all_reduce_max(
             [failure is not None, signature != self._planned_for, shortage > 0, digest, -digest], "what a save captures"
         )
         if has_failed:
-            collectives.together(lambda: _reraise(failure))
+            collectives.run_on_all_ranks(lambda: _reraise(failure))
         if highest != -lowest:
             _warn_of_differences(states.compared)
         if has_changed:
             self._replan(states.tensors, signature)
             shortage = self._shortage([*self._plan.files, *sidecars])
-            (is_short,) = collectives.agree_max([shortage > 0], "room for a save in memory")
+            (is_short,) = collectives.all_reduce_max([shortage > 0], "room for a save in memory")
         planned = [Part(file.name, file.layout, file.tensors(states.tensors)) for file in self._plan.files]
         documents = self._documents(states)
         records = {key: each.record for key, each in (states.shared | states.own).items()}
@@ -176,23 +176,23 @@ class Stage:
             self._say_short(shortage)
         if is_short or not copy:
             streams = [part.through(self._stream) for part in (*planned, *sidecars)]
-            return Captured([*streams, *documents], records, is_copy=False, wait=int, durables=durables)
+            return Snapshot([*streams, *documents], records, is_copy=False, wait=int, durables=durables)
         self._devices.begin([each.optimizer for each in sharded if each.optimizer is not None])
         copies = [self._copied(part) for part in (*planned, *sidecars)]
-        return Captured([*copies, *documents], records, is_copy=True, wait=self._devices.end(), durables=durables)
+        return Snapshot([*copies, *documents], records, is_copy=True, wait=self._devices.end(), durables=durables)
 
     def _replan(self, tensors: planning.Tensors, signature: object) -> None:
         self._planned_for = None  # a plan that fails on the way is none
-        planning.agree(tensors)
-        self._plan = collectives.together(lambda: planning.plan(tensors))
+        planning.check_ranks_match(tensors)
+        self._plan = collectives.run_on_all_ranks(lambda: planning.plan(tensors))
         self._planned_for = signature
 
-    def _laid_out(self, name: str, layout: Layout) -> Buffer:
+    def _laid_out(self, name: str, layout: FileLayout) -> Buffer:
         buffer = self._buffers.setdefault(name, Buffer())
         buffer.lay_out(layout)
         return buffer
 
-    def _copied(self, part: Part) -> Outgoing:
+    def _copied(self, part: Part) -> PendingFile:
         buffer = self._laid_out(part.name, part.layout)
         buffer.copy(part.tensors, self._devices)
         return TensorFile(part.name, part.layout.length, buffer.pieces)
@@ -209,19 +209,19 @@ class Stage:
             logger.warning(
                 "a save in the background needs %s more memory for a copy of the state, and %s are available: "
                 "checkpoints are written while training waits",
-                human(shortage),
-                human(available_memory() or 0),
+                format_bytes(shortage),
+                format_bytes(available_memory() or 0),
             )
 
-    def _documents(self, states: _States) -> list[Outgoing]:
-        own = Document(f"{rank_sidecar(collectives.rank())}.json", sidecar_json(states.own))
+    def _documents(self, states: _States) -> list[PendingFile]:
+        own = InlineFile(f"{rank_sidecar(collectives.rank())}.json", sidecar_json(states.own))
         if collectives.rank() != 0:
             return [own]
         assert self._plan.index is not None, "rank 0 plans"
         return [
             own,
-            Document(f"{SHARED}.json", sidecar_json(states.shared)),
-            Document(index.FILE_NAME, self._plan.index),
+            InlineFile(f"{SHARED}.json", sidecar_json(states.shared)),
+            InlineFile(index.FILE_NAME, self._plan.index),
         ]
 
 
@@ -244,7 +244,7 @@ def publish(finished: Manifest, directory: Path, final: Path) -> None:
 
 def manifest_of(
     step: int,
-    captured: Captured,
+    captured: Snapshot,
     metrics: Mapping[str, float],
     is_best: bool,
     is_finite: bool,
@@ -271,7 +271,7 @@ def _version() -> str:
 
 
 def _states(
-    sharded: Sequence[Sharded], components: Sequence[Component], carried: Mapping[str, SavedState]
+    sharded: Sequence[ShardedState], components: Sequence[Component], carried: Mapping[str, SavedState]
 ) -> tuple[_States, Exception | None]:
     """Everything's state, or as much of it as there was before something failed. No collective."""
     states = _States({}, {}, {}, {})
@@ -283,7 +283,7 @@ def _states(
 
 
 def _take(
-    states: _States, sharded: Sequence[Sharded], components: Sequence[Component], carried: Mapping[str, SavedState]
+    states: _States, sharded: Sequence[ShardedState], components: Sequence[Component], carried: Mapping[str, SavedState]
 ) -> None:
     for each in sharded:
         its_tensors, rest = each.capture()
@@ -315,7 +315,7 @@ def _sidecar_parts(states: _States) -> Iterator[Part]:
         sidecars[SHARED] = states.shared
     for name, encoded in sidecars.items():
         if arrays := sidecar_arrays(encoded):
-            layout = Layout.of([Piece.entire(array, tensor) for array, tensor in arrays.items()])
+            layout = FileLayout.of([TensorChunk.entire(array, tensor) for array, tensor in arrays.items()])
             yield Part(f"{name}.safetensors", layout, list(arrays.values()))
 
 

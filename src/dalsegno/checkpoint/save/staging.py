@@ -19,11 +19,11 @@ from typing import Protocol
 import torch
 import xxhash
 
-from dalsegno.checkpoint.format.layout import Layout, as_bytes
+from dalsegno.checkpoint.format.layout import FileLayout, as_bytes
 from dalsegno.checkpoint.format.manifest import FileRecord
 from dalsegno.system import filesystem
 
-from .cuda_copies import DeviceCopies, pin
+from .cuda_copies import CudaCopies, pin
 
 Advance = Callable[[int], object]
 """Told how many more bytes are about to be written. What it raises breaks the writing off."""
@@ -33,7 +33,7 @@ _SMALL = 1 << 15  # elements: torch copies no more than that on the calling thre
 _TOGETHER = 1 << 20  # bytes of small tensors: in one call, and still in the processor's cache in the next
 
 
-class Outgoing(Protocol):
+class PendingFile(Protocol):
     """A file of a checkpoint that is ready to be written."""
 
     @property
@@ -52,7 +52,7 @@ class Outgoing(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
+class InlineFile:
     """A small file, as its bytes."""
 
     name: str
@@ -98,16 +98,16 @@ class Buffer:
     def __init__(self) -> None:
         self._memory = memoryview(b"")
         self._bytes = torch.empty(0, dtype=torch.uint8)
-        self._layout: Layout | None = None
+        self._layout: FileLayout | None = None
         self._places: list[torch.Tensor] = []
         self._touched = 0  # bytes from the beginning that the kernel has given real memory for
         self._pinned: weakref.finalize[..., Buffer] | None = None
 
-    def missing(self, layout: Layout) -> int:
+    def missing(self, layout: FileLayout) -> int:
         """Bytes of fresh memory that ``layout`` would take."""
         return layout.length if layout.length > len(self._memory) else 0
 
-    def lay_out(self, layout: Layout) -> None:
+    def lay_out(self, layout: FileLayout) -> None:
         """Make room for ``layout``. The header is there then, the tensors are still to come."""
         if layout is self._layout:
             return
@@ -121,7 +121,7 @@ class Buffer:
         ]
         self._layout = layout
 
-    def touch(self) -> Iterator[None]:
+    def prefault(self) -> Iterator[None]:
         """Have the kernel give the memory, a little at each turn: so that the first copy need not wait for it."""
         if self._layout is None:
             return
@@ -134,7 +134,7 @@ class Buffer:
             yield
         self._pin()
 
-    def copy(self, tensors: Sequence[torch.Tensor], devices: DeviceCopies) -> None:
+    def copy(self, tensors: Sequence[torch.Tensor], devices: CudaCopies) -> None:
         """Copy the tensors of the layout to their places, from whatever device and with whatever strides."""
         assert self._layout is not None
         self._touched = len(self._memory)
@@ -173,13 +173,13 @@ class Buffer:
             self._pinned.atexit = False
 
 
-class Stream:
+class BounceBuffers:
     """Two pieces of memory that tensors go through on their way to the disk, as they are: no copy of the whole."""
 
     def __init__(self) -> None:
         self._bounces: list[tuple[memoryview, torch.Tensor]] = []
 
-    def pieces(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> Iterator[memoryview]:
+    def pieces(self, layout: FileLayout, tensors: Sequence[torch.Tensor]) -> Iterator[memoryview]:
         """The file of these tensors, for a direct write. One file at a time."""
         self._bounces = self._bounces or [_fresh(filesystem.DIRECT_PIECE) for _ in range(2)]
         number, filled = 0, 0
@@ -201,7 +201,7 @@ class Stream:
             yield self._bounces[number % 2][0][: _whole_pages(filled)]
 
 
-def _in_file_order(layout: Layout, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+def _in_file_order(layout: FileLayout, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     """The bytes of the file; small tensors several at a time.
 
     Small ones are put together in one call of torch's: whoever writes would else wait between his pieces for a thread

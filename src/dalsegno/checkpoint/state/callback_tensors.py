@@ -9,10 +9,10 @@ from dalsegno.errors import CannotSave, ConfigurationError
 from dalsegno.stateful.component import State, Stateful, TensorHolder, own_form
 from dalsegno.stateful.schema import check
 
-from .sharded import Prepared, Tensors, class_name_of, is_dense
+from .sharded import LoadTarget, Tensors, class_name_of, is_dense
 
 
-class HeldTensors:
+class CallbackTensors:
     """What ``holder`` holds, as a part of a checkpoint.
 
     A tensor that is not in the checkpoint, or has another shape there, stays as it is; the holder is told.
@@ -59,11 +59,11 @@ class HeldTensors:
     def differences(self, stored: Index, rest: State, *, any_dtype: bool = False) -> list[str]:
         return []
 
-    def prepare(self, stored: Index, rest: State) -> Prepared:
+    def prepare(self, stored: Index, rest: State) -> LoadTarget:
         there = stored.of(self.key)
         fitting = {
             name: tensor
             for name, tensor in self.capture()[0].items()
             if name in there and there[name].shape == tensor.shape
         }
-        return Prepared(fitting, lambda: self._holder.load_sharded_state(fitting.keys(), rest))
+        return LoadTarget(fitting, lambda: self._holder.load_sharded_state(fitting.keys(), rest))

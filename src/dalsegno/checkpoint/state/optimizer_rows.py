@@ -22,7 +22,7 @@ from dalsegno.stateful.component import State
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class OptimizerRows:
     """An optimizer's state by the parameter's name."""
 
     plain: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Rows:
         }
 
     @classmethod
-    def of(cls, saved: State) -> Rows:
+    def of(cls, saved: State) -> OptimizerRows:
         """From a checkpoint."""
         rows = cls(_copied(saved["state"], dict), _copied(saved["sharded"], list), _copied(saved["on_cpu"], list))
         for column in saved.get("scalars", ()):

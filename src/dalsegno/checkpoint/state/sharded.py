@@ -19,12 +19,12 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from dalsegno.checkpoint.format.index import Index, StoredTensor
 from dalsegno.checkpoint.format.keys import LOSS, MODEL
 from dalsegno.checkpoint.format.layout import DTYPES, is_plain, name_of
-from dalsegno.distributed.sharded_tensors import cleaned, once
+from dalsegno.distributed.sharded_tensors import once, strip_wrappers
 from dalsegno.errors import CannotSave
 from dalsegno.stateful.component import State
 
 from .non_tensor_schema import check_model_rest, check_optimizer_rest
-from .optimizer_rows import Rows
+from .optimizer_rows import OptimizerRows
 from .placement import cast_as, exactly, like, placed_like
 
 Tensors = dict[str, torch.Tensor]
@@ -32,7 +32,7 @@ Tensors = dict[str, torch.Tensor]
 _TENSORS = (torch.Tensor, nn.Parameter, DTensor)  # subclasses may hide what they hold
 
 
-class Sharded(Protocol):
+class ShardedState(Protocol):
     """A component whose tensors are spread over the ranks. ``key`` is its folder in a checkpoint: no dots in it."""
 
     @property
@@ -61,17 +61,17 @@ class Sharded(Protocol):
         """
         ...
 
-    def prepare(self, stored: Index, rest: State) -> Prepared:
+    def prepare(self, stored: Index, rest: State) -> LoadTarget:
         """What to load into, for all that fits; the rest stays as it is."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class LoadTarget:
     """``tensors`` to load into, by the name under which each is stored; and ``take_over``, for when they are loaded."""
 
     tensors: Tensors
-    take_over: Callable[[], object]
+    commit: Callable[[], object]
 
 
 class ModelState:
@@ -124,9 +124,11 @@ class ModelState:
         ]
         return sorted(lines)
 
-    def prepare(self, stored: Index, rest: State) -> Prepared:
+    def prepare(self, stored: Index, rest: State) -> LoadTarget:
         there = stored.of(self.key)
-        sources = {cleaned(raw): rest["tied"].get(cleaned(raw), cleaned(raw)) for raw in self._raw()}
+        sources = {
+            strip_wrappers(raw): rest["tied"].get(strip_wrappers(raw), strip_wrappers(raw)) for raw in self._raw()
+        }
         targets = {
             sources[name]: tensor
             for name, tensor in self._sorted()[0].items()
@@ -138,7 +140,7 @@ class ModelState:
             # to any state dict, and gives what was tied when saved, but is not now, to every name that it has here.
             state = {}
             for raw, here in self._raw().items():
-                name = cleaned(raw)
+                name = strip_wrappers(raw)
                 source = targets.get(sources[name])
                 if isinstance(here, torch.Tensor) and once(here).shape != here.shape:
                     continue  # it is loaded, and torch itself cannot write to an expanded tensor
@@ -148,7 +150,7 @@ class ModelState:
                     state[raw] = rest["extra"][name]
             self._model.load_state_dict(state, strict=False)
 
-        return Prepared(targets, take_over)
+        return LoadTarget(targets, take_over)
 
     def is_empty(self) -> bool:
         """Whether there is nothing to save."""
@@ -156,8 +158,8 @@ class ModelState:
 
     def held(self) -> set[int]:
         """The ``id`` of each parameter and buffer that is saved here, be it as a copy that the model's hooks make."""
-        raw = {cleaned(name): each for name, each in self._raw().items()}
-        copied = {id(each) for name, each in self._model.named_parameters() if cleaned(name) in raw}
+        raw = {strip_wrappers(name): each for name, each in self._raw().items()}
+        copied = {id(each) for name, each in self._model.named_parameters() if strip_wrappers(name) in raw}
         return {id(each) for each in raw.values()} | copied
 
     def is_trained(self) -> bool:
@@ -191,7 +193,7 @@ class ModelState:
         extra: dict[str, Any] = {}
         names: dict[int, str] = {}
         for raw_name, value in self._raw().items():
-            name = cleaned(raw_name)
+            name = strip_wrappers(raw_name)
             if not isinstance(value, torch.Tensor) or name.endswith("_extra_state"):
                 extra[name] = value
             elif id(value) in names:
@@ -238,7 +240,7 @@ class OptimizerState:
         packed = self.optimizer.state_dict()
         named = [each for group in self._named_groups() for each in group]
         tensors: Tensors = {}
-        rows = Rows()
+        rows = OptimizerRows()
         for number, (name, parameter) in enumerate(named):  # in this order, whichever was updated first
             if number not in packed["state"]:
                 continue
@@ -272,15 +274,15 @@ class OptimizerState:
         for number, (here, there) in enumerate(zip(groups, saved, strict=False)):
             lines += [f"group {number}, missing in the checkpoint: {name}" for name in {*here} - {*there}]
             lines += [f"group {number}, unexpected in the checkpoint: {name}" for name in {*there} - {*here}]
-        wanted = {f"{name}.{kind}" for name, kinds in Rows.of(rest).sharded.items() for kind in kinds}
+        wanted = {f"{name}.{kind}" for name, kinds in OptimizerRows.of(rest).sharded.items() for kind in kinds}
         lines += [f"listed, but without its tensor: {name}" for name in wanted - stored.of(self.key).keys()]
         return sorted(lines)
 
-    def prepare(self, stored: Index, rest: State) -> Prepared:
+    def prepare(self, stored: Index, rest: State) -> LoadTarget:
         named = [each for group in self._named_groups() for each in group]
         weights = stored.of(MODEL) | {_of_loss(name): each for name, each in stored.of(LOSS).items()}
         own = stored.of(self.key)
-        rows = Rows.of(rest)
+        rows = OptimizerRows.of(rest)
         fitting = {  # a parameter that has another shape now has no use for its former state
             name: number
             for number, (name, parameter) in enumerate(named)
@@ -312,7 +314,7 @@ class OptimizerState:
                     is_on_cpu = kind in rows.on_cpu.get(name, ())
                     own[kind] = value if is_on_cpu else exactly(value, own.get(kind))
 
-        return Prepared(tensors, take_over)
+        return LoadTarget(tensors, take_over)
 
     def _groups(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The groups with their saved hyperparameters, and parameters by number; others than were saved keep theirs."""
@@ -325,9 +327,9 @@ class OptimizerState:
 
     def _named_groups(self) -> list[list[tuple[str, torch.Tensor]]]:
         """The parameters of each group, in the optimizer's order, which ``state_dict`` numbers them by."""
-        names = {id(each): cleaned(name) for name, each in self._model.named_parameters()}
+        names = {id(each): strip_wrappers(name) for name, each in self._model.named_parameters()}
         for name, each in () if self._loss_fn is None else self._loss_fn.named_parameters():
-            names.setdefault(id(each), _of_loss(cleaned(name)))
+            names.setdefault(id(each), _of_loss(strip_wrappers(name)))
         return [
             [
                 (names.get(id(each), f"group[{number}].params[{position}]"), each)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dalsegno.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from dalsegno.config import Offer
+    from dalsegno.config import Entry
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -19,9 +19,9 @@ def describe(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """One that cannot be imported is listed with the reason."""
     from dalsegno.cli.tables import Column, print_json, print_table
-    from dalsegno.config import offers
+    from dalsegno.config import entries
 
-    rows = [_row(offer) for offer in offers()]
+    rows = [_row(offer) for offer in entries()]
     if arguments.json:
         print_json(rows)
     else:
@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _row(offer: Offer) -> dict[str, Any]:
+def _row(offer: Entry) -> dict[str, Any]:
     from dalsegno.config import summary
 
     try:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from .arguments import add_json, add_place
 
 if TYPE_CHECKING:
-    from dalsegno.checkpoint.listing import Found
+    from dalsegno.checkpoint.listing import CheckpointInfo
 
 TIMES = ("_runtime", "_per_second")
 """Endings of metrics that say nothing of the model."""
@@ -42,11 +42,11 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         NotFound: if there is no checkpoint.
     """
-    from dalsegno.checkpoint.listing import Condition, directory_of, is_checkpoint, survey
+    from dalsegno.checkpoint.listing import CheckpointStatus, directory_of, is_checkpoint, list_checkpoints
     from dalsegno.cli.tables import Column, number, print_json, print_table, size
 
-    found = survey(arguments.place)
-    everything = survey(directory_of(arguments.place)) if is_checkpoint(arguments.place) else found
+    found = list_checkpoints(arguments.place)
+    everything = list_checkpoints(directory_of(arguments.place)) if is_checkpoint(arguments.place) else found
     why, best = _reasons(everything), _best(everything)
     rows = [_row(each, best) | {"kept": why[each.entry.step] if each.entry else []} for each in found]
     if arguments.verify:
@@ -69,22 +69,22 @@ def run(arguments: argparse.Namespace) -> int:
             ],
             rows,
         )
-    return 1 if any(row["condition"] == Condition.DAMAGED for row in rows) else 0
+    return 1 if any(row["condition"] == CheckpointStatus.DAMAGED for row in rows) else 0
 
 
-def _reasons(found: Sequence[Found]) -> dict[int, list[str]]:
+def _reasons(found: Sequence[CheckpointInfo]) -> dict[int, list[str]]:
     """By step, which rules of the run keep a checkpoint."""
     from dalsegno.checkpoint.inspect.retention_reasons import reasons, rule_of_run
 
     return reasons(rule_of_run(found), [each.entry for each in found if each.entry is not None])
 
 
-def _best(found: Sequence[Found]) -> Found | None:
+def _best(found: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
     """Each was the best when it was saved, if its manifest says so: the last of them still is."""
     return next((each for each in reversed(found) if each.checkpoint and each.checkpoint.manifest.best), None)
 
 
-def _row(found: Found, best: Found | None) -> dict[str, Any]:
+def _row(found: CheckpointInfo, best: CheckpointInfo | None) -> dict[str, Any]:
     its = found.checkpoint.manifest if found.checkpoint else None
     return {
         "path": str(found.path),
@@ -99,15 +99,15 @@ def _row(found: Found, best: Found | None) -> dict[str, Any]:
     }
 
 
-def _note_verified(rows: Sequence[dict[str, Any]], found: Sequence[Found]) -> None:
-    from dalsegno.checkpoint.listing import Condition
+def _note_verified(rows: Sequence[dict[str, Any]], found: Sequence[CheckpointInfo]) -> None:
+    from dalsegno.checkpoint.listing import CheckpointStatus
 
     from .verify import problems_of
 
-    problems = problems_of([each for each in found if each.condition is Condition.WHOLE])
+    problems = problems_of([each for each in found if each.condition is CheckpointStatus.WHOLE])
     for row, each in zip(rows, found, strict=True):
         if each.path in problems:
-            row["condition"] = Condition.DAMAGED.value if problems[each.path] else "verified"
+            row["condition"] = CheckpointStatus.DAMAGED.value if problems[each.path] else "verified"
             row["problem"] = "; ".join(problems[each.path]) or None
 
 

@@ -16,7 +16,7 @@ from dalsegno.errors import ConfigurationError
 from .arguments import add_json, add_place
 
 if TYPE_CHECKING:
-    from dalsegno.checkpoint.listing import Found
+    from dalsegno.checkpoint.listing import CheckpointInfo
     from dalsegno.policies.retention import Retention
 
 
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigurationError: if nobody says which shall stay.
     """
     from dalsegno.checkpoint import checkpoint_dir
-    from dalsegno.checkpoint.listing import directory_of, is_checkpoint, survey
+    from dalsegno.checkpoint.listing import directory_of, is_checkpoint, list_checkpoints
     from dalsegno.system.lock import DirectoryLock
 
     if is_checkpoint(arguments.place):
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     directory = directory_of(arguments.place)
     run_folder = directory.parent if directory.name == "checkpoints" else directory
     with nullcontext() if arguments.dry_run else DirectoryLock(run_folder):
-        found = survey(directory)
+        found = list_checkpoints(directory)
         rows = _rows(found, _rule(arguments, found))
         for row in rows:
             if not row["kept"] and not arguments.dry_run:
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _rule(arguments: argparse.Namespace, found: list[Found]) -> Retention:
+def _rule(arguments: argparse.Namespace, found: list[CheckpointInfo]) -> Retention:
     from dalsegno.checkpoint.inspect.retention_reasons import rule_of_run
     from dalsegno.policies.retention import Best, EveryNth, Latest, retention_of
 
@@ -80,7 +80,7 @@ def _rule(arguments: argparse.Namespace, found: list[Found]) -> Retention:
     return rule
 
 
-def _rows(found: list[Found], rule: Retention) -> list[dict[str, Any]]:
+def _rows(found: list[CheckpointInfo], rule: Retention) -> list[dict[str, Any]]:
     from dalsegno.checkpoint.inspect.retention_reasons import NEWEST, reasons
 
     whole = [each for each in found if each.entry is not None]
@@ -95,7 +95,7 @@ def _rows(found: list[Found], rule: Retention) -> list[dict[str, Any]]:
     return rows
 
 
-def _verifies(found: Found) -> bool:
+def _verifies(found: CheckpointInfo) -> bool:
     from dalsegno.errors import DamagedCheckpoint
 
     assert found.checkpoint is not None

@@ -17,7 +17,7 @@ from .arguments import add_json, add_place
 
 if TYPE_CHECKING:
     from dalsegno.checkpoint import Checkpoint
-    from dalsegno.checkpoint.listing import Found
+    from dalsegno.checkpoint.listing import CheckpointInfo
 
 THREADS = 8
 """Files that are read at once: hashing a file takes one core, and many disks want several readers."""
@@ -38,13 +38,13 @@ def run(arguments: argparse.Namespace) -> int:
         NotFound: if there is no checkpoint.
         ConfigurationError: if there are less than one thread.
     """
-    from dalsegno.checkpoint.listing import Condition, is_checkpoint, survey
+    from dalsegno.checkpoint.listing import CheckpointStatus, is_checkpoint, list_checkpoints
     from dalsegno.cli.tables import Column, number, print_json, print_table, size
 
     if arguments.threads < 1:
         raise ConfigurationError(f"--threads {arguments.threads}: needs at least 1")
-    left_out = () if is_checkpoint(arguments.place) else (Condition.PARTIAL, Condition.SET_ASIDE)
-    found = [each for each in survey(arguments.place) if each.condition not in left_out]
+    left_out = () if is_checkpoint(arguments.place) else (CheckpointStatus.PARTIAL, CheckpointStatus.SET_ASIDE)
+    found = [each for each in list_checkpoints(arguments.place) if each.condition not in left_out]
     problems = problems_of(found, arguments.threads)
     rows = [_row(each, problems[each.path]) for each in found]
     if arguments.json:
@@ -67,7 +67,7 @@ def _style(good: bool) -> str:
     return "green" if good else "red"
 
 
-def problems_of(found: Sequence[Found], threads: int = THREADS) -> dict[Path, list[str]]:
+def problems_of(found: Sequence[CheckpointInfo], threads: int = THREADS) -> dict[Path, list[str]]:
     """By path, a sentence for each file that is not what was written; none for a checkpoint that verifies.
 
     The largest files are begun first, so that none is left to the end alone.
@@ -94,7 +94,7 @@ def problems_of(found: Sequence[Found], threads: int = THREADS) -> dict[Path, li
     return {path: sorted(each) for path, each in problems.items()}
 
 
-def _row(found: Found, problems: Sequence[str]) -> dict[str, Any]:
+def _row(found: CheckpointInfo, problems: Sequence[str]) -> dict[str, Any]:
     return {
         "path": str(found.path),
         "step": found.step,

@@ -14,7 +14,7 @@ from dalsegno.errors import RankFailed
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import Context, LogContext, StepEndContext
 from dalsegno.testing import FaultPlan, start_ranks
-from dalsegno.testing.event_trace import Course, CourseRecorder
+from dalsegno.testing.event_trace import EventRecorder, EventTrace
 
 from .training import build
 
@@ -42,7 +42,7 @@ class LegEnd:
     """The step it began at."""
     last: int
     """The last step it finished."""
-    course: Course | None
+    course: EventTrace | None
     """What it went through; None: it was killed."""
 
 
@@ -70,7 +70,7 @@ def run_leg(job: Job, plan: FaultPlan | None, watch: Watch) -> LegEnd:
     outcome = leg.wait(NO_END)[0]
     if outcome.exit_code != 0 and not (outcome.was_killed and plan is not None):
         raise RankFailed(f"a leg ended with {outcome.exit_code}; see {job.console}\n{outcome.error or ''}")
-    return LegEnd(first or 0, last, cast(Course | None, outcome.value))
+    return LegEnd(first or 0, last, cast(EventTrace | None, outcome.value))
 
 
 def _next(incoming: Connection) -> tuple[int, float | None] | None:
@@ -81,9 +81,9 @@ def _next(incoming: Connection) -> tuple[int, float | None] | None:
         return None
 
 
-def _train(job: Job, plan: FaultPlan | None, outgoing: Connection) -> Course:
+def _train(job: Job, plan: FaultPlan | None, outgoing: Connection) -> EventTrace:
     redirect_output(job.console)
-    recorder = CourseRecorder()
+    recorder = EventRecorder()
     if plan is None:
         recorder.start()
     else:

@@ -8,7 +8,7 @@ from pathlib import Path
 from dalsegno.cli.console import LegLine
 from dalsegno.errors import RankFailed
 from dalsegno.testing import FaultPlan, compare_runs
-from dalsegno.testing.event_trace import Course
+from dalsegno.testing.event_trace import EventTrace
 
 from .legs import Job, LegEnd, run_leg
 from .plot import Leg, draw
@@ -36,7 +36,7 @@ def tell(out: Path, steps: int, seed: int) -> int:
     return 0 if comparison.identical else 1
 
 
-def _reference(job: Job) -> Course:
+def _reference(job: Job) -> EventTrace:
     line = LegLine("reference", job.steps)
     end = run_leg(job, None, line.advance)
     line.end(["trained to its end"])
@@ -44,7 +44,7 @@ def _reference(job: Job) -> Course:
     return end.course
 
 
-def _killed_and_resumed(job: Job, course: Course) -> list[Leg]:
+def _killed_and_resumed(job: Job, course: EventTrace) -> list[Leg]:
     legs = []
     for number, plan in enumerate([*course.moments(job.seed), None], start=1):
         line = LegLine(f"leg {number}", job.steps)
@@ -54,7 +54,7 @@ def _killed_and_resumed(job: Job, course: Course) -> list[Leg]:
     return legs
 
 
-def _outcome(job: Job, plan: FaultPlan | None, end: LegEnd, course: Course) -> list[str]:
+def _outcome(job: Job, plan: FaultPlan | None, end: LegEnd, course: EventTrace) -> list[str]:
     """What has happened to a leg, checked on the disk.
 
     Raises:

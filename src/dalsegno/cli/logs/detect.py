@@ -18,7 +18,7 @@ from .arguments import add_json, add_step_key, settings_of
 if TYPE_CHECKING:
     from dalsegno.analysis import DetectorSettings, Series, TrainingLog
 
-    from .per_run_results import Answers
+    from .per_run_results import PerRunResults
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -136,10 +136,10 @@ def _sweep(marked: dict[str | None, list[Series]], arguments: argparse.Namespace
     return 1 if candidates[0].errors else 0
 
 
-def _watched(paths: list[Path], arguments: argparse.Namespace) -> Answers[Series]:
+def _watched(paths: list[Path], arguments: argparse.Namespace) -> PerRunResults[Series]:
     from dalsegno.analysis import open_logs
 
-    from .per_run_results import Answers
+    from .per_run_results import PerRunResults
 
     def watched(log: TrainingLog) -> Series:
         metric = arguments.metric or log.loss
@@ -148,7 +148,7 @@ def _watched(paths: list[Path], arguments: argparse.Namespace) -> Answers[Series
             raise ConfigurationError(f"{log.name} has no loss; choose with --metric from what it has: {names}")
         return log.metric(metric)
 
-    return Answers(open_logs(paths, arguments.step_key), watched)
+    return PerRunResults(open_logs(paths, arguments.step_key), watched)
 
 
 def _verdict(mark: str | None, fired: bool) -> str:

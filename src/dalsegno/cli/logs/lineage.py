@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from typing import Any
 
-    from dalsegno.analysis import Life, Tail, TrainingLog
+    from dalsegno.analysis import LegSummary, Tail, TrainingLog
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +62,7 @@ def _cut_off(tail: Tail, records: bool) -> dict[str, Any]:
     return {**told, "records": tail.records if records else len(tail.records)}
 
 
-def _tree(log: TrainingLog, lives: Sequence[Life], tails: bool) -> Iterator[str]:
+def _tree(log: TrainingLog, lives: Sequence[LegSummary], tails: bool) -> Iterator[str]:
     from dalsegno.analysis.lineage import state_of
 
     from .records import told
@@ -94,7 +94,7 @@ def _branch(aside: bool, ends: bool) -> tuple[str, str]:
     return ("└─", "    ") if ends else ("├─", "│   ")
 
 
-def _told(life: Life) -> list[str]:
+def _told(life: LegSummary) -> list[str]:
     """A leg in a few lines."""
     from dalsegno.cli.tables import moment, span
 
@@ -113,14 +113,14 @@ def _told(life: Life) -> list[str]:
     return lines
 
 
-def _steps(life: Life) -> str:
+def _steps(life: LegSummary) -> str:
     """A leg may have died before its first checkpoint, and have left no record."""
     if life.last_step <= life.first_step:
         return f"no step after {life.first_step:,} known"
     return f"steps {life.first_step:,} to {life.last_step:,}"
 
 
-def _line_of(lives: Sequence[Life]) -> set[int]:
+def _line_of(lives: Sequence[LegSummary]) -> set[int]:
     """The legs of which something is left: those that lead to the last one."""
     parents = {life.leg: life.parent for life in lives}
     line: set[int] = set()

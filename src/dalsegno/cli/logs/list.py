@@ -32,10 +32,10 @@ def run(arguments: argparse.Namespace) -> int:
     from dalsegno.analysis import open_log
     from dalsegno.cli.tables import Column, moment, number, print_json, print_table
 
-    from .per_run_results import Answers
+    from .per_run_results import PerRunResults
 
     runs = open_log(arguments.folder, arguments.step_key)
-    answers = Answers(runs, _row)
+    answers = PerRunResults(runs, _row)
     row_of = {log.path: row for log, row in answers.given}
     row_of |= {log.path: {**_name(log), "state": "unreadable", "error": error} for log, error in answers.missing}
     rows = [row_of[log.path] for log in runs]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Answers(Generic[T]):
+class PerRunResults(Generic[T]):
     def __init__(self, logs: Iterable[TrainingLog], ask: Callable[[TrainingLog], T]) -> None:
         self.given: list[tuple[TrainingLog, T]] = []
         self.missing: list[tuple[TrainingLog, str]] = []

@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     from dalsegno.analysis import find_spikes, open_logs
     from dalsegno.cli.tables import Column, number, print_json, print_table
 
-    from .per_run_results import Answers
+    from .per_run_results import PerRunResults
 
     def outstanding(log: TrainingLog) -> list[dict[str, Any]]:
         usual = [name for name in (log.loss, "grad_norm") if name in log.metrics()]
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         curves = log.series(arguments.metrics or usual)
         return [{"run": log.name, "metric": name, **asdict(spike)} for name in curves for spike in look(curves[name])]
 
-    answers = Answers(open_logs(arguments.runs, arguments.step_key), outstanding)
+    answers = PerRunResults(open_logs(arguments.runs, arguments.step_key), outstanding)
     rows = [row for _, of_run in answers.given for row in of_run]
     if arguments.json:
         print_json(rows)

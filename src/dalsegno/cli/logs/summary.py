@@ -35,9 +35,9 @@ def run(arguments: argparse.Namespace) -> int:
     from dalsegno.analysis import TrainingLog, open_logs
     from dalsegno.cli.tables import print_facts, print_json
 
-    from .per_run_results import Answers
+    from .per_run_results import PerRunResults
 
-    answers = Answers(open_logs(arguments.runs, arguments.step_key), TrainingLog.summary)
+    answers = PerRunResults(open_logs(arguments.runs, arguments.step_key), TrainingLog.summary)
     summaries = answers.given
     if arguments.json or arguments.format == "json":
         print_json([{**asdict(summary), "path": str(log.path)} for log, summary in summaries])

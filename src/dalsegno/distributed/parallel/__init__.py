@@ -10,15 +10,15 @@ from dalsegno.distributed import collectives
 from .base import Parallel
 from .ddp import DataParallel
 from .fsdp import FullySharded
-from .fused_backward import InBackward
+from .fused_backward import FusedBackward
 from .single import Single
 from .torchrun import require_launch
 from .trained_loss import WithTrainedLoss, has_own_parameters
 
-__all__ = ["DataParallel", "FullySharded", "InBackward", "Parallel", "Single", "spread"]
+__all__ = ["DataParallel", "FullySharded", "FusedBackward", "Parallel", "Single", "parallelize"]
 
 
-def spread(model: nn.Module, way: str, device: torch.device, loss_fn: nn.Module | None = None) -> Parallel:
+def parallelize(model: nn.Module, way: str, device: torch.device, loss_fn: nn.Module | None = None) -> Parallel:
     """Spread ``model``, which lies on ``device``, in the way of that name; ``auto`` is DDP.
 
     ``loss_fn``, which makes the loss of what the model returns, is spread beside it if it has parameters to train.

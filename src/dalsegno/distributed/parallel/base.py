@@ -31,7 +31,7 @@ class Parallel:
     def synchronize(self, wanted: bool) -> None:
         """Whether the next backward reduces gradients over the ranks (only the last of a step needs to)."""
 
-    def adopt(self, optimizer: Optimizer) -> None:
+    def rebind(self, optimizer: Optimizer) -> None:
         """Let an optimizer that was built on the model before it was spread train it as it is now."""
 
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> torch.Tensor:

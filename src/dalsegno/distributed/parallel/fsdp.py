@@ -30,7 +30,7 @@ class FullySharded(Parallel):
         self._before = {id(parameter): name for name, parameter in model.named_parameters()}
         if not isinstance(model, FSDPModule):
             # each rank keeps a shard of its own copy: they must be the same
-            collectives.share_from_zero([*model.parameters(), *map(once, model.buffers())])
+            collectives.broadcast_tensors([*model.parameters(), *map(once, model.buffers())])
             mesh = init_device_mesh(device.type, (collectives.world_size(),))
             for block in _blocks(model):
                 fully_shard(block, mesh=mesh)

@@ -24,7 +24,7 @@ from .ddp import DataParallel
 from .trained_loss import WithTrainedLoss
 
 
-class InBackward(Parallel):
+class FusedBackward(Parallel):
     """Spreads a model as ``parallel`` does, and updates it in the backward pass of each step's last micro-batch.
 
     There is an optimizer of the same class for each parameter; ``optimizer`` stays the one place where hyperparameters

@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from dalsegno.errors import ConfigurationError
 
 
-def join_ranks(use_cpu: bool) -> torch.device:
+def init_distributed(use_cpu: bool) -> torch.device:
     """Join the process group that torchrun announces, if it does and nobody has; the device of this rank."""
     gpu = torch.cuda.is_available() and not use_cpu
     if gpu:

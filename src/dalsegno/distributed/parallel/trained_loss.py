@@ -38,7 +38,7 @@ class WithTrainedLoss(Parallel):
 
     def adopt(self, optimizer: Optimizer) -> None:
         for part in self._parts:
-            part.adopt(optimizer)
+            part.rebind(optimizer)
 
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> torch.Tensor:
         return self._parts[0].clip(parameters, max_norm)

@@ -17,13 +17,13 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from dalsegno.events.adapters import Adapted
+from dalsegno.events.adapters import CallbackAdapter
 from dalsegno.events.callback import Answer, Binder
 from dalsegno.events.table import Event
 from dalsegno.stateful.component import State
 
 from .order import ORDER, SILENT
-from .shared_state import Company
+from .shared_state import SharedState
 
 _ROWS = {(row.event, row.method): row for row in ORDER}
 _NAMES = {row.method: row.names for row in ORDER if row.names}
@@ -34,7 +34,7 @@ _REGISTRY = "GLOBAL_CALLBACK_REGISTRY"  # what their ``with callback:`` fills
 _REGISTRIES = ("cerebras.modelzoo.trainer.callbacks", "cerebras.modelzoo.trainer.callbacks.callback")
 
 
-class Cerebras(Adapted):
+class Cerebras(CallbackAdapter):
     """A ``Callback`` of the Model Zoo's."""
 
     dialect = "cerebras"
@@ -47,7 +47,7 @@ class Cerebras(Adapted):
     makes_wishes = False  # none but through trainer.early_exit
 
     def __init__(self, foreign: object, name: str | None = None) -> None:
-        self._company: Company | None = None
+        self._company: SharedState | None = None
         super().__init__(foreign, name)
         for method in (*_SAVE, *_LOAD):
             if self._defines(method):
@@ -63,12 +63,12 @@ class Cerebras(Adapted):
         return _NAMES.get(method, ("trainer", "state_dict")), ()
 
     def bound_handlers(self, binder: Binder) -> list[Any]:
-        self._company = binder.companion(Company)
+        self._company = binder.shared(SharedState)
         self._stacks: dict[str, Any] = {}
         return super().bound_handlers(binder)
 
     def call(self, event: Event, method: str, binder: Binder) -> Callable[[Any, Any], Answer]:
-        company = binder.companion(Company)
+        company = binder.shared(SharedState)
         return _ROWS[event, method].bind(getattr(self.__wrapped__, method), company, self._stacks)
 
     def state_methods(self) -> tuple[Callable[[], State], Callable[[State], object]] | None:
@@ -91,7 +91,7 @@ class Cerebras(Adapted):
             part = "trainer_state" if method.endswith("trainer_state") else "checkpoint"
             self._call(method, self._company, state.get(part, {}))
 
-    def _call(self, method: str, company: Company, state: dict[str, Any]) -> None:
+    def _call(self, method: str, company: SharedState, state: dict[str, Any]) -> None:
         if self._defines(method):
             getattr(self.__wrapped__, method)(company.trainer, state)
 

@@ -11,13 +11,13 @@ from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import BeforeForwardContext
 from dalsegno.events.table import Event
 
-from .shared_state import Company
+from .shared_state import SharedState
 
 Stacks = dict[str, ExitStack]
 """What one callback has opened and not closed yet, by the part of the order that it is open for."""
 Bound = Callable[[Callback, Any], None]
 
-GIVEN: dict[str, Callable[[Company, Any], Any]] = {
+GIVEN: dict[str, Callable[[SharedState, Any], Any]] = {
     "model": lambda company, ctx: ctx.model,
     "optimizer": lambda company, ctx: ctx.optimizer,
     "scheduler": lambda company, ctx: ctx.scheduler,
@@ -38,7 +38,7 @@ GIVEN: dict[str, Callable[[Company, Any], Any]] = {
     "exception": lambda company, ctx: ctx.exception,
 }
 
-WHEN: dict[str, Callable[[Company, Any], bool]] = {
+WHEN: dict[str, Callable[[SharedState, Any], bool]] = {
     "a stretch begins": lambda company, ctx: company.begins_stretch,
     "a stretch ends": lambda company, ctx: company.ends_stretch,
     "validating": lambda company, ctx: company.validating,
@@ -61,7 +61,7 @@ class Row(Protocol):
     def names(self) -> tuple[str, ...]:
         """What the method is called with."""
 
-    def bind(self, method: Callable[..., Any], company: Company, stacks: Stacks) -> Bound: ...
+    def bind(self, method: Callable[..., Any], company: SharedState, stacks: Stacks) -> Bound: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Call:
     def names(self) -> tuple[str, ...]:
         return ("trainer", *self.given.split())
 
-    def bind(self, method: Callable[..., Any], company: Company, stacks: Stacks) -> Bound:
+    def bind(self, method: Callable[..., Any], company: SharedState, stacks: Stacks) -> Bound:
         trainer, given = company.trainer, [GIVEN[name] for name in self.given.split()]
         is_due = None if self.when is None else WHEN[self.when]
 
@@ -96,7 +96,7 @@ class SetUp:
     method: str
     names = ("trainer",)
 
-    def bind(self, method: Callable[..., Any], company: Company, stacks: Stacks) -> Bound:
+    def bind(self, method: Callable[..., Any], company: SharedState, stacks: Stacks) -> Bound:
         def call(adapted: Callback, ctx: Any) -> None:
             if company.is_first(adapted, self.method):
                 method(company.trainer)
@@ -118,7 +118,7 @@ class Enter:
     def names(self) -> tuple[str, ...]:
         return ("trainer", "stack", *self.given.split())
 
-    def bind(self, method: Callable[..., Any], company: Company, stacks: Stacks) -> Bound:
+    def bind(self, method: Callable[..., Any], company: SharedState, stacks: Stacks) -> Bound:
         def enter(trainer: object, *given: Any) -> None:
             stack = stacks[self.part] = ExitStack()
             method(trainer, stack, *given)
@@ -135,7 +135,7 @@ class Leave:
     part: str
     names = ()
 
-    def bind(self, method: Callable[..., Any], company: Company, stacks: Stacks) -> Bound:
+    def bind(self, method: Callable[..., Any], company: SharedState, stacks: Stacks) -> Bound:
         def close(_: Callback, ctx: Any) -> None:
             stack = stacks.pop(self.part, None)
             error = getattr(ctx, "exception", None)
@@ -153,7 +153,7 @@ class Forward:
     method: str
     names = ("trainer", "model", "batch", "args", "kwargs")
 
-    def bind(self, method: Callable[..., Any], company: Company, stacks: Stacks) -> Bound:
+    def bind(self, method: Callable[..., Any], company: SharedState, stacks: Stacks) -> Bound:
         def call(_: Callback, ctx: BeforeForwardContext) -> None:
             batch = _as_one(ctx)
             args: list[Any] = [batch]

@@ -28,7 +28,7 @@ from dalsegno.events.contexts import (
 from .trainer import Trainer, plain
 
 
-class Company(Callback):
+class SharedState(Callback):
     """Called before Cerebras's callbacks, so that these find here what is just happening."""
 
     name = "cerebras"

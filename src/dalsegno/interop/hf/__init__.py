@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from dalsegno.events.adapters import Adapted
+from dalsegno.events.adapters import CallbackAdapter
 from dalsegno.events.callback import Binder
 from dalsegno.events.table import Event
 from dalsegno.stateful.component import State, Stateful
@@ -32,10 +32,10 @@ from .calls import (
     where_left,
     without_the_end,
 )
-from .shared_state import Company
+from .shared_state import SharedState
 
 
-class HuggingFace(Adapted):
+class HuggingFace(CallbackAdapter):
     """A ``TrainerCallback`` of Hugging Face's, of Forgather's, or of our own."""
 
     dialect = "huggingface"
@@ -55,7 +55,7 @@ class HuggingFace(Adapted):
         return [call for call in super().own_calls() if not (has_state and WAYS[call] in (where_joined, where_left))]
 
     def call(self, event: Event, method: str, binder: Binder) -> Call:
-        company = binder.companion(Company)
+        company = binder.shared(SharedState)
         context = company.context
         extras = {"trainer": context.trainer, "tokenizer": context.processing_class}
         function = getattr(self.__wrapped__, method)

@@ -11,7 +11,7 @@ from typing import Any
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.events.contexts import Context
-from dalsegno.policies.triggers import AnyOccasion, Every, When
+from dalsegno.policies.triggers import AnyTrigger, Every, SaveTrigger
 
 _NEVER = sys.maxsize  # steps: none is a multiple of it
 
@@ -119,9 +119,9 @@ class Arguments:
         }
 
 
-def _schedule(when: When) -> tuple[Strategy, int]:
+def _schedule(when: SaveTrigger) -> tuple[Strategy, int]:
     """The nearest to it that they have a name for. What goes by the clock, or comes at the end, comes at no step."""
-    parts = when.parts if isinstance(when, AnyOccasion) else (when,)
+    parts = when.parts if isinstance(when, AnyTrigger) else (when,)
     periods = [part for part in parts if isinstance(part, Every)]
     steps = [period.steps for period in periods if period.steps]
     if steps or not when:

@@ -16,7 +16,7 @@ from dalsegno.events.contexts import (
 )
 from dalsegno.events.table import Event
 
-from .shared_state import Company, record_of
+from .shared_state import SharedState, record_of
 
 Call = Callable[[Any, Any], Answer]
 """``(adapted, ctx)``"""
@@ -28,13 +28,13 @@ class Hand(Protocol):
     def __call__(self, adapted: Any, ctx: Any, /, **added: Any) -> Answer: ...
 
 
-Way = Callable[[Hand, Company], Call]
+Way = Callable[[Hand, SharedState], Call]
 """How a method is called at an event."""
 
 GIVEN = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
 
 
-def hand_of(function: Callable[..., Any], company: Company) -> Hand:
+def hand_of(function: Callable[..., Any], company: SharedState) -> Hand:
     """Everything that stays the same over a run is looked up here, once."""
     context, args, state, state_at = company.context, company.args, company.state, company.state_at
     live, model, processing_class = context.state, context.model, context.processing_class
@@ -59,18 +59,18 @@ def hand_of(function: Callable[..., Any], company: Company) -> Hand:
     return hand
 
 
-def plainly(hand: Hand, company: Company) -> Call:
+def plainly(hand: Hand, company: SharedState) -> Call:
     return hand
 
 
-def unless_last(hand: Hand, company: Company) -> Call:
+def unless_last(hand: Hand, company: SharedState) -> Call:
     def call(adapted: Any, ctx: MicrobatchEndContext) -> Answer:
         return None if ctx.is_last else hand(adapted, ctx)
 
     return call
 
 
-def where_joined(hand: Hand, company: Company) -> Call:
+def where_joined(hand: Hand, company: SharedState) -> Call:
     """If the leg begins inside of an epoch."""
 
     def call(adapted: Any, ctx: Context) -> Answer:
@@ -79,7 +79,7 @@ def where_joined(hand: Hand, company: Company) -> Call:
     return call
 
 
-def where_left(hand: Hand, company: Company) -> Call:
+def where_left(hand: Hand, company: SharedState) -> Call:
     """If the leg ends inside of an epoch: its last event but one is its final record."""
 
     def call(adapted: Any, ctx: LogContext) -> Answer:
@@ -88,14 +88,14 @@ def where_left(hand: Hand, company: Company) -> Call:
     return call
 
 
-def with_record(hand: Hand, company: Company) -> Call:
+def with_record(hand: Hand, company: SharedState) -> Call:
     def call(adapted: Any, ctx: LogContext) -> Answer:
         return hand(adapted, ctx, logs=record_of(ctx))
 
     return call
 
 
-def with_open_record(hand: Hand, company: Company) -> Call:
+def with_open_record(hand: Hand, company: SharedState) -> Call:
     """What they put into it is logged."""
 
     def call(adapted: Any, ctx: LogContext) -> Answer:
@@ -104,14 +104,14 @@ def with_open_record(hand: Hand, company: Company) -> Call:
     return call
 
 
-def with_metrics(hand: Hand, company: Company) -> Call:
+def with_metrics(hand: Hand, company: SharedState) -> Call:
     def call(adapted: Any, ctx: EvaluateContext) -> Answer:
         return hand(adapted, ctx, metrics={**ctx.metrics, "epoch": ctx.state.epoch})
 
     return call
 
 
-def when_saved(hand: Hand, company: Company) -> Call:
+def when_saved(hand: Hand, company: SharedState) -> Call:
     """Their Trainer waits for a save: so the state is that of the step which is saved."""
 
     def call(adapted: Any, ctx: SaveContext) -> Answer:
@@ -124,7 +124,7 @@ def when_saved(hand: Hand, company: Company) -> Call:
     return call
 
 
-def without_the_end(hand: Hand, company: Company) -> Call:
+def without_the_end(hand: Hand, company: SharedState) -> Call:
     """For their ``DefaultFlowCallback``: it stops the training at the last step, which it comes to by itself here."""
     state = company.state
 

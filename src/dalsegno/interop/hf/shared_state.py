@@ -27,7 +27,7 @@ class History(TypedDict):
     inside_epoch: bool
 
 
-class Company(Callback):
+class SharedState(Callback):
     """``args``, ``state`` and loaders as they expect them, and the history of records, which is saved with the run."""
 
     name = "huggingface"

@@ -16,14 +16,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from dalsegno.events.adapters import Adapted
+from dalsegno.events.adapters import CallbackAdapter
 from dalsegno.events.callback import Answer, Binder
 from dalsegno.events.table import Event
 from dalsegno.state import Handler
 from dalsegno.stateful.component import Stateful
 from dalsegno.system.worker import Counts, Worker
 
-from .shared_state import Company
+from .shared_state import SharedState
 
 logger = logging.getLogger("dalsegno")
 
@@ -31,7 +31,7 @@ PATIENCE = 10.0
 """Seconds that the end of training waits for a callback."""
 
 
-class InstructLab(Adapted):
+class InstructLab(CallbackAdapter):
     """A ``TrainerCallback`` of InstructLab's."""
 
     dialect = "instructlab"
@@ -87,7 +87,7 @@ class InstructLab(Adapted):
         return [*super().bound_handlers(binder), (Event.TRAIN_END, self._finish)]
 
     def call(self, event: Event, method: str, binder: Binder) -> Callable[[Any, Any], Answer]:
-        company, function = binder.companion(Company), getattr(self.__wrapped__, method)
+        company, function = binder.shared(SharedState), getattr(self.__wrapped__, method)
         submit = self._worker.do if self._has_state else self._worker.submit
 
         def learn(_: Any, ctx: Any) -> None:

@@ -28,7 +28,7 @@ _BY_CLOCK = ("_runtime", "_per_second")
 """Metrics that each rank measures by its own clock."""
 
 
-class Company(Callback):
+class SharedState(Callback):
     """Called before InstructLab's callbacks, so that these find here what has just become known."""
 
     name = "instructlab"

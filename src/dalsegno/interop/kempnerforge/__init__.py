@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dalsegno.events.adapters import Adapted
+from dalsegno.events.adapters import CallbackAdapter
 from dalsegno.events.callback import Answer, Binder
 from dalsegno.events.contexts import Context, MetricsContext
 from dalsegno.events.table import Event
@@ -58,7 +58,7 @@ class StepContext:
     optimizer: Optimizer
 
 
-class KempnerForge(Adapted):
+class KempnerForge(CallbackAdapter):
     """A ``TrainingHook``."""
 
     dialect = "kempnerforge"
