@@ -281,7 +281,7 @@ class TrainingArguments:
             return None
         keeping = keeping.with_metric(self.best_metric_name, greater=self.best_is_greater)
         if self.load_best_model_at_end:
-            keeping |= Best().measured_by(self.best_metric_name, greater=self.best_is_greater)
+            keeping |= Best().with_metric(self.best_metric_name, greater=self.best_is_greater)
         return keeping
 
     @property

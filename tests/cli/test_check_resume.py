@@ -13,7 +13,7 @@ from dalsegno.cli import main
 OWN_TRAINING = '''
 import torch
 import dalsegno as ds
-from dalsegno import ranks
+from dalsegno.distributed import collectives
 from dalsegno.callbacks import JsonLogger
 from dalsegno.testing import TinyRegression, tiny_regression_data
 
@@ -55,7 +55,7 @@ def build(output_dir, callback, samples=100):
             output_dir=output_dir,
             max_steps=12,
             save_steps=3,
-            per_device_train_batch_size=8 // ranks.world_size(),
+            per_device_train_batch_size=8 // collectives.world_size(),
             save_in_background=False,  # so that a kill between two steps always costs as many
             logging_steps=1,
             use_cpu=True,

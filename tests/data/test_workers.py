@@ -40,7 +40,7 @@ def test_signals_do_not_end_a_worker(method: str) -> None:
 STUCK = """
 import sys, time
 from torch.utils.data import DataLoader
-from dalsegno.data.workers import let_workers_live_on
+from dalsegno.data.workers import ignore_stop_signals
 
 class Stuck:
     def __len__(self):
@@ -51,7 +51,7 @@ class Stuck:
         return index
 
 loader = DataLoader(Stuck(), num_workers=1)
-let_workers_live_on(loader)
+ignore_stop_signals(loader)
 items = iter(loader)
 next(items)
 sys.exit(3)

@@ -160,7 +160,7 @@ def test_one_in_hugging_faces_style(tmp_path: Path) -> None:
 HANGING = """
 import sys, threading
 import dalsegno as ds
-from dalsegno import background
+from dalsegno.events import background
 from dalsegno.testing import TinyRegression, tiny_regression_data
 
 background.PATIENCE = 0.2

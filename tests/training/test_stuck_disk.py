@@ -99,8 +99,8 @@ def test_a_disk_that_takes_nothing_is_not_waited_for_for_ever(
 SCRIPT = """
 import signal, sys, threading
 from pathlib import Path
-from dalsegno import files
-from dalsegno.checkpoint import flight
+from dalsegno.system import filesystem
+from dalsegno.checkpoint.save import async_save
 from support.listeners import Listener
 from support.small import small_trainer
 
@@ -116,8 +116,8 @@ def press_ctrl_c(ctx):
         stuck.wait()
         signal.raise_signal(signal.SIGINT)
 
-files.watcher = hang
-flight._SAY_EVERY = 0.05
+filesystem.watcher = hang
+async_save._SAY_EVERY = 0.05
 small_trainer(Path(sys.argv[1]), Listener({"on_step_end": press_ctrl_c}), max_steps=1_000_000, save_steps=4).train()
 """
 

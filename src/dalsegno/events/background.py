@@ -80,9 +80,9 @@ class Background(Callback):
         return MethodType(send, self)
 
     def _call(self, handler: Callable[[Any], Any], ctx: Any) -> Any:
-        before = ctx.control.wishes()
+        before = ctx.control.requests()
         answer = handler(ctx)
-        if not self._is_deaf and ctx.control.wishes() != before:
+        if not self._is_deaf and ctx.control.requests() != before:
             self._is_deaf = True
             logger.warning("%s: it set a flag of the control, which is not heard from there", self._worker.name)
         return answer

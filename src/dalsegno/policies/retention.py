@@ -86,7 +86,7 @@ class Best(Retention):
         if self.mode not in (None, "min", "max"):
             raise ConfigurationError(f"Best(mode={self.mode!r}): allowed are 'min', 'max' and None")
 
-    def measured_by(self, metric: str, *, greater: bool) -> Retention:
+    def with_metric(self, metric: str, *, greater: bool) -> Retention:
         if self.metric is not None:
             return self
         return replace(self, metric=metric, mode=self.mode or ("max" if greater else "min"))
@@ -124,7 +124,7 @@ class AnyRetention(Retention):
     def __call__(self, entries: Sequence[Entry]) -> set[int]:
         return set().union(*(part(entries) for part in self.parts))
 
-    def measured_by(self, metric: str, *, greater: bool) -> Retention:
+    def with_metric(self, metric: str, *, greater: bool) -> Retention:
         return AnyRetention(tuple(part.with_metric(metric, greater=greater) for part in self.parts))
 
 

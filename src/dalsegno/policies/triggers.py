@@ -71,7 +71,7 @@ class Every(SaveTrigger):
         return bool(self.steps or self.epochs or self.seconds or self.minutes)
 
     @property
-    def seconds_apart(self) -> float:
+    def interval_s(self) -> float:
         return self.seconds + 60 * self.minutes or math.inf
 
     def at_step(self, step: int) -> bool:
@@ -132,7 +132,7 @@ class AnyTrigger(SaveTrigger):
         return any(part.on_best for part in self.parts)
 
     @property
-    def seconds_apart(self) -> float:
+    def interval_s(self) -> float:
         return min(part.interval_s for part in self.parts)
 
     def at_step(self, step: int) -> bool:
