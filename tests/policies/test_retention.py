@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -127,3 +128,31 @@ def test_the_best_of_a_resumed_run_are_those_of_an_unbroken_one(tmp_path: Path) 
 
 def steps_in(output_dir: Path) -> set[int]:
     return {entry.step for entry in CheckpointManager(output_dir).entries()}
+
+
+def test_a_checkpoint_has_no_metrics_of_another_step(tmp_path: Path) -> None:
+    """Saved at 8, 16, …, evaluated at 6, 12, 18, 24: only the last one of them is among the best."""
+    settings = {"keep": ds.Best(3, "near_loss") | ds.EveryNth(8), "save_total_limit": None, "eval_steps": 6}
+    stoppable_trainer(tmp_path, stop_after(15), max_steps=30, **settings).train()
+    stoppable_trainer(tmp_path, max_steps=30, **settings).train()
+    entries = CheckpointManager(tmp_path).entries()
+    measured = {entry.step: "eval_near_loss" in entry.metrics and "eval_far_loss" in entry.metrics for entry in entries}
+    assert measured == {8: False, 16: False, 24: True, 30: True}
+    assert ds.Best(3, "near_loss")(entries) == {24, 30}
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_said"),
+    [
+        ({"save_steps": 20, "eval_steps": 15}, True),
+        ({"save_steps": 20, "eval_steps": 25}, False),
+        ({"save": "Every(steps=20) | OnBest()", "save_steps": 500, "eval_steps": 15}, False),
+        ({"save_steps": 20, "eval_strategy": "epoch"}, False),
+    ],
+)
+def test_it_is_said_where_no_checkpoint_will_be_measured(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, settings: dict[str, Any], is_said: bool
+) -> None:
+    both = {"keep": ds.Best(2, "near_loss"), "save_total_limit": None, "max_steps": 50, **settings}
+    stoppable_trainer(tmp_path, stop_after(1), **both).train()
+    assert ("no checkpoint is due at a step that is evaluated" in caplog.text) is is_said

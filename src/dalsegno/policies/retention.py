@@ -18,8 +18,7 @@ from .notation import Policy, read_policies
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a rule knows of a checkpoint: ``metrics`` of the newest evaluation before it was saved; ``best``: no earlier
-    one was better than that of its own step."""
+    """What a rule knows of a checkpoint: ``metrics`` of its own step; ``best``: no earlier one was better."""
 
     step: int
     metrics: Mapping[str, float]
@@ -69,7 +68,7 @@ class Latest(Retention):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Best(Retention):
-    """The ``count`` best; of equals, the first. One without the metric, or with NaN, is none of them.
+    """The ``count`` best; of equals, the first. One that was not evaluated at its own step is none of them.
 
     Args:
         metric: a name among the evaluation's metrics, with or without ``eval_``; None: ``metric_for_best_model``.

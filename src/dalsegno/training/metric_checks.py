@@ -6,6 +6,7 @@ Else a misspelt metric, or a forgotten evaluation set, would only be found out b
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Mapping
 
 from dalsegno.args import TrainingArguments
@@ -14,6 +15,9 @@ from dalsegno.events.callback import Callback
 from dalsegno.policies.retention import Best, retention_of, rules_of
 
 logger = logging.getLogger("dalsegno")
+
+_LOOKED_AT = 10_000
+"""A run of more steps than that is not looked through."""
 
 
 def expect_evaluations(args: TrainingArguments, callbacks: Iterable[Callback], *, has_sets: bool) -> None:
@@ -34,6 +38,14 @@ def expect_evaluations(args: TrainingArguments, callbacks: Iterable[Callback], *
         )
     if not args.evaluation:
         logger.warning("%s needs evaluations, but none is due by itself: see eval_steps", waiting[0])
+    elif _best_rules(args) and _never_meet(args):
+        logger.warning(
+            "keep=%r: no checkpoint is due at a step that is evaluated (saving %s, evaluating %s), so none is kept as "
+            "one of the best; let save= contain OnBest(), or make save_steps a multiple of eval_steps",
+            args.keep,
+            args.saving,
+            args.evaluation,
+        )
 
 
 def expect_metrics(args: TrainingArguments, metrics: Mapping[str, float]) -> None:
@@ -46,6 +58,16 @@ def expect_metrics(args: TrainingArguments, metrics: Mapping[str, float]) -> Non
         name = rule.metric or args.best_metric_name
         if not {name, f"eval_{name}"} & metrics.keys():
             raise UnknownName(f"metric in keep={args.keep!r}:", name, metrics)
+
+
+def _never_meet(args: TrainingArguments) -> bool:
+    """Whether saves and evaluations go by steps alone, and none of the run's steps has both."""
+    saving, evaluation, last = args.saving, args.evaluation, args.max_steps
+    if saving.on_best or saving.interval_s < math.inf or not 0 < last <= _LOOKED_AT:
+        return False
+    if any(trigger.at_epoch(epoch) for trigger in (saving, evaluation) for epoch in range(1, last + 1)):
+        return False
+    return not any(evaluation.at_step(step) and (step == last or saving.at_step(step)) for step in range(1, last + 1))
 
 
 def _best_rules(args: TrainingArguments) -> list[Best]:

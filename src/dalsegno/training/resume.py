@@ -252,7 +252,7 @@ class Resumer:
         step, state = checkpoint.step, self._state
         is_own = checkpoint.path.resolve() == self._manager.path_of(step).resolve()
         self._boundary.saves.set_latest(checkpoint.path if is_own else None, step)
-        self._boundary.metrics = dict(checkpoint.manifest.metrics) if is_own else {}
+        self._boundary.note_measured(checkpoint.manifest.metrics if is_own else {})
         if not is_own:
             state.best_metric, state.best_global_step, state.best_model_checkpoint = None, 0, None
         if chosen:

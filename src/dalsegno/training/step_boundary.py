@@ -80,8 +80,7 @@ class StepBoundary:
         self._outside = outside
         self.saves = SaveCoordinator(args, on, state, saver, is_called_off=lambda: self._agreement.abort_requested())
         self.evaluations: Sequence[Evaluation] = ()
-        self.metrics: dict[str, float] = {}
-        """Of the newest evaluation."""
+        self._measured: tuple[int, dict[str, float]] = 0, {}  # the step of the newest evaluation, and what it found
         self._may_break_off = False
         self.begin_leg()
 
@@ -150,7 +149,7 @@ class StepBoundary:
         asked = control.stop_reason, control.stopped_by, control.stop_is_final
         control.stop_reason = control.stopped_by = None  # so that who calls it off is named
         self._saved_at = time.monotonic()
-        self.saves.save(self.metrics)
+        self.saves.save(self._metrics())
         if control.should_abort_without_save:
             self._stop()
             self.saves.skip_final_save()
@@ -221,7 +220,8 @@ class StepBoundary:
         """The same as a part of this step, which the next leg completes if somebody outside wishes to stop."""
         state = self._state
         if not state.evaluations_owed:
-            state.evaluations_owed, self.metrics = [each.name for each in self.evaluations], {}
+            state.evaluations_owed = [each.name for each in self.evaluations]
+            self.note_measured({})
         for evaluation in [each for each in self.evaluations if each.name in state.evaluations_owed]:
             take_back = StateSnapshot(self._on.callbacks)
             try:
@@ -233,11 +233,20 @@ class StepBoundary:
                 return
             finally:
                 self._may_break_off = False
-            self.metrics |= self._report(evaluation, metrics, evaluated_weights)
+            self.note_measured(self._metrics() | self._report(evaluation, metrics, evaluated_weights))
             state.evaluations_owed.remove(evaluation.name)
         state.evaluations_owed.clear()  # of sets that are gone
-        self._note_best(self.metrics)
-        self.saves.amend(self.metrics)
+        self._note_best(self._metrics())
+        self.saves.amend(self._metrics())
+
+    def note_measured(self, metrics: Mapping[str, float]) -> None:
+        """What an evaluation has found at this step so far, in this leg or the one before."""
+        self._measured = self._state.global_step, dict(metrics)
+
+    def _metrics(self) -> dict[str, float]:
+        """Of this step; empty if it was not evaluated. A checkpoint has no other step's."""
+        step, metrics = self._measured
+        return metrics if step == self._state.global_step else {}
 
     def between_batches(self) -> None:
         """To be called between two batches of an evaluation, equally often on all ranks.

@@ -60,8 +60,12 @@ class ComponentRecord:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint says about itself. ``metrics``: the last evaluation's; ``best``: no earlier one was better;
-    ``finite``: its weights are not known to hold NaN or infinity."""
+    """What a checkpoint says about itself.
+
+    ``metrics``: of the evaluation at its own step, empty if there was none (former versions wrote those of the last
+    evaluation before); ``best``: no earlier one was better; ``finite``: its weights are not known to hold NaN or
+    infinity.
+    """
 
     step: int
     world_size: int
