@@ -41,7 +41,7 @@ class FullySharded(Parallel):
     def synchronize(self, wanted: bool) -> None:
         self._sharded.set_requires_gradient_sync(wanted)
 
-    def adopt(self, optimizer: Optimizer) -> None:
+    def rebind(self, optimizer: Optimizer) -> None:
         """Sharding replaces each parameter by another object: put the new ones in the old ones' places.
 
         Raises:

@@ -36,7 +36,7 @@ class WithTrainedLoss(Parallel):
         for part in self._parts:
             part.synchronize(wanted)
 
-    def adopt(self, optimizer: Optimizer) -> None:
+    def rebind(self, optimizer: Optimizer) -> None:
         for part in self._parts:
             part.rebind(optimizer)
 
