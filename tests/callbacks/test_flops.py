@@ -244,7 +244,7 @@ def language_run(output_dir: Path, parallel: str = "none", batch: int = 4) -> li
     own = [JsonLogger(), DefaultMetrics(1e12), FlopUtilization()]
     settings = {"max_steps": 2, "logging_steps": 1, "parallel": parallel, "per_device_train_batch_size": batch}
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("default_metrics", "model_flops"):  # to each of them, a second from one look to the next
+        for module in ("default_metrics", "measures.model_flops"):  # to each, a second from look to look
             seconds = iter(range(100))
             clock = SimpleNamespace(perf_counter_ns=lambda seconds=seconds: next(seconds) * 10**9)
             patch.setattr(f"dalsegno.callbacks.{module}.time", clock)

@@ -99,6 +99,7 @@ def trainer(output_dir: Path, max_steps: int, data: str) -> ds.Trainer:
         callbacks.JsonLogger(path="logs/array.json", name="ArrayLogger"),
         callbacks.GradNormLogger(),
         callbacks.ParameterNormLogger(),
+        callbacks.ComputeBudget(),
         callbacks.DivergenceDetector(),
         callbacks.EarlyStopping(patience=100),
         callbacks.EMA(0.5),

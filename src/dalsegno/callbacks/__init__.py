@@ -6,6 +6,7 @@ from dalsegno.distributed import collectives
 from dalsegno.events.callback import Callback
 
 from .check_loss import CheckLoss
+from .compute_budget import ComputeBudget
 from .compute_norm import ComputeNorm
 from .count_params import CountParams
 from .default_metrics import DefaultMetrics
@@ -59,6 +60,7 @@ def default_callbacks() -> list[Callback]:
 __all__ = [
     "EMA",
     "CheckLoss",
+    "ComputeBudget",
     "ComputeNorm",
     "CountParams",
     "DefaultMetrics",

@@ -26,7 +26,8 @@ class DefaultMetrics(Callback):
       between included. Only where batches have ``input_ids``, whose elements are counted.
     - ``mfu``: model FLOPs utilization, the part of the hardware's peak that the model makes use of, 0 to 1: what it
       takes for each token (or sample, where there are no tokens), forward and backward, times tokens per second, over
-      the peak of all ranks' devices (Chowdhery et al. 2022, "PaLM", arXiv:2204.02311, appendix B). Counted once a leg,
+      the peak of all ranks' devices (Chowdhery et al. 2022, "PaLM", arXiv:2204.02311, appendix B). The first step of a
+      leg, in which kernels are chosen and compiled, is left out where the record is of more steps. Counted once a leg,
       from shapes alone (:mod:`dalsegno.callbacks.measures.flops`). Where the peak is known and the model can be
       counted.
     - ``peak_mem``: bytes, of the rank that needs the most, since its process began. On CUDA what PyTorch has allocated

@@ -18,8 +18,9 @@ class FlopUtilization(Callback):
     - ``mfu``: that over the peak of all ranks' devices, where it is known; the same that ``DefaultMetrics`` adds
       where it knows the peak.
 
-    They are counted once a leg, from the shapes of the first micro-batch (:mod:`dalsegno.callbacks.measures.flops`),
-    forward and backward as far as it is needed; of later micro-batches each token takes the same, or each sample where
+    Both leave out a leg's first step, in which kernels are chosen and compiled, where the record is of more steps.
+    FLOPs are counted once a leg, from the shapes of a micro-batch (:mod:`dalsegno.callbacks.measures.flops`), forward
+    and backward as far as it is needed; of other micro-batches each token takes the same, or each sample where
     batches have no ``input_ids``. Of a model that cannot be counted there is neither, and a warning says why.
 
     Args:

@@ -1,0 +1,111 @@
+"""ComputeBudget: what a run has cost so far, and how fast it spends it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypedDict
+
+from torch import nn
+
+from dalsegno.distributed import collectives
+from dalsegno.events.callback import Binder, Callback
+from dalsegno.events.contexts import LogContext, TrainBeginContext
+from dalsegno.events.table import Event
+from dalsegno.state import Handler
+from dalsegno.stateful.schema import Count, Finite, Must
+
+from .argument_checks import number, whole
+from .measures.model_flops import ModelFlops
+
+
+class ComputeBudgetState(TypedDict):
+    flops: Annotated[Finite, Must("0 or more", lambda flops: flops >= 0)]
+    tokens: Count
+    samples: Count
+
+
+class ComputeBudget(Callback):
+    """Adds to each record of training:
+
+    - ``total_petaflops``: what the model has done on all ranks since the run began, forward and backward, in 10¹⁵
+      FLOPs (:mod:`dalsegno.callbacks.measures.flops`). A sum that each checkpoint holds: what a token takes is counted
+      for each record anew, since longer sequences take more, and so may the model after a resume.
+    - ``chinchilla_multiple``: tokens of the run over ``tokens_per_parameter`` times the model's parameters. At 1 it has
+      seen as many as train a model of this size best for what that costs, which is about 20 for each parameter
+      (Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models", arXiv:2203.15556, section 3).
+    - ``tokens_per_device_per_second``: since the last record.
+    - ``mfu``: the same that ``DefaultMetrics`` adds where it knows the peak.
+
+    The last two leave out a leg's first step, in which kernels are chosen and compiled, where the record is of more
+    than that; evaluations and saves in between count. Tokens are the elements of ``input_ids``: without them there are
+    only ``total_petaflops``, by samples, and ``mfu``. Of a model that cannot be counted there are neither of these, and
+    a warning says why. A run that gets it later takes the tokens before to have cost as much each as those since.
+
+    Args:
+        parameters: how many the model has, say those that a token meets in a mixture of experts. None: all of them, a
+            tied one once.
+        tokens_per_parameter: which ratio of tokens to parameters is one multiple.
+        peak_hardware_flops: of one device, in FLOP/s, for the type of number that is trained in. None: what is known
+            of the device, if the run is in bf16 or fp16.
+        name: the key of its state in checkpoints; the class's name if None.
+
+    Raises:
+        ConfigurationError: for a value that cannot work.
+    """
+
+    makes_wishes = False
+    state_schema = ComputeBudgetState
+
+    def __init__(
+        self,
+        parameters: int | None = None,
+        *,
+        tokens_per_parameter: float = 20.0,
+        peak_hardware_flops: float | None = None,
+        name: str | None = None,
+    ) -> None:
+        self.name = name
+        self._given = None if parameters is None else whole("ComputeBudget", "parameters", parameters)
+        self._ratio = number("ComputeBudget", "tokens_per_parameter", tokens_per_parameter, over=0)
+        given = peak_hardware_flops
+        self._given_peak = None if given is None else number("ComputeBudget", "peak_hardware_flops", given, over=0)
+        self._parameters = 0
+        self._peak: float | None = None  # of all ranks' devices
+        self._model_flops: ModelFlops | None = None
+        self._flops = 0.0  # up to a record, and how far the run was there
+        self._tokens = self._samples = 0
+
+    def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
+        self._model_flops = binder.shared(ModelFlops)
+        return super().bound_handlers(binder)
+
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        assert self._model_flops is not None, "it is bound before it listens"
+        self._peak = self._model_flops.want(self._given_peak, ctx, always=True, each_record=True)
+        self._parameters = self._given or _count_parameters(ctx.model)
+
+    def on_log_step(self, ctx: LogContext) -> None:
+        if ctx.kind != "train" or self._model_flops is None:
+            return
+        model_flops, tokens = self._model_flops, ctx.logs.get("tokens", 0)
+        done = model_flops.flops(tokens - self._tokens, ctx.state.samples_seen - self._samples)
+        if done:
+            self._flops += done
+            self._tokens, self._samples = tokens, ctx.state.samples_seen
+            ctx.logs["total_petaflops"] = self._flops / 1e15
+        if tokens and self._parameters:
+            ctx.logs["chinchilla_multiple"] = tokens / (self._ratio * self._parameters)
+        if model_flops.token_rate is not None:
+            ctx.logs["tokens_per_device_per_second"] = model_flops.token_rate / collectives.world_size()
+        if model_flops.rate is not None and self._peak is not None:
+            ctx.logs["mfu"] = model_flops.rate / self._peak
+
+    def state_dict(self) -> ComputeBudgetState:
+        return {"flops": self._flops, "tokens": self._tokens, "samples": self._samples}
+
+    def load_state_dict(self, state: Any) -> None:
+        self._flops, self._tokens, self._samples = state["flops"], state["tokens"], state["samples"]
+
+
+def _count_parameters(model: nn.Module) -> int:
+    """Elements of all of them, frozen ones too, each once; of sharded ones of the whole."""
+    return sum(parameter.numel() for parameter in model.parameters())
