@@ -1,23 +1,23 @@
-"""Every error that dalsegno raises by itself. Each is also the builtin that fits, so both can be caught.
+"""The errors that dalsegno raises. Each is also the builtin that fits, so callers can catch either.
 
 ::
 
     DalsegnoError
     ├── ConfigurationError (ValueError)        an argument has a value that cannot work
-    │   ├── UnknownName (TypeError)            a name nobody knows; the message names the nearest known one
-    │   ├── UnknownDialect (TypeError)         an object that is no callback of any known kind
-    │   └── DuplicateKey                       two callbacks would save under one key
-    ├── EmptyDataset (ValueError)              there is not a single batch to train on
-    ├── CannotSave (TypeError)                 a state holds something the codec does not take; says where
-    ├── SaveFailed (OSError)                   a checkpoint did not get to the disk; older ones are as they were
-    ├── StateMismatch (ValueError)             a saved state does not fit the object it is for
-    │   └── DamagedRunFile                     run.json is not what any dalsegno has written
-    ├── NotFound (FileNotFoundError)           a checkpoint, run or log is not there
-    ├── DamagedCheckpoint (OSError)            a checkpoint's bytes are not the ones its manifest names
-    ├── Locked (BlockingIOError)               another live run holds this output_dir
+    │   ├── UnknownName (TypeError)            an unknown name; the message suggests the nearest known one
+    │   ├── UnknownDialect (TypeError)         an object that is not a callback of any known kind
+    │   └── DuplicateKey                       two callbacks have the same key
+    ├── EmptyDataset (ValueError)              the training data contains no batch
+    ├── CannotSave (TypeError)                 a state contains a value that the codec does not support
+    ├── SaveFailed (OSError)                   a checkpoint could not be written; older ones are unchanged
+    ├── StateMismatch (ValueError)             a saved state does not fit the object that loads it
+    │   └── DamagedRunFile                     run.json cannot be read
+    ├── NotFound (FileNotFoundError)           a checkpoint, run or log does not exist
+    ├── DamagedCheckpoint (OSError)            a checkpoint's bytes differ from its manifest
+    ├── Locked (BlockingIOError)               another live run uses this output_dir
     ├── EventNotFired (TypeError)              a callback needs an event that this loop cannot fire
-    ├── RankFailed (RuntimeError)              a rank ended with an error, or was killed
-    └── RanksApart (RuntimeError)              the ranks are not at the same collective; names both places
+    ├── RankFailed (RuntimeError)              a rank failed, or was killed
+    └── RanksApart (RuntimeError)              the ranks are at different collectives; the message names both places
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from collections.abc import Iterable, Mapping
 
 
 class DalsegnoError(Exception):
-    """The root of the tree."""
+    """Root of the tree."""
 
 
 class ConfigurationError(DalsegnoError, ValueError):
-    """An argument has a value that cannot work. The message names it, its value and what is allowed."""
+    """An argument has a value that cannot work. The message names the argument, its value and the allowed values."""
 
 
 class UnknownName(ConfigurationError, TypeError):
-    """A name nobody knows: an argument, an event, a callback's key."""
+    """An unknown name of an argument, an event or a callback's key."""
 
     def __init__(self, what: str, name: str, known: Iterable[str], meant: Mapping[str, str] | None = None) -> None:
-        """``meant``: other words for known names, such as those of other libraries."""
+        """``meant`` maps other words, such as those of other libraries, to known names."""
         known = sorted(known)
         near = [meant[name]] if meant and name in meant else difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}"
@@ -46,43 +46,43 @@ class UnknownName(ConfigurationError, TypeError):
 
 
 class UnknownDialect(ConfigurationError, TypeError):
-    """An object that is no callback of this library, nor of one whose dialect is known."""
+    """An object is not a callback of dalsegno, nor of a library whose dialect is known."""
 
 
 class DuplicateKey(ConfigurationError):
-    """Two callbacks would save their state under one key."""
+    """Two callbacks would save their state under the same key."""
 
 
 class EmptyDataset(DalsegnoError, ValueError):
-    """There is not a single batch to train on."""
+    """The training data contains no batch."""
 
 
 class CannotSave(DalsegnoError, TypeError):
-    """A state holds something that the codec does not take; the message names component and path."""
+    """A state contains a value that the codec does not support; the message names the component and the path."""
 
 
 class SaveFailed(DalsegnoError, OSError):
-    """A checkpoint did not get to the disk; the message says why, and on which rank. Older ones are as they were."""
+    """A checkpoint could not be written; the message gives the reason and the rank. Older ones are unchanged."""
 
 
 class StateMismatch(DalsegnoError, ValueError):
-    """A saved state does not fit the object that it is for."""
+    """A saved state does not fit the object that loads it."""
 
 
 class DamagedRunFile(StateMismatch):
-    """``run.json`` is not what any dalsegno has written. The next leg moves it aside and begins another one."""
+    """``run.json`` was not written by any version of dalsegno. The next leg moves it aside and starts a new one."""
 
 
 class NotFound(DalsegnoError, FileNotFoundError):
-    """A checkpoint, a run or a log is not where it was looked for."""
+    """A checkpoint, a run or a log does not exist at the given place."""
 
 
 class DamagedCheckpoint(DalsegnoError, OSError):
-    """A checkpoint's bytes are not the ones that its manifest names."""
+    """A checkpoint's bytes differ from those that its manifest lists."""
 
 
 class Locked(DalsegnoError, BlockingIOError):
-    """Another live run holds this ``output_dir``; the message names host, process and since when."""
+    """Another live run uses this ``output_dir``; the message names its host, process and start time."""
 
 
 class EventNotFired(DalsegnoError, TypeError):
@@ -90,8 +90,8 @@ class EventNotFired(DalsegnoError, TypeError):
 
 
 class RankFailed(DalsegnoError, RuntimeError):
-    """A rank of a multi-process run ended with an error, or was killed by a signal."""
+    """A rank of a multi-process run failed, or was killed by a signal."""
 
 
 class RanksApart(DalsegnoError, RuntimeError):
-    """The ranks are not at the same collective: one was left out, or called, on some of them only."""
+    """The ranks are not at the same collective: only some of them called it."""

@@ -1,4 +1,4 @@
-"""Where a run stands, and what its callbacks wish: TrainerState and TrainerControl, with Hugging Face's field names."""
+"""A run's progress and its callbacks' requests: TrainerState and TrainerControl, with Hugging Face's field names."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .errors import ConfigurationError
 from .stateful.schema import Count, Must
 
 Handler = Callable[[Any], "TrainerControl | None"]
-"""One callback's method for one event: takes the context, may return a control whose flags are then taken over."""
+"""A callback's method for one event: takes the context, may return a control whose flags are then copied."""
 
 _NOT_SAVED = {
-    "num_input_tokens_seen",  # between two records each rank has its own estimate; the meter saves the count
+    "num_input_tokens_seen",  # between two records it is each rank's own estimate; the meter saves the exact count
     "max_steps",
     "num_train_epochs",
     "is_local_process_zero",
@@ -25,7 +25,7 @@ _NOT_SAVED = {
     "will_evaluate",
     "will_save",
     "data_seconds",
-    "clock",  # a component of its own
+    "clock",  # a separate component
 }
 
 
@@ -37,14 +37,14 @@ class ClockState(TypedDict):
 
 
 class Clock:
-    """Seconds of training, over all legs. Each rank's own differ a little, and rank 0's are saved."""
+    """Seconds of training over all legs. The ranks' clocks differ slightly; rank 0's is saved."""
 
     state_compared = False
     state_schema = ClockState
 
     def __init__(self) -> None:
-        self._before = 0.0  # in former legs
-        self._started: float | None = None  # by the monotonic clock; None while nothing trains
+        self._before = 0.0  # seconds in earlier legs
+        self._started: float | None = None  # monotonic time; None while training is not running
 
     def start(self) -> None:
         self._started = time.monotonic()
@@ -56,7 +56,7 @@ class Clock:
         return self._before + (0.0 if self._started is None else time.monotonic() - self._started)
 
     def stopped(self) -> Clock:
-        """Another one, which stays where this one is now."""
+        """Return a stopped copy that keeps the present value."""
         copy = Clock()
         copy._before = self.seconds()
         return copy
@@ -69,7 +69,7 @@ class Clock:
 
 
 class SavedTrainerState(TypedDict):
-    """The fields of :class:`TrainerState` that are saved."""
+    """The saved fields of :class:`TrainerState`."""
 
     global_step: Count
     epoch: Annotated[float, Must("0 or more", lambda epoch: epoch >= 0)]
@@ -84,50 +84,50 @@ class SavedTrainerState(TypedDict):
 
 @dataclass(slots=True)
 class TrainerState:
-    """Where the run stands. Saved with each checkpoint, except for what belongs to the leg."""
+    """Progress of the run. Checkpoints contain all fields except those of the current leg."""
 
     global_step: int = 0
     """Finished optimizer steps."""
     epoch: float = 0.0
-    """Passes over the data, with the fraction of the current one where its length is known."""
+    """Passes over the data, including the fraction of the current pass if its length is known."""
     num_input_tokens_seen: int = 0
-    """Tokens trained on, on all ranks. Exact at each record; in between, this rank's count stands for the others'."""
+    """Tokens trained on, on all ranks. Exact at each record; in between, extrapolated from this rank's count."""
     samples_seen: int = 0
     """Samples trained on, on all ranks."""
     total_flos: float = 0.0
-    """Floating point operations so far, if a callback counts them."""
+    """Floating point operations so far, if a callback counts them; else 0."""
     best_metric: float | None = None
     best_global_step: int = 0
     best_model_checkpoint: str | None = None
-    """Relative to ``output_dir``, so that a moved run still finds it."""
+    """Path relative to ``output_dir``, so that it stays valid when the run is moved."""
     epoch_is_cut: bool = False
-    """All ranks have agreed to end the epoch before its time: no more of its steps follow, in this leg or the next."""
+    """All ranks agreed to end the epoch early: neither this leg nor the next one runs its remaining steps."""
     evaluations_owed: list[str] = field(default_factory=list)
-    """The sets that this step's evaluation has not come to, since the leg was to end: the next one begins with them."""
+    """Evaluation sets that this step left out because the leg was ending; the next leg evaluates them first."""
 
     max_steps: int = -1
-    """-1 where neither ``max_steps`` nor the length of the data says it."""
+    """-1 if neither ``max_steps`` nor the length of the data determines it."""
     num_train_epochs: float = 0.0
     is_local_process_zero: bool = True
     is_world_process_zero: bool = True
     will_log: bool = False
-    """This step's end is going to log; known from on_step_begin on, like the next two."""
+    """Whether the end of this step logs; known from on_step_begin on, as are the next two fields."""
     will_evaluate: bool = False
     will_save: bool = False
 
     data_seconds: float = 0.0
-    """How long this rank has read the data of the present step, without waiting for other ranks."""
+    """Seconds that this rank spent reading the data of the current step, without waiting for other ranks."""
 
     clock: Clock = field(default_factory=Clock)
 
     state_schema: ClassVar[type[SavedTrainerState]] = SavedTrainerState
 
     def elapsed(self) -> float:
-        """Seconds of training so far, over all legs."""
+        """Return the seconds of training so far, over all legs."""
         return self.clock.seconds()
 
     def copy(self) -> TrainerState:
-        """As it is now, to keep."""
+        """Return a snapshot of the present values."""
         return replace(self, clock=self.clock.stopped(), evaluations_owed=list(self.evaluations_owed))
 
     def state_dict(self) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class TrainerState:
 
 
 class ControlRequests(NamedTuple):
-    """What somebody wants to happen at a step's end."""
+    """Actions requested for the end of a step."""
 
     log: bool = False
     evaluate: bool = False
@@ -148,7 +148,7 @@ class ControlRequests(NamedTuple):
     stop: bool = False
     abort: bool = False
     save_done: bool = False
-    """A save in the background has come to its end, well or not."""
+    """A background save has finished, successfully or not."""
 
     def merge(self, others: ControlRequests) -> ControlRequests:
         return ControlRequests(*(mine or other for mine, other in zip(self, others, strict=True)))
@@ -158,7 +158,7 @@ NO_REQUESTS = ControlRequests()
 
 
 class TrainerControl:
-    """The callbacks' wishes. A handler sets a flag; the run acts on it at the step's end, on all ranks together.
+    """The callbacks' requests. A handler sets a flag; all ranks act on it together at the end of the step.
 
     ``should_training_stop`` saves a checkpoint first; ``should_abort_without_save`` does not.
     """
@@ -182,24 +182,24 @@ class TrainerControl:
     should_save: bool
     should_epoch_stop: bool
     stop_reason: str | None
-    """Why training stops, in words, once somebody has asked for it."""
+    """Human-readable reason for the stop, once one is requested."""
     stopped_by: str | None
-    """The key of the callback that asked, ``signal``, ``clock``, or ``the program``."""
+    """Key of the callback that requested the stop, or ``signal``, ``clock`` or ``the program``."""
     stop_is_final: bool
-    """Whether that is the run's end: started again, it trains no further until the user asks for more."""
+    """Whether the stop ends the run: after a restart the run trains no further until the user asks for more."""
     current_handler: Handler | None
-    """The handler that is running; None between handlers. Events keep it, so that who sets a flag is known."""
+    """The running handler, set by the dispatcher to attribute flags to a callback; None between handlers."""
 
     def __init__(self) -> None:
         self.current_handler = None
         self.clear()
 
     def clear(self) -> None:
-        """No wishes: what a leg begins with."""
+        """Reset all requests, at the start of a leg."""
         self.should_log = self.should_evaluate = self.should_save = self.should_epoch_stop = False
         self._stopping = self._aborting = False
         self.stop_reason = self.stopped_by = None
-        self._thread = threading.get_ident()  # handlers run on the thread that begins the leg
+        self._thread = threading.get_ident()  # handlers run on the thread that starts the leg
         self.stop_is_final = False
 
     @property
@@ -207,25 +207,25 @@ class TrainerControl:
         return self._stopping or self._aborting
 
     @should_training_stop.setter
-    def should_training_stop(self, wish: bool) -> None:
-        self._stopping = wish
-        self._remember(wish, None, is_final=True)
+    def should_training_stop(self, value: bool) -> None:
+        self._stopping = value
+        self._remember(value, None, is_final=True)
 
     @property
     def should_abort_without_save(self) -> bool:
         return self._aborting
 
     @should_abort_without_save.setter
-    def should_abort_without_save(self, wish: bool) -> None:
-        self._aborting = wish
-        self._remember(wish, None, is_final=True)
+    def should_abort_without_save(self, value: bool) -> None:
+        self._aborting = value
+        self._remember(value, None, is_final=True)
 
     def stop(self, reason: str, *, save: bool = True, final: bool = False, by: str | None = None) -> None:
-        """Ask for the end of training, with a reason for people to read; ``save=False`` writes no checkpoint.
+        """Request the end of training, for a human-readable reason; ``save=False`` writes no checkpoint.
 
-        ``final`` says that the training is judged to be over (it has converged, or diverged): started again, the run
-        trains no further until the user asks for more. Else this leg ends, and the next one goes on. A bare flag, as
-        other libraries' callbacks set it, is final. ``by`` says who asks; inside a handler it is known.
+        ``final`` means that training is complete (converged, or diverged): after a restart the run trains no further
+        until the user asks for more. Otherwise only this leg ends, and the next one resumes. Setting the bare flag, as
+        other libraries' callbacks do, is final. ``by`` names the requester; inside a handler it is detected.
         """
         if save:
             self._stopping = True
@@ -233,8 +233,8 @@ class TrainerControl:
             self._aborting = True
         self._remember(True, reason, by, is_final=final)
 
-    def _remember(self, wish: bool, reason: str | None, by: str | None = None, *, is_final: bool) -> None:
-        if not wish:
+    def _remember(self, value: bool, reason: str | None, by: str | None = None, *, is_final: bool) -> None:
+        if not value:
             if not self.should_training_stop:
                 self.stop_reason = self.stopped_by = None
                 self.stop_is_final = False
@@ -243,12 +243,12 @@ class TrainerControl:
             self.stopped_by = by or self._caller()
 
     def _caller(self) -> str:
-        """The key of the callback whose handler sets a flag; code on another thread is the program's."""
+        """Key of the callback whose handler sets a flag. A flag set on another thread is the program's."""
         handler = self.current_handler
         return "the program" if handler is None or threading.get_ident() != self._thread else owner_of(handler)
 
     def requests(self) -> ControlRequests:
-        """The flags as they are now. Another thread may set one at any moment, so only what is in here is acted on."""
+        """Return the present flags. Another thread may set one at any time, so callers act on this snapshot only."""
         return ControlRequests(
             self.should_log,
             self.should_evaluate,
@@ -258,28 +258,28 @@ class TrainerControl:
             self._aborting,
         )
 
-    def acknowledge(self, wishes: ControlRequests) -> None:
-        """These are going to be fulfilled: forget those that are for once, keep in mind those to end training."""
-        if wishes.log:
+    def acknowledge(self, requests: ControlRequests) -> None:
+        """Clear the one-time flags that are about to be fulfilled; keep stop and abort set."""
+        if requests.log:
             self.should_log = False
-        if wishes.evaluate:
+        if requests.evaluate:
             self.should_evaluate = False
-        if wishes.save:
+        if requests.save:
             self.should_save = False
-        if wishes.end_epoch:
+        if requests.end_epoch:
             self.should_epoch_stop = False
-        self._stopping |= wishes.stop
-        self._aborting |= wishes.abort
+        self._stopping |= requests.stop
+        self._aborting |= requests.abort
 
     def merge_from(self, returned: object) -> None:
-        """Take over the flags of a control that a handler returned.
+        """Copy the flags of a control that a handler returned.
 
         Raises:
-            ConfigurationError: if it is something else.
+            ConfigurationError: if ``returned`` is not a control.
         """
         if returned is self:
             return
-        control = returned if isinstance(returned, TrainerControl) else _translated(returned)
+        control = returned if isinstance(returned, TrainerControl) else _from_foreign_control(returned)
         flags = control.requests()
         self.should_log, self.should_evaluate, self.should_save, self.should_epoch_stop = flags[:4]
         self._stopping, self._aborting = flags.stop, flags.abort
@@ -287,8 +287,8 @@ class TrainerControl:
         self._remember(self.should_training_stop, reason, by, is_final=is_final)
 
 
-def _translated(returned: Any) -> TrainerControl:
-    """Another library's control with Hugging Face's flags; ``should_abort_without_save`` may be missing."""
+def _from_foreign_control(returned: Any) -> TrainerControl:
+    """Convert another library's control with Hugging Face's flags; ``should_abort_without_save`` is optional."""
     control = TrainerControl()
     try:
         for flag in ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop"):
@@ -302,12 +302,12 @@ def _translated(returned: Any) -> TrainerControl:
 
 
 def method_of(handler: Handler, name: str) -> str:
-    """Owner and method, to be named to people. ``name`` is the event's; a foreign method may have another."""
+    """Return "owner.method" for messages. ``name`` is the event's method; an adapted callback's may differ."""
     method = getattr(handler, "__wrapped__", None)
     return f"{owner_of(handler)}.{getattr(method, '__name__', name)}"
 
 
 def owner_of(handler: Handler) -> str:
-    """The key of the callback that a handler belongs to, or the function's name."""
+    """Return the key of the callback that a handler belongs to, or the function's name."""
     owner = getattr(handler, "__self__", handler)
     return str(getattr(owner, "key", getattr(owner, "__name__", type(owner).__name__)))

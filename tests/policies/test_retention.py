@@ -74,13 +74,13 @@ def test_rules_are_read_as_they_are_written(rule: Retention) -> None:
         ("Best(mode='more')", ConfigurationError, "Best(mode='more'): allowed are 'min', 'max' and None"),
         ("Lastest(3)", UnknownName, "unknown rule 'Lastest'; did you mean 'Latest'?"),
         ("Best(number=3)", UnknownName, "unknown argument of Best 'number'; did you mean"),
-        ("Latest(3, 4)", ConfigurationError, "Latest(3, 4): '4' is no argument; known: count"),
+        ("Latest(3, 4)", ConfigurationError, "Latest(3, 4): '4' is not an argument; known: count"),
         ("Latest(count=1, count=2)", ConfigurationError, "Latest(count=1, count=2): count is given twice"),
         ("Latest()", ConfigurationError, "Latest(): needs count"),
-        ("Latest(3) | __import__('os').system('x')", ConfigurationError, " is no rule; write for example Latest(…)"),
-        ([], ConfigurationError, "[] does not say which checkpoints stay; use Latest(…), Best(…), EveryNth(…)"),
-        (7, ConfigurationError, "7 does not say which checkpoints stay; use Latest(…), Best(…), EveryNth(…)"),
-        ([ds.Latest(1), ds.OnBest()], ConfigurationError, "OnBest() does not say which checkpoints stay"),
+        ("Latest(3) | __import__('os').system('x')", ConfigurationError, " is not a rule; write for example Latest(…)"),
+        ([], ConfigurationError, "[] is not a retention rule; use Latest(…), Best(…), EveryNth(…)"),
+        (7, ConfigurationError, "7 is not a retention rule; use Latest(…), Best(…), EveryNth(…)"),
+        ([ds.Latest(1), ds.OnBest()], ConfigurationError, "OnBest() is not a retention rule"),
     ],
 )
 def test_what_is_no_rule(tmp_path: Path, given: object, error: type[Exception], text: str) -> None:

@@ -59,7 +59,7 @@ def test_occasions_are_read_as_they_are_written(when: SaveTrigger) -> None:
         (
             "every 5 steps",
             ConfigurationError,
-            "'every 5 steps': 'every 5 steps' is no rule; write for example Every(…)",
+            "'every 5 steps': 'every 5 steps' is not a rule; write for example Every(…)",
         ),
         ("AtSteps()", ConfigurationError, "AtSteps(): needs whole numbers of at least 1"),
         ("AtSteps(5, x)", ConfigurationError, "AtSteps(5, 'x'): needs whole numbers of at least 1"),
@@ -67,9 +67,9 @@ def test_occasions_are_read_as_they_are_written(when: SaveTrigger) -> None:
         (
             5,
             ConfigurationError,
-            "5 does not say when; use Every(…), AtSteps(…), OnBest(), AtEnd(), or several in a list",
+            "5 is not a save trigger; use Every(…), AtSteps(…), OnBest(), AtEnd(), or a list of several",
         ),
-        ([ds.Latest(5)], ConfigurationError, "Latest(count=5) does not say when"),
+        ([ds.Latest(5)], ConfigurationError, "Latest(count=5) is not a save trigger"),
     ],
 )
 def test_what_is_no_occasion(tmp_path: Path, given: object, error: type[Exception], text: str) -> None:

@@ -191,7 +191,7 @@ def save_by_the_clock(output_dir: Path) -> Any:
 
 def train_in_folders(of_rank_zero: Path, of_rank_one: Path, comes_late: bool = False) -> str:
     """Each rank in a folder of its own; one that comes late turns out to be the other's. The reason, or the error."""
-    lock.PATIENCE = 20.0 if comes_late else 0.2
+    lock.VISIBLE_WITHIN_S = 20.0 if comes_late else 0.2
     mine = of_rank_zero if collectives.rank() == 0 else of_rank_one
     if comes_late and collectives.rank() == 1:
         threading.Timer(0.5, lambda: mine.symlink_to(of_rank_zero, target_is_directory=True)).start()

@@ -42,9 +42,9 @@ def test_a_process_of_another_host_counts_until_it_is_known_to_be_dead(tmp_path:
     with pytest.raises(Locked) as caught:
         small_trainer(tmp_path, max_steps=1).train()
     assert str(caught.value) == (
-        f"{tmp_path}: in use by process 4711 on node-17 since 2026-11-21 04:05:06, and whether that one still lives "
-        f"cannot be seen from this host ({socket.gethostname()}); if it does not, delete .lock there, or train with "
-        "TrainingArguments(take_over_lock=True) once"
+        f"{tmp_path}: in use by process 4711 on node-17 since 2026-11-21 04:05:06, and this host "
+        f"({socket.gethostname()}) cannot see whether that process is alive; if it is not, delete .lock there, "
+        "or train with TrainingArguments(take_over_lock=True) once"
     )
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
     assert small_trainer(tmp_path, max_steps=1, take_over_lock=True).train().reason == "finished"

@@ -38,7 +38,7 @@ def test_what_a_call_raises_is_logged_and_counted(error: BaseException, caplog: 
     assert seen == ["after"]
     assert str(worker.counts) == "2 calls, 1 failed, 0 dropped"
     (record,) = caplog.records
-    assert record.getMessage() == "observer: a call failed; the training goes on"
+    assert record.getMessage() == "observer: a call failed; training continues"
     assert record.exc_info is not None and record.exc_info[1] is error
 
 

@@ -1,1 +1,1 @@
-"""When to save, and which checkpoints to keep: rules that are joined with ``|``."""
+"""Policies: when to save, and which checkpoints to keep."""

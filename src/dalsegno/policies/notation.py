@@ -1,6 +1,6 @@
-"""Policy: what rules about saving and keeping have in common. They are joined with ``|``, and read as they are written.
+"""Policy: shared base of the save triggers and retention rules, and the parser of their notation.
 
-The notation is Python's own, so that a rule in a program, in a log and in a configuration file looks the same::
+The notation is Python's own, so that a policy looks the same in a program, a log and a configuration file::
 
     Every(steps=500) | Every(minutes=30) | OnBest()
 """
@@ -20,23 +20,23 @@ _ARGUMENT = re.compile(r"""\s*(?:(\w+)\s*=\s*)?("[^"]*"|'[^']*'|[^\s"']+)\s*""")
 
 
 class Policy:
-    """Base of the rules, each a dataclass. It shows the arguments that are not the default."""
+    """Base of the policies, which are dataclasses. ``repr`` shows the arguments that differ from their defaults."""
 
     __slots__ = ()
 
     def __repr__(self) -> str:
-        told = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
         defaults = {field.name: field.default for field in fields(self)}  # type: ignore[arg-type]
-        shown = [f"{name}={value!r}" for name, value in told.items() if value != defaults[name]]
+        shown = [f"{name}={value!r}" for name, value in values.items() if value != defaults[name]]
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
 def read_policies(text: str, known: Iterable[type[Policy]]) -> list[Policy]:
-    """The rules in a text: only names that are known, numbers and quoted words; nothing is evaluated.
+    """Parse policies joined with ``|``: known names, numbers and quoted strings only; nothing is evaluated.
 
     Raises:
-        UnknownName: for a rule, or an argument, that does not exist.
-        ConfigurationError: if it is not written so, or an argument has a value that cannot work.
+        UnknownName: for an unknown policy or argument.
+        ConfigurationError: for a syntax error, or an argument whose value cannot work.
     """
     kinds = {kind.__name__: kind for kind in known}
     rules = []
@@ -44,7 +44,7 @@ def read_policies(text: str, known: Iterable[type[Policy]]) -> list[Policy]:
         rule = _RULE.fullmatch(part)
         if rule is None:
             example = " | ".join(f"{name}(…)" for name in kinds)
-            raise ConfigurationError(f"{text!r}: {part.strip()!r} is no rule; write for example {example}")
+            raise ConfigurationError(f"{text!r}: {part.strip()!r} is not a rule; write for example {example}")
         rules.append(_read_rule(rule[1], rule[2], kinds))
     return rules
 
@@ -63,7 +63,9 @@ def _read_rule(name: str, written: str, kinds: Mapping[str, type[Policy]]) -> Po
             values.append(_value(argument[2]))
             continue
         if argument is None or (argument[1] is None and place >= len(known)):
-            raise ConfigurationError(f"{name}({written}): {each.strip()!r} is no argument; known: {', '.join(known)}")
+            raise ConfigurationError(
+                f"{name}({written}): {each.strip()!r} is not an argument; known: {', '.join(known)}"
+            )
         key = argument[1] or known[place]
         if key not in known:
             raise UnknownName(f"argument of {name}", key, known)

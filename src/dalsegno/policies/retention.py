@@ -1,7 +1,7 @@
-"""Which checkpoints stay. A rule is a function of what there is; it deletes nothing itself.
+"""Retention: which checkpoints to keep. A rule is a pure function of the list of checkpoints and deletes nothing.
 
-``Latest(3) | Best(2)`` keeps the last three and the two best. A rule that keeps a checkpoint has kept it from its save
-on: so it does not matter how often, and by which leg, it is asked.
+``Latest(3) | Best(2)`` keeps the newest three and the best two. A checkpoint that a rule keeps now was also kept at
+every earlier time since its save, so it does not matter how often, and in which leg, the rule is evaluated.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from .notation import Policy, read_policies
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a rule knows of a checkpoint: ``metrics`` of its own step; ``best``: no earlier one was better."""
+    """A checkpoint as rules see it. ``metrics``: of its own step. ``best``: whether no earlier step was better."""
 
     step: int
     metrics: Mapping[str, float]
     best: bool
     finite: bool = True
-    """Whether its weights are not known to hold NaN or infinity."""
+    """False if its weights are known to contain NaN or infinity."""
 
 
 Keep = Callable[[Sequence[Entry]], set[int]]
-"""From all checkpoints of a run, oldest first, to the steps of those that stay."""
+"""Maps all checkpoints of a run, oldest first, to the steps to keep."""
 
 
 def staying(keep: Keep, entries: Sequence[Entry]) -> set[int]:
-    """The steps of those that stay: the newest, and what the rule keeps of all others. One with broken weights is never
-    kept in the place of a good one: the rule is not asked about it."""
+    """Return the steps to keep: the newest checkpoint and those that the rule keeps. Checkpoints with non-finite
+    weights are hidden from the rule, so that none is kept instead of a good one."""
     return keep([entry for entry in entries if entry.finite]) | {entry.step for entry in entries[-1:]}
 
 
 class Retention(Policy):
-    """A rule. They are joined with ``|``: what any of them keeps stays."""
+    """A retention rule. Rules joined with ``|`` keep every checkpoint that any of them keeps."""
 
     __slots__ = ()
 
@@ -49,13 +49,13 @@ class Retention(Policy):
         return AnyRetention((*rules_of(self), *rules_of(other)))
 
     def with_metric(self, metric: str, *, greater: bool) -> Retention:
-        """The same, by this metric where the rule leaves it open."""
+        """Return this rule with ``metric`` filled in, if it names no metric itself."""
         return self
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Latest(Retention):
-    """The last ``count``."""
+    """Keep the newest ``count``."""
 
     count: int
 
@@ -68,11 +68,11 @@ class Latest(Retention):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Best(Retention):
-    """The ``count`` best; of equals, the first. One that was not evaluated at its own step is none of them.
+    """Keep the ``count`` best; ties go to the earlier one. Checkpoints without the metric at their step are not ranked.
 
     Args:
-        metric: a name among the evaluation's metrics, with or without ``eval_``; None: ``metric_for_best_model``.
-        mode: ``"max"`` if more is better, ``"min"`` if less is; None: as ``greater_is_better`` says, or for a metric
+        metric: name of an evaluation metric, with or without ``eval_``; None: ``metric_for_best_model``.
+        mode: ``"max"`` if higher is better, ``"min"`` if lower is; None: from ``greater_is_better``, or for a metric
             that is named here: max, unless its name ends in ``loss``.
     """
 
@@ -100,7 +100,7 @@ class Best(Retention):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class EveryNth(Retention):
-    """Those at each multiple of ``steps``, for good."""
+    """Keep every multiple of ``steps``, permanently."""
 
     steps: int
 
@@ -113,7 +113,7 @@ class EveryNth(Retention):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class AnyRetention(Retention):
-    """What ``|`` makes of several."""
+    """Several rules joined with ``|``."""
 
     parts: tuple[Retention, ...]
 
@@ -128,10 +128,10 @@ class AnyRetention(Retention):
 
 
 def retention_of(given: Retention | str | Sequence[Retention | str]) -> Retention:
-    """One rule of what a user may give: one, several in a list, or the same as text.
+    """Convert user input (a rule, its text, or a list of either) to one rule.
 
     Raises:
-        ConfigurationError: if it is something else, or an empty list.
+        ConfigurationError: for any other input, or an empty list.
     """
     if isinstance(given, Retention):
         return given
@@ -140,16 +140,16 @@ def retention_of(given: Retention | str | Sequence[Retention | str]) -> Retentio
         return retention_of([each for each in read if isinstance(each, Retention)])
     if not isinstance(given, Sequence) or not given:
         raise ConfigurationError(
-            f"{given!r} does not say which checkpoints stay; use Latest(…), Best(…), EveryNth(…), or several in a list"
+            f"{given!r} is not a retention rule; use Latest(…), Best(…), EveryNth(…), or a list of several"
         )
     parts = tuple(part for each in given for part in rules_of(retention_of(each)))
     return parts[0] if len(parts) == 1 else AnyRetention(parts)
 
 
 def rules_of(rule: Retention) -> tuple[Retention, ...]:
-    """The single rules that ``|`` has joined."""
+    """Return the single rules that ``|`` has joined."""
     if not isinstance(rule, Retention):
-        raise ConfigurationError(f"{rule!r} is no rule of which checkpoints stay; use Latest(…), Best(…), EveryNth(…)")
+        raise ConfigurationError(f"{rule!r} is not a retention rule; use Latest(…), Best(…), EveryNth(…)")
     return rule.parts if isinstance(rule, AnyRetention) else (rule,)
 
 

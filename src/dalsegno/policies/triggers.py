@@ -1,6 +1,6 @@
-"""When something is due: at steps, at epochs, by the clock, at a new best metric, at the end.
+"""Save triggers: when to save: at steps, at epochs, by the clock, at a new best metric, at the end.
 
-Occasions are joined with ``|``; what any of them asks for is due.
+Triggers joined with ``|`` are due whenever any of them is.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from .notation import Policy, read_policies
 
 
 class SaveTrigger(Policy):
-    """An occasion to save. Whatever the occasions, the end of the run is one more, unless there are none at all."""
+    """When to save. Any trigger also saves at the end of the run, unless it is never due (``Every()``)."""
 
     __slots__ = ()
 
     on_best = False
-    """Whether each new best metric is one."""
+    """Whether each new best metric is due."""
 
     @property
     def interval_s(self) -> float:
-        """It is due when so long has gone by since it was the last time, on whichever occasion."""
+        """Seconds after the last save, for whatever reason, at which the next one is due."""
         return math.inf
 
     def __bool__(self) -> bool:
-        """Whether it is ever due."""
+        """Whether the trigger is ever due."""
         return True
 
     def at_step(self, step: int) -> bool:
-        """Whether it is due when ``step`` optimizer steps are finished."""
+        """Whether a save is due after ``step`` finished optimizer steps."""
         return False
 
     def at_epoch(self, epoch: int) -> bool:
-        """Whether it is due when ``epoch`` epochs are finished."""
+        """Whether a save is due after ``epoch`` finished epochs."""
         return False
 
     def __or__(self, other: SaveTrigger) -> SaveTrigger:
@@ -47,11 +47,11 @@ class SaveTrigger(Policy):
 class Every(SaveTrigger):
     """Due at each multiple of ``steps`` (optimizer steps) or ``epochs`` (whole epochs); 0 means never.
 
-    These two are pure functions of the position in the run, so that a resumed run is due exactly where an uninterrupted
-    one is. ``seconds`` and ``minutes`` (they are added up) go by rank 0's clock; they begin anew with each leg.
+    Steps and epochs are pure functions of the position in the run, so a resumed run saves exactly where an
+    uninterrupted one does. ``seconds`` and ``minutes`` (their sum counts) use rank 0's clock and restart with each leg.
 
     Raises:
-        ConfigurationError: if a number is negative, or steps or epochs are not whole.
+        ConfigurationError: if a number is negative, or steps or epochs are not integers.
     """
 
     steps: int = 0
@@ -83,10 +83,10 @@ class Every(SaveTrigger):
 
 @dataclass(frozen=True, slots=True, repr=False, init=False)
 class AtSteps(SaveTrigger):
-    """Due when just these numbers of optimizer steps are finished: ``AtSteps(100, 1000, 10_000)``.
+    """Due after exactly these numbers of optimizer steps: ``AtSteps(100, 1000, 10_000)``.
 
     Raises:
-        ConfigurationError: if there is none, or one is not a whole number of at least 1.
+        ConfigurationError: if no step is given, or one is not an integer of at least 1.
     """
 
     steps: tuple[int, ...]
@@ -105,19 +105,19 @@ class AtSteps(SaveTrigger):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class OnBest(SaveTrigger):
-    """Due when an evaluation has found a new best ``metric_for_best_model``."""
+    """Due when an evaluation finds a new best ``metric_for_best_model``."""
 
     on_best = True
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class AtEnd(SaveTrigger):
-    """Due at the end of the run, and at no other time."""
+    """Due only at the end of the run."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class AnyTrigger(SaveTrigger):
-    """What ``|`` makes of several."""
+    """Several triggers joined with ``|``."""
 
     parts: tuple[SaveTrigger, ...]
 
@@ -143,10 +143,10 @@ class AnyTrigger(SaveTrigger):
 
 
 def save_trigger(given: SaveTrigger | str | Sequence[SaveTrigger | str]) -> SaveTrigger:
-    """One occasion of what a user may give: one, several in a list, or the same as text.
+    """Convert user input (a trigger, its text, or a list of either) to one trigger.
 
     Raises:
-        ConfigurationError: if it is something else.
+        ConfigurationError: for any other input.
     """
     if isinstance(given, SaveTrigger):
         return given
@@ -155,7 +155,7 @@ def save_trigger(given: SaveTrigger | str | Sequence[SaveTrigger | str]) -> Save
         return save_trigger([each for each in read if isinstance(each, SaveTrigger)])
     if not isinstance(given, Sequence):
         raise ConfigurationError(
-            f"{given!r} does not say when; use Every(…), AtSteps(…), OnBest(), AtEnd(), or several in a list"
+            f"{given!r} is not a save trigger; use Every(…), AtSteps(…), OnBest(), AtEnd(), or a list of several"
         )
     parts = tuple(part for each in given for part in _parts(save_trigger(each)))
     return parts[0] if len(parts) == 1 else AnyTrigger(parts)
@@ -163,5 +163,5 @@ def save_trigger(given: SaveTrigger | str | Sequence[SaveTrigger | str]) -> Save
 
 def _parts(when: SaveTrigger) -> tuple[SaveTrigger, ...]:
     if not isinstance(when, SaveTrigger):
-        raise ConfigurationError(f"{when!r} does not say when; use Every(…), AtSteps(…), OnBest() or AtEnd()")
+        raise ConfigurationError(f"{when!r} is not a save trigger; use Every(…), AtSteps(…), OnBest() or AtEnd()")
     return when.parts if isinstance(when, AnyTrigger) else (when,)

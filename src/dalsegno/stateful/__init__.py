@@ -1,1 +1,1 @@
-"""The contract of whatever is saved: its keys, scopes and versions, and the schema of its state."""
+"""Contract of saved objects: keys, scopes, versions, and the schema of their state."""

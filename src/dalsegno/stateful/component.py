@@ -1,27 +1,27 @@
-"""Component: one named thing whose state a checkpoint holds.
+"""Component: one named object whose state a checkpoint contains.
 
-Whatever has ``state_dict`` and ``load_state_dict`` (torch's ``Stateful`` protocol) can be one. How its state travels
-is read from the object itself, by attributes that it may have or lack:
+Any object with ``state_dict`` and ``load_state_dict`` (torch's ``Stateful`` protocol) can be a component. Optional
+attributes of the object control how its state is saved and loaded:
 
 ===================  ===============================================================================================
-``state_scope``      ``"replicated"`` (default): the same on all ranks, rank 0's is saved and given to every rank.
-                     ``"per_rank"``: each rank saves and gets its own.
+``state_scope``      ``"replicated"`` (default): the same on all ranks; rank 0's is saved and loaded by every rank.
+                     ``"per_rank"``: each rank saves and loads its own.
 ``state_version``    int, default 1: the version that ``state_dict`` writes.
-``state_schema``     the form of a state, as a type (:mod:`dalsegno.stateful.schema`). A saved state of another form is
-                     refused before anything is loaded. It is that of the same class's ``state_dict``: a subclass with
-                     a ``state_dict`` of its own has none until it says one.
-``check_state``      ``check_state(state)``: raises StateMismatch for a state of the right form that does not fit here,
-                     also before anything is loaded.
+``state_schema``     type of a valid state (:mod:`dalsegno.stateful.schema`). A saved state that does not match is
+                     refused before anything is loaded. It applies to the ``state_dict`` of the same class: a subclass
+                     that overrides ``state_dict`` has no schema until it declares one.
+``check_state``      ``check_state(state)``: raises StateMismatch for a state that matches the schema but does not fit
+                     this object; also called before anything is loaded.
 ``migrate``          ``migrate(state, from_version) -> state``: upgrades an older state before it is loaded.
-``reshard``          ``reshard(states, world_size) -> states``: per-rank states, one for each old rank, onto another
-                     number of ranks. Without it, a per-rank state cannot follow a change of world size.
-``reshard_note``     what ``reshard`` amounts to, for the report.
-``aliases``          keys under which the same thing was saved in former times.
-``ranks``            ``"zero"``: acts on rank 0 only, so that its state is not compared between ranks.
-``state_compared``   False: only rank 0 knows the state (a file that it writes), so it is not compared either.
-``state_rehearsed``  False: ``state_dict`` is an event to the object, as in some dialects, so it is not called to find
-                     out before training whether its state can be saved.
-``make_durable``     ``make_durable()``: forces what the state refers to, a file it has written for one, to the disk.
+``reshard``          ``reshard(states, world_size) -> states``: converts per-rank states, one per old rank, to another
+                     world size. Without it, a per-rank state cannot be loaded at another world size.
+``reshard_note``     describes the effect of ``reshard`` in the report.
+``aliases``          earlier keys of the same object.
+``ranks``            ``"zero"``: active on rank 0 only, so its state is not compared across ranks.
+``state_compared``   False: only rank 0 knows the state (e.g. of a file it writes), so it is not compared either.
+``state_rehearsed``  False: calling ``state_dict`` has side effects, as in some dialects, so it is not called before
+                     training to find out whether the state can be saved.
+``make_durable``     ``make_durable()``: fsyncs what the state refers to, such as a file that the object wrote.
                      Called on another thread, after ``state_dict`` and before the checkpoint is published; training
                      does not wait for it.
 ===================  ===============================================================================================
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 State = Any
-"""A tree of what the codec takes: dict, list, tuple, str, bytes, bool, int, float, None, arrays, tensors."""
+"""A tree of supported values: dict, list, tuple, str, bytes, bool, int, float, None, arrays, tensors."""
 
 Scope = Literal["replicated", "per_rank"]
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything whose state can be taken and given back (the same shape as torch's protocol)."""
+    """An object whose state can be saved and restored (same methods as torch's protocol)."""
 
     def state_dict(self) -> State: ...
 
@@ -58,31 +58,31 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class TensorHolder(Protocol):
-    """Has tensors that are as large as a model's: where they are in shards, each rank saves and gets its part alone.
+    """An object with tensors as large as a model's; each rank saves and loads its own shards of them.
 
-    That takes the place of ``state_dict`` and ``load_state_dict``.
+    These methods replace ``state_dict`` and ``load_state_dict``.
     """
 
     def sharded_state(self, model: nn.Module) -> tuple[dict[str, Tensor], State]:
-        """The tensors by name, DTensors where they are in shards, and the rest, which is the same on every rank.
+        """Return the tensors by name, as DTensors if sharded, and the other state, equal on every rank.
 
-        Asked for before a checkpoint is loaded, too: it is loaded into these very tensors.
+        Also called before a checkpoint is loaded: loading writes into the returned tensors.
         """
         ...
 
     def load_sharded_state(self, names: Collection[str], rest: State) -> object:
-        """The tensors of these names hold what was saved of them, and ``rest`` is what was saved beside them."""
+        """Called once the tensors ``names`` contain their saved values; ``rest`` is the other saved state."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """``target``'s state under ``key``. Keys of callbacks begin with ``callbacks.``."""
+    """The state of ``target``, saved under ``key``. Keys of callbacks begin with ``callbacks.``."""
 
     key: str
     target: Stateful
     check: Callable[[State, str], object] | None = None
-    """Raises StateMismatch for a state that has not the right form: for a target that has no ``state_schema``."""
+    """Raises StateMismatch for a malformed state, for a target without ``state_schema``."""
 
     def __post_init__(self) -> None:
         if self.scope not in ("replicated", "per_rank"):
@@ -92,7 +92,7 @@ class Component:
 
     @property
     def class_name(self) -> str:
-        kind = type(inspect.unwrap(cast(Any, self.target)))  # an adapted callback is still known by its own class
+        kind = type(inspect.unwrap(cast(Any, self.target)))  # an adapted callback keeps the name of its own class
         return f"{kind.__module__}.{kind.__qualname__}"
 
     @property
@@ -105,36 +105,36 @@ class Component:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Every key under which a saved state may be found, the present one first."""
+        """All keys under which a saved state may be found, the current one first."""
         prefix, dot, _ = self.key.rpartition(".")
         return (self.key, *(f"{prefix}{dot}{alias}" for alias in getattr(self.target, "aliases", ())))
 
     @property
     def compared(self) -> bool:
-        """Whether the state must be the same on all ranks, so that a difference is worth a warning."""
+        """Whether the state must be equal on all ranks; a difference is logged as a warning."""
         only_zero_knows = getattr(self.target, "ranks", "all") == "zero"
         asked = getattr(self.target, "state_compared", not only_zero_knows)
         return self.scope == "replicated" and asked
 
     @property
     def rehearsed(self) -> bool:
-        """Whether the state may be taken when nothing is saved."""
+        """Whether ``state_dict`` may be called without a save."""
         return bool(getattr(self.target, "state_rehearsed", True))
 
     def capture(self) -> State:
         return self.target.state_dict()
 
     def make_durable(self) -> None:
-        """Force what the state refers to, beside what it holds, to the disk. On any thread."""
+        """Fsync what the state refers to outside the checkpoint. Called on any thread."""
         make_durable = getattr(self.target, "make_durable", None)
         if make_durable is not None:
             make_durable()
 
     def upgrade(self, state: State, version: int) -> State:
-        """``state``, which version ``version`` of this component has written, as the present version writes it.
+        """Convert ``state``, written by version ``version`` of this component, to the current version.
 
         Raises:
-            StateMismatch: if that version is a newer one, or an older one that nothing upgrades.
+            StateMismatch: if ``version`` is newer than the current one, or older and there is no ``migrate``.
         """
         if version > self.version:
             raise StateMismatch(
@@ -154,7 +154,7 @@ class Component:
     def check_form(self, state: State, where: str) -> None:
         """
         Raises:
-            StateMismatch: if ``state`` has not the form that the target has given; ``where`` is for the message.
+            StateMismatch: if ``state`` does not match the declared schema; ``where`` prefixes the message.
         """
         form = own_form(self.target)
         if self.check is not None:
@@ -165,14 +165,14 @@ class Component:
     def check_fit(self, state: State) -> None:
         """
         Raises:
-            StateMismatch: if the target sees that ``state``, though of the right form, is not one for it.
+            StateMismatch: if ``check_state`` of the target rejects ``state``.
         """
         check_state = getattr(self.target, "check_state", None)
         if check_state is not None:
             check_state(state)
 
     def reshard(self, states: Sequence[State], world_size: int) -> list[State]:
-        """One state for each of ``world_size`` ranks, made from the states of another number of ranks.
+        """Convert per-rank states of another world size to one state for each of ``world_size`` ranks.
 
         Raises:
             StateMismatch: if the target has no ``reshard``.
@@ -187,7 +187,7 @@ class Component:
 
 
 def own_form(target: object) -> schema.Form:
-    """What the class says whose ``state_dict`` it is; None if that says nothing."""
+    """Return the ``state_schema`` of the class that defines ``state_dict``; None if that class has none."""
     for names in (vars(target) if hasattr(target, "__dict__") else {}, *map(vars, type(target).__mro__)):
         if "state_schema" in names:
             return names["state_schema"]

@@ -1,6 +1,6 @@
-"""The form of what is read back, said by a type: a value is held against it before anything is done with it.
+"""Schema of saved data, as a type: a value is validated before it is used.
 
-Whoever writes a state says its form beside ``state_dict``, with the types that also check the code that writes it::
+The author of a state declares its schema beside ``state_dict``, with the types that also check the writing code::
 
     class ClockState(TypedDict):
         seconds: Annotated[float, Must("0 or more", lambda seconds: seconds >= 0)]
@@ -8,10 +8,10 @@ Whoever writes a state says its form beside ``state_dict``, with the types that 
     class Clock:
         state_schema = ClockState
 
-Understood are TypedDict (its keys and no others; ``NotRequired`` may be missing), dataclasses (as a dict of their
-fields; one with a default may be missing), ``dict[K, V]``, ``list[X]``, ``tuple[X, Y]``, ``tuple[X, ...]``, ``X | Y``,
-``Literal``, ``Any``, ``Annotated[X, Must(…)]``, and any class. An ``int`` is one of 64 bits and no bool; an ``int`` may
-stand in the place of a ``float``.
+Supported are TypedDict (exactly its keys; ``NotRequired`` ones may be missing), dataclasses (as a dict of their
+fields; those with a default may be missing), ``dict[K, V]``, ``list[X]``, ``tuple[X, Y]``, ``tuple[X, ...]``,
+``X | Y``, ``Literal``, ``Any``, ``Annotated[X, Must(…)]``, and any class. An ``int`` has 64 bits and is not a bool; an
+``int`` is accepted as a ``float``.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from dalsegno.errors import DalsegnoError, StateMismatch
 Form = Any
 """A type, as described above."""
 
-_LARGEST, _SMALLEST = (1 << 64) - 1, -(1 << 63)  # what fits into 64 bits, with a sign or without
+_LARGEST, _SMALLEST = (1 << 64) - 1, -(1 << 63)  # range of signed and unsigned 64-bit integers
 _LONGEST_SHOWN = 60  # characters
 
 
 @dataclass(frozen=True, slots=True)
 class Must:
-    """What else is asked of a value, in words and as a function of one that has the right type already.
+    """A further condition on a value: its description, and a predicate on a value of the right type.
 
-    Where ``fits`` raises, the value does not fit either.
+    If ``fits`` raises, the value does not fit.
     """
 
     words: str
@@ -50,35 +50,35 @@ Count = Annotated[int, Must("0 or more", lambda count: count >= 0)]
 """Steps, samples, bytes."""
 
 Finite = Annotated[float, Must("a finite number", math.isfinite)]
-"""What is never NaN or infinite."""
+"""Not NaN and not infinite."""
 
 
 def check(value: Any, form: Form, where: str, error: Callable[[str], DalsegnoError] = StateMismatch) -> None:
-    """Hold ``value`` against ``form``.
+    """Validate ``value`` against ``form``.
 
     Args:
-        where: what it is, say ``step-00000500: rng``; the error adds the path inside of it: ``rng.numpy[2]``.
-        error: made of the message.
+        where: name of the value, e.g. ``step-00000500: rng``; the error adds the path inside it: ``rng.numpy[2]``.
+        error: makes the error from the message.
 
     Raises:
-        StateMismatch: or what ``error`` makes; says where in it the first misfit lies, what is there and what must be.
+        StateMismatch: (or the result of ``error``) naming the path of the first mismatch, the value and what is valid.
     """
     try:
         _checker(form)(value)
-    except _Misfit as misfit:
-        path = "".join(_step(key) for key in reversed(misfit.path))
-        raise error(f"{where}{path}: {misfit.complaint}") from misfit.__cause__
+    except _Mismatch as mismatch:
+        path = "".join(_step(key) for key in reversed(mismatch.path))
+        raise error(f"{where}{path}: {mismatch.complaint}") from mismatch.__cause__
 
 
 def check_like(value: Any, example: Any, where: str) -> None:
-    """Hold ``value`` against one of its kind, where no type says its form: a state against the present one.
+    """Validate a state without a schema against an example, such as the present state.
 
-    Numbers may stand for numbers, lists for tuples, and None for a switch that is left to its owner. In a list or a
-    dict what both have is alike: there may be more parameter groups now, or other names. Two tuples have one length.
-    Where the example is None, a text, or something that is not plain data, anything may be.
+    Any number matches a number, a list matches a tuple, and None matches a bool. Items and keys that both sides have
+    are compared: there may be more parameter groups now, or other names. Two tuples must have the same length. If the
+    example is None, a string, or not plain data, any value matches.
 
     Raises:
-        StateMismatch: says where in it the first misfit lies.
+        StateMismatch: naming the path of the first mismatch.
     """
     if isinstance(example, dict):
         check(value, dict[Any, Any], where)
@@ -97,12 +97,12 @@ def check_like(value: Any, example: Any, where: str) -> None:
 
 
 def _is_scalar(value: Any) -> bool:
-    """Whether it is a tensor or an array with a single number in it."""
+    """Whether ``value`` is a tensor or an array with a single element."""
     return hasattr(value, "dtype") and hasattr(value, "item") and math.prod(value.shape) == 1
 
 
-class _Misfit(Exception):
-    """``path`` is where, from the inside out; ``wanted`` is what should be there, where it is something else."""
+class _Mismatch(Exception):
+    """``path``: keys from the inside out. ``wanted``: the valid type, if the value has another type."""
 
     def __init__(self, complaint: str, wanted: str = "") -> None:
         super().__init__(complaint)
@@ -111,8 +111,8 @@ class _Misfit(Exception):
         self.path: list[object] = []
 
 
-def _unlike(value: Any, wanted: str) -> _Misfit:
-    return _Misfit(f"is {_shown(value)}; must be {wanted}", wanted)
+def _mismatch(value: Any, wanted: str) -> _Mismatch:
+    return _Mismatch(f"is {_short_repr(value)}; must be {wanted}", wanted)
 
 
 _Checker = Callable[[Any], None]
@@ -120,7 +120,7 @@ _Checker = Callable[[Any], None]
 
 @functools.cache
 def _checker(form: Form) -> _Checker:
-    """A function that raises _Misfit for a value that is not of that form."""
+    """Return a function that raises _Mismatch for a value that does not match ``form``."""
     origin: Any = typing.get_origin(form)
     arguments = typing.get_args(form)
     if form is Any:
@@ -164,7 +164,7 @@ def _instance(kind: type) -> _Checker:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a float, NumPy's too, or an int that becomes one."""
+    """Whether ``value`` is a float, including NumPy's, or an int that converts to one."""
     try:
         return isinstance(value, Real) and not isinstance(value, bool) and isinstance(float(value), float)
     except OverflowError:
@@ -179,7 +179,7 @@ def _literal(allowed: tuple[object, ...]) -> _Checker:
 def _checked(fits: Callable[[Any], object], words: str) -> _Checker:
     def check_value(value: Any) -> None:
         if not fits(value):
-            raise _unlike(value, words)
+            raise _mismatch(value, words)
 
     return check_value
 
@@ -191,25 +191,25 @@ def _narrowed(check_type: _Checker, further: list[Must]) -> _Checker:
             try:
                 fits = must.fits(value)
             except Exception as error:
-                raise _unlike(value, must.words) from error
+                raise _mismatch(value, must.words) from error
             if not fits:
-                raise _unlike(value, must.words)
+                raise _mismatch(value, must.words)
 
     return check_value
 
 
 def _one_of(checkers: list[_Checker]) -> _Checker:
     def check_value(value: Any) -> None:
-        misfits = []
+        mismatches = []
         for each in checkers:
             try:
                 return each(value)
-            except _Misfit as misfit:
-                misfits.append(misfit)
-        wanted = [misfit.wanted for misfit in misfits if misfit.wanted and not misfit.path]
-        if len(wanted) == len(misfits):  # it is none of these at all
-            raise _unlike(value, " or ".join(wanted))
-        raise max(misfits, key=lambda misfit: (len(misfit.path), not misfit.wanted))
+            except _Mismatch as mismatch:
+                mismatches.append(mismatch)
+        wanted = [mismatch.wanted for mismatch in mismatches if mismatch.wanted and not mismatch.path]
+        if len(wanted) == len(mismatches):  # every alternative rejects the value itself, not a part of it
+            raise _mismatch(value, " or ".join(wanted))
+        raise max(mismatches, key=lambda mismatch: (len(mismatch.path), not mismatch.wanted))
 
     return check_value
 
@@ -220,13 +220,13 @@ def _record(forms: Mapping[str, Form], optional: set[str]) -> _Checker:
 
     def check_value(value: Any) -> None:
         if not isinstance(value, dict):
-            raise _unlike(value, f"a dict with the keys {keys}")
+            raise _mismatch(value, f"a dict with the keys {keys}")
         for name in checkers:
             if name in required and name not in value:
-                raise _Misfit(f"has no {name!r}; its keys must be {keys}")
+                raise _Mismatch(f"has no {name!r}; its keys must be {keys}")
         for name, each in value.items():
             if name not in checkers:
-                raise _Misfit(f"has the unknown key {_shown(name)}; its keys must be {keys}")
+                raise _Mismatch(f"has the unknown key {_short_repr(name)}; its keys must be {keys}")
             _inside(checkers[name], each, name)
 
     return check_value
@@ -235,7 +235,7 @@ def _record(forms: Mapping[str, Form], optional: set[str]) -> _Checker:
 def _mapping(check_key: _Checker, check_item: _Checker) -> _Checker:
     def check_value(value: Any) -> None:
         if not isinstance(value, dict):
-            raise _unlike(value, "a dict")
+            raise _mismatch(value, "a dict")
         for key, each in value.items():
             check_key(key)
             _inside(check_item, each, key)
@@ -246,7 +246,7 @@ def _mapping(check_key: _Checker, check_item: _Checker) -> _Checker:
 def _items(kind: type[list[Any] | tuple[Any, ...]], check_item: _Checker) -> _Checker:
     def check_value(value: Any) -> None:
         if not isinstance(value, kind):
-            raise _unlike(value, f"a {kind.__name__}")
+            raise _mismatch(value, f"a {kind.__name__}")
         for number, each in enumerate(value):
             _inside(check_item, each, number)
 
@@ -256,7 +256,7 @@ def _items(kind: type[list[Any] | tuple[Any, ...]], check_item: _Checker) -> _Ch
 def _row(checkers: list[_Checker]) -> _Checker:
     def check_value(value: Any) -> None:
         if not isinstance(value, tuple) or len(value) != len(checkers):
-            raise _unlike(value, f"a tuple of {len(checkers)}")
+            raise _mismatch(value, f"a tuple of {len(checkers)}")
         for number, each in enumerate(checkers):
             _inside(each, value[number], number)
 
@@ -266,8 +266,8 @@ def _row(checkers: list[_Checker]) -> _Checker:
 def _inside(check_item: _Checker, value: Any, key: object) -> None:
     try:
         check_item(value)
-    except _Misfit as misfit:
-        misfit.path.append(key)
+    except _Mismatch as mismatch:
+        mismatch.path.append(key)
         raise
 
 
@@ -281,15 +281,15 @@ def _has_default(field: dataclasses.Field[Any]) -> bool:
 
 
 def _step(key: object) -> str:
-    return f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{_shown(key)}]"
+    return f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{_short_repr(key)}]"
 
 
-def _shown(value: Any) -> str:
-    """A value for people, however large it is and whatever it holds."""
+def _short_repr(value: Any) -> str:
+    """Return a short text for a value of any size and content."""
     if isinstance(value, (list, tuple, dict)):
         return f"a {type(value).__name__} of {len(value)}"
     if isinstance(value, int) and value.bit_length() > 256:
-        return f"a number of {value.bit_length()} bits"  # to write it out may take for ever
+        return f"a number of {value.bit_length()} bits"  # printing its digits may take very long
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"a {type(value).__name__} of {value.dtype} {list(value.shape)}"
     text = repr(value)

@@ -1,1 +1,1 @@
-"""This process and its files: the one door for every change on disk, the lock of a run, URLs, lazy names, threads."""
+"""This process and its files: all writes to disk, the lock of a run, URLs, lazy imports, worker threads."""

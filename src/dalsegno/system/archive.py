@@ -1,4 +1,4 @@
-"""One timeline: what a run leaves behind when it goes back, or starts over, is moved into ``rewound/``, not deleted."""
+"""Archive of abandoned timelines: going back or starting over moves files into ``rewound/`` and deletes nothing."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from . import filesystem
 
 
 def new_archive_dir(output_dir: Path) -> Path:
-    """A new, empty place for a timeline that is left: ``rewound/timeline.0001`` and so on. It is not created yet."""
+    """Return an unused path for an abandoned timeline, ``rewound/timeline.0001`` and so on. Does not create it."""
     return filesystem.numbered(output_dir / "rewound", "timeline")
 
 
 def archive_run(output_dir: Path) -> Path | None:
-    """Move the whole run in ``output_dir`` out of the way. Where it is now; None if there was none.
+    """Move the whole run in ``output_dir`` into an archive. Returns its new path; None if there is no run.
 
-    Checkpoints go first, at once: a kill before leaves the run as it was, and one after it a run without checkpoints,
-    whose logs are then moved away as those of any run that was killed before its first one.
+    The checkpoints are moved first, by one rename. A kill before that leaves the run unchanged; a kill after it leaves
+    a run without checkpoints, whose logs the next start archives like those of any run killed before its first save.
     """
     leftovers = [output_dir / name for name in ("checkpoints", "logs", "run.json", "config.json")]
     leftovers = [path for path in leftovers if path.exists()]

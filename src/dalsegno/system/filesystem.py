@@ -1,6 +1,6 @@
-"""Files that are whole or absent.
+"""Atomic file operations: files are complete or absent.
 
-Every change that dalsegno makes to its files goes through this module, so that a test can watch, or cut short, the
+Every change that dalsegno makes to its files goes through this module, so that a test can observe or interrupt the
 exact sequence of operations: see :data:`watcher`.
 """
 
@@ -20,31 +20,31 @@ Buffer = bytes | bytearray | memoryview
 Watcher = Callable[[str, Path], None]
 
 PAGE = 4096
-"""Bytes: to what direct writes, in memory and on disk, are aligned."""
+"""Alignment of direct writes, in memory and on disk, in bytes."""
 
 DIRECT_PIECE = 16 << 20
-"""Bytes handed to the disk in one direct write."""
+"""Size of one direct write in bytes."""
 
-_DIRECT = getattr(os, "O_DIRECT", 0)  # macOS has none
+_DIRECT = getattr(os, "O_DIRECT", 0)  # absent on macOS
 
 watcher: Watcher | None = None
 """Called with (operation, path) before each write, fsync, truncate, rename, mkdir and unlink. For tests."""
 
 
 def notify_watcher(operation: str, path: Path) -> None:
-    """Tell the watcher, if there is one, what is about to happen to ``path``."""
+    """Notify the watcher, if any, of an operation that is about to change ``path``."""
     if watcher is not None:
         watcher(operation, path)
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Open a file of a run's folder to be written; the descriptor.
+    """Open a file of a run for writing; returns the descriptor.
 
-    ``path`` may be reached through linked folders, but is a regular file itself: one that is a link would lead the
-    writing, or the truncation, to wherever it points.
+    ``path`` may be reached through linked folders, but must itself be a regular file: a link would redirect the write,
+    or the truncation, to its target.
 
     Raises:
-        OSError: if it is something else, or cannot be opened.
+        OSError: if ``path`` is not a regular file, or cannot be opened.
     """
     with contextlib.suppress(FileNotFoundError):
         kind = path.lstat().st_mode
@@ -55,8 +55,8 @@ def open_own(path: Path, flags: int) -> int:
 
 
 @contextlib.contextmanager
-def _announced(operation: str, path: Path) -> Iterator[None]:
-    """Tell the watcher, and name the file in what the kernel raises, which knows a descriptor only."""
+def _notifying(operation: str, path: Path) -> Iterator[None]:
+    """Notify the watcher, and add the file name to an OSError: the kernel knows only the descriptor."""
     notify_watcher(operation, path)
     try:
         yield
@@ -67,26 +67,26 @@ def _announced(operation: str, path: Path) -> Iterator[None]:
 
 def write_all(descriptor: int, data: Buffer, path: Path) -> None:
     """Write every byte of ``data`` at the descriptor's position; ``path`` is for messages only."""
-    with _announced("write", path):
+    with _notifying("write", path):
         view = memoryview(data).cast("B")
         while view:
             view = view[os.write(descriptor, view) :]
 
 
 def truncate(descriptor: int, length: int, path: Path) -> None:
-    """Cut a file to ``length`` bytes."""
-    with _announced("truncate", path):
+    """Truncate a file to ``length`` bytes."""
+    with _notifying("truncate", path):
         os.ftruncate(descriptor, length)
 
 
 def fsync(descriptor: int, path: Path) -> None:
-    """Force a file's bytes to the disk."""
-    with _announced("fsync", path):
+    """Flush a file's bytes to disk."""
+    with _notifying("fsync", path):
         os.fsync(descriptor)
 
 
 def fsync_directory(path: Path) -> None:
-    """Force a directory's entries (names, renames) to the disk."""
+    """Flush a directory's entries (names, renames) to disk."""
     notify_watcher("fsync", path)
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -96,9 +96,9 @@ def fsync_directory(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Create ``path`` and its parents, and force their names to the disk; nothing happens where it exists.
+    """Create ``path`` and its parents and fsync their names. Does nothing if ``path`` exists.
 
-    What is later forced into a directory is lost all the same if the directory's own name never got there.
+    Without the fsync, a crash can lose the directory's name, and with it all files that were fsynced inside.
     """
     if not path.is_dir():
         make_directory(path.parent)
@@ -108,9 +108,9 @@ def make_directory(path: Path) -> None:
 
 
 def mkdir_nosync(path: Path) -> None:
-    """Create ``path`` in a directory that is there; nothing happens where it exists.
+    """Create ``path`` in an existing directory, without fsync. Does nothing if ``path`` exists.
 
-    Its name is forced to the disk when it is published, or what it is a part of: until then nobody needs it.
+    Publishing the directory, or its parent, later fsyncs the name; it is not needed before.
     """
     if not path.is_dir():
         notify_watcher("mkdir", path)
@@ -118,14 +118,14 @@ def mkdir_nosync(path: Path) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename, then force the new name to the disk. An existing file of that name is replaced."""
+    """Rename and fsync the new name. Replaces an existing file."""
     notify_watcher("rename", target)
     source.replace(target)
     fsync_directory(target.parent)
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a whole directory; nothing happens where there is none."""
+    """Remove a file or a directory tree. Does nothing if ``path`` does not exist."""
     if path.is_dir() and not path.is_symlink():
         notify_watcher("unlink", path)
         shutil.rmtree(path)
@@ -135,7 +135,7 @@ def remove(path: Path) -> None:
 
 
 def write_durably(path: Path, data: Buffer) -> None:
-    """Create ``path`` with ``data`` and force both to the disk. For files in a directory that is not yet published."""
+    """Create ``path`` with ``data`` and fsync it. For files in a directory that is not published yet."""
     _write_pieces(path, [data])
 
 
@@ -150,13 +150,13 @@ def _write_pieces(path: Path, pieces: Iterable[Buffer]) -> None:
 
 
 def write_direct(path: Path, pieces: Iterator[memoryview], length: int) -> None:
-    """Create ``path`` with ``pieces``, one behind the other, and force it to the disk, past the page cache.
+    """Create ``path`` from ``pieces``, written one after another past the page cache, and fsync it.
 
-    Each piece begins at a page boundary in memory and is a whole number of pages long, since direct writes want it so;
-    what lies after ``length`` bytes is cut off again. The next piece is asked for, on a thread beside the write, while
-    one is being written, so two of them are in use at any time. Where direct writes are refused (tmpfs, some network
-    disks) the same pieces are written plainly, each forced to the disk before the next: else one fsync at the end
-    would take as long as all of it, and nobody could tell whether anything moves.
+    Direct writes require that each piece starts at a page boundary in memory and is a whole number of pages long; the
+    file is truncated to ``length`` bytes at the end. While one piece is written, another thread produces the next one,
+    so two pieces are in use at any time. Where direct writes are refused (tmpfs, some network disks) the same pieces
+    are written normally, with an fsync after each: a single fsync at the end would take as long as the whole write,
+    during which progress could not be observed.
     """
     descriptor = _open_direct(path)
     try:
@@ -198,15 +198,15 @@ def _open_direct(path: Path) -> int:
 
 
 def replace_durably(path: Path, data: Buffer) -> None:
-    """Replace ``path`` by ``data``: after a crash at any moment it holds the old bytes or the new ones.
+    """Replace ``path`` atomically: after a crash at any time it contains the old bytes or the new ones.
 
-    Only one process may do so at a time; what a killed one has left beside it is overwritten by the next.
+    Only one process may call this at a time. The next call overwrites a temporary file left by a killed process.
     """
     replace_durably_in_pieces(path, [data])
 
 
 def replace_durably_in_pieces(path: Path, pieces: Iterable[Buffer]) -> None:
-    """As :func:`replace_durably`, with data that is made while it is written, and never all in memory."""
+    """Like :func:`replace_durably`, for data that is produced while it is written and never held in memory whole."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         _write_pieces(temporary, pieces)
@@ -217,7 +217,7 @@ def replace_durably_in_pieces(path: Path, pieces: Iterable[Buffer]) -> None:
 
 
 def numbered(directory: Path, name: str) -> Path:
-    """The first free ``directory/name.0001``, ``.0002`` …: a place for something that is moved aside."""
+    """Return the first unused path of ``directory/name.0001``, ``.0002`` …, for something that is moved aside."""
     number = 1
     while (path := directory / f"{name}.{number:04d}").exists():
         number += 1

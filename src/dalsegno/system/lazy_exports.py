@@ -1,4 +1,4 @@
-"""Names that a package hands out when they are first used, so that to import it costs nothing of what they need."""
+"""Lazy exports of a package: importing the package does not import the modules behind its names."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Mapping
 def lazy_exports(
     package: str, homes: Mapping[str, Iterable[str]]
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` for a package (PEP 562).
+    """Return ``__getattr__`` and ``__dir__`` for a package (PEP 562).
 
     Args:
         package: its ``__name__``.
-        homes: which of its modules hold which names.
+        homes: maps its modules to the names that they define.
     """
     home_of = {name: home for home, names in homes.items() for name in names}
 

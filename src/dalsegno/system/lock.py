@@ -1,4 +1,4 @@
-"""One live process at a time in a folder, and all ranks in the same one."""
+"""Run lock: one live process per output directory, and all ranks in the same directory."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ from dalsegno.errors import Locked
 
 from .filesystem import open_own
 
-PATIENCE = 60.0
-"""Seconds until a file that was written on one host must be seen on all: network disks remember what was not there."""
+VISIBLE_WITHIN_S = 60.0
+"""Seconds until a file written on one host must be visible on all: network disks cache that a file was absent."""
 
 _TAKEN = (errno.EACCES, errno.EAGAIN)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class DirectoryLock:
-    """One live process at a time in a directory.
+    """Allows one live process at a time in a directory.
 
-    The kernel's lock belongs to the open file, not to the process: so nothing else that the process opens and closes,
-    a copy of the whole folder for example, drops it. (A POSIX record lock is dropped by that.) The kernel drops it
-    once the file is closed everywhere, however its process dies; a process that is forked from it, a data loader's
-    worker for example, closes its own copy at once, and so does not hold the lock any longer than its parent.
+    The kernel's lock belongs to the open file, not to the process: if the process opens and closes the lock file
+    elsewhere (e.g. to copy the whole folder), the lock stays. (A POSIX record lock would be dropped.) The kernel drops
+    the lock once the file is closed everywhere, however the process dies. A forked process, such as a data loader's
+    worker, closes its copy at once, so it does not hold the lock longer than its parent.
 
-    Between hosts it may not reach, so the file names who holds it, and is emptied at the release. What a process of
-    another host has left in it counts, unless that one is certain to be dead.
+    The kernel's lock may not work between hosts, so the file also names the holder; release empties it. An entry of
+    another host counts as held unless that process is certainly dead.
 
     Raises:
-        Locked: on :meth:`acquire`, if another process, or this one, holds it, or may do so on another host.
-        OSError: on :meth:`acquire`, if the folder cannot be written to, or its ``.lock`` is a link.
+        Locked: on :meth:`acquire`, if this or another process holds the lock, or may hold it on another host.
+        OSError: on :meth:`acquire`, if the folder is not writable, or its ``.lock`` is a link.
     """
 
     _held_here: ClassVar[dict[Path, DirectoryLock]] = {}
 
     def __init__(self, directory: Path, *, take_over: bool = False) -> None:
-        """``take_over``: what a process of another host has left does not count."""
+        """``take_over``: ignore an entry of another host."""
         self._path = _file_of(directory)
         self._take_over = take_over
         self._descriptor: int | None = None
 
     @classmethod
     def is_held(cls, directory: Path) -> bool:
-        """Whether a live process, this one included, holds it. Asking takes no lock, and needs no right to write."""
+        """Whether a live process, including this one, holds the lock. Takes no lock, needs no write permission."""
         path = _file_of(directory)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -67,13 +67,13 @@ class DirectoryLock:
 
     @classmethod
     def _lives(cls, path: Path, holder: Holder | None) -> bool:
-        """Whether the holder of the lock at ``path`` is a live process of this host, where no kernel can tell."""
-        if holder is not None and holder.is_me():  # or had this process's number, in a container that is gone
+        """Whether the holder of the lock at ``path`` is alive on this host, if the kernel cannot tell."""
+        if holder is not None and holder.is_me():  # or a process of a former container that had the same pid
             return path in cls._held_here
         return holder is not None and holder.lives_here()
 
     def acquire(self) -> str:
-        """Hold it from now on. What is returned stands in the file, for :func:`is_seen`."""
+        """Take the lock. Returns the token in the lock file, for :func:`is_seen`."""
         if self._path in self._held_here:
             raise Locked(f"{self._path.parent}: already in use by another run in this process ({os.getpid()})")
         descriptor = open_own(self._path, os.O_RDWR | os.O_CREAT)
@@ -113,8 +113,8 @@ class DirectoryLock:
             self._descriptor = None
 
     @classmethod
-    def _leave_in_child(cls) -> None:
-        """A forked process holds nothing: to close its copy leaves the lock to its parent, to unlock would not."""
+    def _close_in_child(cls) -> None:
+        """Close the lock files in a forked process. Closing leaves the parent its lock; unlocking would release it."""
         for lock in cls._held_here.values():
             assert lock._descriptor is not None, "it is held"
             os.close(lock._descriptor)
@@ -131,12 +131,12 @@ class DirectoryLock:
         self.release()
 
 
-os.register_at_fork(after_in_child=DirectoryLock._leave_in_child)
+os.register_at_fork(after_in_child=DirectoryLock._close_in_child)
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who holds a lock, as the file tells it. ``since``: UTC seconds. ``lives``: which life of which job it is."""
+    """The holder named in a lock file. ``since``: UTC seconds. ``lives``: restart counts by job, see below."""
 
     host: str
     pid: int
@@ -146,50 +146,50 @@ class Holder:
 
     @classmethod
     def here(cls) -> Holder:
-        """This process."""
+        """Describe this process."""
         return cls(os.uname().nodename, os.getpid(), time.time(), os.urandom(8).hex(), _lives_of_this_job())
 
     @classmethod
     def read(cls, descriptor: int) -> Holder | None:
-        """As :meth:`parse`, of what a file says."""
+        """Like :meth:`parse`, for the content of an open file."""
         return cls.parse(os.pread(descriptor, 4096, 0))
 
     @classmethod
     def parse(cls, data: bytes) -> Holder | None:
-        """None where it says nothing, or nothing that can be understood."""
+        """Return None if ``data`` is empty or malformed."""
         try:
-            said = json.loads(data)
-            lives = {str(kind): (str(job), int(life)) for kind, (job, life) in said.get("lives", {}).items()}
-            return cls(str(said["host"]), int(said["pid"]), float(said["since"]), str(said.get("token", "")), lives)
+            entry = json.loads(data)
+            lives = {str(kind): (str(job), int(life)) for kind, (job, life) in entry.get("lives", {}).items()}
+            return cls(str(entry["host"]), int(entry["pid"]), float(entry["since"]), str(entry.get("token", "")), lives)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
 
     def is_here(self) -> bool:
-        """Whether it is of this host."""
+        """Whether the holder is on this host."""
         return self.host == os.uname().nodename
 
     def is_me(self) -> bool:
-        """Whether it is this process, or has had its number in another life of this host."""
+        """Whether the holder is this process, or an earlier one of this host with the same pid."""
         return self.is_here() and self.pid == os.getpid()
 
     def lives_here(self) -> bool:
-        """Whether it is a live process of this host."""
+        """Whether the holder is a live process of this host."""
         return self.is_here() and _lives(self.pid)
 
     def expect_dead(self, place: object, file_name: str) -> None:
         """
         Raises:
-            Locked: if it is of another host, and may live.
+            Locked: if the holder is on another host and may be alive.
         """
-        if not self.is_here() and not self.is_surely_dead():
+        if not self.is_here() and not self.is_certainly_dead():
             raise Locked(
-                f"{place}: in use by {self}, and whether that one still lives cannot be seen from this host "
-                f"({os.uname().nodename}); if it does not, delete {file_name} there, or train with "
+                f"{place}: in use by {self}, and this host ({os.uname().nodename}) cannot see whether that process "
+                f"is alive; if it is not, delete {file_name} there, or train with "
                 "TrainingArguments(take_over_lock=True) once"
             )
 
-    def is_surely_dead(self) -> bool:
-        """Whether it was of a former life of the very job that this process is of: those are over before the next."""
+    def is_certainly_dead(self) -> bool:
+        """Whether the holder belonged to an earlier start of this process's own job; that start ended before this."""
         return any(
             self.lives.get(kind, ("", life))[0] == job and self.lives[kind][1] < life
             for kind, (job, life) in _lives_of_this_job().items()
@@ -201,11 +201,11 @@ class Holder:
 
 
 def is_seen(directory: Path, token: str) -> bool:
-    """Whether the lock's file, as it is seen from here, is the one that :meth:`DirectoryLock.acquire` has written.
+    """Whether the lock file, as seen from this host, contains the token that :meth:`DirectoryLock.acquire` returned.
 
-    Waits for it, up to :data:`PATIENCE`. Not for the process that holds the lock.
+    Waits for it, up to :data:`VISIBLE_WITHIN_S`. Not for the process that holds the lock.
     """
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + VISIBLE_WITHIN_S
     while (holder := _holder_of(directory)) is None or holder.token != token:
         if time.monotonic() >= deadline:
             return False
@@ -215,7 +215,7 @@ def is_seen(directory: Path, token: str) -> bool:
 
 def _holder_of(directory: Path) -> Holder | None:
     try:
-        list(directory.iterdir())  # a network disk then asks its server
+        list(directory.iterdir())  # makes a network disk ask its server
         descriptor = os.open(directory / ".lock", os.O_RDONLY)
     except OSError:
         return None
@@ -226,14 +226,14 @@ def _holder_of(directory: Path) -> Holder | None:
 
 
 def _lives_of_this_job() -> dict[str, tuple[str, int]]:
-    """Of what Slurm requeues, and of what torchrun starts again: the job, and how often it was."""
+    """Job id and restart count by launcher: of Slurm, which requeues jobs, and torchrun, which restarts them."""
     found = {}
     for kind, job, life in (
         ("slurm", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"),
         ("torchrun", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
     ):
         name, count = os.environ.get(job, "none"), os.environ.get(life, "0")
-        if name != "none" and count.isdecimal():  # torchrun's name for all jobs that were given none
+        if name != "none" and count.isdecimal():  # torchrun's default id, shared by all unnamed jobs
             found[kind] = (name, int(count))
     return found
 
@@ -249,31 +249,31 @@ def _lives(pid: int) -> bool:
 
 
 def _file_of(directory: Path) -> Path:
-    """The folder may be reached through links; its lock is no link."""
+    """Path of the lock file. The folder may be reached through links; the lock file must not be a link."""
     return directory.resolve() / ".lock"
 
 
 def _lock(descriptor: int) -> None:
-    """Lock the open file, and not for the process, whose every close of the file would drop it.
+    """Lock the open file rather than the process, whose lock would be dropped by any close of the file.
 
-    An open file description lock is one that POSIX record locks of older versions respect, and that network disks
-    know. Elsewhere ``flock``, which Linux's network disks turn into such a lock.
+    An open file description lock conflicts with the POSIX record locks of older versions and works on network disks.
+    On other systems ``flock``, which Linux's network disks implement by such a lock.
 
     Raises:
-        OSError: if another open file has it (:data:`_TAKEN`), or there are no locks on this disk (:data:`_NO_LOCKS`).
+        OSError: if another open file holds it (:data:`_TAKEN`), or the disk has no locks (:data:`_NO_LOCKS`).
     """
     if sys.platform == "linux":
         try:
             fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _whole_file())
             return
         except OSError as error:
-            if error.errno != errno.EINVAL:  # an old kernel, or a sandbox, that does not know them
+            if error.errno != errno.EINVAL:  # an old kernel, or a sandbox, without such locks
                 raise
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _is_locked(descriptor: int) -> bool | None:
-    """Whether a lock of another open file stands in the way of one that is not taken; None where nobody can tell."""
+    """Whether another open file holds a conflicting lock; None if that cannot be determined."""
     if sys.platform == "linux":
         try:
             answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _whole_file())
@@ -286,5 +286,5 @@ def _is_locked(descriptor: int) -> bool | None:
 
 
 def _whole_file() -> bytes:
-    """``struct flock``: kind, whence, start, length (to the end), process (none: of an open file description)."""
+    """``struct flock``: kind, whence, start, length (0: to the end), pid (0: for an open file description)."""
     return struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)

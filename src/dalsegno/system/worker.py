@@ -1,7 +1,7 @@
-"""Worker: calls done one after the other on a thread of their own, which whoever asks for them never feels.
+"""Worker: runs submitted calls serially on a background thread; submit() waits only if asked to when the queue is full.
 
-What a call raises, SystemExit too, is logged and counted. The queue is bounded; the thread ends when it is told to, and
-never keeps the process alive.
+An exception in a call, including SystemExit, is logged and counted. The queue is bounded; the thread ends on request
+and never keeps the process alive.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ WhenFull = Literal["drop_oldest", "block"]
 
 @dataclass(slots=True)
 class Counts:
-    """What has become of the calls so far."""
+    """Outcomes of the calls so far."""
 
     ran: int = 0
-    """Done, those that failed too."""
+    """Calls that ran, including those that failed."""
     failed: int = 0
     dropped: int = 0
-    """Never begun: the queue was full, or time was up."""
+    """Calls that never started: the queue was full, or the timeout expired."""
 
     def __str__(self) -> str:
         return f"{self.ran} calls, {self.failed} failed, {self.dropped} dropped"
 
 
 class Worker:
-    """Does what it is given, in order.
+    """Runs calls in the order of submission.
 
     Args:
-        name: for messages, and of the thread.
-        size: calls that may wait.
-        when_full: ``"drop_oldest"`` forgets the one that waits longest; ``"block"`` waits until there is room.
+        name: used in messages and as the thread's name.
+        size: number of calls that may wait.
+        when_full: ``"drop_oldest"`` drops the call that has waited longest; ``"block"`` waits for room.
 
     Raises:
-        ConfigurationError: for a size below 1, or another word for ``when_full``.
+        ConfigurationError: for a size below 1, or an unknown ``when_full``.
     """
 
     def __init__(self, name: str, size: int = 1000, when_full: WhenFull = "drop_oldest") -> None:
@@ -62,15 +62,15 @@ class Worker:
         self._when_full = when_full
         self._waiting: deque[Callable[[], object]] = deque()
         self._changed = threading.Condition()
-        self._told_to_end = threading.Event()  # of the present thread
+        self._stop_event = threading.Event()  # of the current thread
         self._thread: threading.Thread | None = None
 
     def do(self, call: Callable[[], object]) -> None:
-        """Do it here and now, on the caller's thread, and as careful of what it raises; but Ctrl-C is the caller's."""
-        self._do(call, (Exception, SystemExit))
+        """Run ``call`` now, on the caller's thread, with the same error handling; KeyboardInterrupt propagates."""
+        self._run(call, (Exception, SystemExit))
 
     def submit(self, call: Callable[[], object]) -> None:
-        """Let ``call`` be done; what it returns is awaited if it can be. From one thread only."""
+        """Queue ``call``; an awaitable result is awaited. Call from one thread only."""
         with self._changed:
             if self._when_full == "block":
                 self._changed.wait_for(self._has_room)
@@ -78,19 +78,19 @@ class Worker:
                 self._waiting.popleft()
                 self._drop(1)
             self._waiting.append(call)
-            self._see_to_thread()
+            self._ensure_thread()
             self._changed.notify_all()
 
     def close(self, timeout: float) -> None:
-        """Wait until everything is done, ``timeout`` seconds at most; what is not begun by then is dropped.
+        """Wait up to ``timeout`` seconds until all calls have run; drop those that have not started by then.
 
-        A call that is still going on is left alone. After this the worker may be given calls again.
+        A running call is not interrupted. The worker accepts calls again afterwards.
         """
         with self._changed:
             if self._waiting:
-                self._see_to_thread()
+                self._ensure_thread()
             thread, self._thread = self._thread, None
-            self._told_to_end.set()
+            self._stop_event.set()
             self._changed.notify_all()
         if thread is None:
             return
@@ -106,54 +106,56 @@ class Worker:
         self.counts.dropped += calls
 
     def _has_room(self) -> bool:
-        self._see_to_thread()  # else nobody would ever make room
+        self._ensure_thread()  # without a thread, no room would ever be made
         return len(self._waiting) < self._size
 
-    def _see_to_thread(self) -> None:
-        """Let there be one: for the first call, or in place of one that has died."""
+    def _ensure_thread(self) -> None:
+        """Start the thread for the first call, or replace one that died."""
         if self._thread is None:
-            self._told_to_end = threading.Event()
-            self._thread = threading.Thread(target=self._live, args=(self._told_to_end,), name=self.name, daemon=True)
+            self._stop_event = threading.Event()
+            self._thread = threading.Thread(
+                target=self._run_thread, args=(self._stop_event,), name=self.name, daemon=True
+            )
             self._thread.start()
 
-    def _live(self, told_to_end: threading.Event) -> None:
+    def _run_thread(self, stop_event: threading.Event) -> None:
         try:
-            self._work(told_to_end)
-        finally:  # what a logging handler raises ends it, too
+            self._run_calls(stop_event)
+        finally:  # an exception in a logging handler also ends the thread
             with self._changed:
                 if self._thread is threading.current_thread():
                     self._thread = None
                 self._changed.notify_all()
 
-    def _work(self, told_to_end: threading.Event) -> None:
+    def _run_calls(self, stop_event: threading.Event) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or told_to_end.is_set())
-                if not self._waiting or told_to_end is not self._told_to_end:  # what waits now is for another thread
+                self._changed.wait_for(lambda: self._waiting or stop_event.is_set())
+                if not self._waiting or stop_event is not self._stop_event:  # waiting calls belong to a newer thread
                     return
                 call = self._waiting.popleft()
                 self._changed.notify_all()
-            self._do(call, BaseException)
+            self._run(call, BaseException)
 
-    def _do(self, call: Callable[[], object], survived: type[BaseException] | tuple[type[BaseException], ...]) -> None:
+    def _run(self, call: Callable[[], object], survived: type[BaseException] | tuple[type[BaseException], ...]) -> None:
         try:
             _finish(call())
         except survived:
             self.counts.failed += 1
-            logger.warning("%s: a call failed; the training goes on", self.name, exc_info=True)
+            logger.warning("%s: a call failed; training continues", self.name, exc_info=True)
         finally:
             self.counts.ran += 1
 
 
 def lower_thread_priority() -> None:
-    """Give the calling thread, and those that it starts, the lowest priority: training comes first."""
-    if sys.platform == "linux":  # where a priority is a thread's, not the whole process's
+    """Give the calling thread, and the threads that it starts, the lowest priority, in favor of training."""
+    if sys.platform == "linux":  # where priorities are per thread, not per process
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def _finish(result: Any) -> None:
-    """Await what an async function has returned; nothing else."""
+    """Await ``result`` if it is awaitable."""
     if inspect.isawaitable(result):
         asyncio.run(_awaited(result))
 

@@ -45,8 +45,8 @@ def test_another_host_is_kept_out_until_the_run_has_ended(url: str, tmp_path: Pa
     first = started(url, tmp_path / "one", "node-1")
     (told,) = run_ranks(jobs.train_on_host, 1, "node-2", url, tmp_path / "two", 4)
     assert re.match(
-        rf"Locked: {url}: in use by process \d+ on node-1 since .*, and whether that one still lives cannot be seen "
-        r"from this host \(node-2\); if it does not, delete \.lock there, or train with "
+        rf"Locked: {url}: in use by process \d+ on node-1 since .*, and this host \(node-2\) cannot see whether "
+        r"that process is alive; if it is not, delete \.lock there, or train with "
         r"TrainingArguments\(take_over_lock=True\) once",
         told,
     ), told
