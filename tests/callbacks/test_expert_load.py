@@ -20,7 +20,10 @@ from transformers import (
 
 import dalsegno as ds
 from dalsegno.callbacks import ExpertLoadBalance, JsonLogger
+from dalsegno.events.table import Event
 from dalsegno.logs import read_records
+from dalsegno.testing import FaultPlan, assert_resume_equivalent
+from support.resumed import assert_resumes
 from support.small import small_trainer
 
 EXPERTS, LENGTH, PADDED = 4, 12, 5
@@ -160,3 +163,34 @@ class Chosen(nn.Module):
 def test_what_cannot_be_seen_is_not_made_up(tmp_path: Path) -> None:
     with pytest.raises(ds.ConfigurationError, match="scores alone, to which e_score_correction_bias is added"):
         small_trainer(tmp_path, ExpertLoadBalance(every=1), model=Chosen(), max_steps=1).train()
+
+
+class Scored(nn.Module):
+    """Its router is a layer that scores four experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, EXPERTS)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.router(x).square().mean()
+
+
+def looked_at_before_a_record(output_dir: Path, *own: ds.Callback) -> ds.Trainer:
+    """Steps 2, 4, 6 and 8 are looked at, and 5 and 10 have records."""
+    torch.manual_seed(0)
+    settings = {"max_steps": 10, "logging_steps": 5, "parallel": "auto", "per_device_train_batch_size": 2}
+    looks = ExpertLoadBalance(every=2)
+    return small_trainer(output_dir, JsonLogger(), looks, *own, model=Scored(), save_steps=4, **settings)
+
+
+def test_what_was_counted_is_in_the_record_after_a_resume(tmp_path: Path) -> None:
+    """The checkpoint lies between the step that was looked at and its record."""
+    assert_resumes(looked_at_before_a_record, tmp_path, 4, 9)
+    records = [each for each in read_records(tmp_path / "parts/logs/train.jsonl") if "kind" not in each]
+    assert [each["global_step"] for each in records if "expert_load/router/max" in each] == [5, 10]
+
+
+def test_what_was_counted_on_all_ranks_is_too(tmp_path: Path) -> None:
+    kill = FaultPlan(event=Event.STEP_BEGIN, count=5)
+    assert_resume_equivalent(looked_at_before_a_record, [kill], world_size=2, folder=tmp_path)

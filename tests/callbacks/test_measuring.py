@@ -149,10 +149,14 @@ def test_metrics_of_several_sets_and_what_watches_them(tmp_path: Path) -> None:
 
     sets = {"one": tiny_regression_data(5, seed=1), "two": tiny_regression_data(7, seed=2)}
     metrics = ModelEvalMetrics({"distance": MeanAbsoluteError()}, select=select)
+    of_x = ModelEvalMetrics(
+        {"width": MeanAbsoluteError()}, lambda outputs, batch: (batch["x"], 0 * batch["x"]), name="x"
+    )
     watch = EarlyStopping("two_distance", patience=2)
     parts = {"eval_dataset": sets}
-    trainer = small_trainer(tmp_path, JsonLogger(), metrics, watch, parts=parts, max_steps=9, eval_steps=1)
+    trainer = small_trainer(tmp_path, JsonLogger(), metrics, of_x, watch, parts=parts, max_steps=9, eval_steps=1)
     assert trainer.train().global_step == 3
+    assert all(sum(key.endswith("_width") for key in record) == 1 for record in records(tmp_path, "eval"))
     for record, data in zip(records(tmp_path, "eval"), [*sets.values()] * 3, strict=True):
         expected = float(torch.stack([data[index]["y"].abs() for index in range(len(data))]).mean())  # type: ignore[arg-type]
         (said,) = [value for key, value in record.items() if key.endswith("_distance")]

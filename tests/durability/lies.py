@@ -103,6 +103,7 @@ def trainer(output_dir: Path, max_steps: int, data: str) -> ds.Trainer:
         callbacks.DivergenceDetector(),
         callbacks.EarlyStopping(patience=100),
         callbacks.EMA(0.5),
+        callbacks.ExpertLoadBalance(every=8, router=r"layers\.3$"),
         callbacks.GradientNoiseScale(),
         callbacks.LearningDynamics(),
         callbacks.SkipSamples(0),

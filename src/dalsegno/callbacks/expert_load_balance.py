@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,14 @@ from dalsegno.events.contexts import (
     TrainBeginContext,
     TrainEndContext,
 )
+from dalsegno.stateful.schema import Count, Must
 
 from .argument_checks import pattern, whole
 from .measures.routing import experts_of_a_token, routed
+
+
+class ExpertLoadState(TypedDict):
+    loads: dict[str, Annotated[list[Count], Must("a number for each expert", len)]]
 
 
 class ExpertLoadBalance(Callback):
@@ -48,14 +53,24 @@ class ExpertLoadBalance(Callback):
         router: regular expression, found anywhere in a module's name.
         top_k: experts that each token goes to, for routers that put out scores alone. None: what the router or the
             model's ``config`` says (``top_k``, ``num_experts_per_tok``, ...), else 1.
+        name: the key of its state in checkpoints; the class's name if None.
 
     Raises:
         ConfigurationError: for a value that cannot work; and when training begins, if no module's name matches.
     """
 
     makes_wishes = False
+    state_schema = ExpertLoadState
 
-    def __init__(self, every: int = 100, router: str = r"(^|\.)(router|gate)$", top_k: int | None = None) -> None:
+    def __init__(
+        self,
+        every: int = 100,
+        router: str = r"(^|\.)(router|gate)$",
+        top_k: int | None = None,
+        *,
+        name: str | None = None,
+    ) -> None:
+        self.name = name
         self._every = whole("ExpertLoadBalance", "every", every)
         self._top_k = None if top_k is None else whole("ExpertLoadBalance", "top_k", top_k)
         self._router = pattern("ExpertLoadBalance", "router", router)
@@ -63,10 +78,10 @@ class ExpertLoadBalance(Callback):
         self._counts: dict[str, Tensor] = {}
         self._batch: Any = None  # of the micro-batch that is counted
         self._is_due = self._counting = False
-        self._is_owed = False  # the loads of a step: the same on all ranks, even where one has had padding only
+        self._loads: dict[str, list[int]] = {}  # of the newest step that was due, until a record has taken them
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
-        self._counts, self._is_due, self._is_owed = {}, False, False
+        self._counts, self._is_due = {}, False
         config = getattr(ctx.model, "config", None)
         routers: list[str] = []
         for name, module in ctx.model.named_modules():
@@ -88,18 +103,25 @@ class ExpertLoadBalance(Callback):
         self._batch = ctx.batch if self._counting else None
 
     def on_step_end(self, ctx: StepEndContext) -> None:
-        self._is_owed |= self._is_due
+        if self._is_due:
+            counted, self._counts = self._counts, {}
+            told = collectives.gather({name: counts.tolist() for name, counts in counted.items()}, "ExpertLoadBalance")
+            names = sorted({name for each in told for name in each})  # a rank with padding only tells of none
+            of_ranks = {name: [each[name] for each in told if name in each] for name in names}
+            self._loads = {name: [sum(loads) for loads in zip(*of_ranks[name], strict=True)] for name in names}
         self._is_due = self._counting = False
 
     def on_log_step(self, ctx: LogContext) -> None:
-        if ctx.kind != "train" or not self._is_owed:
-            return
-        counted, self._counts, self._is_owed = self._counts, {}, False
-        told = collectives.gather({name: counts.tolist() for name, counts in counted.items()}, "ExpertLoadBalance")
-        for name in sorted({name for each in told for name in each}):  # a rank with padding only tells of none
-            of_ranks = [each[name] for each in told if name in each]
-            loads = [float(sum(counts)) for counts in zip(*of_ranks, strict=True)]
-            ctx.logs |= _balance(f"expert_load/{name}", loads)
+        if ctx.kind == "train":
+            for name, loads in self._loads.items():
+                ctx.logs |= _balance(f"expert_load/{name}", loads)
+            self._loads = {}
+
+    def state_dict(self) -> ExpertLoadState:
+        return {"loads": self._loads}
+
+    def load_state_dict(self, state: Any) -> None:
+        self._loads = state["loads"]
 
     def on_train_end(self, ctx: TrainEndContext) -> None:
         while self._handles:
@@ -134,7 +156,7 @@ def _is_of(mask: Tensor, sent: Tensor) -> bool:
     return mask.dim() == 2 and (tokens == mask.shape or tokens == (mask.numel(),))
 
 
-def _balance(title: str, loads: list[float]) -> dict[str, float]:
+def _balance(title: str, loads: Sequence[int]) -> dict[str, float]:
     total = sum(loads) or 1.0
     shares = [load / total for load in loads]
     entropy = -sum(share * math.log(share) for share in shares if share > 0)

@@ -48,6 +48,7 @@ class ModelEvalMetrics(Callback):
         metrics: by name; torchmetrics' own, or anything with ``update``, ``compute`` and ``reset`` whose ``compute``
             gives the same value on all ranks.
         select: what of outputs and batch to tell them. Outputs hold ``"loss"``, and what else the model returned.
+        name: the callback's key; the class's name if None. Two of them, with a ``select`` each, need two.
 
     Raises:
         ConfigurationError: for something that is no metric.
@@ -55,7 +56,8 @@ class ModelEvalMetrics(Callback):
 
     makes_wishes = False
 
-    def __init__(self, metrics: Mapping[str, Metric], select: Select) -> None:
+    def __init__(self, metrics: Mapping[str, Metric], select: Select, *, name: str | None = None) -> None:
+        self.name = name
         for name, metric in mapping("ModelEvalMetrics", "metrics", metrics).items():
             missing = [needed for needed in ("update", "compute", "reset") if not hasattr(metric, needed)]
             if missing or isinstance(metric, type):
