@@ -7,7 +7,6 @@ Writes ``checkpoints/format-N/<name>`` beside this file: the newest checkpoint o
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -18,6 +17,7 @@ sys.path.insert(0, str(HERE.parent))
 from dalsegno.checkpoint.format.manifest import FORMAT  # noqa: E402
 from dalsegno.testing import run_ranks  # noqa: E402
 from golden import run  # noqa: E402
+from golden.keep import keep  # noqa: E402
 
 RUNS = {"alone": ("none", 1), "sharded": ("fsdp", 2)}
 """How the model is spread, and over how many ranks."""
@@ -28,21 +28,11 @@ def make(name: str, target: Path) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         output_dir = Path(temporary) / "run"
         run_ranks(run.first_legs, world_size, output_dir, parallel)
-        _keep(output_dir, target)
+        keep(output_dir, run.SAVED, target)
         expected = run_ranks(run.last_leg, world_size, output_dir, parallel)
         logs = {path.name: path.read_text().splitlines() for path in sorted((output_dir / "logs").glob("*.json*"))}
     content = {"parallel": parallel, "world_size": world_size, "ranks": expected, "logs": logs}
     (target / "expected.json").write_text(json.dumps(content) + "\n")
-
-
-def _keep(output_dir: Path, target: Path) -> None:
-    checkpoint = f"checkpoints/step-{run.SAVED:08d}"
-    shutil.copytree(output_dir / checkpoint, target / checkpoint)
-    shutil.copytree(output_dir / "logs", target / "logs")
-    record = json.loads((output_dir / "run.json").read_text())
-    for leg in record["legs"]:
-        leg["host"] = "golden"
-    (target / "run.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
 if __name__ == "__main__":
