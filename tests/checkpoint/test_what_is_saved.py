@@ -368,7 +368,7 @@ def test_a_loss_function_that_shares_a_weight_over_ranks_is_refused(tmp_path: Pa
 
 
 def test_gradients_of_a_loss_function_cannot_be_freed_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="fuse_optim_with_backward=True: loss_fn has parameters"):
+    with pytest.raises(ConfigurationError, match="fuse_optim_with_backward=True: loss_fn has its own parameters"):
         with_learned_loss(tmp_path, fuse_optim_with_backward=True, max_grad_norm=0)
 
 

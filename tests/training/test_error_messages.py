@@ -176,7 +176,7 @@ def test_an_output_dir_that_cannot_be_written_to(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_ranks_that_are_not_there(tmp_path: Path, parallel: str) -> None:
-    expected = f"parallel='{parallel}': this process was started by itself, .*; start with torchrun .*parallel='auto'"
+    expected = f"parallel='{parallel}': this process was started without a launcher, .* torchrun .*parallel='auto'"
     with pytest.raises(ConfigurationError, match=expected):
         small_trainer(tmp_path, parallel=parallel)
 

@@ -54,7 +54,7 @@ def test_sparse_gradients_are_clipped_and_logged_as_dense_ones(tmp_path: Path, m
 
 def test_a_lazy_module_without_a_shape(tmp_path: Path) -> None:
     model = nn.Sequential(nn.LazyLinear(1))
-    with pytest.raises(ConfigurationError, match=r"0\.weight of a lazy module has no shape yet.*call the model with"):
+    with pytest.raises(ConfigurationError, match=r"0\.weight of a lazy module has no shape yet.*call the model on"):
         trainer(tmp_path, model)
     assert list(tmp_path.iterdir()) == []
 

@@ -1,1 +1,1 @@
-"""What ranks share: collectives, random generators, sharded tensors and their gradients, ways to spread a model."""
+"""Distributed training: collectives, random generators, sharded tensors and gradients, and parallel modes."""

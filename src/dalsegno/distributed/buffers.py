@@ -1,8 +1,8 @@
-"""A model's buffers, say running statistics, kept the same on all ranks.
+"""SharedBuffers: keeps a model's buffers, such as running statistics, equal on all ranks.
 
-Each rank gathers them from batches of its own. As DistributedDataParallel does, rank 0's count: every rank is given
-them at the end of each step. So an evaluation does not depend on which rank sees which sample, a checkpoint holds what
-every rank has, and to take one changes nothing.
+Each rank updates its buffers from its own batches. As in DistributedDataParallel, rank 0's are used: they are broadcast
+at the end of each step. So an evaluation does not depend on which rank sees which sample, a checkpoint contains what
+every rank has, and saving changes nothing.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from torch.distributed.tensor import DTensor
 from . import collectives
 from .sharded_tensors import once
 
-_SMALL = 1 << 20  # bytes: what is smaller is sent together
+_SMALL = 1 << 20  # bytes; smaller buffers are broadcast together
 
 
 class SharedBuffers:
-    """The persistent buffers of ``modules``: those that a checkpoint holds. Costs nothing where there are none."""
+    """The persistent buffers of ``modules``, which checkpoints contain. Free of cost for a model without any."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)
         self._places: list[tuple[nn.Module, str]] = []
 
     def begin_leg(self) -> None:
-        """Find them. Where ranks have different ones, each keeps its own. Collective."""
+        """Find the buffers. If the ranks' buffers differ in name or shape, each rank keeps its own. Collective."""
         if not collectives.initialized():
             return
         self._places = [place for module in self._modules for part in module.modules() for place in _persistent(part)]
-        told = "\n".join(f"{name!r} {list(each.shape)} {each.dtype}" for (_, name), each in self._found())
-        digest = xxhash.xxh3_64_intdigest(told.encode()) >> 1
+        listing = "\n".join(f"{name!r} {list(each.shape)} {each.dtype}" for (_, name), each in self._found())
+        digest = xxhash.xxh3_64_intdigest(listing.encode()) >> 1
         highest, lowest = collectives.all_reduce_max([digest, -digest], "which buffers all ranks have")
         if highest != -lowest:
             self._places = []
 
     def share(self) -> None:
-        """Give rank 0's to every rank. Collective, if there are any."""
+        """Broadcast rank 0's buffers. Collective, if there are any."""
         if not self._places:
             return
         with torch.no_grad():
@@ -48,11 +48,11 @@ class SharedBuffers:
             large = [each for each in found if each.nbytes >= _SMALL]
             small = sorted((each for each in found if each.nbytes < _SMALL), key=_kind)
             collectives.broadcast_tensors(large)
-            for _, alike in groupby(small, key=_kind):
-                _share_together(list(alike))
+            for _, group in groupby(small, key=_kind):
+                _broadcast_flat(list(group))
 
     def _found(self) -> list[tuple[tuple[nn.Module, str], Tensor]]:
-        """As they are now: a step may put another tensor in a buffer's place."""
+        """Look up the present tensors: a step may have replaced a buffer by another tensor."""
         there = [((module, name), getattr(module, name, None)) for module, name in self._places]
         return [(place, each) for place, each in there if isinstance(each, Tensor) and not isinstance(each, DTensor)]
 
@@ -66,7 +66,7 @@ def _kind(tensor: Tensor) -> tuple[str, str]:
     return str(tensor.device), str(tensor.dtype)
 
 
-def _share_together(tensors: list[Tensor]) -> None:
+def _broadcast_flat(tensors: list[Tensor]) -> None:
     flat = torch.cat([each.reshape(-1) for each in tensors])
     collectives.broadcast_tensors([flat])
     if collectives.rank() != 0:

@@ -1,7 +1,7 @@
-"""What the ranks of one job tell each other. Alone, each function is the identity and costs nothing.
+"""Collectives among the ranks of one job. In a single process each function is the identity and costs nothing.
 
-Everything here is a collective: all ranks must call it, in the same order. So none of it may be called in a signal
-handler, on one rank only, or on the way out of an exception: the other ranks may be gone, and it would wait for ever.
+All ranks must call these functions, in the same order. So do not call them in a signal handler, on one rank only, or
+during exception handling: if other ranks are gone, the call would hang.
 """
 
 from __future__ import annotations
@@ -26,76 +26,76 @@ R = TypeVar("R")
 
 
 def initialized() -> bool:
-    """Whether this process belongs to a group of more than one rank."""
+    """Whether this process is in a process group of more than one rank."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def rank() -> int:
-    """This process's number among all ranks, from 0."""
+    """Return this process's rank, from 0."""
     return dist.get_rank() if initialized() else 0
 
 
 def world_size() -> int:
-    """How many ranks train together."""
+    """Return the number of ranks."""
     return dist.get_world_size() if initialized() else 1
 
 
 def local_rank() -> int:
-    """This process's number among the ranks of its host, as torchrun sets it."""
+    """Return this process's rank on its host, as set by torchrun."""
     return int(os.environ.get("LOCAL_RANK", rank()))
 
 
 def communication_device() -> torch.device:
-    """Where a tensor must lie for a collective of the default group: the GPU for NCCL, else the CPU."""
+    """Return the device of tensors for collectives of the default group: the GPU for NCCL, else the CPU."""
     backend = dist.get_backend() if initialized() else ""
-    if "nccl" in backend and "gloo" not in backend:  # with both, gloo carries what lies on the CPU, and nothing waits
+    if "nccl" in backend and "gloo" not in backend:  # with both, gloo carries CPU tensors without a device sync
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def all_reduce_max(values: Sequence[int], purpose: str) -> list[int]:
-    """Element-wise maximum over all ranks: with flags, any rank's wish counts. One small collective.
+    """Return the element-wise maximum over all ranks; for flags, whether any rank set it. One small collective.
 
     Args:
-        values: as many on each rank.
-        purpose: what they are for, in a few words: an error says them if the ranks are not at the same place.
+        values: of the same length on each rank.
+        purpose: a few words for the error if the ranks are at different collectives.
 
     Raises:
-        RanksApart: if another rank is at another place.
+        RanksApart: if another rank is at a different collective.
     """
     if not initialized():
         return list(values)
-    told = exchange(purpose, [*map(int, values)], communication_device())
-    return [int(value) for value in told.amax(0).tolist()]
+    rows = exchange(purpose, [*map(int, values)], communication_device())
+    return [int(value) for value in rows.amax(0).tolist()]
 
 
 def sum_floats(values: Sequence[float], purpose: str) -> list[float]:
-    """Element-wise sum over all ranks, in float64, in rank order; else as :func:`agree_max`."""
+    """Return the element-wise sum over all ranks, in float64, in rank order. Else like :func:`all_reduce_max`."""
     if not initialized():
         return list(values)
     return [float(value) for value in _gathered(values, purpose).sum(0).tolist()]
 
 
 def gather_floats(values: Sequence[float], purpose: str) -> list[list[float]]:
-    """Every rank's ``values``, in rank order; else as :func:`agree_max`."""
+    """Return every rank's ``values``, in rank order. Else like :func:`all_reduce_max`."""
     if not initialized():
         return [list(values)]
     return [[float(number) for number in row] for row in _gathered(values, purpose).tolist()]
 
 
 def _gathered(values: Sequence[float], purpose: str) -> torch.Tensor:
-    """Shape (ranks, values), float64."""
+    """Return shape (ranks, values), float64."""
     bits = struct.unpack(f"{len(values)}q", struct.pack(f"{len(values)}d", *values))
     return exchange(purpose, bits, communication_device()).contiguous().view(torch.float64)
 
 
-def _meet(purpose: str) -> None:
-    """Make sure that all ranks are here, before a collective that could not tell."""
+def _check_all_here(purpose: str) -> None:
+    """Check that all ranks are at this collective, before one that cannot detect a mismatch."""
     exchange(purpose, (), communication_device())
 
 
 def broadcast_tensors(tensors: Iterable[torch.Tensor]) -> None:
-    """Give rank 0's values of these (whole, not sharded) tensors to every rank."""
+    """Broadcast rank 0's values of these tensors, which must not be sharded."""
     if initialized():
         for tensor in tensors:
             whole = tensor.detach().contiguous()
@@ -104,41 +104,41 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def gather(value: T, purpose: str) -> list[T]:
-    """Every rank's ``value``, in rank order, on every rank. Between live ranks only: the objects are pickled.
+    """Return every rank's ``value``, in rank order. Only between live ranks, because the objects are pickled.
 
-    ``purpose``: as for :func:`agree_max`.
+    ``purpose``: as for :func:`all_reduce_max`.
     """
     if not initialized():
         return [value]
-    _meet(purpose)
+    _check_all_here(purpose)
     gathered: list[Any] = [None] * world_size()
     dist.all_gather_object(gathered, value)
     return gathered
 
 
 def broadcast(value: T, purpose: str) -> T:
-    """Rank 0's ``value`` on every rank. ``purpose``: as for :func:`agree_max`."""
+    """Return rank 0's ``value``. ``purpose``: as for :func:`all_reduce_max`."""
     if not initialized():
         return value
-    _meet(purpose)
+    _check_all_here(purpose)
     box: list[Any] = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]  # type: ignore[no-any-return]
 
 
 def run_on_all_ranks(work: Callable[[], T]) -> T:
-    """Run ``work`` on every rank. If it fails on one it fails on all, so that none waits for a rank that gave up.
+    """Run ``work`` on every rank. If it fails on one rank it raises on all, so that no rank waits for a failed one.
 
     Raises:
-        Exception: on every rank an error of the same kind, so that all of them take the same way out: the error of one
-            rank that failed (of several: of one with an error that is none of dalsegno's, a disk's for one, else of
-            the first). That rank raises its own; the others the same, naming the rank, if it is one of dalsegno's,
-            else :class:`~dalsegno.errors.RankFailed`.
+        Exception: on every rank, of the same kind, so that all ranks handle it alike. It is the error of one failed
+            rank: the first whose error is not dalsegno's (a disk's, for example), else the first. That rank raises its
+            own error; the others raise the same error naming the rank if it is one of dalsegno's, else
+            :class:`~dalsegno.errors.RankFailed`.
     """
-    return _together(work, _name(work))
+    return _run_together(work, _name(work))
 
 
-def _together(work: Callable[[], T], purpose: str) -> T:
+def _run_together(work: Callable[[], T], purpose: str) -> T:
     failure: Exception | None = None
     try:
         result = work()
@@ -148,29 +148,29 @@ def _together(work: Callable[[], T], purpose: str) -> T:
     failed = {number: outcome for number, outcome in enumerate(outcomes) if outcome is not None}
     if not failed:
         return result
-    number = min(failed, key=lambda number: _kind(failed[number][0]) is not None)  # of equals, min takes the first
+    number = min(failed, key=lambda number: _kind(failed[number][0]) is not None)  # min returns the first of equals
     if failure is not None and failed[number] == failed[rank()]:
         raise failure
     raise _of_another_rank(number, *failed[number]) from failure
 
 
 class BackgroundGroup:
-    """The ranks once more, for a thread beside the training: what it says there never meets what the training says.
+    """A second process group, for a background thread, whose collectives never pair with those of training.
 
-    It goes over gloo, so that no GPU is kept waiting. When another rank is gone, its methods raise. To be had from
-    :func:`side_group`.
+    It uses gloo, so that no GPU waits. If another rank is gone, its methods raise. Created by
+    :func:`background_group`.
     """
 
     def __init__(self) -> None:
-        # Only torch's registry keeps the group: it must be gone, and its threads with it, once it has been destroyed.
-        # One that still runs when the interpreter ends brings the whole process down.
-        group = dist.new_group(backend="gloo", timeout=_PATIENCE) if initialized() else None
+        # Only torch's registry holds the group: once destroyed, it must be freed together with its threads. A thread
+        # that is still running when the interpreter exits crashes the process.
+        group = dist.new_group(backend="gloo", timeout=_TIMEOUT) if initialized() else None
         self._group = None if group is None else weakref.ref(group)
 
     def gather_decide(self, value: T, judge: Callable[[list[T]], R]) -> R:
-        """Rank 0 is given every rank's ``value``, in rank order, and every rank is told what ``judge`` makes of it.
+        """Gather every rank's ``value`` on rank 0, in rank order, and broadcast the result of ``judge``.
 
-        ``judge`` runs on rank 0 and must not raise: the others would wait.
+        ``judge`` runs on rank 0 and must not raise: the other ranks would hang.
         """
         if self._group is None:
             return judge([value])
@@ -184,18 +184,18 @@ class BackgroundGroup:
         return box[0]  # type: ignore[no-any-return]
 
 
-_PATIENCE = datetime.timedelta(minutes=60)  # for a rank that is alive, and still has a lot to write
-_side_groups: weakref.WeakKeyDictionary[Any, BackgroundGroup] = weakref.WeakKeyDictionary()
+_TIMEOUT = datetime.timedelta(minutes=60)  # for a live rank that still has a lot to write
+_background_groups: weakref.WeakKeyDictionary[Any, BackgroundGroup] = weakref.WeakKeyDictionary()
 
 
 def background_group() -> BackgroundGroup:
-    """This process's :class:`SideGroup`. Collective the first time."""
+    """Return this process's :class:`BackgroundGroup`. The first call is a collective."""
     if not initialized():
         return BackgroundGroup()
     world = dist.group.WORLD
-    if world not in _side_groups:
-        _side_groups[world] = BackgroundGroup()
-    return _side_groups[world]
+    if world not in _background_groups:
+        _background_groups[world] = BackgroundGroup()
+    return _background_groups[world]
 
 
 def _of_another_rank(number: int, name: str, text: str) -> errors.DalsegnoError:
@@ -204,29 +204,29 @@ def _of_another_rank(number: int, name: str, text: str) -> errors.DalsegnoError:
 
 
 def _name(work: Callable[[], object]) -> str:
-    """What it is called in the source, a lambda like the function that it stands in."""
+    """Return the qualified name of ``work``; for a lambda, that of the enclosing function."""
     return str(getattr(work, "__qualname__", type(work).__name__)).partition(".<locals>")[0]
 
 
 def _kind(name: str) -> type[errors.DalsegnoError] | None:
-    """The error of dalsegno's with that name, if it is made of a text alone."""
+    """Return dalsegno's error class of that name, if it can be built from a message alone."""
     kind = getattr(errors, name, None)
     is_ours = isinstance(kind, type) and issubclass(kind, errors.DalsegnoError) and kind is not errors.UnknownName
     return kind if is_ours else None
 
 
 def from_rank_zero(work: Callable[[], T]) -> T:
-    """Run ``work`` on rank 0 only and give its result, or its error, to every rank."""
+    """Run ``work`` on rank 0 only; every rank returns its result or raises its error."""
     purpose = _name(work)
-    return broadcast(_together(lambda: work() if rank() == 0 else cast(T, None), purpose), purpose)
+    return broadcast(_run_together(lambda: work() if rank() == 0 else cast(T, None), purpose), purpose)
 
 
 def from_rank_zero_in_time(work: Callable[[], T]) -> T:
-    """As :func:`from_rank_zero`, for work that takes longer than a collective may wait: the others hear of rank 0."""
+    """Like :func:`from_rank_zero`, for work longer than the collective timeout: rank 0 reports that it is alive."""
     if not initialized():
         return work()
-    with ThreadPoolExecutor(1) as beside:
-        running = beside.submit(work) if rank() == 0 else None
+    with ThreadPoolExecutor(1) as executor:
+        running = executor.submit(work) if rank() == 0 else None
         while all_reduce_max([running is not None and not wait([running], timeout=1.0).done], "is rank 0 done")[0]:
             pass
         return from_rank_zero(lambda: cast(Future[T], running).result())

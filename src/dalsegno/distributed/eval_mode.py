@@ -1,4 +1,4 @@
-"""Modules in evaluation mode for a while, and afterwards as they were."""
+"""Temporary evaluation mode of modules."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 
 @contextmanager
 def evaluating(*modules: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards each part is in the mode it was in, and sharded ones in shards."""
-    # A frozen part may stay in evaluation mode.
+    """Switch to evaluation mode without gradients; on exit, restore each submodule's mode and reshard FSDP modules."""
+    # Restored one by one: a frozen submodule may have been in evaluation mode before.
     modes = [(part, part.training) for module in modules for part in module.modules()]
     for module in modules:
         module.eval()
@@ -24,4 +24,4 @@ def evaluating(*modules: nn.Module) -> Iterator[None]:
         for part, training in modes:
             part.training = training
             if isinstance(part, FSDPModule):
-                part.reshard()  # without a backward pass FSDP2 leaves the root whole
+                part.reshard()  # FSDP2 leaves the root unsharded if no backward pass follows

@@ -1,7 +1,7 @@
-"""GradientNorms: how large every gradient is, as the optimizer takes it.
+"""GradientNorms: the norm of every gradient as the optimizer uses it.
 
-Seen in the optimizer's own step, through torch's hook for it. So it does not matter when that comes: once when all
-gradients are there, or for each parameter in the backward pass, where no gradient outlives it.
+Measured in the optimizer's own step, by torch's step hook. So it works both when all gradients are complete before one
+step, and when each parameter is updated in the backward pass and its gradient is freed at once.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from .sharded_tensors import (
 
 
 class GradientNorms:
-    """The L2 norm (fp32) of each gradient, clipped and unscaled; of whole ones, however the model is spread.
+    """The L2 norm (fp32) of each full gradient, clipped and unscaled, in any parallel mode.
 
     Args:
-        model: for the names of its parameters; a tied one is there once.
-        optimizer: whose steps are watched, until :meth:`close`.
-        wanted: asked at each of them; steps that nobody wants to know of cost nothing.
-        measures: whether the gradient of a parameter of this name is measured; None: each is.
+        model: provides the parameters' names; a tied parameter appears once.
+        optimizer: its steps are watched until :meth:`close`.
+        wanted: called at each step; whether to measure. A step that is not measured costs nothing.
+        measures: whether to measure the gradient of the parameter with this name; None: all.
 
     Raises:
-        ConfigurationError: if no parameter that is trained has a name that ``measures`` accepts.
+        ConfigurationError: if ``measures`` accepts no trainable parameter.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class GradientNorms:
         measures: Callable[[str], object] | None = None,
     ) -> None:
         trained = [(name, each) for name, each in named_parameters(model) if each.requires_grad]
-        self._measured: set[int] | None = None  # parameters, by id; None: all that the optimizer takes
+        self._measured: set[int] | None = None  # ids of parameters; None: all parameters of the optimizer
         if measures is not None:
             chosen = [(name, each) for name, each in trained if measures(name)]
             if trained and not chosen:
                 raise ConfigurationError(
-                    f"none of the {len(trained)} parameters that are trained has a name that is asked for; "
+                    f"none of the names of the {len(trained)} trainable parameters matches; "
                     f"the first is {trained[0][0]!r}"
                 )
             trained, self._measured = chosen, {id(each) for _, each in chosen}
@@ -61,14 +61,14 @@ class GradientNorms:
         self._groups = [shard_groups(parameter) for parameter in self._parameters]
         self._device = self._parameters[0].device if trained else torch.device("cpu")
         self._wanted = wanted
-        self._seen: list[tuple[list[nn.Parameter], Tensor]] = []  # and the squares of their gradients' norms
+        self._seen: list[tuple[list[nn.Parameter], Tensor]] = []  # parameters and squared norms of their gradients
         self._handle = optimizer.register_step_pre_hook(self._before_step)
 
     def close(self) -> None:
         self._handle.remove()
 
     def look_at(self, optimizer: Optimizer) -> None:
-        """Measure the gradients that the optimizer is about to take. No wait, and no collective."""
+        """Measure the gradients that the optimizer is about to use. No device sync, no collective."""
         taken = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
         if self._measured is not None:
             taken = [each for each in taken if id(each) in self._measured]
@@ -76,14 +76,14 @@ class GradientNorms:
             self._seen.append((taken, squared_norms(local_gradients(taken, [each.grad for each in taken]))))
 
     def take(self) -> DeviceScalars:
-        """Of the gradients that have been seen since the last time. A collective where tensors are sharded."""
+        """Return the norms measured since the last call. A collective if tensors are sharded."""
         seen, self._seen = self._seen, []
         taken = [parameter for some, _ in seen for parameter in some]
         if taken and len(taken) == len(self._parameters) and all(map(operator.is_, taken, self._parameters)):
             squares = torch.cat([values.to(self._device) for _, values in seen])
             return DeviceScalars(self._names, summed(squares, self._groups).sqrt().float())
         numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
-        squares = torch.zeros(len(numbers) + 1, dtype=torch.float64, device=self._device)  # the last is of strangers
+        squares = torch.zeros(len(numbers) + 1, dtype=torch.float64, device=self._device)  # last: unknown parameters
         for some, values in seen:
             places = [numbers.get(id(parameter), -1) for parameter in some]
             squares[torch.tensor(places, device=self._device)] = values.to(self._device)
@@ -93,7 +93,7 @@ class GradientNorms:
         return DeviceScalars([self._names[number] for number in there], chosen)
 
     def forget(self) -> None:
-        """What has been seen since the last time."""
+        """Discard what was measured since the last :meth:`take`."""
         self._seen.clear()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""The dtype of forward passes."""
+"""Dtype of forward passes."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import torch
 
 
 def autocast_dtype(*, bf16: bool, fp16: bool) -> torch.dtype | None:
-    """The dtype that a forward pass is cast to; None: that of the model's own weights."""
+    """Return the dtype that the forward pass is cast to; None: the dtype of the model's weights."""
     return torch.bfloat16 if bf16 else torch.float16 if fp16 else None

@@ -1,6 +1,6 @@
-"""Random numbers: seeds that are pure functions of where they are used, and the generators of this process as a state.
+"""Random numbers: seeds derived from the place of their use, and the state of this process's generators.
 
-A derived seed needs no saving, and nothing that happened before, in this process or another, can shift it.
+A derived seed is not saved: nothing that happened earlier, in this process or another, can change it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from . import collectives
 
 WORD = 2**64 - 1
 
-# What a seed is for. Part of the numbers it is mixed from, so that no two uses ever share one.
+# Uses of seeds; mixed into the seed, so that no two uses share one.
 ORDER, SAMPLE, WORKER, LOADER, RANK, TEXT = 1, 2, 3, 4, 5, 6
 
 
 def mix(*numbers: int) -> int:
-    """One number in [0, 2**63) from several (each taken modulo 2**64), the same on every machine."""
+    """Hash numbers (each modulo 2**64) to one in [0, 2**63), equal on every machine."""
     mixed = 0
     for number in numbers:
         mixed = ((mixed ^ (number & WORD)) + 0x9E3779B97F4A7C15) & WORD
@@ -35,7 +35,7 @@ def mix(*numbers: int) -> int:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's CPU generator. No accelerator is touched, so a worker process may call it."""
+    """Seed Python's, NumPy's and torch's CPU generators. Touches no accelerator, so worker processes may call it."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch.default_generator.manual_seed(seed)  # torch.manual_seed would queue work for every accelerator
@@ -47,7 +47,7 @@ def _is_mersenne_twister(state: tuple[int, tuple[Any, ...], float | None]) -> bo
 
 
 def _is_bit_generator(state: Any) -> bool:
-    """Whether NumPy takes it, and where it keeps a place in a buffer, that place lies in there: NumPy does not look."""
+    """Whether NumPy accepts ``state`` and its buffer position is in range, which NumPy does not check."""
     if isinstance(state, tuple):
         name, key, pos, has_gauss, gauss = state
         state = {
@@ -69,10 +69,10 @@ def _are_cuda_states(states: list[torch.Tensor]) -> bool:
 
 
 def _is_torch_state(state: torch.Tensor) -> bool:
-    """Whether torch takes it; its twister's place and what is left of it belong together, where torch does not look."""
+    """Whether torch accepts ``state`` and its position and remaining count agree, which torch does not check."""
     torch.Generator().set_state(state)
     words = state.view(torch.int32)
-    left, place = int(words[2]), int(words[4])  # behind the seed, 8 bytes; between them, whether it is seeded
+    left, place = int(words[2]), int(words[4])  # after the seed (8 bytes); between them, the seeded flag
     return (left, place) == (1, 0) or left + place == 625
 
 
@@ -90,7 +90,7 @@ TorchState = Annotated[torch.Tensor, Must("a state of torch's random generator",
 
 
 class GeneratorStates(TypedDict):
-    """Of Python's, NumPy's and torch's CPU generator."""
+    """States of Python's, NumPy's and torch's CPU generators."""
 
     python: PythonState
     numpy: NumpyState
@@ -105,7 +105,7 @@ class SavedRandomState(GeneratorStates):
 
 
 def capture_generators() -> GeneratorStates:
-    """The states of Python's, NumPy's and torch's CPU generator."""
+    """Return the states of Python's, NumPy's and torch's CPU generators."""
     return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
 
 
@@ -117,7 +117,7 @@ def restore_generators(state: GeneratorStates) -> None:
 
 @contextlib.contextmanager
 def preserved_generators() -> Iterator[None]:
-    """Whatever is drawn inside, the generators are as before afterwards."""
+    """Restore the generators on exit."""
     before = capture_generators()
     try:
         yield
@@ -127,7 +127,7 @@ def preserved_generators() -> Iterator[None]:
 
 @contextlib.contextmanager
 def seeded_generators(seed: int, device: torch.device) -> Iterator[None]:
-    """Whatever is drawn inside follows from ``seed``, on ``device`` too; afterwards the generators are as before."""
+    """Seed the generators, including that of ``device``; restore them on exit."""
     devices = [device] if device.type == "cuda" else []
     with preserved_generators(), torch.random.fork_rng(devices):
         seed_generators(seed)
@@ -139,17 +139,17 @@ def seeded_generators(seed: int, device: torch.device) -> Iterator[None]:
 
 @final
 class DerivedState(TypedDict):
-    """What becomes of a saved state where the number of ranks has changed."""
+    """Replacement for a saved state when the world size has changed."""
 
     step: int
     derived: int
 
 
 class RandomState:
-    """Every generator of this rank, those of all CUDA devices too, as one component of a checkpoint.
+    """All generators of this rank, including those of all CUDA devices, as one component of a checkpoint.
 
-    Each rank has its own: at the start of a run they are seeded with (seed, rank, 0). After a change of world size no
-    saved state fits, and each rank is seeded with (seed, rank, step) of the checkpoint.
+    Per rank: at the start of a run they are seeded with (seed, rank, 0). After a change of world size the saved states
+    do not fit, and each rank is seeded with (seed, rank, step of the checkpoint).
     """
 
     state_scope = "per_rank"
@@ -159,7 +159,7 @@ class RandomState:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.step = 0
-        """The finished steps, so that a state knows when it was taken."""
+        """Finished steps, saved with the state."""
 
     def start(self) -> None:
         """Seed this rank's generators for the start of a run."""
@@ -180,7 +180,7 @@ class RandomState:
         else:
             torch.cuda.manual_seed_all(
                 mix(RANK, self.seed, collectives.rank(), self.step)
-            )  # other devices than were saved
+            )  # the number of devices has changed
 
     @classmethod
     def reshard(cls, states: Sequence[SavedRandomState], world_size: int) -> list[DerivedState]:
@@ -189,4 +189,4 @@ class RandomState:
 
     def _seed(self, seed: int) -> None:
         seed_generators(seed)
-        torch.cuda.manual_seed_all(seed)  # nothing happens where there is no CUDA
+        torch.cuda.manual_seed_all(seed)  # does nothing without CUDA

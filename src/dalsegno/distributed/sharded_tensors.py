@@ -1,7 +1,7 @@
-"""A model's tensors as this rank holds them: each once, under the model's own name, with the ranks that hold the rest.
+"""This rank's shards of a model's tensors, each listed once under its name in the model, with its process groups.
 
-What is measured of them here is that of whole tensors, whichever way the model is spread, and stays on its device until
-it is read: one wait for all of them.
+Measurements of shards are reduced to those of full tensors in any parallel mode, and stay on the device until read, so
+that reading costs one device sync.
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ from dalsegno.errors import ConfigurationError
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
-_layout, _dtype = attrgetter("layout"), attrgetter("dtype")  # of hundreds of tensors, each time
+_layout, _dtype = attrgetter("layout"), attrgetter("dtype")  # faster than lambdas: called for hundreds of tensors
 
 
 @dataclass(frozen=True, slots=True)
 class LocalShard:
-    """This rank's part of a tensor."""
+    """This rank's shard of a tensor."""
 
     name: str
     local: Tensor
-    """Dense and real; of no elements where the rank has none."""
+    """Dense and real; without elements if the rank stores none."""
     groups: tuple[ProcessGroup, ...]
-    """Over which the tensor is split; empty where every rank has all of it."""
+    """The process groups that the tensor is sharded over; empty if every rank has the full tensor."""
     exists: bool = True
-    """False: a gradient that no backward has reached. It is there all the same, so that all ranks reduce alike."""
+    """False for a gradient that no backward pass has reached; listed anyway, so that all ranks reduce alike."""
 
 
 def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Each parameter once, a tied one under its first name, without the traces of wrappers."""
+    """Return each parameter once, a tied one under its first name, without wrappers' prefixes."""
     return [(strip_wrappers(name), parameter) for name, parameter in model.named_parameters()]
 
 
 def expect_materialized(model: nn.Module) -> None:
     """
     Raises:
-        ConfigurationError: if a parameter or buffer of a lazy module has no shape yet.
+        ConfigurationError: if a lazy module's parameter or buffer has no shape yet.
     """
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if torch.nn.parameter.is_lazy(tensor):
             raise ConfigurationError(
                 f"model: {strip_wrappers(name)} of a lazy module has no shape yet, so no optimizer can train it and no "
-                "checkpoint fits it; call the model with a batch once, before it is given to an optimizer"
+                "checkpoint fits it; call the model on a batch once before you build the optimizer"
             )
 
 
 def parameter_shards(model: nn.Module) -> list[LocalShard]:
-    """Of all parameters, frozen ones too."""
+    """Return the shards of all parameters, including frozen ones."""
     return [
         LocalShard(name, dense(parameter.detach()), shard_groups(parameter))
         for name, parameter in named_parameters(model)
@@ -66,33 +66,33 @@ def parameter_shards(model: nn.Module) -> list[LocalShard]:
 
 
 def gradient_shards(model: nn.Module) -> list[LocalShard]:
-    """Of all gradients of parameters that are trained."""
-    return [_gradient_piece(name, each) for name, each in named_parameters(model) if each.requires_grad]
+    """Return the shards of all gradients of trainable parameters."""
+    return [_gradient_shard(name, each) for name, each in named_parameters(model) if each.requires_grad]
 
 
 def are_finite(model: nn.Module) -> bool:
-    """Whether this rank's parts of the parameters hold no NaN and no infinity. Waits for the device; no collective."""
+    """Whether this rank's shards of the parameters contain no NaN or infinity. Syncs the device; no collective."""
     pieces = [piece.local for piece in parameter_shards(model)]
     parts = [part for part in pieces if part.is_floating_point() and part.numel()]
-    largest = torch._foreach_norm(parts, torch.inf) if parts else ()  # NaN is not lost in a maximum
+    largest = torch._foreach_norm(parts, torch.inf) if parts else ()  # a maximum propagates NaN
     return all(bool(each.isfinite()) for each in largest)
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model lies; the CPU, for one without parameters."""
+    """Return the model's device; the CPU for a model without parameters."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def strip_wrappers(name: str) -> str:
-    """A parameter's name without the traces of torch.compile, activation checkpointing and the like."""
+    """Remove the prefixes of torch.compile, activation checkpointing and other wrappers from a parameter's name."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def once(tensor: Tensor) -> Tensor:
-    """The same memory without the repetitions of an expanded tensor, so that it can be written to."""
+    """View an expanded tensor without its repetitions, so that it can be written to."""
     for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if size > 1 and stride == 0:
             tensor = tensor.narrow(dimension, 0, 1)
@@ -100,7 +100,7 @@ def once(tensor: Tensor) -> Tensor:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, dense and real."""
+    """Return this rank's shard of a tensor, dense and real."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if local.is_sparse:
         local = local.coalesce().values()
@@ -108,7 +108,7 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def shard_groups(tensor: Tensor) -> tuple[ProcessGroup, ...]:
-    """The groups over which a tensor is split; empty where every rank has all of it."""
+    """Return the process groups that a tensor is sharded over; empty if every rank has the full tensor."""
     if not isinstance(tensor, DTensor):
         return ()
     mesh = tensor.device_mesh
@@ -120,7 +120,7 @@ def shard_groups(tensor: Tensor) -> tuple[ProcessGroup, ...]:
 
 
 class DeviceScalars:
-    """A number for each of some names, on a device until :meth:`read`."""
+    """One number per name, kept on a device until :meth:`read`."""
 
     def __init__(self, names: Sequence[str], values: Tensor) -> None:
         """``values``: shape (number of names,)."""
@@ -128,19 +128,19 @@ class DeviceScalars:
         self.values = values
 
     def read(self) -> dict[str, float]:
-        """Name to number. Waits for the device, once."""
+        """Return name to number. Syncs the device once."""
         return dict(zip(self.names, self.values.tolist(), strict=True))
 
 
 def read_together(several: Sequence[DeviceScalars]) -> list[dict[str, float]]:
-    """What each of them reads, with one wait for all."""
+    """Read several with one device sync."""
     filled = [each.values.double() for each in several if each.names]
     numbers = iter(torch.cat(filled).tolist() if filled else [])
     return [{name: next(numbers) for name in each.names} for each in several]
 
 
 def norms(pieces: Sequence[LocalShard]) -> DeviceScalars:
-    """The L2 norm, in fp32, of every tensor that exists. A collective where tensors are sharded."""
+    """Return the L2 norm (fp32) of every existing tensor. A collective if tensors are sharded."""
     measured = reduced(pieces, squared_norms)
     existing = [number for number, piece in enumerate(pieces) if piece.exists]
     values = measured.sqrt().float()
@@ -149,15 +149,15 @@ def norms(pieces: Sequence[LocalShard]) -> DeviceScalars:
 
 
 def total_norm(readings: DeviceScalars) -> Tensor:
-    """Of all the tensors together, from the norms of each: 0-dim, on the device."""
+    """Return the norm over all tensors, from their individual norms: 0-dim, on the device."""
     return readings.values.double().norm() if len(readings.names) else torch.zeros((), dtype=torch.float64)
 
 
 def reduced(pieces: Sequence[LocalShard], measure: Callable[[list[Tensor]], Tensor]) -> Tensor:
-    """What ``measure`` says of each local tensor, summed over the ranks that share it.
+    """Apply ``measure`` to the local tensors and sum over the ranks that share each.
 
     Args:
-        measure: of a list of tensors, a vector of float64 with a number, or a row of numbers, for each.
+        measure: maps a list of tensors to float64, with one number or row of numbers per tensor.
 
     Returns:
         Shape (number of pieces, …), float64, in the order of ``pieces``.
@@ -168,11 +168,11 @@ def reduced(pieces: Sequence[LocalShard], measure: Callable[[list[Tensor]], Tens
 
 
 def summed(measured: Tensor, groups: Sequence[tuple[ProcessGroup, ...]]) -> Tensor:
-    """What this rank has measured of its parts of some tensors, summed over the ranks that share each.
+    """Sum measurements of this rank's shards over the ranks that share each tensor.
 
     Args:
-        measured: shape (number of tensors, …); may be changed.
-        groups: of each tensor.
+        measured: shape (number of tensors, …); may be changed in place.
+        groups: the process groups of each tensor.
     """
     by_groups: dict[tuple[ProcessGroup, ...], list[int]] = defaultdict(list)
     for number, its in enumerate(groups):
@@ -188,17 +188,17 @@ def summed(measured: Tensor, groups: Sequence[tuple[ProcessGroup, ...]]) -> Tens
 
 
 def squared_norms(tensors: list[Tensor]) -> Tensor:
-    """Shape (number of tensors,), float64."""
+    """Return shape (number of tensors,), float64."""
     has_double = torch.float64 in set(map(_dtype, tensors))
-    dtype = torch.float64 if has_double else torch.float32  # the norm itself cannot narrow
+    dtype = torch.float64 if has_double else torch.float32  # _foreach_norm cannot narrow
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)).double().square()
 
 
 def local_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> list[Tensor]:
-    """This rank's piece of each, dense and real, split as its parameter is."""
+    """Return this rank's shard of each gradient, dense and real, sharded as its parameter."""
     is_plain = set(map(type, gradients)) == {Tensor} and set(map(_layout, gradients)) == {torch.strided}
     if is_plain and not any(dtype.is_complex for dtype in set(map(_dtype, gradients))):
-        return [*gradients]  # most are so, and there are hundreds
+        return [*gradients]  # fast path for the usual case of hundreds of plain tensors
     return [_local_gradient(*each) for each in zip(parameters, gradients, strict=True)]
 
 
@@ -208,7 +208,7 @@ def _local_gradient(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
     return dense(gradient)
 
 
-def _gradient_piece(name: str, parameter: nn.Parameter) -> LocalShard:
+def _gradient_shard(name: str, parameter: nn.Parameter) -> LocalShard:
     gradient = parameter.grad
     local = torch.zeros((), device=parameter.device) if gradient is None else _local_gradient(parameter, gradient)
     return LocalShard(name, local, shard_groups(parameter), gradient is not None)

@@ -106,7 +106,7 @@ def test_settings_that_cannot_work_with_it(tmp_path: Path, settings: dict[str, A
 
 
 def test_ddp_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ds.RankFailed, match="DDP keeps all gradients, in its buckets"):
+    with pytest.raises(ds.RankFailed, match="DDP keeps all gradients in its buckets"):
         run_ranks(fused.train, 2, tmp_path, True, "auto", {})
 
 
@@ -157,7 +157,7 @@ class Wrapping(SGD):
 def test_an_optimizer_around_another_is_refused(tmp_path: Path) -> None:
     model = Line()
     parts = {"optimizer": Wrapping(SGD(model.parameters(), lr=0.1)), "lr_scheduler": []}
-    with pytest.raises(ds.ConfigurationError, match="Wrapping has another optimizer inside"):
+    with pytest.raises(ds.ConfigurationError, match="Wrapping wraps another optimizer"):
         small_trainer(tmp_path, model=model, parts=parts, fuse_optim_with_backward=True, max_grad_norm=0, max_steps=1)
 
 

@@ -6,11 +6,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from torch.distributed import HashStore
 
-from dalsegno.distributed.parallel.torchrun import name_of_life
+from dalsegno.distributed.parallel.torchrun import unique_prefix
 
 
 def start(pool: ThreadPoolExecutor, store: HashStore, ranks: range) -> list[Future[str]]:
-    return [pool.submit(name_of_life, store, rank, 3) for rank in ranks]
+    return [pool.submit(unique_prefix, store, rank, 3) for rank in ranks]
 
 
 def names(lives: list[Future[str]]) -> set[str]:

@@ -1,4 +1,4 @@
-"""How a model is spread over the ranks: each way is a file, chosen by one argument."""
+"""Parallel modes of a model: one file each, selected by one argument."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ __all__ = ["DataParallel", "FullySharded", "FusedBackward", "Parallel", "Single"
 
 
 def parallelize(model: nn.Module, way: str, device: torch.device, loss_fn: nn.Module | None = None) -> Parallel:
-    """Spread ``model``, which lies on ``device``, in the way of that name; ``auto`` is DDP.
+    """Distribute ``model``, which is on ``device``, by the named mode; ``auto`` is DDP.
 
-    ``loss_fn``, which makes the loss of what the model returns, is spread beside it if it has parameters to train.
+    ``loss_fn``, which computes the loss from the model's output, is distributed too if it has parameters to train.
 
-    Over a single rank nothing is spread, whatever the way: a script that was written for many works there as it is.
+    With a single rank nothing is distributed, whatever the mode: a script written for many ranks works unchanged.
 
     Raises:
-        ConfigurationError: for a way that needs ranks, if nobody has said that there are any; or if it does not work
-            with such a ``loss_fn``.
+        ConfigurationError: for a mode that needs ranks, if no launcher has set a world size; or if the mode does not
+            support such a ``loss_fn``.
     """
     ways: dict[str, type[Parallel]] = {"none": Single, "auto": DataParallel, "ddp": DataParallel, "fsdp": FullySharded}
     if way in ("ddp", "fsdp"):

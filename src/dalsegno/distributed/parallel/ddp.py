@@ -1,4 +1,4 @@
-"""A copy of the model on each rank, gradients averaged (DistributedDataParallel)."""
+"""DDP: a copy of the model on each rank, with averaged gradients (DistributedDataParallel)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from .base import Parallel
 
 
 class DataParallel(Parallel):
-    """Every rank holds the whole model."""
+    """Every rank has the full model."""
 
     module: DistributedDataParallel
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         devices = [device] if device.type == "cuda" else None
-        # The run shares buffers at each step's end, so that they are the same in evaluations and checkpoints, too.
+        # The run broadcasts buffers at the end of each step, so that evaluations and checkpoints see them equal too.
         self.module = DistributedDataParallel(model, device_ids=devices, broadcast_buffers=False)
 
     def synchronize(self, wanted: bool) -> None:
-        self.module.require_backward_grad_sync = wanted  # what no_sync() sets, without a context a micro-batch
+        self.module.require_backward_grad_sync = wanted  # as no_sync() does, without a context per micro-batch

@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer state in shards, one on each rank (FSDP2's ``fully_shard``)."""
+"""FSDP2: parameters, gradients and optimizer state sharded over the ranks (``fully_shard``)."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from .base import Parallel
 
 
 class FullySharded(Parallel):
-    """Each block (an element of a ``ModuleList`` or ``Sequential``) is a unit of its own, the rest is one more; a block
+    """Shards each block (an element of a ``ModuleList`` or ``Sequential``) as a unit, and the rest as one more. A block
     that shares a parameter with another part belongs to the rest.
 
-    A model that is sharded already is taken as it is.
+    An already sharded model is used as it is.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._before = {id(parameter): name for name, parameter in model.named_parameters()}
         if not isinstance(model, FSDPModule):
-            # each rank keeps a shard of its own copy: they must be the same
+            # each rank keeps a shard of its own copy, so the copies must be equal
             collectives.broadcast_tensors([*model.parameters(), *map(once, model.buffers())])
             mesh = init_device_mesh(device.type, (collectives.world_size(),))
             for block in _blocks(model):
@@ -42,10 +42,10 @@ class FullySharded(Parallel):
         self._sharded.set_requires_gradient_sync(wanted)
 
     def rebind(self, optimizer: Optimizer) -> None:
-        """Sharding replaces each parameter by another object: put the new ones in the old ones' places.
+        """Sharding replaces the parameter objects; substitute the new ones in the optimizer.
 
         Raises:
-            ConfigurationError: if the optimizer has stepped already.
+            ConfigurationError: if the optimizer has already stepped.
         """
         now = dict(self.module.named_parameters())
         known = {id(parameter) for parameter in now.values()}
@@ -55,17 +55,17 @@ class FullySharded(Parallel):
                     continue
                 if optimizer.state:
                     raise ConfigurationError(
-                        "optimizer: it has stepped before the model was sharded; build it anew, on the model that the "
-                        "trainer is given"
+                        "optimizer: it has stepped before the model was sharded; build a new one on the model that you "
+                        "pass to the trainer"
                     )
                 group["params"][index] = now[self._before[id(parameter)]]
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated parts of a model that have parameters; inner ones first, as fully_shard wants them.
+    """Return the repeated parts of a model that have parameters; inner ones first, as fully_shard requires.
 
-    Two units would each make shards of a parameter of their own, and untie what is tied: a part that shares one with
-    another is left to the unit around both.
+    Two units that share a parameter would each shard it separately and break the tie, so a part that shares a
+    parameter with another is left to the enclosing unit.
     """
     holders: dict[nn.Parameter, set[nn.Module]] = defaultdict(set)
     for module in model.modules():
@@ -74,11 +74,11 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     blocks: list[nn.Module] = []
     for module in model.modules():
         if isinstance(module, (nn.ModuleList, nn.Sequential)):
-            blocks += [block for block in module if _stands_alone(block, holders)]
+            blocks += [block for block in module if _shares_no_parameter(block, holders)]
     return list(dict.fromkeys(reversed(blocks)))
 
 
-def _stands_alone(block: nn.Module, holders: Mapping[nn.Parameter, set[nn.Module]]) -> bool:
-    """Whether it has parameters, and nothing else has any of them."""
+def _shares_no_parameter(block: nn.Module, holders: Mapping[nn.Parameter, set[nn.Module]]) -> bool:
+    """Whether ``block`` has parameters and shares none of them."""
     parameters, parts = list(block.parameters()), set(block.modules())
     return bool(parameters) and all(holders[parameter] <= parts for parameter in parameters)

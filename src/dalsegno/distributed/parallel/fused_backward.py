@@ -1,7 +1,7 @@
-"""Each parameter updated in the backward pass, as soon as its gradient is there, which is then freed at once.
+"""FusedBackward: updates each parameter in the backward pass once its gradient is complete, and frees the gradient.
 
-So never more than one gradient is in memory (under FSDP2, those of one unit). The weights come out as they do when all
-are updated together: an optimizer treats each parameter by itself.
+So at most one gradient is in memory (with FSDP2, those of one unit). The resulting weights equal those of a joint
+update, because an optimizer treats each parameter separately.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from .trained_loss import WithTrainedLoss
 
 
 class FusedBackward(Parallel):
-    """Spreads a model as ``parallel`` does, and updates it in the backward pass of each step's last micro-batch.
+    """Distributes a model by ``parallel`` and updates it in the backward pass of each step's last micro-batch.
 
-    There is an optimizer of the same class for each parameter; ``optimizer`` stays the one place where hyperparameters
-    and state lie. So schedules act on it, and checkpoints save it, as in any run. A parameter that the last micro-batch
-    does not reach keeps its gradient, and gets its update from ``optimizer`` itself, after the backward pass.
+    Each parameter has an optimizer of the same class; hyperparameters and state stay in ``optimizer``, so schedules
+    and checkpoints work as in any run. ``optimizer`` itself updates a parameter that the last micro-batch does not
+    reach, from the gradient it kept, after the backward pass.
 
     Args:
-        parallel: how the model is spread. Gradients must have been reduced when the hooks on parameters are called.
-        model: for the names of its parameters.
-        optimizer: whose step hooks are called for each parameter, too.
-        wants_norm: asked before each update; whether :meth:`clip` is going to be asked for the total norm.
+        parallel: the parallel mode. It must reduce gradients before the hooks on parameters are called.
+        model: provides the parameters' names.
+        optimizer: its step hooks are also called for each parameter.
+        wants_norm: called before each update; whether :meth:`clip` will be called for the total norm.
 
     Raises:
-        ConfigurationError: if that cannot work with this optimizer, or with this way to spread a model.
+        ConfigurationError: if this optimizer or parallel mode is not supported.
     """
 
     def __init__(
@@ -55,39 +55,39 @@ class FusedBackward(Parallel):
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Only meanwhile are there hooks on the parameters: the model may go on to be trained otherwise."""
+        """Register the parameters' hooks and remove them on exit: the model may later be trained in another way."""
         with ExitStack() as hooks, self._parallel.training():
             self._norms = self._watch()
             hooks.callback(self._norms.close)
             for number, group in enumerate(self._optimizer.param_groups):
                 for parameter in group["params"]:
                     if parameter.requires_grad:
-                        update = partial(self._update, _alike(self._optimizer), number)
+                        update = partial(self._update, _copied(self._optimizer), number)
                         hooks.callback(parameter.register_post_accumulate_grad_hook(update).remove)
             self._is_last = True
             yield
 
     def synchronize(self, wanted: bool) -> None:
-        if self._is_last:  # until now: a step begins
+        if self._is_last:  # from the previous step: a new step starts
             self._updated.clear()
             self._norms.forget()
         self._is_last = wanted
         self._parallel.synchronize(wanted)
 
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> torch.Tensor:
-        """The total norm of the gradients as they were; there is nothing left to be clipped."""
+        """Return the total norm of the gradients, which have already been used and cannot be clipped."""
         self._norms.look_at(self._optimizer)
         return total_norm(self._norms.take()).float()
 
     def _update(self, own: Optimizer, number: int, parameter: nn.Parameter) -> None:
-        """A gradient is there. ``own`` is the parameter's optimizer, ``number`` that of its group."""
+        """Handle a complete gradient. ``own``: the parameter's optimizer; ``number``: index of its group."""
         if not self._is_last:
             return
         if id(parameter) in self._updated:
             raise ConfigurationError(
                 f"fuse_optim_with_backward=True: {self._names.get(id(parameter), 'a parameter')} gets its gradient in "
-                "several parts in one backward pass, as a shared one does under reentrant checkpointing; "
-                "use_reentrant=False, or do without"
+                "several parts in one backward pass, as a shared parameter does under reentrant checkpointing; set "
+                "use_reentrant=False, or fuse_optim_with_backward=False"
             )
         self._updated.add(id(parameter))
         group = self._optimizer.param_groups[number]
@@ -97,7 +97,7 @@ class FusedBackward(Parallel):
             if name != "params" and own.param_groups[0].get(name) is not value:
                 raise ConfigurationError(
                     f"fuse_optim_with_backward=True: {type(own).__name__} changes {name} in its step, for all "
-                    "parameters together, so they cannot be updated one by one"
+                    "parameters together, so they cannot be updated one by one; set it to False"
                 )
         parameter.grad = None
 
@@ -105,24 +105,24 @@ class FusedBackward(Parallel):
 def _check(parallel: Parallel, optimizer: Optimizer) -> None:
     if isinstance(parallel, WithTrainedLoss):
         raise ConfigurationError(
-            "fuse_optim_with_backward=True: loss_fn has parameters of its own, which only an optimizer of all can "
-            "train with the model; do without one of the two, or let the model compute the loss, in its forward"
+            "fuse_optim_with_backward=True: loss_fn has its own parameters, which need a joint optimizer with the "
+            "model; set it to False, or compute the loss in the model's forward"
         )
     if isinstance(parallel, DataParallel):
         raise ConfigurationError(
-            "fuse_optim_with_backward=True: DDP keeps all gradients, in its buckets, until it has averaged them, so "
-            "nothing would be gained; use parallel='fsdp'"
+            "fuse_optim_with_backward=True: DDP keeps all gradients in its buckets until they are averaged, so it "
+            "would save no memory; use parallel='fsdp'"
         )
     if not {"param_groups", "state"} <= vars(optimizer).keys():
         raise ConfigurationError(
-            f"fuse_optim_with_backward=True: {type(optimizer).__name__} has another optimizer inside; give that one"
+            f"fuse_optim_with_backward=True: {type(optimizer).__name__} wraps another optimizer; pass that one"
         )
 
 
-def _alike(optimizer: Optimizer) -> Optimizer:
-    """One like it, with its hooks. Built without its constructor, whose arguments nobody knows any more."""
-    alike: Any = object.__new__(type(optimizer))
-    vars(alike).update(vars(optimizer))
-    vars(alike).pop("step", None)  # a schedule's, which counts the steps of the one it was built on
-    made: Optimizer = alike
+def _copied(optimizer: Optimizer) -> Optimizer:
+    """Copy ``optimizer`` with its hooks, without calling its constructor, whose arguments are unknown."""
+    copied: Any = object.__new__(type(optimizer))
+    vars(copied).update(vars(optimizer))
+    vars(copied).pop("step", None)  # a schedule's wrapper, which counts the original optimizer's steps
+    made: Optimizer = copied
     return made

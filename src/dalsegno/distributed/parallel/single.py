@@ -6,4 +6,4 @@ from .base import Parallel
 
 
 class Single(Parallel):
-    """The model as it is."""
+    """The unchanged model."""

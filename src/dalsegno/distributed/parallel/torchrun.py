@@ -1,4 +1,4 @@
-"""The process group that torchrun announces in the environment."""
+"""Process group of a torchrun launch, from its environment variables."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from dalsegno.errors import ConfigurationError
 
 
 def init_distributed(use_cpu: bool) -> torch.device:
-    """Join the process group that torchrun announces, if it does and nobody has; the device of this rank."""
+    """Join torchrun's process group, if the environment describes one and none exists. Returns this rank's device."""
     gpu = torch.cuda.is_available() and not use_cpu
     if gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
-        # CPU tensors (a checkpoint's bookkeeping) go over gloo even where NCCL carries the gradients.
+        # CPU tensors (checkpoint metadata) use gloo even where NCCL reduces the gradients.
         backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             dist.init_process_group(
-                backend, store=_store_of_this_life(rank, world_size), rank=rank, world_size=world_size
+                backend, store=_store_for_this_start(rank, world_size), rank=rank, world_size=world_size
             )
         else:
             dist.init_process_group(backend)
@@ -36,43 +36,42 @@ def init_distributed(use_cpu: bool) -> torch.device:
 def require_launch(way: str) -> None:
     """
     Raises:
-        ConfigurationError: if no launcher has said how many ranks there are, not even that there is one: torchrun was
-            forgotten, more likely than not.
+        ConfigurationError: if no launcher has set a world size, not even 1: most likely torchrun was forgotten.
     """
     if "WORLD_SIZE" not in os.environ and not (dist.is_available() and dist.is_initialized()):
         raise ConfigurationError(
-            f"parallel={way!r}: this process was started by itself, and no launcher has said how many ranks there are; "
-            "start with torchrun (--nproc-per-node 1 is enough for one rank), or use parallel='auto', which needs none"
+            f"parallel={way!r}: this process was started without a launcher, so the number of ranks is unknown; start "
+            "it with torchrun (--nproc-per-node 1 for one rank), or use parallel='auto'"
         )
 
 
-def _store_of_this_life(rank: int, world_size: int) -> Store:
-    """torchrun's store, with names that no former life of these ranks has used.
+def _store_for_this_start(rank: int, world_size: int) -> Store:
+    """Wrap torchrun's store with a prefix that no earlier start of these ranks has used.
 
-    It outlives them (``--max-restarts``), and torch would take the addresses that it finds there for those of today's
-    ranks (pytorch issue 135712). How often they were restarted does not tell lives apart: each host counts for itself.
+    The store survives restarts (``--max-restarts``), and torch would use the addresses of the dead ranks that it finds
+    there (pytorch issue 135712). The restart count is not a usable prefix: each host counts separately.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(address, port, world_size, is_master=False, timeout=timedelta(minutes=30))
-    return PrefixStore(name_of_life(store, rank, world_size), store)
+    return PrefixStore(unique_prefix(store, rank, world_size), store)
 
 
-def name_of_life(store: Store, rank: int, world_size: int) -> str:
-    """A name that these ``world_size`` ranks agree on, and none before them, whatever these have left in ``store``.
+def unique_prefix(store: Store, rank: int, world_size: int) -> str:
+    """Agree on a prefix among these ``world_size`` ranks, different from those of earlier starts in ``store``.
 
-    Rank 0 makes it up. The others tell it, under the name that they find, who they are, until it names them as the ones
-    it has heard from: a name of a former life never does.
+    Rank 0 generates the name. The other ranks announce their ids under the name that they find, until that name lists
+    them as heard: a name of an earlier start never does.
     """
     me = secrets.token_hex(8)
     if rank == 0:
         name = f"dalsegno/{me}"
         store.set("dalsegno/name", name)
-        told = [store.get(f"{name}/{other}").decode() for other in range(1, world_size)]
-        store.set(f"{name}/heard", json.dumps(told))
+        heard = [store.get(f"{name}/{other}").decode() for other in range(1, world_size)]
+        store.set(f"{name}/heard", json.dumps(heard))
         return name
     while True:
         name = store.get("dalsegno/name").decode()
         store.set(f"{name}/{rank}", me)
         if store.check([f"{name}/heard"]) and me in json.loads(store.get(f"{name}/heard")):
             return name
-        time.sleep(0.01)  # nothing tells that a value has changed
+        time.sleep(0.01)  # the store cannot notify of a changed value

@@ -1,4 +1,4 @@
-"""A loss function with parameters of its own, beside the model that it is trained with."""
+"""WithTrainedLoss: a model and a loss function with its own parameters, trained together."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .base import Parallel
 
 
 class WithTrainedLoss(Parallel):
-    """Both are spread in the same way, each as a unit of its own, so that the gradients of both are averaged.
+    """Distributes both in the same mode, as separate units, so that the gradients of both are averaged.
 
     Args:
-        model: the model, spread.
-        loss_fn: the loss function, spread.
+        model: the distributed model.
+        loss_fn: the distributed loss function.
     """
 
     def __init__(self, model: Parallel, loss_fn: Parallel) -> None:
@@ -45,10 +45,10 @@ class WithTrainedLoss(Parallel):
 
 
 def has_own_parameters(loss_fn: nn.Module, model: nn.Module, way: str) -> bool:
-    """Whether there is anything to train in ``loss_fn`` that is not trained with the model. Neither is spread yet.
+    """Whether ``loss_fn`` has trainable parameters that the model does not have. Call before distributing either.
 
     Raises:
-        ConfigurationError: if they share a parameter, and ``way`` cannot average its gradient then.
+        ConfigurationError: if they share a parameter whose gradient ``way`` could not average.
     """
     of_model = {id(parameter) for parameter in model.parameters()}
     own = [each for each in loss_fn.parameters() if id(each) not in of_model and each.requires_grad]
@@ -56,6 +56,6 @@ def has_own_parameters(loss_fn: nn.Module, model: nn.Module, way: str) -> bool:
     if shared is not None and (way == "fsdp" or (own and way != "none")):
         raise ConfigurationError(
             f"loss_fn: {type(loss_fn).__name__} shares {shared} with the model, and over several ranks "
-            f"(parallel={way!r}) its gradient would not be right; let the model itself compute the loss, in its forward"
+            f"(parallel={way!r}) its gradient would be wrong; compute the loss in the model's forward"
         )
     return bool(own)
