@@ -75,6 +75,16 @@ def test_a_run_that_is_stopped_says_so_to_the_shell(folder: Path) -> None:
     assert steps(folder) == [1, 2]
 
 
+def test_a_run_that_was_stopped_for_good_goes_on_when_told_to(folder: Path) -> None:
+    (folder / "final_run.py").write_text(OWN_TRAINING.replace('stop("enough")', 'stop("enough", final=True)'))
+    (folder / "run.toml").write_text(RUN.replace("own_run", "final_run"))
+    command = ["train", "run.toml", "--set", "callbacks.final_run:Stop.step=2"]
+    assert main(command) == main(command) == 1
+    assert steps(folder) == [1, 2]
+    assert main([*command, "--continue-stopped"]) == 0
+    assert steps(folder) == [1, 2, 3, 4]
+
+
 def test_a_check_prints_every_setting_and_trains_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "run.toml", "--check", "--set", "factory.length=40"]) == 0
     settings = json.loads(capsys.readouterr().out)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import EarlyStoppingCallback
 
 import dalsegno as ds
@@ -94,6 +95,59 @@ def test_a_divergence_is_the_end_with_or_without_a_checkpoint(tmp_path: Path, sa
     assert stopping(tmp_path, *own, **settings).train() == result
     assert (tmp_path / "logs/train.jsonl").read_bytes() == before
     assert len(legs(tmp_path)) == 1
+
+
+class BreaksOnce:
+    """Spoils the weights at the end of step 5, when it comes there for the first time."""
+
+    is_over = False
+
+    def __call__(self, ctx: Any) -> None:
+        if ctx.step == 5 and not self.is_over:
+            self.is_over = True
+            with torch.no_grad():
+                next(ctx.model.parameters()).fill_(float("nan"))
+
+
+@pytest.mark.parametrize("final", [True, False])
+def test_after_an_abort_the_same_trainer_goes_on_from_its_checkpoint(tmp_path: Path, final: bool) -> None:
+    """As a new one would: what is in memory was not to be kept."""
+
+    def abort(ctx: Any) -> None:
+        if ctx.step == 5 and not next(ctx.model.parameters()).isfinite().all():
+            ctx.control.stop("broken", save=False, final=final)
+
+    def trainer(folder: str, *callbacks: Any) -> ds.Trainer:
+        return stopping(tmp_path / folder, *callbacks, JsonLogger(), eval_steps=0, max_steps=10)
+
+    broken = trainer("broken", Listener({"on_step_end": BreaksOnce()}), Listener({"on_step_end": abort}, name="judge"))
+    assert broken.train().reason == "aborted"
+    result = broken.train(continue_stopped=final)
+    assert (result.global_step, result.reason) == (10, "finished")
+    whole = trainer("whole", Listener({}), Listener({}, name="judge"))
+    whole.train()
+    assert same(weights(broken), weights(whole))
+    assert legs(tmp_path / "broken") == [(0, 5, "judge"), (4, 10, None)]
+
+
+def test_an_abort_without_a_checkpoint_leaves_nothing_to_go_on_from(tmp_path: Path) -> None:
+    trainer = stopping(
+        tmp_path, Listener({"on_step_end": lambda ctx: ctx.control.stop("no", save=False)}), save_steps=0
+    )
+    trainer.train()
+    with pytest.raises(
+        ds.ConfigurationError, match=r"aborted or broke off .* no checkpoint to go back to; build a new"
+    ):
+        trainer.train()
+
+
+def test_broken_weights_in_memory_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They were saved with the rest, so that is where the run goes on."""
+    trainer = stopping(tmp_path, Listener({"on_step_end": BreaksOnce()}), eval_steps=0, max_steps=6)
+    trainer.train()
+    trainer.args.max_steps = 8
+    trainer.train()
+    assert "weights hold NaN or infinity as training begins at step 6; to go on from before" in caplog.text
 
 
 def test_other_libraries_flags_and_our_checks_are_final_too(tmp_path: Path) -> None:

@@ -43,6 +43,11 @@ def describe(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--from", dest="checkpoint", metavar="CHECKPOINT", help="go on from this one, not the newest")
     where.add_argument("--start-over", action="store_true", help="move what is in output_dir aside, and start anew")
     parser.add_argument(
+        "--continue-stopped",
+        action="store_true",
+        help="go on although a callback has judged the training to be over (early stopping, a divergence)",
+    )
+    parser.add_argument(
         "--check", action="store_true", help="check the file, print every setting as JSON, and train nothing"
     )
 
@@ -74,5 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.check:
         print(config.as_json())
         return 0
-    result = config.build().train(arguments.checkpoint or not arguments.start_over)
+    origin = arguments.checkpoint or not arguments.start_over
+    more = {"continue_stopped": True} if arguments.continue_stopped else {}
+    result = config.build().train(origin, **more)
     return 0 if result is None or result.reason in ("finished", "exhausted") else 1

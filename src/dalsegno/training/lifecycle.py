@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -42,16 +42,17 @@ from dalsegno.events.callback import Callback, components_of, global_callbacks
 from dalsegno.events.dispatcher import Dispatcher
 from dalsegno.events.registration import check_callbacks
 from dalsegno.events.table import Event
-from dalsegno.logs import Leg, RunFile
+from dalsegno.logs import RunFile
 from dalsegno.state import TrainerControl, TrainerState
 from dalsegno.stateful.component import Component, Stateful, TensorHolder
 from dalsegno.system.filesystem import make_directory
 from dalsegno.system.lock import DirectoryLock, is_seen
 
+from .last_leg import LastLeg
 from .metric_checks import expect_evaluations
 from .metrics import MetricAccumulator
 from .optim import InitialHyperparameters, form_check
-from .result import Reason, TrainResult
+from .result import TrainResult
 from .resume import ResumeOptions, Resumer, load_best
 from .save_coordinator import Flight
 from .session import Run
@@ -258,8 +259,8 @@ class RunLifecycle:
         self.state.max_steps = planned_steps(self.args, self.feed)
         self.state.num_train_epochs = self.args.num_train_epochs
         self._settings.begin_session()
-        if resume.origin is True and self._result is not None and not self.args.load_best_model_at_end:
-            return self._result.checkpoint  # else the weights in memory are not those that were trained last
+        if self._result is not None and self._is_in_memory(self._result, resume):
+            return self._result.checkpoint
         beginning = Resumer(
             self._manager,
             self._mirror,
@@ -281,39 +282,30 @@ class RunLifecycle:
         self.state.num_input_tokens_seen = self.meter.run_tokens + self.meter.tokens * collectives.world_size()
         return checkpoint.path
 
+    def _is_in_memory(self, result: TrainResult, resume: ResumeOptions) -> bool:
+        """Whether the run is where ``result``, of the last leg in this process, has left what is in memory.
+
+        After an abort it is not: what was trained since the newest checkpoint is not to be kept, and may be NaN. So the
+        next leg loads that checkpoint, as it would in a new process.
+        """
+        if resume.origin is not True or self.args.load_best_model_at_end:  # in memory is the best model, not the last
+            return False
+        return result.reason != "aborted" or LastLeg.read(self.run_file, self.args).stays_given_up(resume)
+
     def finished_result(self, resume: ResumeOptions) -> TrainResult | None:
         """The result of the leg that has ended this run, if one has, and nothing more is asked for."""
         args, state, place = self.args, self.state, agreed_place(self.feed)
-        ended = collectives.from_rank_zero(self.run_file.last_leg)
         is_done = state.global_step >= args.max_steps if args.max_steps > 0 else place >= state.num_train_epochs
-        has_given_up = ended is not None and ended.has_given_up(args.max_steps, args.num_train_epochs)
+        last = LastLeg.read(self.run_file, args)
         if not is_done:
-            if ended is None or not has_given_up or resume.chooses or resume.continue_stopped:
+            if not last.stays_given_up(resume):
                 return None
-            self._say_given_up(ended)
-        result = self._result
-        if result is None and ended is not None:
-            has_finished = ended.reason == "finished" and ended.last_step == state.global_step
-            result = self._result_of(ended) if has_finished or has_given_up else None
+            if state.is_world_process_zero:
+                last.say_given_up()
+        result = self._result or last.result(state, self.boundary.saves.newest, self._manager.path_of)
         if result is not None:
             self.load_best_model()
         return result
-
-    def _result_of(self, ended: Leg) -> TrainResult:
-        reason, newest = cast(Reason, ended.reason), self.boundary.saves.newest
-        result = TrainResult(ended.last_step, reason, ended.why, ended.by, ended.metrics, newest)
-        return result.with_best(self.state, self._manager.path_of)
-
-    def _say_given_up(self, ended: Leg) -> None:
-        if self.state.is_world_process_zero:
-            logger.warning(
-                "%s at step %d already, by %s: %s; to go on, raise max_steps or num_train_epochs, whichever the run "
-                "ends by, or give continue_stopped=True",
-                ended.reason,
-                ended.last_step,
-                ended.by,
-                ended.why or "no reason given",
-            )
 
     def session(self, resumed_from: Path | None, loss_weight: LossWeight | None = None) -> Run:
         """A run from where everything is now to its end."""
@@ -339,6 +331,12 @@ class RunLifecycle:
             CannotSave: if the first checkpoint would fail, because a state holds what cannot be saved.
         """
         self.rehearse()
+        if not are_finite(self._model):
+            logger.warning(
+                "the model's weights hold NaN or infinity as training begins at step %d; to go on from before, give "
+                "resume_from_checkpoint= an older checkpoint",
+                self.state.global_step,
+            )
         self._result, self._has_trained = None, True
 
     def mark_finished(self, result: TrainResult) -> TrainResult:

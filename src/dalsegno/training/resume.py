@@ -223,7 +223,8 @@ class Resumer:
             checkpoint = self._checkpoint_at(Path(resume.origin))
         if checkpoint is None and has_trained:
             raise ConfigurationError(
-                "the last train() broke off inside a step, and there is no checkpoint to go back to; build a new one"
+                "the last train() was aborted or broke off inside a step, and there is no checkpoint to go back to; "
+                "build a new trainer (or Run), which begins at step 0"
             )
         return checkpoint
 
