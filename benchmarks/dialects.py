@@ -47,9 +47,9 @@ def run() -> list[Row]:
 
 
 def _dispatcher(args: ds.TrainingArguments) -> Dispatcher:
-    surroundings: dict[str, Any] = {field.name: None for field in fields(Context)}
-    surroundings |= {"args": args, "state": ds.TrainerState(), "control": ds.TrainerControl()}
-    dispatcher = Dispatcher(lambda context: context(**surroundings))
+    context_fields: dict[str, Any] = {field.name: None for field in fields(Context)}
+    context_fields |= {"args": args, "state": ds.TrainerState(), "control": ds.TrainerControl()}
+    dispatcher = Dispatcher(lambda context: context(**context_fields))
     dispatcher.bind([ds.adapt(Listener(), name=f"listener {number}") for number in range(10)])
     return dispatcher
 

@@ -81,8 +81,8 @@ def _ours() -> dict[str, list[float]]:
 def _dispatcher(callbacks: list[Listener]) -> Dispatcher:
     for number, callback in enumerate(callbacks):
         callback.name = f"listener {number}"
-    surroundings: dict[str, Any] = {field.name: None for field in fields(Context)} | {"control": TrainerControl()}
-    dispatcher = Dispatcher(lambda context: context(**surroundings))
+    context_fields: dict[str, Any] = {field.name: None for field in fields(Context)} | {"control": TrainerControl()}
+    dispatcher = Dispatcher(lambda context: context(**context_fields))
     dispatcher.bind(callbacks)
     return dispatcher
 

@@ -113,7 +113,7 @@ def test_or_lets_the_training_wait(tmp_path: Path) -> None:
 def test_flags_are_not_heard(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     observer = ds.Background(ds.on(Event.STEP_END, lambda ctx: ctx.control.stop("please"), name="wisher"))
     assert small_trainer(tmp_path, observer, max_steps=3).train().reason == "finished"
-    assert caplog.text.count("wisher, in the background: it set a flag of the control, which is not heard") == 1
+    assert caplog.text.count("wisher, in the background: it set a flag of the control, which has no effect") == 1
 
 
 @pytest.mark.parametrize(
@@ -123,8 +123,8 @@ def test_flags_are_not_heard(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         (lambda: ds.Background(Trace), "Trace is a class"),
         (lambda: ds.Background(Listener({}), queue=0), "queue=0; needs a whole number of at least 1"),
         (lambda: ds.Background(Listener({}), when_full="wait"), "when_full='wait'; allowed are 'drop_oldest', 'block'"),
-        (lambda: ds.Background(ds.functions(on_save=print)), "in the background already"),
-        (lambda: ds.Background(ds.Background(Listener({}))), "in the background already"),
+        (lambda: ds.Background(ds.functions(on_save=print)), "already runs in the background"),
+        (lambda: ds.Background(ds.Background(Listener({}))), "already runs in the background"),
     ],
 )
 def test_what_cannot_work_is_refused(make: Any, message: str) -> None:
@@ -163,7 +163,7 @@ import dalsegno as ds
 from dalsegno.events import background
 from dalsegno.testing import TinyRegression, tiny_regression_data
 
-background.PATIENCE = 0.2
+background.DRAIN_TIMEOUT_S = 0.2
 args = ds.TrainingArguments(sys.argv[1], max_steps=3, save_steps=0, use_cpu=True, disable_tqdm=True)
 hangs = ds.Background(ds.on(ds.Event.STEP_END, lambda ctx: threading.Event().wait(), name="hangs"))
 result = ds.Trainer(TinyRegression(), args, train_dataset=tiny_regression_data(), callbacks=[hangs]).train()

@@ -59,8 +59,8 @@ def nothing(ctx: Any) -> None: ...
         (lambda: ds.on(Event.SAVE, 7), "needs a function"),
         (lambda: ds.on(Event.SAVE, lambda: None, name="f"), r"f\(\) cannot be called with \(ctx\)"),
         (lambda: ds.on(Event.STEP_END, nothing, every=0), "every=0.*at least 1"),
-        (lambda: ds.on(Event.TRAIN_BEGIN, nothing, every=2), "on_train_begin belongs to no step"),
-        (lambda: ds.on(Event.AFTER_FORWARD, nothing, every=2), "on_after_forward belongs to no step"),
+        (lambda: ds.on(Event.TRAIN_BEGIN, nothing, every=2), "on_train_begin does not belong to a step"),
+        (lambda: ds.on(Event.AFTER_FORWARD, nothing, every=2), "on_after_forward does not belong to a step"),
     ],
 )
 def test_what_cannot_work_is_refused(make: Any, message: str) -> None:
@@ -72,5 +72,7 @@ def test_an_async_handler_is_refused_where_nobody_awaits_it(tmp_path: Path) -> N
     @ds.on(Event.SAVE)
     async def upload(ctx: Any) -> None: ...
 
-    with pytest.raises(ds.ConfigurationError, match=r"upload\.on_save is async.*dalsegno\.Background\(callback\) does"):
+    with pytest.raises(
+        ds.ConfigurationError, match=r"upload\.on_save is async.*wrap the callback: dalsegno\.Background\(callback\)"
+    ):
         small_trainer(tmp_path, upload)

@@ -69,7 +69,7 @@ def test_by_name() -> None:
 
 
 def test_else_the_dialects_are_listed(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"its dialect is not to be seen.*'cerebras', .*'instructlab', 'kempnerforge'"):
+    with pytest.raises(TypeError, match=r"its dialect cannot be detected.*'cerebras', .*'instructlab', 'kempnerforge'"):
         small_trainer(tmp_path, Plain())
 
 

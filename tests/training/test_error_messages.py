@@ -113,8 +113,8 @@ CALLBACKS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a function": (
         lambda: iter,
         UnknownDialect,
-        "callbacks: <built-in function iter> is not a dalsegno.Callback, and its dialect is not to be seen; if it was "
-        "written for another library, say which: dalsegno.adapt(callback, dialect).",
+        "callbacks: <built-in function iter> is not a dalsegno.Callback, and its dialect cannot be detected; if it was "
+        "written for another library, name it: dalsegno.adapt(callback, dialect).",
     ),
     "a misspelt handler": (
         Misspelt,

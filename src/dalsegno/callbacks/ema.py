@@ -62,7 +62,7 @@ class EMA(Callback):
     """
 
     makes_wishes = False
-    observes = False
+    background_safe = False
     state_schema = EMAState
 
     def __init__(self, decay: float = 0.999, *, every: int = 1, warmup: bool = False, name: str | None = None) -> None:

@@ -33,7 +33,7 @@ class SkipSamples(Callback):
     """
 
     makes_wishes = False
-    observes = False
+    background_safe = False
     state_schema = SkipSamplesState
 
     def __init__(self, n: int) -> None:

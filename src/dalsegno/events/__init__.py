@@ -1,1 +1,1 @@
-"""Events: their table, their contexts, the callbacks that handle them, and the dispatcher that calls the handlers."""
+"""Events: the event table, contexts, callbacks, and the dispatcher that calls their handlers."""

@@ -1,4 +1,4 @@
-"""Background: an observer's handlers on a thread of its own, which the training never feels."""
+"""Background: runs an observer's handlers on a thread that training does not wait for."""
 
 from __future__ import annotations
 
@@ -21,59 +21,60 @@ from .table import Event
 
 logger = logging.getLogger("dalsegno")
 
-PATIENCE = 10.0
-"""Seconds that the end of training waits for an observer."""
+DRAIN_TIMEOUT_S = 10.0
+"""Seconds that the end of training waits for the observer's calls."""
 
 
 class Background(Callback):
-    """Runs ``callback``'s handlers one after the other on a thread of its own: ``Background(UploadSamples())``.
+    """Runs ``callback``'s handlers in order on a background thread: ``Background(UploadSamples())``.
 
-    A handler is given a snapshot of the context: its numbers, records and ``state`` stay as they were when the event
-    fired. Model, optimizer and batches are the living ones. What a handler raises, SystemExit too, is logged and
-    counted; handlers may be async. Flags that it sets are not heard, since the step they were meant for is over.
-    ``on_train_end`` is waited for, 10 seconds at most; what waits then is dropped, and a call that hangs left alone.
+    A handler receives a snapshot of the context: numbers, records and ``state`` keep the values of the firing. Model,
+    optimizer and batches are the live objects. What a handler raises, including SystemExit, is logged and counted;
+    handlers may be async. Flags that it sets are ignored, because their step is over. The end of training waits up to
+    10 seconds for the remaining calls, ``on_train_end`` included; then it drops those that are queued and abandons a
+    call that hangs.
 
     Args:
-        callback: one without state, of ours or of another library.
-        queue: calls that may wait.
-        when_full: ``"drop_oldest"`` forgets the one that waits longest; ``"block"`` lets the training wait for room.
+        callback: a stateless callback, of dalsegno or another library.
+        queue: number of calls that may wait.
+        when_full: ``"drop_oldest"`` drops the call that has waited longest; ``"block"`` makes training wait for room.
 
     Raises:
-        ConfigurationError: for a callback with state, which would be saved in the middle of a call; for one whose
-            handlers look at the run itself; for a ``queue`` below 1, or another word for ``when_full``.
+        ConfigurationError: for a callback with state, which could be saved in the middle of a call; for a callback that
+            is not ``background_safe``; for a ``queue`` below 1, or an unknown ``when_full``.
     """
 
     makes_wishes = False
-    observes = False  # the context of an event that is long over
+    background_safe = False  # its handlers already get a snapshot of a past event
 
     def __init__(self, callback: object, queue: int = 1000, when_full: WhenFull = "drop_oldest") -> None:
         observer = adapt(callback)
         if isinstance(observer, Stateful):
             raise ConfigurationError(
-                f"Background({observer.key}): it has state, which belongs to a step; its handlers have to keep up"
+                f"Background({observer.key}): it has state, which is saved with its step; use it without Background"
             )
-        if not observer.observes:
+        if not observer.background_safe:
             raise ConfigurationError(
-                f"Background({observer.key}): such a callback is in the background already, or has to act at once"
+                f"Background({observer.key}): this callback already runs in the background, or has to act at once"
             )
         self.__wrapped__ = observer
         self.name, self.ranks = observer.key, observer.ranks
         self._worker = Worker(f"{observer.key}, in the background", queue, when_full)
-        self._is_deaf = False
+        self._has_warned = False
 
     @property
     def counts(self) -> Counts:
-        """Calls that were done, failed, and dropped."""
+        """Numbers of calls that ran, failed and were dropped."""
         return self._worker.counts
 
     def handled_events(self) -> list[Event]:
         return list(dict.fromkeys([*self.__wrapped__.handled_events(), Event.TRAIN_END]))
 
     def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
-        handlers = [(event, self._sent(handler)) for event, handler in self.__wrapped__.bound_handlers(binder)]
+        handlers = [(event, self._queued(handler)) for event, handler in self.__wrapped__.bound_handlers(binder)]
         return [*handlers, (Event.TRAIN_END, self._finish)]
 
-    def _sent(self, handler: Handler) -> Handler:
+    def _queued(self, handler: Handler) -> Handler:
         def send(background: Background, ctx: Any) -> None:
             background._worker.submit(partial(background._call, handler, _snapshot(ctx)))
 
@@ -82,19 +83,19 @@ class Background(Callback):
     def _call(self, handler: Callable[[Any], Any], ctx: Any) -> Any:
         before = ctx.control.requests()
         answer = handler(ctx)
-        if not self._is_deaf and ctx.control.requests() != before:
-            self._is_deaf = True
-            logger.warning("%s: it set a flag of the control, which is not heard from there", self._worker.name)
+        if not self._has_warned and ctx.control.requests() != before:
+            self._has_warned = True
+            logger.warning("%s: it set a flag of the control, which has no effect from there", self._worker.name)
         return answer
 
     def _finish(self, ctx: Context) -> None:
-        self._worker.close(PATIENCE)
+        self._worker.close(DRAIN_TIMEOUT_S)
         trouble = self.counts.failed or self.counts.dropped
         logger.log(logging.WARNING if trouble else logging.INFO, "%s: %s", self._worker.name, self.counts)
 
 
 def _snapshot(ctx: Any) -> Any:
-    """The context as it is now: what is in it may change as soon as the handler has returned."""
+    """Copy the context with all that may change once the handler has returned."""
     kept = ctx.copy()
     kept.control = copy.copy(ctx.control)
     for name in ("logs", "metrics", "outputs", "call_args", "call_kwargs"):

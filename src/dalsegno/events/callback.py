@@ -1,7 +1,7 @@
-"""Callback: the base class of everything that listens to a run.
+"""Callback: base class of everything that handles events of a run.
 
 Override only what is needed: a handler that is not overridden is never called. A callback with ``state_dict`` and
-``load_state_dict`` is saved with each checkpoint and restored from it, without any registration::
+``load_state_dict`` is saved with each checkpoint and restored from it, without registration::
 
     class TokensPerDomain(ds.Callback):
         state_scope = "per_rank"
@@ -35,7 +35,7 @@ from . import contexts
 from .table import Event
 
 Answer = TrainerControl | None
-"""A handler may return a TrainerControl, whose flags are then taken over."""
+"""A handler may return a TrainerControl, whose flags are then copied."""
 
 HANDLERS = {event.handler: event for event in Event}
 
@@ -43,47 +43,47 @@ C = TypeVar("C", bound="Callback")
 
 
 class Binder(Protocol):
-    """Who binds callbacks to the events of a run."""
+    """The object that binds callbacks to the events of a run (the dispatcher)."""
 
     def shared(self, kind: Callable[[contexts.Context], C]) -> C:
-        """The one callback of this kind in the run, made when it is first asked for.
+        """Return the run's only callback of this kind, created at the first call.
 
-        What several callbacks need once a run lives there. It is called before them, and saved if it has state.
+        It contains what several callbacks share. It is called before them, and saved if it has state.
         """
         ...
 
 
 class Callback:
-    """Listens to a run. Handlers run on the main thread, on all ranks, in the order of the callbacks."""
+    """Handles events of a run. Handlers run on the main thread, on all ranks, in the order of the callbacks."""
 
     name: str | None = None
-    """The key under which state is saved; None: the class's name. Two callbacks of one class need it."""
+    """Key under which the state is saved; None: the class's name. Needed for two callbacks of the same class."""
     aliases: tuple[str, ...] = ()
-    """Keys under which the state was saved in former times, such as the class's old name."""
+    """Earlier keys of the state, such as the class's old name."""
     state_scope: Scope = "replicated"
-    """``"replicated"``: rank 0's state is saved and given to every rank. ``"per_rank"``: each its own."""
+    """``"replicated"``: rank 0's state is saved and loaded by every rank. ``"per_rank"``: each rank has its own."""
     state_version: int = 1
-    """Raise it when the state's form changes, and upgrade older ones in ``migrate(state, from_version)``."""
+    """Increase it when the state's schema changes, and upgrade older ones in ``migrate(state, from_version)``."""
     makes_wishes: bool = True
-    """False: no handler ever sets a flag of ``ctx.control``. One that may, at any step, makes several ranks agree at
-    every step, which costs a small reduction."""
-    observes: bool = True
-    """False: its handlers need more than what is in the context, so that a snapshot of it, later, would not do."""
+    """False: no handler sets a flag of ``ctx.control``. If one may, at any step, several ranks have to agree at every
+    step, which costs a small reduction."""
+    background_safe: bool = True
+    """False: its handlers need more than a snapshot of the context, so ``Background`` refuses it."""
     needs_evaluations: bool = False
-    """True: without evaluations it would be of no use, so a run that has nothing to evaluate on is refused."""
+    """True: it needs evaluations, so a run without anything to evaluate on is refused."""
     ranks: Literal["all", "zero"] = "all"
     """``"zero"``: handlers run on rank 0 only. Such a callback must not call a collective."""
 
     @property
     def key(self) -> str:
-        """Where its state lies in a checkpoint. Order, arguments and the module of the class never change it."""
+        """Key of the state in a checkpoint, independent of order, arguments and the class's module."""
         return self.name or type(self).__name__
 
     def handled_events(self) -> list[Event]:
-        """The events that this callback has a handler of its own for.
+        """Return the events whose handlers this callback overrides.
 
         Raises:
-            UnknownName: for a method ``on_…`` that is no event's handler, with the nearest event's name.
+            UnknownName: for a method ``on_…`` that is not a handler of any event; suggests the nearest.
             ConfigurationError: for a handler with other parameters than ``(self, ctx)``.
         """
         names = {name for name in dir(self) if name.startswith("on_")} | set(vars(self)) & set(HANDLERS)
@@ -100,18 +100,18 @@ class Callback:
         return own or handler in vars(self)
 
     def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
-        """What is called at which event of one run, in this order."""
+        """Return the events of one run and the handlers to call, in this order."""
         return [(event, getattr(self, event.handler)) for event in self.handled_events()]
 
     def __enter__(self) -> Self:
-        """Inside ``with callback:`` it listens to every run that begins there."""
-        hold_globally(self)
+        """Inside ``with callback:`` every run that starts there calls its handlers."""
+        register_globally(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        drop_globally(self)
+        unregister_globally(self)
 
     def on_init_end(self, ctx: contexts.Context) -> Answer: ...
     def on_before_load(self, ctx: contexts.BeforeLoadContext) -> Answer: ...
@@ -158,33 +158,33 @@ def _check_signature(callback: Callback, event: Event) -> None:
     except TypeError as error:
         raise ConfigurationError(
             f"{callback.key}.{event.handler}({', '.join(inspect.signature(handler).parameters)}): a handler takes "
-            "(self, ctx); what else it needs is in ctx: ctx.args, ctx.state, ctx.control, ctx.model, …"
+            "(self, ctx); everything else is in ctx: ctx.args, ctx.state, ctx.control, ctx.model, …"
         ) from error
 
 
 def components_of(callbacks: Iterable[Callback]) -> list[Component]:
-    """The callbacks that have state, as components under ``callbacks.<key>``."""
+    """Return the callbacks that have state, as components under ``callbacks.<key>``."""
     return [
         Component(f"callbacks.{callback.key}", callback) for callback in callbacks if isinstance(callback, Stateful)
     ]
 
 
-_global: dict[int, tuple[Callback, int]] = {}  # id → the callback and how often it is held
+_global: dict[int, tuple[Callback, int]] = {}  # id → callback and its number of registrations
 
 
 def global_callbacks() -> list[Callback]:
-    """Those registered for every run, in order of registration."""
+    """Return the callbacks registered for every run, in order of registration."""
     return [callback for callback, _ in _global.values()]
 
 
-def hold_globally(callback: Callback) -> None:
-    """Once more; it listens to every run until it is dropped as often."""
+def register_globally(callback: Callback) -> None:
+    """Register ``callback`` once more for every run; it takes as many unregistrations to remove it."""
     _, count = _global.get(id(callback), (callback, 0))
     _global[id(callback)] = (callback, count + 1)
 
 
-def drop_globally(callback: Callback) -> None:
-    """Once less."""
+def unregister_globally(callback: Callback) -> None:
+    """Undo one registration."""
     _, count = _global[id(callback)]
     if count == 1:
         del _global[id(callback)]

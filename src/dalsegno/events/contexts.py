@@ -1,9 +1,9 @@
-"""What a handler is given: one context class for each payload.
+"""Contexts: what handlers receive, one class per payload.
 
-A context is reused from one firing to the next: it is valid inside the handler, and ``ctx.copy()`` keeps it. Numbers
-that live on a device are lazy: reading them waits for the device, not reading them costs nothing. A step's ``loss`` is
-this rank's share of it; what is global (``logs``, ``metrics``, ``grad_norm``) has been reduced before any handler
-runs, so that no read ever hides a collective.
+A context is reused from one firing to the next: it is valid inside the handler; ``ctx.copy()`` keeps its values.
+Numbers on a device are lazy: reading one syncs the device, not reading it costs nothing. A step's ``loss`` is this
+rank's share; global values (``logs``, ``metrics``, ``grad_norm``) are reduced before any handler runs, so that reading
+them never runs a collective.
 """
 
 from __future__ import annotations
@@ -28,41 +28,41 @@ Outputs = MutableMapping[str, Any]
 
 
 class TrainerLike(Protocol):
-    """What a handler may ask of whoever runs the loop: the Trainer, or a Run around a loop of one's own."""
+    """What a handler may use of the object that runs the loop: a Trainer, or a Run around the user's own loop."""
 
     args: TrainingArguments
     state: TrainerState
     control: TrainerControl
 
     def log(self, metrics: MutableMapping[str, Any]) -> None:
-        """Fire ``on_log`` with kind "user". On all ranks, with the same values."""
+        """Fire ``on_log`` with kind "user". Call on all ranks, with the same values."""
 
     def stop(self, reason: str = ..., *, save: bool = True) -> None:
-        """Ask for the end of training at this step's end."""
+        """Request the end of training after this step."""
 
     def skip_samples(self, samples: int) -> int:
-        """Pass over samples of the epoch that begins. In on_epoch_begin, on all ranks; how many it has been."""
+        """Skip samples at the start of an epoch. Call in on_epoch_begin, on all ranks. Returns the number skipped."""
 
 
 @dataclass(slots=True)
 class Context:
-    """What every handler is given. Events without more to say pass just this."""
+    """What every handler receives. Events without a payload pass just this."""
 
     args: TrainingArguments
     state: TrainerState
     control: TrainerControl
     model: nn.Module
-    """The user's own model, not what DDP or the compiler has made of it."""
+    """The user's own model, not the one that DDP or the compiler has wrapped."""
     optimizer: Optimizer
     lr_scheduler: Any
     processing_class: Any
     train_dataloader: Any
     eval_dataloader: Any
-    """What is evaluated on, by name where there are several sets. May be read, but not while it is evaluated on."""
+    """The evaluation data, by name if there are several sets. May be read, but not during its evaluation."""
     trainer: TrainerLike
 
     def copy(self) -> Self:
-        """The context and the run's state as they are now, to keep after the handler has returned."""
+        """Copy the context and the run's state, to keep after the handler has returned."""
         kept = copy.copy(self)
         kept.state = self.state.copy()
         return kept
@@ -71,13 +71,13 @@ class Context:
 @dataclass(slots=True)
 class PlainContext(Context):
     def fill(self) -> None:
-        """Each context takes its firing's payload here, with arguments of its own. For the loop, not for handlers."""
+        """Set the firing's payload; each context has its own arguments. For the loop, not for handlers."""
 
 
 @dataclass(slots=True)
 class BeforeLoadContext(Context):
     path: Path | None = field(init=False)
-    """The checkpoint that was chosen and verified; None where there is none."""
+    """The selected and verified checkpoint; None if there is none."""
     step: int = field(init=False)
 
     def fill(self, path: Path | None, step: int) -> None:
@@ -89,7 +89,7 @@ class LoadContext(Context):
     path: Path = field(init=False)
     step: int = field(init=False)
     report: Any = field(init=False)
-    """What was restored, what is new, what is carried forward (printable)."""
+    """Which components were restored, are new, or are carried forward (printable)."""
 
     def fill(self, path: Path, step: int, report: object) -> None:
         self.path, self.step, self.report = path, step, report
@@ -116,9 +116,9 @@ class EpochContext(Context):
 class MicrobatchBeginContext(Context):
     batch: Any = field(init=False)
     index: int = field(init=False)
-    """Of the micro-batch within its step, from 0."""
+    """Index of the micro-batch within its step, from 0."""
     samples: int = field(init=False)
-    """True samples of this rank in it; 0: it is padding, so that all ranks have equally many, and counts nowhere."""
+    """True samples of this rank in it; 0 for padding, which makes the ranks' counts equal and is ignored."""
 
     def fill(self, batch: object, index: int, samples: int) -> None:
         self.batch, self.index, self.samples = batch, index, samples
@@ -128,9 +128,9 @@ class MicrobatchBeginContext(Context):
 class BeforeForwardContext(Context):
     batch: Any = field(init=False)
     call_args: list[Any] = field(init=False)
-    """Positional arguments of the model's call; may be changed."""
+    """Positional arguments of the model's call; handlers may change them."""
     call_kwargs: dict[str, Any] = field(init=False)
-    """Keyword arguments of the model's call; may be changed."""
+    """Keyword arguments of the model's call; handlers may change them."""
 
     def fill(self, batch: object, call_args: list[Any], call_kwargs: dict[str, Any]) -> None:
         self.batch, self.call_args, self.call_kwargs = batch, call_args, call_kwargs
@@ -151,14 +151,14 @@ class LossContext(Context):
 
     @property
     def loss(self) -> float:
-        """Of this micro-batch, on this rank; in on_step_end, this rank's share of the step's. Lazy."""
+        """Loss of this micro-batch on this rank; in on_step_end, this rank's share of the step's loss. Lazy."""
         return _read(self._loss)
 
 
 @dataclass(slots=True)
 class BackwardContext(LossContext):
     outputs: Outputs = field(init=False)
-    """``outputs["loss"]`` may be changed in on_before_backward."""
+    """Handlers of on_before_backward may change ``outputs["loss"]``."""
 
     def fill(self, outputs: Outputs, loss: Number) -> None:
         self.outputs, self._loss = outputs, loss
@@ -170,9 +170,9 @@ class MicrobatchEndContext(LossContext):
     batch: Any = field(init=False)
     index: int = field(init=False)
     samples: int = field(init=False)
-    """True samples of this rank in it; 0: it is padding, and counts nowhere."""
+    """True samples of this rank in it; 0 for padding, which is ignored."""
     is_last: bool = field(init=False)
-    """Whether the update follows."""
+    """Whether the optimizer step follows."""
 
     def fill(self, loss: Number, outputs: Outputs, batch: object, index: int, samples: int, is_last: bool) -> None:
         self._loss, self.outputs, self.batch = loss, outputs, batch
@@ -188,7 +188,7 @@ class PreOptimizerStepContext(Context):
 
     @property
     def grad_norm(self) -> float | None:
-        """Total L2 norm of all gradients before clipping, on all ranks. None where nothing asked for it. Lazy."""
+        """Total L2 norm of all gradients on all ranks before clipping. None if nothing requires it. Lazy."""
         return None if self._grad_norm is None else _read(self._grad_norm)
 
 
@@ -218,7 +218,7 @@ class StepEndContext(LossContext):
 
     @property
     def step(self) -> int:
-        """The step that has just been finished, counted from 1."""
+        """The step that has just finished, counted from 1."""
         return self.state.global_step
 
     @property
@@ -233,12 +233,12 @@ class StepEndContext(LossContext):
 
     @property
     def tokens_seen(self) -> int:
-        """On all ranks. Exact at each record; in between, this rank's count stands for the others'."""
+        """Tokens on all ranks. Exact at each record; in between, extrapolated from this rank's count."""
         return self.state.num_input_tokens_seen
 
     @property
     def samples_seen(self) -> int:
-        """On all ranks."""
+        """Samples on all ranks."""
         return self.state.samples_seen
 
     @property
@@ -259,9 +259,9 @@ class MetricsContext(Context):
 class LogContext(Context):
     logs: dict[str, Any] = field(init=False)
     kind: str = field(init=False)
-    """``train``, ``eval``, ``final``, or ``user`` for what ``trainer.log`` was given."""
+    """``train``, ``eval``, ``final``, or ``user`` for a call of ``trainer.log``."""
     evaluated_weights: str | None = field(init=False)
-    """Of an evaluation: the key of the callback whose averages were measured; None: the model's own weights were."""
+    """For an evaluation, the key of the callback whose averaged weights were measured; None: the model's own."""
 
     def fill(self, logs: dict[str, Any], kind: str, evaluated_weights: str | None = None) -> None:
         self.logs, self.kind, self.evaluated_weights = logs, kind, evaluated_weights
@@ -271,7 +271,7 @@ class LogContext(Context):
 class EvaluateBeginContext(Context):
     name: str = field(init=False)
     evaluated_weights: str | None = field(init=False)
-    """A handler that puts other weights into the model's place says so here, by its callback's key; None: nobody."""
+    """A handler that swaps in other weights sets this to its callback's key; None: the model's own weights."""
 
     def fill(self, name: str) -> None:
         self.name, self.evaluated_weights = name, None
@@ -291,7 +291,7 @@ class PredictionStepContext(Context):
     outputs: Outputs = field(init=False)
     index: int = field(init=False)
     samples: int = field(init=False)
-    """True samples of this rank in the batch; 0: it is padding, and counts nowhere."""
+    """True samples of this rank in the batch; 0 for padding, which is ignored."""
 
     def fill(self, batch: object, outputs: Outputs, index: int, samples: int) -> None:
         self.batch, self.outputs, self.index, self.samples = batch, outputs, index, samples
@@ -301,9 +301,9 @@ class PredictionStepContext(Context):
 class EvaluateContext(Context):
     metrics: dict[str, Any] = field(init=False)
     name: str = field(init=False)
-    """``eval``, or the key of ``eval_dataset`` where that is a dict."""
+    """``eval``, or the key of ``eval_dataset`` if that is a dict."""
     evaluated_weights: str | None = field(init=False)
-    """The key of the callback whose averages were measured; None: the model's own weights were."""
+    """The key of the callback whose averaged weights were measured; None: the model's own."""
 
     def fill(self, metrics: dict[str, Any], name: str, evaluated_weights: str | None) -> None:
         self.metrics, self.name, self.evaluated_weights = metrics, name, evaluated_weights
@@ -359,7 +359,7 @@ class TrainEndContext(Context):
     reason: str = field(init=False)
     metrics: dict[str, Any] = field(init=False)
     checkpoint: Path | None = field(init=False)
-    """The newest one of this run; on the way out of an exception, on_save did not tell of it."""
+    """The newest of this run; after an exception, on_save did not fire for it."""
 
     def fill(self, reason: str, metrics: dict[str, Any], checkpoint: Path | None = None) -> None:
         self.reason, self.metrics, self.checkpoint = reason, metrics, checkpoint

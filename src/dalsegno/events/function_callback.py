@@ -1,4 +1,4 @@
-"""A function as a callback."""
+"""FunctionCallback: a function as a callback."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .callback import Callback
 from .table import Event
 
 Function = Callable[[Any], Any]
-"""``f(ctx)``, as a handler without ``self``."""
+"""``f(ctx)``, like a handler without ``self``."""
 
 _ALSO_IN_EVALUATION = {Event.BEFORE_FORWARD, Event.AFTER_FORWARD}
 _EVENTS = list(Event)
-_BEFORE_IT_IS_COUNTED = set(_EVENTS[_EVENTS.index(Event.STEP_BEGIN) : _EVENTS.index(Event.STEP_END)])
-_AFTERWARDS = set(_EVENTS[_EVENTS.index(Event.STEP_END) : _EVENTS.index(Event.EPOCH_END)]) - {Event.PREDICT}
+_BEFORE_COUNTED = set(_EVENTS[_EVENTS.index(Event.STEP_BEGIN) : _EVENTS.index(Event.STEP_END)])
+_AFTER_COUNTED = set(_EVENTS[_EVENTS.index(Event.STEP_END) : _EVENTS.index(Event.EPOCH_END)]) - {Event.PREDICT}
 
 
 @overload
@@ -29,7 +29,7 @@ def on(event: Event, *, every: int = 1, name: str | None = None) -> Callable[[Fu
 def on(
     event: Event, function: Function | None = None, *, every: int = 1, name: str | None = None
 ) -> FunctionCallback | Callable[[Function], FunctionCallback]:
-    """A function as a callback: ``on(Event.SAVE, upload)``. Without the function, a decorator::
+    """Turn a function into a callback: ``on(Event.SAVE, upload)``. Without the function, return a decorator::
 
         @ds.on(Event.STEP_END, every=100)
         def show(ctx):
@@ -38,14 +38,14 @@ def on(
         trainer = ds.Trainer(..., callbacks=[show])
 
     Args:
-        event: what it is called at.
+        event: the event that calls it.
         function: called with the event's context; may return a TrainerControl.
-        every: only in steps whose number is a multiple; for events that belong to a step.
-        name: the callback's key; two in one run need different ones. None: the function's name.
+        every: call it only at steps that are multiples of this; for events that belong to a step.
+        name: the callback's key, unique in a run. None: the function's name.
 
     Raises:
-        ConfigurationError: for something that is no event, or cannot be called so; for an ``every`` below 1, or with an
-            event that no step has.
+        ConfigurationError: for something that is not an event, or a function that cannot be called with ``ctx``; for
+            ``every`` below 1, or with an event that does not belong to a step.
     """
     if function is None:
         return lambda decorated: FunctionCallback(event, decorated, every, name)
@@ -53,7 +53,7 @@ def on(
 
 
 class FunctionCallback(Callback):
-    """What :func:`on` makes. Calling it calls the function."""
+    """The result of :func:`on`. Calling it calls the function."""
 
     def __init__(self, event: Event, function: Function, every: int, name: str | None) -> None:
         if not isinstance(event, Event):
@@ -61,7 +61,7 @@ class FunctionCallback(Callback):
         self.name = name or str(getattr(function, "__name__", type(function).__name__))
         self._function = function
         _check(self.name, event, function, every)
-        called = _rarely(function, every, event in _BEFORE_IT_IS_COUNTED) if every > 1 else function
+        called = _every_nth(function, every, event in _BEFORE_COUNTED) if every > 1 else function
         setattr(self, event.handler, MethodType(_handler(called), self))
 
     def __call__(self, ctx: Any) -> Any:
@@ -69,7 +69,7 @@ class FunctionCallback(Callback):
 
 
 def _handler(function: Function) -> Callable[[Any, Any], Any]:
-    """As a method; async if the function is, so that this can be seen."""
+    """Turn ``function`` into a method; async if the function is, so that its kind stays detectable."""
     if not inspect.iscoroutinefunction(function):
         return lambda _, ctx: function(ctx)
 
@@ -79,8 +79,8 @@ def _handler(function: Function) -> Callable[[Any, Any], Any]:
     return handler
 
 
-def _rarely(function: Function, every: int, is_ahead: bool) -> Function:
-    """Every so many steps. ``is_ahead``: the step is one more than those that are counted."""
+def _every_nth(function: Function, every: int, is_ahead: bool) -> Function:
+    """Call ``function`` every ``every`` steps. ``is_ahead``: the running step is not counted in global_step yet."""
 
     def is_due(ctx: Any) -> bool:
         step: int = ctx.state.global_step + is_ahead
@@ -106,9 +106,9 @@ def _check(name: str, event: Event, function: Function, every: int) -> None:
         ) from error
     if type(every) is not int or every < 1:
         raise ConfigurationError(f"on({event}, {name}, every={every!r}): needs a whole number of steps, at least 1")
-    if every > 1 and event not in (_BEFORE_IT_IS_COUNTED | _AFTERWARDS) - _ALSO_IN_EVALUATION:
+    if every > 1 and event not in (_BEFORE_COUNTED | _AFTER_COUNTED) - _ALSO_IN_EVALUATION:
         raise ConfigurationError(
-            f"on({event}, {name}, every={every}): {event.handler} belongs to no step; leave every= out"
+            f"on({event}, {name}, every={every}): {event.handler} does not belong to a step; leave every= out"
         )
 
 

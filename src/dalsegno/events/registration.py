@@ -1,4 +1,4 @@
-"""Registration: what is given as callbacks, looked at before anything runs; and callbacks that listen to every run."""
+"""Registration: checks callbacks before anything runs, and registers callbacks for every run."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Iterable
 from dalsegno.errors import ConfigurationError, DuplicateKey
 
 from .adapters import adapt
-from .callback import Callback, drop_globally, hold_globally
+from .callback import Callback, register_globally, unregister_globally
 
 
 def check_callbacks(callbacks: Iterable[object]) -> list[Callback]:
-    """The callbacks, foreign ones adapted, if each is one and no two would save under the same key.
+    """Adapt foreign callbacks, and check that each is a callback and that all have different keys.
 
     Raises:
         ConfigurationError: for a class, a handler that is async or has other parameters than ``(self, ctx)``, or only
             one of ``state_dict`` and ``load_state_dict``.
-        UnknownDialect: for something that is no callback of any known kind.
-        DuplicateKey: if the same callback is given twice, or two have one key; the message says to set ``name``.
+        UnknownDialect: for something that is not a callback of any known kind.
+        DuplicateKey: if a callback is given twice, or two have the same key; the message says to set ``name``.
         UnknownName: for a misspelt handler.
     """
     if not isinstance(callbacks, Iterable):
@@ -49,8 +49,8 @@ def _check_handlers(callback: Callback) -> None:
     for event in callback.handled_events():
         if inspect.iscoroutinefunction(getattr(callback, event.handler)):
             raise ConfigurationError(
-                f"{callback.key}.{event.handler} is async, and nobody here would await it; "
-                "dalsegno.Background(callback) does"
+                f"{callback.key}.{event.handler} is async, which the training loop does not await; wrap the callback: "
+                "dalsegno.Background(callback)"
             )
 
 
@@ -63,18 +63,18 @@ def _check_state(callback: Callback) -> None:
 
 
 class GlobalHandle:
-    """Keeps a callback registered for every run; :meth:`remove` lets go. Removing twice is the same as once."""
+    """Keeps a callback registered for every run until :meth:`remove` is called. Further calls do nothing."""
 
     def __init__(self, callback: Callback) -> None:
         self._callback: Callback | None = callback
-        hold_globally(callback)
+        register_globally(callback)
 
     def remove(self) -> None:
         if self._callback is not None:
-            drop_globally(self._callback)
+            unregister_globally(self._callback)
             self._callback = None
 
 
 def register_global_callback(callback: object) -> GlobalHandle:
-    """Let ``callback`` listen to every run that begins from now on, after the run's own callbacks."""
+    """Call ``callback``'s handlers in every run that starts from now on, after those of the run's own callbacks."""
     return GlobalHandle(*check_callbacks([callback]))

@@ -1,7 +1,7 @@
-"""The events: one closed table, in the order in which a run fires them.
+"""Event table: all events, in the order in which a run fires them.
 
-Words: a *micro-batch* is one forward and backward, a *step* one update of the weights. ``state.global_step`` counts
-finished steps: from ``on_step_begin`` to ``on_optimizer_step`` it still shows the previous count.
+A *micro-batch* is one forward and backward pass, a *step* one optimizer update. ``state.global_step`` counts finished
+steps: from ``on_step_begin`` to ``on_optimizer_step`` it still has the previous count.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .contexts import (
 
 
 class Event(Enum):
-    """Each event: the handler's name, its context, and when it fires. The order is the order of firing."""
+    """Each event: the handler's name, its context, and when it fires. Defined in the order of firing."""
 
     handler: str
     context: type[Context]
@@ -50,7 +50,7 @@ class Event(Enum):
     BEFORE_LOAD = (
         "on_before_load",
         BeforeLoadContext,
-        "a checkpoint is chosen and verified; or none is there (path None)",
+        "a checkpoint was selected and verified, or there is none (path None)",
     )
     LOAD = "on_load", LoadContext, "everything restored"
     TRAIN_BEGIN = "on_train_begin", TrainBeginContext, "after load, before the first batch"
@@ -66,21 +66,21 @@ class Event(Enum):
     BEFORE_BACKWARD = "on_before_backward", BackwardContext, 'outputs["loss"] may be changed'
     AFTER_BACKWARD = "on_after_backward", BackwardContext, "this micro-batch's backward is done"
     MICROBATCH_END = "on_microbatch_end", MicrobatchEndContext, "gradients of this micro-batch added"
-    GRADIENTS_READY = "on_gradients_ready", PlainContext, "all added, reduced, unscaled, not clipped"
-    PRE_OPTIMIZER_STEP = "on_pre_optimizer_step", PreOptimizerStepContext, "clipped, about to step"
-    OPTIMIZER_STEP = "on_optimizer_step", PlainContext, "stepped, gradients still there"
-    STEP_SKIPPED = "on_step_skipped", StepSkippedContext, "the scaler met a NaN or inf: no update, schedule held"
-    BEFORE_ZERO_GRAD = "on_before_zero_grad", PlainContext, "gradients are about to be cleared"
+    GRADIENTS_READY = "on_gradients_ready", PlainContext, "gradients complete: added, reduced, unscaled, not clipped"
+    PRE_OPTIMIZER_STEP = "on_pre_optimizer_step", PreOptimizerStepContext, "gradients clipped, before the update"
+    OPTIMIZER_STEP = "on_optimizer_step", PlainContext, "weights updated, gradients not cleared yet"
+    STEP_SKIPPED = "on_step_skipped", StepSkippedContext, "the scaler found a NaN or inf: no update, schedule held"
+    BEFORE_ZERO_GRAD = "on_before_zero_grad", PlainContext, "before gradients are cleared"
     AFTER_ZERO_GRAD = "on_after_zero_grad", PlainContext, "gradients are cleared"
     BEFORE_SCHEDULER_STEP = "on_before_scheduler_step", SchedulerContext, "for each scheduler"
     AFTER_SCHEDULER_STEP = "on_after_scheduler_step", SchedulerContext, "for each scheduler"
-    STEP_END = "on_step_end", StepEndContext, "counted, gradients cleared; lr is the one this update used"
-    TRAIN_METRICS = "on_train_metrics", MetricsContext, "every step, global values; costs a reduction a step"
-    LOG_STEP = "on_log_step", LogContext, "logs may be added to"
-    LOG = "on_log", LogContext, "logs are final, the same on all ranks"
+    STEP_END = "on_step_end", StepEndContext, "step counted, gradients cleared; lr is the one this update used"
+    TRAIN_METRICS = "on_train_metrics", MetricsContext, "every step, with global values; costs a reduction per step"
+    LOG_STEP = "on_log_step", LogContext, "handlers may add to logs"
+    LOG = "on_log", LogContext, "logs are final and equal on all ranks"
     EVALUATE_BEGIN = "on_evaluate_begin", EvaluateBeginContext, "before an evaluation set's first batch"
     PREDICTION_STEP = "on_prediction_step", PredictionStepContext, "after each evaluation batch"
-    EVALUATE_END = "on_evaluate_end", EvaluateEndContext, "after the set's last batch, or when it was broken off"
+    EVALUATE_END = "on_evaluate_end", EvaluateEndContext, "after the set's last batch, or when it is interrupted"
     EVALUATE = (
         "on_evaluate",
         EvaluateContext,
@@ -90,14 +90,14 @@ class Event(Enum):
     BEFORE_SAVE = (
         "on_before_save",
         BeforeSaveContext,
-        "last chance to change state, or to call the save off; then it is captured",
+        "last chance to change state or to cancel the save; then the state is captured",
     )
-    SAVE = "on_save", SaveContext, "durable and published"
-    STEP_DONE = "on_step_done", StepDoneContext, "the last of a step: logs, evaluation and save are behind it"
+    SAVE = "on_save", SaveContext, "the checkpoint is durable and published"
+    STEP_DONE = "on_step_done", StepDoneContext, "last event of a step: after logs, evaluation and save"
     EPOCH_END = "on_epoch_end", EpochContext, "after an epoch's last step; once per epoch of the run"
-    ROLLBACK = "on_rollback", RollbackContext, "went back to a checkpoint inside a leg"
+    ROLLBACK = "on_rollback", RollbackContext, "returned to a checkpoint within a leg"
     EXCEPTION = "on_exception", ExceptionContext, "training ends with this exception"
-    TRAIN_END = "on_train_end", TrainEndContext, "exactly once per leg, whatever happened"
+    TRAIN_END = "on_train_end", TrainEndContext, "exactly once per leg, on every path"
 
     def __new__(cls, handler: str, context: type[Context], fires: str) -> Event:
         member = object.__new__(cls)

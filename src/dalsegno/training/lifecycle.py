@@ -84,8 +84,8 @@ class RunLifecycle:
         others: Mapping[str, Stateful],
         data: TrainingData,
         brought: UserSupplied,
-        surroundings: Mapping[str, Any],
-        unfired: Mapping[Event, str] | None = None,
+        context_fields: Mapping[str, Any],
+        unsupported_events: Mapping[Event, str] | None = None,
     ) -> None:
         self.args = args
         self.feed = feed
@@ -104,10 +104,10 @@ class RunLifecycle:
                 model=model,
                 optimizer=optimizer,
                 lr_scheduler=schedulers[0] if len(schedulers) == 1 else schedulers,
-                **surroundings,
+                **context_fields,
             ),
             is_rank_zero=collectives.rank() == 0,
-            unfired=unfired,
+            unsupported_events=unsupported_events,
         )
         self._model = model
         self._model_state, self._loss_states = ModelState(model), _loss_states(loss_fn, model)

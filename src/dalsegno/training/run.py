@@ -133,13 +133,13 @@ class Run(session.Run):
             others=state or {},
             data=TrainingData.of_loader(loader),
             brought=UserSupplied(),
-            surroundings={
+            context_fields={
                 "processing_class": None,
                 "train_dataloader": loader,
                 "eval_dataloader": None,
                 "trainer": self,
             },
-            unfired=UNFIRED,
+            unsupported_events=UNFIRED,
         )
         if evaluate is not None:
             parts.boundary.evaluations = [_Evaluation(evaluate)]

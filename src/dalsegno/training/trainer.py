@@ -151,13 +151,13 @@ class Trainer:
                 loader=train_dataloader is not None,
                 loop=False,
             ),
-            surroundings={
+            context_fields={
                 "processing_class": processing_class,
                 "train_dataloader": train_dataloader if train_dataloader is not None else feed,
                 "eval_dataloader": eval_dataloader if eval_dataloader is not None else eval_batches(sets, device),
                 "trainer": self,
             },
-            unfired=dict.fromkeys(_WITH_ALL_GRADIENTS, _FUSED) if args.fuse_optim_with_backward else {},
+            unsupported_events=dict.fromkeys(_WITH_ALL_GRADIENTS, _FUSED) if args.fuse_optim_with_backward else {},
         )
         on = self._assembly.dispatcher
         if args.fuse_optim_with_backward:

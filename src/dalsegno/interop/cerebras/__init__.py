@@ -54,7 +54,7 @@ class Cerebras(CallbackAdapter):
                 self._check_signature(method)
 
     @classmethod
-    def held_globally(cls) -> Iterable[object]:
+    def registered_globally(cls) -> Iterable[object]:
         modules = [sys.modules[name] for name in _REGISTRIES if name in sys.modules]
         held = {id(each): each for module in modules for each in getattr(module, _REGISTRY, {}).values()}
         return held.values()

@@ -42,7 +42,7 @@ class HuggingFace(CallbackAdapter):
     packages = ("transformers", "forgather", "dalsegno.interop.hf")
     bases = ("TrainerCallback",)
     parameters = ("args", "state", "control")
-    observes = True
+    background_safe = True
     calls = tuple(WAYS)
     silent = ("on_push_begin",)  # nothing is pushed to a hub
 
@@ -50,9 +50,11 @@ class HuggingFace(CallbackAdapter):
         added = (name for (_, called), way in WAYS.items() if called == method for name in ADDED.get(way, ()))
         return ("args", "state", "control"), (*GIVEN, *self._extras(method), *added)
 
-    def own_calls(self) -> list[tuple[Event, str]]:
+    def overridden_calls(self) -> list[tuple[Event, str]]:
         has_state = isinstance(self, Stateful)
-        return [call for call in super().own_calls() if not (has_state and WAYS[call] in (where_joined, where_left))]
+        return [
+            call for call in super().overridden_calls() if not (has_state and WAYS[call] in (where_joined, where_left))
+        ]
 
     def call(self, event: Event, method: str, binder: Binder) -> Call:
         company = binder.shared(SharedState)

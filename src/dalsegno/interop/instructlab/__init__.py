@@ -77,8 +77,8 @@ class InstructLab(CallbackAdapter):
     def arguments(self, method: str) -> tuple[Sequence[str], Sequence[str]]:
         return ("context",), ()
 
-    def own_calls(self) -> list[tuple[Event, str]]:
-        return [call for call in super().own_calls() if self._has_state or call[0] is not Event.BEFORE_SAVE]
+    def overridden_calls(self) -> list[tuple[Event, str]]:
+        return [call for call in super().overridden_calls() if self._has_state or call[0] is not Event.BEFORE_SAVE]
 
     def handled_events(self) -> list[Event]:
         return list(dict.fromkeys([*super().handled_events(), Event.TRAIN_END]))

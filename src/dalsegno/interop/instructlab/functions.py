@@ -59,7 +59,7 @@ class Functions(Callback):
     """Several functions, each in the background."""
 
     makes_wishes = False
-    observes = False
+    background_safe = False
     ranks = "zero"
 
     def __init__(self, observers: Sequence[InstructLab], name: str | None) -> None:

@@ -64,7 +64,7 @@ class KempnerForge(CallbackAdapter):
     dialect = "kempnerforge"
     packages = ("kempnerforge",)
     bases = ("TrainingHook",)
-    observes = True
+    background_safe = True
     calls = (
         *((event, method) for method, (event, _) in _THEIRS.items()),
         *((event, event.handler) for event in Event if event.handler not in _THEIRS),
