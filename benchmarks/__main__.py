@@ -8,7 +8,7 @@ import sys
 import time
 import traceback
 
-from row import Row, table
+from .row import Row, table
 
 NAMES = (
     "events",

@@ -20,8 +20,9 @@ from dalsegno import callbacks
 from dalsegno.distributed.gradients import GradientNorms
 from dalsegno.events.contexts import Context, LogContext, TrainBeginContext
 from dalsegno.state import TrainerState
-from row import Row, duration
-from timing import in_turns, ratio
+
+from .row import Row, duration
+from .timing import in_turns, ratio
 
 GRADIENTS, SCALARS = 1.1, 1.1
 ROUNDS = 101

@@ -13,9 +13,10 @@ from typing import Any
 import dalsegno as ds
 from dalsegno.events.contexts import Context
 from dalsegno.events.dispatcher import Dispatcher
-from peers.events import hf
-from row import Row, duration, three_digits
-from timing import ratio, seconds_each
+
+from .peers.events import hf
+from .row import Row, duration, three_digits
+from .timing import ratio, seconds_each
 
 HANDLED = "event handled by 10 in Hugging Face's style"
 UNHANDLED = "event that 10 in Hugging Face's style do not handle"

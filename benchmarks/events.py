@@ -10,9 +10,10 @@ import dalsegno as ds
 from dalsegno.events.contexts import Context, StepEndContext
 from dalsegno.events.dispatcher import Dispatcher
 from dalsegno.state import TrainerControl
-from peers import PeerMissing, ask
-from row import Row, duration, three_digits
-from timing import ratio, seconds_each
+
+from .peers import PeerMissing, ask
+from .row import Row, duration, three_digits
+from .timing import ratio, seconds_each
 
 TEN = range(10)
 PEERS = {"torchtnt": "torchtnt", "ignite": "Ignite", "hf": "HF Trainer", "lightning": "Lightning"}

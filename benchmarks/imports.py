@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 from statistics import median
 
-from peers import PYTHON as PEERS_PYTHON
-from processes import seconds_of
-from row import Row, duration
-from timing import in_turns
+from .peers import PYTHON as PEERS_PYTHON
+from .processes import seconds_of
+from .row import Row, duration
+from .timing import in_turns
 
 ROUNDS = 7
 LIMIT = 0.15

@@ -12,9 +12,10 @@ from statistics import median
 from torch import nn
 
 from dalsegno.checkpoint import CheckpointManager, Manifest, ModelState
-from processes import seconds_of
-from row import Row, duration
-from timing import in_turns
+
+from .processes import seconds_of
+from .row import Row, duration
+from .timing import in_turns
 
 MANY = 1_000
 ROUNDS = 7

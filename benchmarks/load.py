@@ -19,8 +19,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from dalsegno.checkpoint import CheckpointManager, ModelState
-from row import Row, three_digits
-from timing import in_turns, ratio
+
+from .row import Row, three_digits
+from .timing import in_turns, ratio
 
 BYTES = 512 << 20
 TENSORS = 64

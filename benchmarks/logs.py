@@ -15,10 +15,11 @@ import polars as pl
 
 import dalsegno as ds
 from dalsegno.analysis.follow import Follower
-from peers import PeerMissing, ask
-from processes import seconds_of
-from row import Row, duration, three_digits
-from timing import in_turns, ratio
+
+from .peers import PeerMissing, ask
+from .processes import seconds_of
+from .row import Row, duration, three_digits
+from .timing import in_turns, ratio
 
 RECORDS = 1_000_000
 MANY = 10_000_000

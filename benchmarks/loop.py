@@ -7,10 +7,11 @@ from pathlib import Path
 import dalsegno as ds
 from dalsegno.callbacks import JsonLogger
 from dalsegno.events.contexts import EpochContext, StepDoneContext
-from pairs import Paired, Turns, against_bare
-from peers import PeerMissing, ask
-from row import Row, duration
-from workload import BATCH, LOGGING_STEPS, MAX_GRAD_NORM, STEPS, Rows, parts
+
+from .pairs import Paired, Turns, against_bare
+from .peers import PeerMissing, ask
+from .row import Row, duration
+from .workload import BATCH, LOGGING_STEPS, MAX_GRAD_NORM, STEPS, Rows, parts
 
 LIMIT = 1.05
 PEERS = {"hf": "HF Trainer", "lightning": "Lightning"}

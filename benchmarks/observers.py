@@ -22,8 +22,9 @@ import dalsegno as ds
 from dalsegno import callbacks
 from dalsegno.events.contexts import StepDoneContext, TrainBeginContext
 from dalsegno.testing import TinyLanguageModel
-from row import Row, duration
-from timing import ratio
+
+from .row import Row, duration
+from .timing import ratio
 
 LOGGING_STEPS = 10
 EVAL_STEPS = 100

@@ -18,8 +18,8 @@ from typing import TypedDict
 
 import torch
 
-from timing import ratio
-from workload import STEPS, Rows, bare_steps
+from .timing import ratio
+from .workload import STEPS, Rows, bare_steps
 
 CHUNK = 25
 """Steps on each side of a pair."""

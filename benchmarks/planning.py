@@ -26,7 +26,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dalsegno.checkpoint.save import planning
 from dalsegno.testing import run_ranks
-from row import Row, duration
+
+from .row import Row, duration
 
 T = TypeVar("T")
 

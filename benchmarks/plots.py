@@ -14,7 +14,8 @@ from dalsegno.analysis.plotting.downsample import downsample
 from dalsegno.analysis.plotting.figure import draw
 from dalsegno.analysis.plotting.view import View
 from dalsegno.analysis.stats.smooth import automatic_window, smooth
-from row import Row, duration
+
+from .row import Row, duration
 
 POINTS = 10_000_000
 REPEATS = 5

@@ -10,8 +10,9 @@ from typing import Any
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dalsegno.data import train_loader
-from row import Row, duration, three_digits
-from timing import in_turns
+
+from .row import Row, duration, three_digits
+from .timing import in_turns
 
 BATCH = 32
 ROUNDS = 5

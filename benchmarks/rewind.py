@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from dalsegno.logs import RecordLog
-from row import Row, duration, three_digits
+
+from .row import Row, duration, three_digits
 
 SIZE = 1_000_000_000
 CUT = 1_000_000

@@ -28,8 +28,9 @@ from torch import nn
 from dalsegno.checkpoint import CheckpointManager, ModelState
 from dalsegno.system import filesystem
 from dalsegno.testing import run_ranks
-from row import Row, three_digits
-from timing import in_turns, ratio
+
+from .row import Row, three_digits
+from .timing import in_turns, ratio
 
 ROUNDS = 5
 BACKGROUND, FOREGROUND = OURS = ("in the background", "in the foreground")

@@ -26,8 +26,9 @@ from torch import nn
 
 from dalsegno.checkpoint import CheckpointManager, ModelState
 from dalsegno.testing import run_ranks
-from row import Row, duration
-from timing import in_turns, ratio
+
+from .row import Row, duration
+from .timing import in_turns, ratio
 
 TENSORS = 64
 STILL_BYTES = 512 << 20
