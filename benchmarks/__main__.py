@@ -1,4 +1,4 @@
-"""The table: ``python -m benchmarks [--list] [NAME…]``."""
+"""The table: ``python -m benchmarks [--list] [--small] [NAME…]``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ NAMES = (
     "observers",
     "callbacks",
 )
-"""Modules of this package, in the table's order; each has a ``run() -> list[Row]``."""
+"""Modules of this package, in the table's order. Each has a ``run() -> list[Row]``, and in ``SMALL`` the arguments of
+its small form."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -36,6 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
         "names", nargs="*", metavar="NAME", help=f"which to run: {', '.join(NAMES)}; all if none is given"
     )
     parser.add_argument("--list", action="store_true", help="print the names and stop")
+    parser.add_argument("--small", action="store_true", help="only see that each still runs; the figures mean nothing")
     options = parser.parse_args(arguments)
     if options.list:
         print("\n".join(NAMES))
@@ -48,7 +50,8 @@ def main(arguments: list[str] | None = None) -> int:
     for name in options.names or NAMES:
         began = time.perf_counter()
         try:
-            rows += importlib.import_module(f"benchmarks.{name}").run()
+            module = importlib.import_module(f"benchmarks.{name}")
+            rows += module.run(**module.SMALL if options.small else {})
         except Exception as error:  # one that breaks keeps no other from being measured
             traceback.print_exc()
             rows.append(Row(name, f"failed: {type(error).__name__}", ""))

@@ -27,10 +27,13 @@ from .timing import in_turns, ratio
 GRADIENTS, SCALARS = 1.1, 1.1
 ROUNDS = 101
 
+SMALL = {"rounds": 1}
+"""Of ``run``: with these it takes a second or so, and measures nothing."""
 
-def run() -> list[Row]:
+
+def run(rounds: int = ROUNDS) -> list[Row]:
     torch.set_num_threads(1)
-    return [*_gradient_norms(), _scalars()]
+    return [*_gradient_norms(rounds), _scalars(rounds)]
 
 
 # --- gradient norms ---------------------------------------------------------------------------------------------------
@@ -58,7 +61,7 @@ class Operations(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-def _gradient_norms() -> list[Row]:
+def _gradient_norms(rounds: int) -> list[Row]:
     model = Many()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     gradients = [parameter.grad for parameter in model.parameters()]
@@ -74,12 +77,12 @@ def _gradient_norms() -> list[Row]:
         return _seconds(work)
 
     theirs = partial(torch._foreach_norm, gradients)
-    seconds = in_turns({"ours": partial(seconds_in_a_step, ours), "torch": partial(seconds_in_a_step, theirs)}, ROUNDS)
+    seconds = in_turns({"ours": partial(seconds_in_a_step, ours), "torch": partial(seconds_in_a_step, theirs)}, rounds)
     measured = ratio(seconds["ours"], seconds["torch"])
     is_due[0] = False
     with Operations() as operations:
         watch._before_step(optimizer, (), {})
-    idle = min(_seconds(lambda: watch._before_step(optimizer, (), {})) for _ in range(ROUNDS))
+    idle = min(_seconds(lambda: watch._before_step(optimizer, (), {})) for _ in range(rounds))
     return [
         Row(
             "gradient norms of 300 tensors, when due, one wait",
@@ -109,7 +112,7 @@ def _seconds(work: Callable[[], object]) -> float:
 # --- TensorBoard ------------------------------------------------------------------------------------------------------
 
 
-def _scalars() -> Row:
+def _scalars(rounds: int) -> Row:
     names = [f"value-{number}" for number in range(10)]
     logs = {name: number / 7 for number, name in enumerate(names)}
     defaults = dict.fromkeys(["train-loss", "learning-rate", "grad-norm", "eval-loss", "eval-perplexity"])
@@ -132,7 +135,7 @@ def _scalars() -> Row:
                 for name, value in logs.items():
                     theirs.add_scalar(name, value, step)
 
-        seconds = in_turns({"ours": lambda: _seconds(write_ours), "theirs": lambda: _seconds(write_theirs)}, ROUNDS)
+        seconds = in_turns({"ours": lambda: _seconds(write_ours), "theirs": lambda: _seconds(write_theirs)}, rounds)
         theirs.close()
         logger._writer.on_train_end(None)
     measured = ratio(seconds["ours"], seconds["theirs"])

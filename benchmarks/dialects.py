@@ -16,12 +16,15 @@ from dalsegno.events.dispatcher import Dispatcher
 
 from .peers.events import hf
 from .row import Row, duration, three_digits
-from .timing import ratio, seconds_each
+from .timing import ROUNDS, ratio, seconds_each
 
 HANDLED = "event handled by 10 in Hugging Face's style"
 UNHANDLED = "event that 10 in Hugging Face's style do not handle"
 
 OF_THEIRS = 1.0
+
+SMALL = {"rounds": 1}
+"""Of ``run``: with these it takes a second or so, and measures nothing."""
 
 
 class Listener(ds.TrainerCallback):
@@ -36,11 +39,11 @@ OURS = {
 """Fired as the loop fires it."""
 
 
-def run() -> list[Row]:
+def run(rounds: int = ROUNDS) -> list[Row]:
     theirs, their_names = hf()
     with TemporaryDirectory() as folder:
         names = {"dispatcher": _dispatcher(ds.TrainingArguments(folder)), **their_names}
-        seconds = seconds_each({**OURS, **theirs}, names)
+        seconds = seconds_each({**OURS, **theirs}, names, rounds)
     return [
         _row(what, seconds[what], seconds[their_name])
         for what, their_name in ((HANDLED, "handled"), (UNHANDLED, "unhandled"))

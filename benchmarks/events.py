@@ -13,7 +13,7 @@ from dalsegno.state import TrainerControl
 
 from .peers import PeerMissing, ask
 from .row import Row, duration, three_digits
-from .timing import ratio, seconds_each
+from .timing import ROUNDS, ratio, seconds_each
 
 TEN = range(10)
 PEERS = {"torchtnt": "torchtnt", "ignite": "Ignite", "hf": "HF Trainer", "lightning": "Lightning"}
@@ -27,6 +27,9 @@ WRITTEN_OUT = "ten bare calls written out"
 OF_TORCHTNT = 0.5
 OF_TEN_CALLS = 1.5
 
+SMALL = {"rounds": 1}
+"""Of ``run``: with these it takes a second or so, and measures nothing."""
+
 
 class Listener(ds.Callback):
     def on_step_begin(self, ctx: Context) -> None:
@@ -36,13 +39,13 @@ class Listener(ds.Callback):
         pass
 
 
-def run() -> list[Row]:
-    rounds = _ours()
-    ours = {name: median(seconds) for name, seconds in rounds.items()}
+def run(rounds: int = ROUNDS) -> list[Row]:
+    seconds_of = _ours(rounds)
+    ours = {name: median(seconds) for name, seconds in seconds_of.items()}
     rows = []
     for what in (PLAIN, PAYLOAD):
         for calls in (IN_A_LOOP, WRITTEN_OUT):
-            measured = ratio(rounds[what], rounds[calls])
+            measured = ratio(seconds_of[what], seconds_of[calls])
             rows.append(_row(what, ours[what], calls, ours[calls], measured, OF_TEN_CALLS))
     for system, name in PEERS.items():
         try:
@@ -56,7 +59,7 @@ def run() -> list[Row]:
     return rows
 
 
-def _ours() -> dict[str, list[float]]:
+def _ours(rounds: int) -> dict[str, list[float]]:
     """Seconds, round by round, of each kind of event, fired as the loop fires it, and of the ten bare calls."""
     on = _dispatcher([Listener() for _ in TEN])
     handlers, context = list(on.step_begin), on.step_begin.context
@@ -76,6 +79,7 @@ def _ours() -> dict[str, list[float]]:
             ),
         },
         {"dispatcher": on, "handlers": handlers, "context": context},
+        rounds,
     )
 
 

@@ -15,6 +15,9 @@ from .timing import in_turns
 ROUNDS = 7
 LIMIT = 0.15
 
+SMALL = {"rounds": 1}
+"""Of ``run``: with these it takes a second or so, and measures nothing."""
+
 OURS = {
     "import dalsegno": [sys.executable, "-c", "import dalsegno"],
     "dalsegno --help": [str(Path(sys.executable).with_name("dalsegno")), "--help"],
@@ -23,11 +26,11 @@ TORCH = [sys.executable, "-c", "import torch"]
 HF = [str(PEERS_PYTHON), "-W", "ignore", "-c", "from transformers import Trainer"]
 
 
-def run() -> list[Row]:
+def run(rounds: int = ROUNDS) -> list[Row]:
     commands = {**OURS, "import torch": TORCH, "import HF's Trainer": HF}
     failing = {name: why for name, command in commands.items() if (why := _why_it_fails(command))}
     working = {name: seconds_of(command) for name, command in commands.items() if name not in failing}
-    seconds = {name: median(each) for name, each in in_turns(working, ROUNDS).items()}
+    seconds = {name: median(each) for name, each in in_turns(working, rounds).items()}
     peers = [
         f"{name}: {failing.get(name) or duration(seconds[name])}" for name in ("import torch", "import HF's Trainer")
     ]

@@ -21,25 +21,29 @@ MANY = 1_000
 ROUNDS = 7
 LIMIT = 1.0
 
+SMALL = {"many": 3, "rounds": 1}
+"""Of ``run``: with these it takes a second or so, and measures nothing."""
+
 COMMAND = [str(Path(sys.executable).with_name("dalsegno")), "checkpoints", "list"]
 
 
-def run() -> list[Row]:
+def run(many: int = MANY, rounds: int = ROUNDS) -> list[Row]:
     with tempfile.TemporaryDirectory() as temporary:
-        one, many = Path(temporary) / "one", Path(temporary) / "many"
+        one, all_of_them = Path(temporary) / "one", Path(temporary) / "many"
         CheckpointManager(one).save(1, [ModelState(nn.Linear(8, 8))], [], metrics={"eval_loss": 2.5})
-        for step in range(1, MANY + 1):
-            _copy(one / "checkpoints/step-00000001", many / f"checkpoints/step-{step:08d}", step)
-        seconds = in_turns({"one": seconds_of([*COMMAND, str(one)]), "many": seconds_of([*COMMAND, str(many)])}, ROUNDS)
-    alone, all_of_them = median(seconds["one"]), median(seconds["many"])
+        for step in range(1, many + 1):
+            _copy(one / "checkpoints/step-00000001", all_of_them / f"checkpoints/step-{step:08d}", step)
+        listings = {folder.name: seconds_of([*COMMAND, str(folder)]) for folder in (one, all_of_them)}
+        seconds = in_turns(listings, rounds)
+    alone, together = median(seconds["one"]), median(seconds["many"])
     return [
         Row(
-            f"dalsegno checkpoints list, {MANY:,} checkpoints",
-            duration(all_of_them),
+            f"dalsegno checkpoints list, {many:,} checkpoints",
+            duration(together),
             f"a single one: {duration(alone)}",
-            f"{all_of_them / alone:.2f} ×",
+            f"{together / alone:.2f} ×",
             f"≤ {duration(LIMIT)}",
-            all_of_them <= LIMIT,
+            together <= LIMIT,
         )
     ]
 

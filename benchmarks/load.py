@@ -28,6 +28,9 @@ TENSORS = 64
 ROUNDS = 7
 TARGET = 1.0
 
+SMALL = {"size": 1 << 20, "rounds": 1}
+"""Of ``run``: with these it takes a second or so, and measures nothing."""
+
 
 def run(size: int = BYTES, rounds: int = ROUNDS) -> list[Row]:
     """Medians of the rounds; each round measures everybody once."""
@@ -97,9 +100,3 @@ def _drop(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())  # only what is on the disk can be dropped
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-if __name__ == "__main__":
-    from row import table
-
-    print(table(run()))

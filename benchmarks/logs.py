@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,8 +16,8 @@ import dalsegno as ds
 from dalsegno.analysis.follow import Follower
 
 from .peers import PeerMissing, ask
-from .processes import seconds_of
-from .row import Row, duration, three_digits
+from .processes import peak_memory_of, seconds_of
+from .row import Row, count, duration, three_digits
 from .timing import in_turns, ratio
 
 RECORDS = 1_000_000
@@ -28,21 +27,24 @@ ROUNDS = 5
 EVERY = 1_000
 """Records of training for each one of an evaluation."""
 
+SMALL = {"records": 20_000, "many": 50_000, "rounds": 1}
+"""Of ``run``: with these it takes a second or so, and measures nothing."""
+
 COLUMNS = 7
 """Numbers of each record that a summary is about: time, step, epoch, loss, gradient norm, learning rate, tokens."""
 
 DALSEGNO = str(Path(sys.executable).with_name("dalsegno"))
 
 
-def run() -> list[Row]:
+def run(records: int = RECORDS, many: int = MANY, rounds: int = ROUNDS) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix=".benchmark-", dir=Path.cwd()) as directory:  # /tmp may be memory
         folder = Path(directory)
         small, long, longest = folder / "few.jsonl", folder / "train.jsonl", folder / "many.jsonl"
         write_log(small, FEW)
-        write_log(long, RECORDS)
-        rows = [*_frame(long, small), *_processes(small, long)]
-        write_log(longest, MANY)
-        return [*rows, _memory(small, longest), *_tail(longest)]
+        write_log(long, records)
+        rows = [*_frame(long, small, records, rounds), *_processes(small, long, records, rounds)]
+        write_log(longest, many)
+        return [*rows, _memory(small, longest, many, rounds), *_tail(longest, rounds)]
 
 
 def write_log(path: Path, records: int) -> None:
@@ -65,20 +67,20 @@ def _line(step: int, loss: float, norm: float) -> str:
     return f'{begin}"loss": {loss}, "grad_norm": {norm:.9f}, "learning_rate": 0.0003, "tokens": {step * 8192}}}\n'
 
 
-def _frame(long: Path, small: Path) -> list[Row]:
+def _frame(long: Path, small: Path, records: int, rounds: int) -> list[Row]:
     """Polars leaves out what it has not seen among the first hundred lines, here the evaluations; we do not."""
-    what = f"open a log of {RECORDS // 10**6} M records, {long.stat().st_size // 10**6} MB, to a frame"
+    what = f"open a log of {count(records)} records, {long.stat().st_size // 10**6} MB, to a frame"
     measures: dict[str, Callable[[], object]] = {
         "ours": lambda: ds.open_log(long).frame(),
         "polars": lambda: pl.read_ndjson(long),
     }
-    seconds = in_turns({name: _timed(measure) for name, measure in measures.items()}, ROUNDS)
+    seconds = in_turns({name: _timed(measure) for name, measure in measures.items()}, rounds)
     times = ratio(seconds["ours"], seconds["polars"])
     ours = duration(median(seconds["ours"]))
     peer = f"polars.read_ndjson {duration(median(seconds['polars']))}"
     rows = [Row(what, ours, peer, f"{times:.2f} ×", "≤ 1.20 ×", times <= 1.2)]
     try:
-        others = [ask("logs", str(long), str(small)) for _ in range(ROUNDS)]
+        others = [ask("logs", str(long), str(small)) for _ in range(rounds)]
     except PeerMissing as missing:
         return [*rows, Row(what, ours, str(missing))]
     for name in others[0]:
@@ -87,18 +89,18 @@ def _frame(long: Path, small: Path) -> list[Row]:
     return rows
 
 
-def _processes(small: Path, long: Path) -> list[Row]:
+def _processes(small: Path, long: Path, records: int, rounds: int) -> list[Row]:
     numpy = ("python -c 'import numpy'", [sys.executable, "-c", "import numpy"])
     read = f"import polars; polars.read_ndjson({str(long)!r})"
     polars = ("a process that does polars.read_ndjson and no more", [sys.executable, "-c", read])
     commands = {
-        f"dalsegno logs summary, {RECORDS // 10**6} M records, whole process": (["summary", str(long)], polars, 1.0),
+        f"dalsegno logs summary, {count(records)} records, whole process": (["summary", str(long)], polars, 1.0),
         f"dalsegno logs summary, {FEW:,} records, whole process": (["summary", str(small)], numpy, 0.25),
         "dalsegno logs --help, whole process": (["--help"], numpy, 0.25),
     }
     measures = {what: seconds_of([DALSEGNO, "logs", *words]) for what, (words, _, _) in commands.items()}
     measures |= {name: seconds_of(command) for name, command in (numpy, polars)}
-    seconds = in_turns(measures, ROUNDS)
+    seconds = in_turns(measures, rounds)
     return [
         Row(
             what,
@@ -112,22 +114,21 @@ def _processes(small: Path, long: Path) -> list[Row]:
     ]
 
 
-_PEAK = """
-import resource, sys
+_SUMMARY = """
+import sys
 import polars
 import dalsegno as ds
 ds.open_log(sys.argv[1]).summary()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
 
 
-def _memory(small: Path, longest: Path) -> Row:
+def _memory(small: Path, longest: Path, many: int, rounds: int) -> Row:
     """The highest resident memory of a process that sums it up, over that of one that sums up a short log."""
-    peaks = {path: median(_peak(path) for _ in range(ROUNDS if path == small else 1)) for path in (small, longest)}
-    needed = COLUMNS * MANY * 8
-    used = peaks[longest] - peaks[small]
+    usual = median(peak_memory_of(_SUMMARY, str(small)) for _ in range(rounds))
+    used = peak_memory_of(_SUMMARY, str(longest)) - usual
+    needed = COLUMNS * many * 8
     return Row(
-        f"memory for a summary of {MANY // 10**6} M records, {longest.stat().st_size / 1e9:.1f} GB",
+        f"memory for a summary of {count(many)} records, {longest.stat().st_size / 1e9:.1f} GB",
         f"{used / 1e6:.0f} MB",
         f"the {COLUMNS} columns that it is about: {needed / 1e6:.0f} MB",
         f"{three_digits(used / needed)} ×",
@@ -136,12 +137,7 @@ def _memory(small: Path, longest: Path) -> Row:
     )
 
 
-def _peak(path: Path) -> float:
-    done = subprocess.run([sys.executable, "-c", _PEAK, str(path)], capture_output=True, text=True, check=True)
-    return float(done.stdout)
-
-
-def _tail(longest: Path) -> list[Row]:
+def _tail(longest: Path, rounds: int) -> list[Row]:
     what = f"the last 10 records of a log of {longest.stat().st_size / 1e9:.1f} GB"
     command = [DALSEGNO, "logs", "tail", str(longest)]
     measures = {
@@ -149,7 +145,7 @@ def _tail(longest: Path) -> list[Row]:
         "whole": seconds_of(command),
         "tail": seconds_of(["tail", "-n", "10", str(longest)]),
     }
-    seconds = {name: median(each) for name, each in in_turns(measures, ROUNDS).items()}
+    seconds = {name: median(each) for name, each in in_turns(measures, rounds).items()}
     peer = f"tail -n 10, whole process: {duration(seconds['tail'])}"
     return [
         Row(what, duration(seconds["ours"]), peer, "", f"≤ {duration(0.1)}", seconds["ours"] <= 0.1),

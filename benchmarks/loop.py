@@ -8,13 +8,16 @@ import dalsegno as ds
 from dalsegno.callbacks import JsonLogger
 from dalsegno.events.contexts import EpochContext, StepDoneContext
 
-from .pairs import Paired, Turns, against_bare
+from .pairs import RUNS, Paired, Turns, against_bare
 from .peers import PeerMissing, ask
 from .row import Row, duration
 from .workload import BATCH, LOGGING_STEPS, MAX_GRAD_NORM, STEPS, Rows, parts
 
 LIMIT = 1.05
 PEERS = {"hf": "HF Trainer", "lightning": "Lightning"}
+
+SMALL = {"runs": 1}
+"""Of ``run``: with these it takes a second or so, and measures nothing."""
 
 
 class TakingTurns(ds.Callback):
@@ -52,8 +55,8 @@ def train(rows: Rows, folder: Path, turns: Turns) -> None:
     trainer.train()
 
 
-def run() -> list[Row]:
-    rows = [_row("Trainer, defaults and JsonLogger", against_bare(train), LIMIT)]
+def run(runs: int = RUNS) -> list[Row]:
+    rows = [_row("Trainer, defaults and JsonLogger", against_bare(train, runs), LIMIT)]
     for system, name in PEERS.items():
         try:
             rows.append(_row(f"for reference: {name}", ask(f"loop_{system}"), None))

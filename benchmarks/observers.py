@@ -34,13 +34,14 @@ TURN = 2
 """Steps of one training before the next one takes its turn."""
 PATIENCE = 120.0
 """Seconds after which another training is taken for dead."""
-CONTEXT, VOCABULARY, BATCH = 32, 2048, 8
+WIDTH, CONTEXT, VOCABULARY, BATCH = 384, 32, 2048, 8
 
 LEFT_OUT = {
     "DumpActivations",  # these three do what takes its time because it is asked for
     "ProfilerCallback",
     "TextgenCallback",
     "ExpertLoadBalance",  # there are no experts
+    "GradientNoiseScale",  # needs several micro-batches in a step; here it has one
     "EMA",  # these change the training, or its data
     "ScaleLoss",
     "ScopedFlags",
@@ -62,20 +63,24 @@ DEAREST = "NaNChecker"  # reads every activation and its gradient: a tool for fi
 
 LIMIT = 1.03
 
+SMALL = {"eval_steps": 4, "blocks": 1, "width": 48}
+"""Of ``run``: with these it takes a second or so, and measures nothing."""
 
-def run() -> list[Row]:
+
+def run(eval_steps: int = EVAL_STEPS, blocks: int = BLOCKS, width: int = WIDTH) -> list[Row]:
     others = [name for name in OBSERVERS if name != DEAREST]
-    blocks, parameters = _in_turns({"all": OBSERVERS, "others": others, "none": []})
+    seconds, parameters = _in_turns({"all": OBSERVERS, "others": others, "none": []}, eval_steps, blocks, width)
+    what = f"{eval_steps} steps"
     return [
-        _row(f"with {len(OBSERVERS)} observers at once, {parameters / 1e6:.1f} M parameters", "all", blocks),
-        _row(f"without {DEAREST}", "others", blocks),
+        _row(f"{what} with {len(OBSERVERS)} observers at once, {parameters / 1e6:.1f} M parameters", "all", seconds),
+        _row(f"{what} without {DEAREST}", "others", seconds),
     ]
 
 
 def _row(what: str, side: str, blocks: dict[str, list[float]]) -> Row:
     measured = ratio(blocks[side], blocks["none"])
     return Row(
-        f"{EVAL_STEPS} steps {what}",
+        what,
         duration(median(blocks[side])),
         f"without any: {duration(median(blocks['none']))}",
         f"{measured:.3f} ×",
@@ -84,40 +89,59 @@ def _row(what: str, side: str, blocks: dict[str, list[float]]) -> Row:
     )
 
 
-def _in_turns(sides: dict[str, list[str]]) -> tuple[dict[str, list[float]], int]:
+def _in_turns(
+    sides: dict[str, list[str]], eval_steps: int, blocks: int, width: int
+) -> tuple[dict[str, list[float]], int]:
     """Seconds of each block of each side, and how many parameters there are.
 
     A process for each side, as users have it, so that none collects another's garbage or gets the memory that another
     has given back. Only one runs at a time, and they change every few steps: what is compared lies a moment apart.
     """
-    spawned = multiprocessing.get_context("spawn")
-    with TemporaryDirectory() as folder, spawned.Manager() as manager, ProcessPoolExecutor(len(sides), spawned) as pool:
+    server = multiprocessing.get_context("forkserver")
+    with TemporaryDirectory() as folder, server.Manager() as manager, ProcessPoolExecutor(len(sides), server) as pool:
         turns = [manager.Semaphore(int(place == 0)) for place in range(len(sides))]
         trainings = {
-            side: pool.submit(_train, Path(folder) / side, observers, turns[place], turns[(place + 1) % len(sides)])
+            side: pool.submit(
+                _train,
+                Path(folder) / side,
+                observers,
+                eval_steps,
+                blocks,
+                width,
+                turns[place],
+                turns[(place + 1) % len(sides)],
+            )
             for place, (side, observers) in enumerate(sides.items())
         }
         measured = {side: training.result() for side, training in trainings.items()}
-    return {side: blocks for side, (blocks, _) in measured.items()}, measured["none"][1]
+    return {side: seconds for side, (seconds, _) in measured.items()}, measured["none"][1]
 
 
-def _train(folder: Path, observers: list[str], mine: Semaphore, next_one: Semaphore) -> tuple[list[float], int]:
+def _train(
+    folder: Path,
+    observers: list[str],
+    eval_steps: int,
+    blocks: int,
+    width: int,
+    mine: Semaphore,
+    next_one: Semaphore,
+) -> tuple[list[float], int]:
     """Seconds of each block, and how many parameters there are."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     watching = [BUILT[name]() if name in BUILT else getattr(callbacks, name)() for name in observers]
-    turns = Turns(mine, next_one)
+    turns = Turns(eval_steps, eval_steps * (1 + blocks), mine, next_one)
     args = ds.TrainingArguments(
         output_dir=folder,
-        max_steps=EVAL_STEPS * (1 + BLOCKS),
+        max_steps=turns.steps,
         per_device_train_batch_size=BATCH,
         logging_steps=LOGGING_STEPS,
-        eval_steps=EVAL_STEPS,
+        eval_steps=eval_steps,
         save_steps=0,
         use_cpu=True,
         disable_tqdm=True,
     )
-    model = TinyLanguageModel(width=384, depth=5, heads=6, context=CONTEXT, vocabulary=VOCABULARY)
+    model = TinyLanguageModel(width=width, depth=5, heads=6, context=CONTEXT, vocabulary=VOCABULARY)
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
         trainer = ds.Trainer(
             model, args, train_dataset=Sentences(4000), eval_dataset=Sentences(32), callbacks=[*watching, turns]
@@ -126,7 +150,7 @@ def _train(folder: Path, observers: list[str], mine: Semaphore, next_one: Semaph
             if callback not in watching and callback is not turns:
                 trainer.remove_callback(callback)
         trainer.train()
-    return turns.blocks[1 : 1 + BLOCKS], sum(parameter.numel() for parameter in model.parameters())
+    return turns.blocks[1 : 1 + blocks], sum(parameter.numel() for parameter in model.parameters())
 
 
 class Sentences(Dataset[dict[str, Tensor]]):
@@ -145,9 +169,10 @@ class Turns(ds.Callback):
 
     makes_wishes = False
 
-    def __init__(self, mine: Semaphore, next_one: Semaphore) -> None:
+    def __init__(self, block: int, steps: int, mine: Semaphore, next_one: Semaphore) -> None:
+        self._block, self.steps = block, steps
         self._mine, self._next = mine, next_one
-        self._steps = 0
+        self._done = 0
         self._began = 0.0
         self.blocks = [0.0]
         """Seconds of each block of steps, with its records and its evaluation."""
@@ -156,14 +181,14 @@ class Turns(ds.Callback):
         self._wait()
 
     def on_step_done(self, ctx: StepDoneContext) -> None:
-        self._steps += 1
-        if self._steps % TURN:
+        self._done += 1
+        if self._done % TURN:
             return
         self.blocks[-1] += time.perf_counter() - self._began
-        if self._steps % EVAL_STEPS == 0:
+        if self._done % self._block == 0:
             self.blocks.append(0.0)
         self._next.release()
-        if self._steps < EVAL_STEPS * (1 + BLOCKS):
+        if self._done < self.steps:
             self._wait()
 
     def _wait(self) -> None:

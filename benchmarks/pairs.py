@@ -63,13 +63,13 @@ class Paired(TypedDict):
     ratio: float
 
 
-def against_bare(train: Callable[[Rows, Path, Turns], object]) -> Paired:
-    """Measure ``train(rows, folder, turns)``, an epoch of ``STEPS`` steps: several times, the first not counted."""
+def against_bare(train: Callable[[Rows, Path, Turns], object], runs: int = RUNS) -> Paired:
+    """Measure ``train(rows, folder, turns)``, an epoch of ``STEPS`` steps: ``runs`` times, and once before that."""
     torch.set_num_threads(1)
     rows = Rows()
     trainer: list[float] = []
     bare: list[float] = []
-    for run in range(1 + RUNS):
+    for run in range(1 + runs):
         turns = Turns(rows)
         with TemporaryDirectory() as folder, redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             train(rows, Path(folder), turns)

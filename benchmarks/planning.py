@@ -40,6 +40,9 @@ PLANS = 8
 ROUNDS = 5
 SHAPES = ((4096, 8), (1024, 4), (50_000, 2), (4096,))
 
+SMALL = {"world": 8, "tensors": 40, "part": 20, "rounds": 1}
+"""Of ``run``: with these it takes a second or so, and measures nothing."""
+
 
 def run(world: int = WORLD, tensors: int = TENSORS, part: int = PART, rounds: int = ROUNDS) -> list[Row]:
     """Medians of the rounds."""
@@ -122,9 +125,3 @@ def _as_rank(rank: int, world: int, count: int) -> Callable[[Callable[[planning.
             dist.destroy_process_group()
 
     return do
-
-
-if __name__ == "__main__":
-    from row import table
-
-    print(table(run()))

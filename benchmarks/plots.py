@@ -15,21 +15,24 @@ from dalsegno.analysis.plotting.figure import draw
 from dalsegno.analysis.plotting.view import View
 from dalsegno.analysis.stats.smooth import automatic_window, smooth
 
-from .row import Row, duration
+from .row import Row, count, duration
 
 POINTS = 10_000_000
 REPEATS = 5
 LIMIT = 5.0
 
+SMALL = {"points": 70_000, "repeats": 1}
+"""Of ``run``: with these it takes a second or so, and measures nothing."""
 
-def run() -> list[Row]:
-    """Medians of five; the peer once, it takes long enough."""
-    series = _series()
-    ours = statistics.median(_seconds(series, POINTS) for _ in range(REPEATS))
+
+def run(points: int = POINTS, repeats: int = REPEATS) -> list[Row]:
+    """Medians of the repeats; the peer once, it takes long enough."""
+    series = _series(points)
+    ours = statistics.median(_seconds(series) for _ in range(repeats))
     peer = _all_points(series)
     return [
         Row(
-            f"a plot of {POINTS // 10**6} M points, smoothed, as PNG",
+            f"a plot of {count(points)} points, smoothed, as PNG",
             duration(ours),
             f"matplotlib, every point: {duration(peer)}",
             f"{ours / peer:.2f} ×",
@@ -39,17 +42,27 @@ def run() -> list[Row]:
     ]
 
 
-def _series() -> Series:
-    steps = np.arange(1, POINTS + 1)
-    values = 2 + 6 * np.exp(-steps / 1e6) + np.random.default_rng(0).normal(scale=0.1, size=POINTS)
-    values[:: POINTS // 7] += 5
+def _series(points: int) -> Series:
+    steps = np.arange(1, points + 1)
+    values = 2 + 6 * np.exp(-steps / 1e6) + np.random.default_rng(0).normal(scale=0.1, size=points)
+    values[:: points // 7] += 5
     return Series("loss", "a run", steps, values)
 
 
-def _seconds(series: Series, points: int) -> float:
+def _seconds(series: Series) -> float:
     began = time.perf_counter()
-    smoothed = smooth(series.values, automatic_window(points))
-    curve = Curve("a run", "loss", "#0072B2", series.steps.astype(np.float64), series.values, smoothed, dotted=False)
+    window = automatic_window(len(series.values))
+    curve = Curve(
+        run="a run",
+        metric="loss",
+        colour="#0072B2",
+        x=series.steps.astype(np.float64),
+        values=series.values,
+        smoothed=smooth(series.values, window),
+        window=window,
+        dotted=False,
+        beside=False,
+    )
     draw([[Panel("loss", "a run", "step", "loss", [curve])]], View())._repr_png_()
     return time.perf_counter() - began
 
@@ -66,4 +79,4 @@ def _all_points(series: Series) -> float:
 
 def _keeps_spikes(series: Series) -> bool:
     kept = set(downsample(series.values, 1200).tolist())
-    return set(range(0, POINTS, POINTS // 7)) <= kept
+    return set(range(0, len(series.values), len(series.values) // 7)) <= kept

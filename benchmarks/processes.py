@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -25,3 +26,20 @@ def seconds_of(command: Sequence[str]) -> Callable[[], float]:
         return time.perf_counter() - began
 
     return measure
+
+
+_TELL_PEAK = """
+with open("/proc/self/status") as status:
+    print(next(line.split()[1] for line in status if line.startswith("VmHWM:")))
+"""
+
+
+def peak_memory_of(script: str, *arguments: str) -> int:
+    """The highest resident memory, in bytes, of a Python process that does no more than ``script``.
+
+    It is that of the process's own address space. ``ru_maxrss`` would not do: on Linux a child begins with what its
+    parent had reached when it was started.
+    """
+    command = [sys.executable, "-c", script + _TELL_PEAK, *arguments]
+    done = subprocess.run(command, capture_output=True, check=True, text=True, env=_ENVIRONMENT)
+    return int(done.stdout.splitlines()[-1]) * 1024

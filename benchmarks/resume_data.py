@@ -11,13 +11,16 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dalsegno.data import train_loader
 
-from .row import Row, duration, three_digits
+from .row import Row, count, duration, three_digits
 from .timing import in_turns
 
 BATCH = 32
 ROUNDS = 5
 LIMIT = 0.050
-MILLIONS, BILLIONS = 10_000_000, 10_000_000_000
+MANY, MORE = 10_000_000, 10_000_000_000
+
+SMALL = {"many": 1_000, "more": 10_000, "rounds": 1}
+"""Of ``run``: with these it takes a second or so, and measures nothing."""
 
 
 class Rows:
@@ -33,29 +36,36 @@ class Rows:
         return index
 
 
-def run() -> list[Row]:
-    """One row for each length; no peer can do the longer one, whose list of indices alone would fill 80 GB."""
-    peer_state = _half_way(_peer(MILLIONS))
+def run(many: int = MANY, more: int = MORE, rounds: int = ROUNDS) -> list[Row]:
+    """One row for each length; no peer can do ten billion, whose list of indices alone would fill 80 GB."""
+    peer_state = _half_way(_peer(many), many)
     seconds = in_turns(
         {
-            "ours": lambda: _seconds_of_ours(MILLIONS),
-            "ours, longer": lambda: _seconds_of_ours(BILLIONS),
-            "peer": lambda: _seconds_of_peer(peer_state),
+            "ours": lambda: _seconds_of_ours(many),
+            "ours, longer": lambda: _seconds_of_ours(more),
+            "peer": lambda: _seconds_of_peer(peer_state, many),
         },
-        ROUNDS,
+        rounds,
     )
     ours, longer, peer = (median(seconds[name]) for name in ("ours", "ours, longer", "peer"))
     target = f"under {duration(LIMIT)}"
     return [
         Row(
-            "resume a shuffled dataset of 10 M rows to its first batch",
+            f"resume a shuffled dataset of {count(many)} rows to its first batch",
             duration(ours),
             f"StatefulDataLoader with torch's order {duration(peer)}",
             three_digits(ours / peer),
             target,
             ours < LIMIT,
         ),
-        Row("the same, 10 G rows", duration(longer), "(80 GB of indices)", "", target, longer < LIMIT),
+        Row(
+            f"the same, {count(more)} rows",
+            duration(longer),
+            f"({count(8 * more)}B of indices)",
+            "",
+            target,
+            longer < LIMIT,
+        ),
     ]
 
 
@@ -75,9 +85,9 @@ def _seconds_of_ours(length: int) -> float:
     return time.perf_counter() - began
 
 
-def _seconds_of_peer(state: dict[str, Any]) -> float:
+def _seconds_of_peer(state: dict[str, Any], length: int) -> float:
     began = time.perf_counter()
-    loader = _peer(MILLIONS)
+    loader = _peer(length)
     loader.load_state_dict(state)
     next(iter(loader))
     return time.perf_counter() - began
@@ -89,11 +99,11 @@ def _peer(length: int) -> StatefulDataLoader[Any]:
         return StatefulDataLoader(Rows(length), BATCH, shuffle=True)
 
 
-def _half_way(loader: StatefulDataLoader[Any]) -> dict[str, Any]:
+def _half_way(loader: StatefulDataLoader[Any], length: int) -> dict[str, Any]:
     """The peer's state in the middle of an epoch, without reading half of it: the state after one batch, moved on."""
     next(iter(loader))
     state: dict[str, Any] = loader.state_dict()
-    batches = MILLIONS // 2 // BATCH
+    batches = length // 2 // BATCH
     state["_sampler_iter_yielded"] = state["_num_yielded"] = batches
     batch_sampler = state["_sampler_iter_state"]
     batch_sampler["samples_yielded"] = batch_sampler["sampler_iter_state"]["yielded"] = batches * BATCH

@@ -11,7 +11,7 @@ from typing import Any
 
 from dalsegno.logs import RecordLog
 
-from .row import Row, duration, three_digits
+from .row import Row, count, duration, three_digits
 
 SIZE = 1_000_000_000
 CUT = 1_000_000
@@ -20,20 +20,23 @@ PEER_SHARE = 10
 REPEATS = 5
 LIMIT = 0.020
 
+SMALL = {"size": 3_000_000, "cut": 100_000, "repeats": 1}
+"""Of ``run``: with these it takes a second or so, and measures nothing."""
 
-def run() -> list[Row]:
-    """Medians of five."""
+
+def run(size: int = SIZE, cut: int = CUT, repeats: int = REPEATS) -> list[Row]:
+    """Medians of the repeats."""
     with tempfile.TemporaryDirectory(
         prefix=".benchmark-", dir=Path.cwd()
     ) as directory:  # on a disk, where /tmp may be memory
-        log, line = _log_of(SIZE - CUT, Path(directory))
+        log, line = _log_of(size - cut, Path(directory))
         state = log.state()
-        ours = statistics.median(_rewind(log, state, line) for _ in range(REPEATS))
-        peer = PEER_SHARE * statistics.median(_parse(log.path, SIZE // PEER_SHARE) for _ in range(REPEATS))
+        ours = statistics.median(_rewind(log, state, line, cut) for _ in range(repeats))
+        peer = PEER_SHARE * statistics.median(_parse(log.path, size // PEER_SHARE) for _ in range(repeats))
         log.close()
     return [
         Row(
-            f"rewind a log of {SIZE // 10**9} GB by {CUT // 10**6} MB",
+            f"rewind a log of {count(size)}B by {count(cut)}B",
             duration(ours),
             f"read and parse it all: {duration(peer)} (from {100 // PEER_SHARE} % of it)",
             f"{three_digits(ours / peer)} ×",
@@ -71,11 +74,11 @@ def _state_at_end(state: dict[str, Any], path: Path) -> dict[str, Any]:
     return {**state, "offset": size, "records": size // state["offset"], "tail": tail}
 
 
-def _rewind(log: RecordLog, state: dict[str, Any], line: bytes) -> float:
-    """Seconds from the open call to a log that can be appended to; the megabyte behind it is written before."""
+def _rewind(log: RecordLog, state: dict[str, Any], line: bytes, cut: int) -> float:
+    """Seconds from the open call to a log that can be appended to; the ``cut`` bytes behind it are written before."""
     log.close()
     with log.path.open("ab") as file:
-        file.write(line * (CUT // len(line)))
+        file.write(line * (cut // len(line)))
     began = time.perf_counter()
     report = log.open(state)
     seconds = time.perf_counter() - began

@@ -52,6 +52,14 @@ def duration(seconds: float) -> str:
     return f"{three_digits(seconds * 1e9)} ns"
 
 
+def count(number: int) -> str:
+    """``10 M`` or ``10 G``, where it is a round number; ``1,234`` otherwise."""
+    for unit, size in (("G", 10**9), ("M", 10**6)):
+        if number >= size and number % size == 0:
+            return f"{number // size} {unit}"
+    return f"{number:,}"
+
+
 def three_digits(number: float) -> str:
     if number < 0.1:
         return f"{number:.2g}"

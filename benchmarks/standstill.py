@@ -38,6 +38,9 @@ TARGET = 1.15
 STEP_TARGET = 1.10
 OURS, FIRST, COPY, ASYNC = "ours", "ours, the first of a run", "one warm memcpy", "dcp.async_save"
 
+SMALL = {"still": 1 << 20, "written": 1 << 20, "rounds": 1}
+"""Of ``run``: with these it takes a second or so, and measures nothing."""
+
 
 def run(still: int = STILL_BYTES, written: int = WRITTEN_BYTES, rounds: int = ROUNDS) -> list[Row]:
     """Medians of the rounds; each round measures everybody once."""
@@ -182,9 +185,3 @@ def _training() -> Callable[[], float]:
         return time.perf_counter() - began
 
     return step
-
-
-if __name__ == "__main__":
-    from row import table
-
-    print(table(run()))

@@ -12,8 +12,10 @@ CALLS = 1_000
 ROUNDS = 201
 
 
-def seconds_each(statements: Mapping[str, tuple[str, str]], names: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Seconds that each statement takes, in each of ``ROUNDS`` rounds of about a millisecond a statement.
+def seconds_each(
+    statements: Mapping[str, tuple[str, str]], names: Mapping[str, Any], rounds: int = ROUNDS
+) -> dict[str, list[float]]:
+    """Seconds that each statement takes, in each of the rounds of about a millisecond a statement.
 
     Args:
         statements: (what is timed, what is set up before it; names made there are local, as in a loop's own code).
@@ -21,7 +23,7 @@ def seconds_each(statements: Mapping[str, tuple[str, str]], names: Mapping[str, 
     """
     timers = {name: Timer(*statement, globals=dict(names)) for name, statement in statements.items()}
     results: dict[str, list[float]] = {name: [] for name in timers}
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for name, timer in timers.items():
             results[name].append(timer.timeit(CALLS) / CALLS)
     return results
