@@ -15,31 +15,30 @@ from .timing import in_turns
 ROUNDS = 7
 LIMIT = 0.15
 
-SMALL = {"rounds": 1}
+SMALL = {"rounds": 1, "beside": "numpy"}
 """Of ``run``: with these it takes a second or so, and measures nothing."""
 
 OURS = {
     "import dalsegno": [sys.executable, "-c", "import dalsegno"],
     "dalsegno --help": [str(Path(sys.executable).with_name("dalsegno")), "--help"],
 }
-TORCH = [sys.executable, "-c", "import torch"]
 HF = [str(PEERS_PYTHON), "-W", "ignore", "-c", "from transformers import Trainer"]
 
 
-def run(rounds: int = ROUNDS) -> list[Row]:
-    commands = {**OURS, "import torch": TORCH, "import HF's Trainer": HF}
+def run(rounds: int = ROUNDS, beside: str = "torch") -> list[Row]:
+    """``beside``: whose import the times are ratios to."""
+    theirs = f"import {beside}"
+    commands = {**OURS, theirs: [sys.executable, "-c", theirs], "import HF's Trainer": HF}
     failing = {name: why for name, command in commands.items() if (why := _why_it_fails(command))}
     working = {name: seconds_of(command) for name, command in commands.items() if name not in failing}
     seconds = {name: median(each) for name, each in in_turns(working, rounds).items()}
-    peers = [
-        f"{name}: {failing.get(name) or duration(seconds[name])}" for name in ("import torch", "import HF's Trainer")
-    ]
+    peers = [f"{name}: {failing.get(name) or duration(seconds[name])}" for name in (theirs, "import HF's Trainer")]
     rows = []
     for name in OURS:
         if name in failing:
             rows.append(Row(name, failing[name], ""))
             continue
-        ratio = seconds[name] / seconds["import torch"]
+        ratio = seconds[name] / seconds[theirs]
         target = f"≤ {duration(LIMIT)}"
         rows.append(
             Row(name, duration(seconds[name]), "; ".join(peers), f"{ratio:.3f} ×", target, seconds[name] <= LIMIT)
