@@ -106,6 +106,7 @@ def trainer(output_dir: Path, max_steps: int, data: str) -> ds.Trainer:
         callbacks.ExpertLoadBalance(every=8, router=r"layers\.3$"),
         callbacks.GradientNoiseScale(),
         callbacks.LearningDynamics(),
+        callbacks.ModelMerge(SAVED, window=3),
         callbacks.SkipSamples(0),
         callbacks.StabilityMonitor(),
         callbacks.TBLogger(),

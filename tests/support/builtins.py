@@ -33,6 +33,7 @@ RECIPES: dict[str, Callable[[], ds.Callback]] = {
     "ModelEvalMetrics": lambda: callbacks.ModelEvalMetrics(
         {"error": MeanAbsoluteError()}, select=lambda outputs, batch: (batch["y"], batch["y"])
     ),
+    "ModelMerge": lambda: callbacks.ModelMerge(window=3),
     "Notify": lambda: callbacks.Notify("json://127.0.0.1:9/"),
     "ScaleLoss": lambda: callbacks.ScaleLoss(1.0),
     "SkipSamples": lambda: callbacks.SkipSamples(0),

@@ -29,6 +29,7 @@ from .log_input_summaries import LogInputSummaries
 from .log_optimizer_param_group import LogOptimizerParamGroup
 from .memory_monitor import MemoryMonitor
 from .model_eval_metrics import ModelEvalMetrics
+from .model_merge import ModelMerge
 from .nan_checker import NaNChecker
 from .notify import Notify
 from .parameter_norm_logger import ParameterNormLogger
@@ -82,6 +83,7 @@ __all__ = [
     "LogOptimizerParamGroup",
     "MemoryMonitor",
     "ModelEvalMetrics",
+    "ModelMerge",
     "NaNChecker",
     "Notify",
     "ParameterNormLogger",

@@ -66,7 +66,9 @@ class TensorHolder(Protocol):
     def sharded_state(self, model: nn.Module) -> tuple[dict[str, Tensor], State]:
         """Return the tensors by name, as DTensors if sharded, and the other state, equal on every rank.
 
-        Also called before a checkpoint is loaded: loading writes into the returned tensors.
+        Also called before a checkpoint is loaded: loading writes into the returned tensors. An object that does not
+        always have tensors also defines ``tensors_to_load(model, rest)``, which is called then instead and returns the
+        tensors that belong to ``rest``, the other saved state.
         """
         ...
 

@@ -93,7 +93,7 @@ def export_model(
         config_from: copy configuration and tokenizer (``config.json``, ``tokenizer.json`` …) from this folder, so that
             ``from_pretrained(folder)`` needs nothing else.
         best: of a run, the checkpoint with the best evaluation so far, not the newest one.
-        average: the key of an ``EMA`` callback, whose averages take the place of the weights that were trained.
+        average: the key of an ``EMA`` or a ``ModelMerge``, whose averages take the place of the trained weights.
 
     Raises:
         NotFound: if there is no such checkpoint, none of the best evaluation, or no ``config_from``.

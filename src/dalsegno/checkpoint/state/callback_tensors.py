@@ -61,9 +61,12 @@ class CallbackTensors:
 
     def prepare(self, stored: Index, rest: State) -> LoadTarget:
         there = stored.of(self.key)
+        tensors_to_load = getattr(
+            self._holder, "tensors_to_load", lambda model, _: self._holder.sharded_state(model)[0]
+        )
         fitting = {
-            name: tensor
-            for name, tensor in self.capture()[0].items()
+            name: tensor.detach()
+            for name, tensor in tensors_to_load(self._model, rest).items()
             if name in there and there[name].shape == tensor.shape
         }
         return LoadTarget(fitting, lambda: self._holder.load_sharded_state(fitting.keys(), rest))

@@ -1,0 +1,175 @@
+"""ModelMerge: the mean of the weights over the last steps before given ones."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any, TypedDict
+
+from torch import Tensor, nn
+
+from dalsegno.distributed import collectives
+from dalsegno.errors import ConfigurationError
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import EvaluateBeginContext, LoadContext, StepEndContext, TrainBeginContext
+from dalsegno.stateful.schema import Count
+
+from .argument_checks import whole
+from .averages import Averages, name_evaluated_weights
+
+logger = logging.getLogger("dalsegno")
+
+
+class ModelMergeState(TypedDict):
+    """What is saved beside the means."""
+
+    merge_step: Count
+    merged: Count
+
+
+class ModelMerge(Callback):
+    """Averages the weights of the last ``window`` steps before each merge step, that one's among them.
+
+    The mean weights of the end of a training often do better than the last ones, and a merge at a constant learning
+    rate shows about what the model would be after the rate has fallen (Izmailov et al. 2018, "Averaging Weights Leads
+    to Wider Optima and Better Generalization", arXiv:1803.05407; Li et al. 2025, "Model Merging in Pre-training of
+    Large Language Models", arXiv:2505.12082).
+
+    The means are taken of what ``EMA`` averages, and are spread, saved and resharded as its averages are. The
+    checkpoint of a merge step holds the merged weights; ``export_model(..., average="ModelMerge")`` writes them. Before
+    the first window begins there are no tensors; when the next one begins, those of the last are dropped. Training and
+    evaluations go by the weights themselves; ``with merge.averaged():`` puts the merged ones in their place.
+
+    Args:
+        steps: the merge steps, one or several. None: the run's last step.
+        window: how many steps before a merge step, and with it, count. A run has fewer before its first ``window`` are
+            done.
+        every: steps from one that counts to the next; a merge step always does.
+        name: the callback's key, and the merged weights' name in checkpoints; the class's name if None.
+
+    Raises:
+        ConfigurationError: for a value that cannot work, or windows that overlap: one ``ModelMerge`` has one mean at a
+            time. When training begins: if no checkpoint is to be saved at a merge step, or if the last step is to be
+            one and is not known.
+    """
+
+    makes_wishes = False
+    observes = False
+    state_schema = ModelMergeState
+
+    def __init__(
+        self, steps: int | Sequence[int] | None = None, window: int = 100, *, every: int = 1, name: str | None = None
+    ) -> None:
+        self.name = name
+        self._window = whole("ModelMerge", "window", window)
+        self._every = whole("ModelMerge", "every", every)
+        if every > window:
+            raise ConfigurationError(f"ModelMerge: every={every!r}; needs a whole number up to the window's {window}")
+        self._steps = None if steps is None else _merge_steps(steps, window)
+        self._last_step = 0  # of the run, where that is what is to be merged at
+        self._merge_step = 0  # the end of the window that the means are of; 0: there are none
+        self._merged = 0  # how many weights are in them
+        self._means = Averages()
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside ``with merge.averaged():`` the model has the merged weights in place of its own. On all ranks.
+
+        Raises:
+            ConfigurationError: if averages are there already, these or another callback's; or if no window has begun.
+        """
+        with self._means.averaged(self.key):
+            yield
+
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        last, saving = ctx.state.max_steps, ctx.args.saving
+        if self._steps is None and last < 1:
+            raise ConfigurationError(
+                "ModelMerge: nobody knows the run's last step; give max_steps=, or ModelMerge(steps=)"
+            )
+        self._last_step = last
+        for step in self._steps or []:
+            if step != last and not saving.at_step(step):
+                raise ConfigurationError(
+                    f"ModelMerge: steps={step}, but no checkpoint is saved there to hold what is merged; add "
+                    f"AtSteps({step}) to save=, or choose another step"
+                )
+
+    def on_load(self, ctx: LoadContext) -> None:
+        if self._merged:
+            self._bind(ctx.model)
+
+    def on_step_end(self, ctx: StepEndContext) -> None:
+        merge_step = self._merge_step_of(ctx.step)
+        if merge_step is None or (merge_step - ctx.step) % self._every:
+            return
+        if merge_step != self._merge_step:
+            self._means.end()
+            self._merge_step, self._merged = merge_step, 0
+        if not self._means.have_begun:
+            self._bind(ctx.model)
+        self._merged += 1
+        self._means.approach(1 / self._merged)
+        if ctx.step == merge_step:
+            self._report()
+
+    def on_evaluate_begin(self, ctx: EvaluateBeginContext) -> None:
+        name_evaluated_weights(ctx)
+
+    def sharded_state(self, model: nn.Module) -> tuple[dict[str, Tensor], ModelMergeState]:
+        """The means by the names of their parameters; nothing before the first window."""
+        rest: ModelMergeState = {"merge_step": self._merge_step, "merged": self._merged}
+        return self.tensors_to_load(model, rest), rest
+
+    def tensors_to_load(self, model: nn.Module, rest: Any) -> dict[str, Tensor]:
+        return self._means.follow(model) if rest["merged"] else {}
+
+    def load_sharded_state(self, names: Collection[str], rest: Any) -> None:
+        self._merge_step, self._merged = rest["merge_step"], rest["merged"]
+        if self._merged:
+            self._means.note_restored(names)
+        else:
+            self._means.end()
+
+    def _merge_step_of(self, step: int) -> int | None:
+        """The end of the window that a step lies in."""
+        steps = [self._last_step] if self._steps is None else self._steps
+        return next((end for end in steps if end - self._window < step <= end), None)
+
+    def _bind(self, model: nn.Module) -> None:
+        begun = self._means.begin(model)
+        if begun and self._merged:
+            logger.warning(
+                "%s: nothing was saved of %d parameter(s), %s among them; their mean begins with the present weights",
+                self.key,
+                len(begun),
+                min(begun),
+            )
+
+    def _report(self) -> None:
+        planned = (min(self._window, self._merge_step) - 1) // self._every + 1
+        if collectives.rank() == 0:
+            level = logging.INFO if self._merged == planned else logging.WARNING
+            text = "%s: the mean of %d of %d weights up to step %d is in that step's checkpoint"
+            logger.log(level, text, self.key, self._merged, planned, self._merge_step)
+
+
+def _merge_steps(steps: int | Sequence[int], window: int) -> list[int]:
+    """In order.
+
+    Raises:
+        ConfigurationError: if one is no step, or a window begins before the one before it has ended.
+    """
+    several: Any = list(steps) if isinstance(steps, (list, tuple, range)) else [steps]
+    if not several:
+        raise ConfigurationError(f"ModelMerge: steps={steps!r}; needs a step, or several")
+    ordered = sorted({whole("ModelMerge", "steps", step) for step in several})
+    for earlier, later in pairwise(ordered):
+        if later - earlier < window:
+            raise ConfigurationError(
+                f"ModelMerge: steps={earlier} and {later} are closer than window={window}; give a second ModelMerge "
+                "one of them, with a name of its own"
+            )
+    return ordered
