@@ -1,4 +1,4 @@
-"""TrainingArguments: every setting of a run in one place, under Hugging Face's names where it has one."""
+"""TrainingArguments: all settings of a run, with Hugging Face's names where it has them."""
 
 from __future__ import annotations
 
@@ -49,126 +49,127 @@ MEANT = {
     "warmup_ratio": "warmup_steps",
     "evaluation_strategy": "eval_strategy",
 }
-"""Settings under the names that other libraries, or older versions of them, have for them."""
+"""Names of these settings in other libraries, or in older versions of them."""
 
 
 @dataclass
 class TrainingArguments:
-    """The settings of one run. A run *is* its ``output_dir``.
+    """The settings of one run. A run is identified by its ``output_dir``.
 
     Raises:
-        UnknownName: for an argument that does not exist; the message names the nearest one that does.
-        ConfigurationError: for a value that cannot work; the message says which are allowed.
+        UnknownName: for an unknown argument; the message suggests the nearest known one.
+        ConfigurationError: for a value that cannot work; the message lists the allowed values.
     """
 
     output_dir: str | Path
-    """Where checkpoints, logs and ``run.json`` live: a folder, or a URL such as ``s3://bucket/run``. The same again
-    means: go on with that run. A relative path is made absolute here: a later ``os.chdir`` does not move the run."""
+    """Location of checkpoints, logs and ``run.json``: a folder, or a URL such as ``s3://bucket/run``. Using it again
+    resumes that run. A relative path is made absolute here, so that a later ``os.chdir`` does not move the run."""
     local_dir: str | Path | None = None
-    """Of an ``output_dir`` that is a URL: the folder here into which everything is written first. None: one below
+    """If ``output_dir`` is a URL: the local folder to which everything is written first. None: one below
     ``~/.cache/dalsegno``."""
 
     max_steps: int = -1
-    """Optimizer steps in all, over every leg. It wins over ``num_train_epochs``; -1: that one counts."""
+    """Optimizer steps over all legs. Overrides ``num_train_epochs``; -1: use that one."""
     num_train_epochs: float = 3.0
-    """Passes over the data, where ``max_steps`` is -1."""
+    """Passes over the data, if ``max_steps`` is -1."""
     max_seconds: float | None = None
-    """A leg saves and ends at the end of the step in which it has lasted so long. None: as long as it takes."""
+    """Time limit of a leg, in seconds: it saves and ends after the step in which it is reached. None: no limit."""
     per_device_train_batch_size: int = 8
-    """Samples in a micro-batch, on each rank."""
+    """Samples per micro-batch and rank."""
     per_device_eval_batch_size: int = 8
-    """Samples in an evaluation batch, on each rank."""
+    """Samples per evaluation batch and rank."""
     gradient_accumulation_steps: int = 1
-    """Micro-batches in a step. What is left at an epoch's end is a (smaller) step of its own."""
+    """Micro-batches per step. The remainder at the end of an epoch is a smaller step."""
 
     learning_rate: float = 5e-5
-    """Of the default AdamW, at its highest."""
+    """Peak learning rate of the default AdamW."""
     weight_decay: float = 0.0
-    """Of the default AdamW."""
+    """Weight decay of the default AdamW."""
     adam_beta1: float = 0.9
-    """Of the default AdamW, like the next two."""
+    """Beta1 of the default AdamW: decay of the gradients' average."""
     adam_beta2: float = 0.999
-    """Decay of the squared gradients' average."""
+    """Beta2 of the default AdamW: decay of the squared gradients' average."""
     adam_epsilon: float = 1e-8
-    """Keeps the division by their root finite."""
+    """Epsilon of the default AdamW, which keeps the division finite."""
     lr_scheduler_type: str = "linear"
-    """After the warm-up: ``linear`` or ``cosine`` down to zero at ``max_steps``, or ``constant``."""
+    """Schedule after warm-up: ``linear`` or ``cosine`` down to zero at ``max_steps``, or ``constant``."""
     warmup_steps: int = 0
-    """Steps in which the learning rate rises linearly from zero."""
+    """Steps during which the learning rate rises linearly from zero."""
     max_grad_norm: float = 1.0
-    """Gradients are clipped to this total L2 norm; 0: not at all."""
+    """Total L2 norm to which gradients are clipped; 0: no clipping."""
 
     bf16: bool = False
-    """Forward under bfloat16 autocast."""
+    """Run the forward pass under bfloat16 autocast."""
     fp16: bool = False
-    """Forward under float16 autocast, with a gradient scaler."""
+    """Run the forward pass under float16 autocast, with a gradient scaler."""
     fuse_optim_with_backward: bool = False
-    """Update each parameter as soon as its gradient is there, and free that at once: saves the memory of all gradients.
+    """Update each parameter once its gradient is complete, then free the gradient: saves the memory of all gradients.
     Needs ``max_grad_norm=0``."""
     torch_compile: bool = False
-    """Compile the model (in place, so that no name changes)."""
+    """Compile the model in place, so that parameter names stay the same."""
     torch_compile_backend: str = "inductor"
-    """Of ``torch.compile``."""
+    """Backend of ``torch.compile``."""
     parallel: str = "auto"
-    """How the model is spread over the ranks: ``none``, ``ddp``, ``fsdp`` (``fully_shard``), or ``auto``: DDP under
-    torchrun. A single rank has the whole model in each case; ``ddp`` and ``fsdp`` want torchrun there, too."""
+    """Parallel mode: ``none``, ``ddp``, ``fsdp`` (``fully_shard``), or ``auto``: DDP under torchrun. A single rank
+    always has the whole model; ``ddp`` and ``fsdp`` require torchrun even then."""
     use_cpu: bool = False
-    """Train on the CPU even where there is a GPU."""
+    """Train on the CPU even if there is a GPU."""
 
     logging_strategy: Strategy = "steps"
-    """``steps``, ``epoch`` (at each epoch's end) or ``no``."""
+    """``steps``, ``epoch`` (at the end of each epoch) or ``no``."""
     logging_steps: int = 10
-    """Steps between two records; 0: never."""
+    """Steps between records; 0: never."""
     logging_first_step: bool = False
-    """Log the very first step too."""
+    """Also log the first step."""
     eval_strategy: Strategy = "steps"
-    """As ``logging_strategy``."""
+    """Like ``logging_strategy``."""
     eval_steps: int = 500
-    """Steps between two evaluations; 0: never."""
+    """Steps between evaluations; 0: never."""
     save_strategy: Strategy = "steps"
-    """As ``logging_strategy``. Unless it is ``no``, the end of training saves too."""
+    """Like ``logging_strategy``. Unless it is ``no``, the end of training saves too."""
     save_steps: int = 500
-    """Steps between two checkpoints; 0: never, not even at the end."""
+    """Steps between checkpoints; 0: never, not even at the end."""
     save: SaveTrigger | str | Sequence[SaveTrigger | str] | None = None
-    """When to save, in place of these two: ``Every(steps=500) | Every(minutes=30)``, or as text; the end saves too."""
+    """When to save, instead of the two above: ``Every(steps=500) | Every(minutes=30)``, or that as text; the end of
+    training saves too."""
     save_total_limit: int | None = None
-    """How many checkpoints to keep: the newest ones, and the best one beside them. None: all."""
+    """Number of checkpoints to keep: the newest ones, plus the best one. None: all."""
     keep: Retention | str | Sequence[Retention | str] | None = None
-    """Which to keep, in place of it: ``Latest(3) | Best(2) | EveryNth(10_000)``, or as text. None: all."""
+    """Which checkpoints to keep, instead: ``Latest(3) | Best(2) | EveryNth(10_000)``, or that as text. None: all."""
 
     save_in_background: bool = True
-    """Training goes on while a checkpoint is written; that takes memory for a copy of the state. False: it waits."""
+    """Continue training while a checkpoint is written; needs memory for a copy of the state. False: wait for it."""
     max_failed_saves: int = 3
-    """So many saves in a row that do not get to the disk (it is full, say) are an error; fewer are only reported."""
+    """Number of consecutive failed saves (e.g. on a full disk) that raises an error; fewer are only logged."""
 
     load_best_model_at_end: bool = False
-    """Save at each new best metric, and end with that model's weights."""
+    """Save at each new best metric, and load the best weights at the end."""
     metric_for_best_model: str | None = None
-    """A name among the evaluation's metrics, with or without ``eval_``. None: the evaluation loss."""
+    """Name of an evaluation metric, with or without ``eval_``. None: the evaluation loss."""
     greater_is_better: bool | None = None
-    """None: yes, unless the metric's name ends in ``loss``."""
+    """Whether a higher metric is better. None: yes, unless its name ends in ``loss``."""
 
     seed: int = 42
-    """Of every generator, and (unless ``data_seed`` is given) of the shuffling."""
+    """Seed of all random generators, and of shuffling unless ``data_seed`` is given."""
     data_seed: int | None = None
-    """Of the shuffling alone."""
+    """Seed of shuffling only."""
     dataloader_num_workers: int = 0
-    """Worker processes that read ahead, on each rank."""
+    """Worker processes per rank that load data ahead."""
     dataloader_drop_last: bool = False
-    """Leave out what does not fill a micro-batch on all ranks."""
+    """Drop the samples that do not fill a micro-batch on all ranks."""
     dataloader_pin_memory: bool = True
-    """Only where there is a GPU."""
+    """Pin memory; has no effect without a GPU."""
     dataloader_prefetch_factor: int | None = None
-    """Micro-batches that each worker reads ahead; None: torch's default."""
+    """Micro-batches that each worker loads ahead; None: torch's default."""
     dataloader_persistent_workers: bool = False
-    """Keep the workers from one epoch to the next."""
+    """Keep workers alive between epochs."""
 
     disable_tqdm: bool | None = None
-    """True: no progress bars, lines instead. None: bars on a terminal and in a notebook."""
+    """True: lines instead of progress bars. None: bars on a terminal and in a notebook."""
     take_over_lock: bool = False
-    """Begin although a process of another host says in ``output_dir`` that it trains there. Only if it is dead."""
+    """Start even if a process on another host holds the lock of ``output_dir``. Only if that process is dead."""
     run_name: str | None = None
-    """For people, and for callbacks that show it."""
+    """Name of the run for humans; some callbacks show it."""
 
     def __new__(cls, *args: Any, **named: Any) -> TrainingArguments:
         known = [field.name for field in fields(cls)]
@@ -181,11 +182,12 @@ class TrainingArguments:
         if not is_url(self.output_dir):
             if self.local_dir is not None:
                 raise ConfigurationError(
-                    f"local_dir={str(self.local_dir)!r}: output_dir={str(self.output_dir)!r} is no URL, and needs none"
+                    f"local_dir={str(self.local_dir)!r}: output_dir={str(self.output_dir)!r} is not a URL; leave "
+                    "local_dir out"
                 )
             if is_mangled_url(self.output_dir):
-                raise ConfigurationError(f"output_dir={str(self.output_dir)!r}: give a URL as text, not as a Path")
-            self.output_dir = Path(self.output_dir).absolute()  # os.chdir() later does not move the run
+                raise ConfigurationError(f"output_dir={str(self.output_dir)!r}: pass a URL as str, not as Path")
+            self.output_dir = Path(self.output_dir).absolute()
         elif self.local_dir is not None:
             self.local_dir = Path(self.local_dir).absolute()
         for name, allowed in _CHOICES.items():
@@ -203,7 +205,7 @@ class TrainingArguments:
         if self.fuse_optim_with_backward:
             self._check_fused()
         if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs == 0):
-            raise ConfigurationError("max_steps=0 or num_train_epochs=0 trains nothing; max_steps=-1 means: by epochs")
+            raise ConfigurationError("max_steps=0 or num_train_epochs=0 trains nothing; set max_steps=-1 to use epochs")
         if self.save_total_limit is not None and (type(self.save_total_limit) is not int or self.save_total_limit < 1):
             raise ConfigurationError(f"save_total_limit={self.save_total_limit!r}; needs at least 1, or None for all")
         seconds = self.max_seconds
@@ -218,42 +220,42 @@ class TrainingArguments:
     def _check_fused(self) -> None:
         if self.max_grad_norm:
             raise ConfigurationError(
-                f"fuse_optim_with_backward=True and max_grad_norm={self.max_grad_norm:g}: the norm of all gradients is "
-                "known when all are there, and by then the weights are updated; max_grad_norm=0 clips nothing"
+                f"fuse_optim_with_backward=True and max_grad_norm={self.max_grad_norm:g}: the total norm is only known "
+                "after the weights are updated; set max_grad_norm=0 (no clipping)"
             )
         if self.fp16:
             raise ConfigurationError(
-                "fuse_optim_with_backward=True and fp16=True: whether a step is skipped is known when all gradients "
-                "are there, and by then the weights are updated; use bf16=True"
+                "fuse_optim_with_backward=True and fp16=True: whether to skip a step is only known after the weights "
+                "are updated; use bf16=True"
             )
 
     def _check_policies(self) -> None:
         if self.save is not None:
             self.save = save_trigger(self.save)
             if (self.save_steps, self.save_strategy) != (_default("save_steps"), _default("save_strategy")):
-                raise ConfigurationError(f"save={self.save!r}, and save_steps= or save_strategy= too; give one of them")
+                raise ConfigurationError(f"save={self.save!r}, and save_steps= or save_strategy= too; give only one")
             if self.save.on_best and not self.evaluation:
                 raise ConfigurationError(f"save={self.save!r} needs evaluations; see eval_steps")
         if self.keep is not None:
             self.keep = retention_of(self.keep)
             if self.save_total_limit is not None:
-                raise ConfigurationError(f"keep={self.keep!r}, and save_total_limit= too; give one of them")
+                raise ConfigurationError(f"keep={self.keep!r}, and save_total_limit= too; give only one")
 
     @property
     def directory(self) -> Path:
-        """Where the run lies here: ``output_dir``; of a URL, ``local_dir``."""
+        """Local folder of the run: ``output_dir``; for a URL, ``local_dir``."""
         if self.url is None:
             return Path(self.output_dir)
         return cache_dir(self.url) if self.local_dir is None else Path(self.local_dir)
 
     @property
     def url(self) -> str | None:
-        """Where the run lies elsewhere, if ``output_dir`` is a URL."""
+        """URL of the run, if ``output_dir`` is one."""
         return str(self.output_dir) if is_url(self.output_dir) else None
 
     @property
     def shuffle_seed(self) -> int:
-        """Of the order of the data."""
+        """Seed of the data order."""
         return self.seed if self.data_seed is None else self.data_seed
 
     @property
@@ -266,13 +268,13 @@ class TrainingArguments:
 
     @property
     def saving(self) -> SaveTrigger:
-        """When to save, however it was given; false if never."""
+        """When to save, from ``save`` or the other settings; false if never."""
         saving = _every(self.save_strategy, self.save_steps) if self.save is None else save_trigger(self.save)
         return saving | OnBest() if saving and self.load_best_model_at_end else saving
 
     @property
     def keeping(self) -> Retention | None:
-        """Which checkpoints stay, however it was given; None: all."""
+        """Which checkpoints to keep, from ``keep`` or the other settings; None: all."""
         if self.keep is not None:
             keeping = retention_of(self.keep)
         elif self.save_total_limit is not None:
@@ -286,7 +288,7 @@ class TrainingArguments:
 
     @property
     def best_metric_name(self) -> str:
-        """The metric that decides which checkpoint is best, as it stands in the evaluation's metrics."""
+        """Name, in the evaluation's metrics, of the metric that selects the best checkpoint."""
         name = self.metric_for_best_model or "loss"
         return name if name.startswith("eval_") else f"eval_{name}"
 
@@ -297,7 +299,7 @@ class TrainingArguments:
         return not self.best_metric_name.endswith("loss")
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as a dict that JSON can hold."""
+        """Return the settings as a JSON-serializable dict."""
         texts = {name: getattr(self, name) for name in ("output_dir", "local_dir", "save", "keep")}
         return asdict(self) | {name: None if value is None else str(value) for name, value in texts.items()}
 

@@ -73,5 +73,5 @@ def test_a_newer_format_stays_where_it_is(tmp_path: Path) -> None:
 
 
 def test_no_leg_has_begun(tmp_path: Path) -> None:
-    with pytest.raises(StateMismatch, match="no leg has begun"):
+    with pytest.raises(StateMismatch, match="no leg has started"):
         RunFile(tmp_path).progress(1)

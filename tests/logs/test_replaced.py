@@ -56,8 +56,8 @@ def written(log: RecordLog) -> None:
 @pytest.mark.parametrize(
     ("change", "left", "said"),
     [
-        (delete, [], "is gone, and with it 9 records; it starts anew"),
-        (rotate, [], "is gone, and with it 9 records; it starts anew"),
+        (delete, [], "does not exist any more; 9 records are lost, starting it again"),
+        (rotate, [], "does not exist any more; 9 records are lost, starting it again"),
         (save_same, list(range(LAST)), None),
         (save_older_copy, list(range(LAST - 2)), "2 of 9 records are missing"),
         (cut, [], "9 of 9 records are missing"),
@@ -172,5 +172,5 @@ def test_a_log_that_is_a_fifo_does_not_hang(log: RecordLog) -> None:
     log.path.unlink()
     os.mkfifo(log.path)
     for saved in (None, state):
-        with pytest.raises(ConfigurationError, match="is not a plain file; move it away"):
+        with pytest.raises(ConfigurationError, match="is not a regular file; move it away"):
             log.open(saved)

@@ -71,7 +71,7 @@ def test_scalars_of_other_libraries(tmp_path: Path, value: object, written: obje
         ({"x": 1j}, "cannot hold a complex"),
         ({"x": b"raw"}, "cannot hold a bytes"),
         ({"x": np.longdouble(1)}, "cannot hold a longdouble"),
-        ({"layers": {3: 0.1}}, r"key 3 in 'layers': JSON keys are text, this is a int; use str\(key\)"),
+        ({"layers": {3: 0.1}}, r"key 3 in 'layers': JSON keys are strings, this is a int; use str\(key\)"),
         ({3: 0.1}, "key 3 of the record"),
     ],
 )

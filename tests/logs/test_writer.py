@@ -70,7 +70,7 @@ while True: log.append({{"global_step": (step := step + 1), "text": "x" * (step 
 
 def test_a_path_that_cannot_be(tmp_path: Path, suffix: str) -> None:
     for path in (f"../x{suffix}", f"/x{suffix}", f"a/../../x{suffix}", ""):
-        with pytest.raises(ConfigurationError, match="must lie inside output_dir"):
+        with pytest.raises(ConfigurationError, match="must be inside output_dir"):
             RecordLog(path, tmp_path)
     with pytest.raises(ConfigurationError, match=r"the suffix must be \.jsonl"):
         RecordLog("train.csv", tmp_path)

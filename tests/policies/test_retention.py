@@ -103,9 +103,7 @@ def test_as_arguments(tmp_path: Path) -> None:
     assert str(ds.TrainingArguments(tmp_path, keep=own, **by_metric).keeping) == (
         "Latest(count=1) | Best(count=2, metric='near_loss')"
     )
-    with pytest.raises(
-        ConfigurationError, match=r"keep=Latest\(count=2\), and save_total_limit= too; give one of them"
-    ):
+    with pytest.raises(ConfigurationError, match=r"keep=Latest\(count=2\), and save_total_limit= too; give only one"):
         ds.TrainingArguments(tmp_path, keep=ds.Latest(2), save_total_limit=2)
 
 

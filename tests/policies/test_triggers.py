@@ -79,7 +79,7 @@ def test_what_is_no_occasion(tmp_path: Path, given: object, error: type[Exceptio
 
 @pytest.mark.parametrize("other", [{"save_steps": 100}, {"save_strategy": "epoch"}])
 def test_given_in_two_ways(tmp_path: Path, other: dict[str, Any]) -> None:
-    text = r"save=Every\(steps=5\), and save_steps= or save_strategy= too; give one of them"
+    text = r"save=Every\(steps=5\), and save_steps= or save_strategy= too; give only one"
     with pytest.raises(ConfigurationError, match=text):
         ds.TrainingArguments(tmp_path, save=ds.Every(steps=5), **other)
 

@@ -41,7 +41,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "two precisions": ({"bf16": True, "fp16": True}, "bf16=True and fp16=True; choose one of them"),
     "nothing to do": (
         {"max_steps": 0},
-        "max_steps=0 or num_train_epochs=0 trains nothing; max_steps=-1 means: by epochs",
+        "max_steps=0 or num_train_epochs=0 trains nothing; set max_steps=-1 to use epochs",
     ),
     "broken steps": ({"save_steps": 2.5}, "save_steps=2.5; needs a whole number of at least 0"),
     "keep none": ({"save_total_limit": 0}, "save_total_limit=0; needs at least 1, or None for all"),

@@ -72,7 +72,7 @@ def test_an_optimizer_without_a_learning_rate(tmp_path: Path) -> None:
 def test_a_log_whose_name_something_else_has(tmp_path: Path, make: Any) -> None:
     (tmp_path / "logs").mkdir()
     make(tmp_path / "logs" / "train.jsonl")
-    with pytest.raises(ConfigurationError, match=r"train\.jsonl: is (a folder|not a plain file); move it away"):
+    with pytest.raises(ConfigurationError, match=r"train\.jsonl: is (a folder|not a regular file); move it away"):
         trainer(tmp_path, callbacks=[JsonLogger()]).train()
 
 

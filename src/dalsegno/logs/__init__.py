@@ -1,6 +1,6 @@
-"""Logs: one record a line, cut back on resume to what the checkpoint knew. Nothing here imports torch.
+"""Logs: one record per line, rewound on resume to the checkpoint's position. Does not import torch.
 
-Who only reads a log need not wait for what writes one: so these names are imported when they are first used.
+The names are imported lazily, so that reading a log does not import the writer.
 """
 
 from __future__ import annotations

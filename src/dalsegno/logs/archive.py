@@ -1,4 +1,4 @@
-"""Where bytes go that a log shall no longer hold: into ``rewound/``, and to the disk, before anything is cut."""
+"""Archive of log bytes: copies them into ``rewound/`` and fsyncs them before a log is truncated."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from dalsegno.system import filesystem
 COPY_BYTES = 1 << 20
 
 
-def free_place(directory: Path, name: str) -> Path:
-    """A path that nothing has yet, in ``directory/rewound``, which is made."""
+def free_path(directory: Path, name: str) -> Path:
+    """Return an unused path in ``directory/rewound``, creating that folder."""
     rewound = directory / "rewound"
     filesystem.make_directory(rewound)
     return filesystem.numbered(rewound, name)
 
 
-def archive_whole(path: Path, target: Path) -> None:
-    """Move the file."""
+def archive_file(path: Path, target: Path) -> None:
+    """Move a file into the archive."""
     filesystem.rename(path, target)
     filesystem.fsync_directory(path.parent)
 
 
 def archive_tail(descriptor: int, offset: int, target: Path) -> None:
-    """Copy what follows ``offset`` in an open file. A kill leaves all of it in ``target``, or nothing."""
+    """Copy what follows ``offset`` in an open file. After a kill ``target`` contains all of it, or does not exist."""
     filesystem.replace_durably_in_pieces(target, _pieces(descriptor, offset))
 
 

@@ -1,9 +1,9 @@
-"""TensorBoard's event files, cut back on resume to where the checkpoint was taken.
+"""TensorBoard event files: rewound on resume to the checkpoint's position.
 
-A leg appends to a file of its own; a checkpoint knows every file of a writer and how long it was. What came later
-goes into ``rewound/`` beside the folder, under names that TensorBoard does not take for event files. A writer's files
-bear its mark at the end of their names, in the folder and below it (``add_scalars`` makes folders): those of others are
-left alone.
+Each leg appends to a new file; a checkpoint contains the length of every file of a writer. Later bytes are moved into
+``rewound/`` beside the folder, under names that TensorBoard does not read as event files. A writer's files, in the
+folder and in its subfolders (of ``add_scalars``), have its suffix at the end of their names; other files are not
+touched.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any, TypedDict
 from dalsegno.stateful import schema
 from dalsegno.system import filesystem
 
-from .archive import archive_tail, archive_whole, free_place
+from .archive import archive_file, archive_tail, free_path
 
 logger = logging.getLogger("dalsegno")
 
-_MARK = "tfevents"  # TensorBoard reads whatever has this in its name
+_MARK = "tfevents"  # TensorBoard reads every file with this in its name
 
 
 class EventState(TypedDict):
@@ -32,34 +32,34 @@ class EventState(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class EventPosition:
-    """How far a folder of event files has come. A checkpoint holds this."""
+    """Position of a folder of event files, as saved in a checkpoint."""
 
     events: int
-    """Written so far, over all legs."""
+    """Number of events written, over all legs."""
     files: Mapping[str, int]
-    """Name to length in bytes. Names and headers depend on how many legs there were, and when."""
+    """File name to length in bytes. Names and headers depend on the number and times of the legs."""
 
     def to_state(self) -> EventState:
         return {"events": self.events, "files": dict(self.files)}
 
     @classmethod
     def from_state(cls, state: Any) -> EventPosition:
-        """The position in a checkpoint's state.
+        """Parse a checkpoint's state.
 
         Raises:
-            StateMismatch: if it is none.
+            StateMismatch: if it is malformed.
         """
         schema.check(state, EventState, "the saved state of a writer of event files")
         return cls(**state)
 
 
 def lengths(folder: Path, suffix: str) -> dict[str, int]:
-    """Bytes of each event file in ``folder`` whose name ends so, by its path in there."""
+    """Return the length in bytes of each event file in ``folder`` with this suffix, by relative path."""
     return {name: path.stat().st_size for name, path in _event_files(folder, suffix).items()}
 
 
 def make_durable(folder: Path, suffix: str) -> None:
-    """Force these files, as far as they are written, and their names to the disk."""
+    """Fsync these files, as far as they are written, and their names."""
     own = _event_files(folder, suffix).values()
     for path in own:
         descriptor = os.open(path, os.O_RDONLY)
@@ -72,21 +72,21 @@ def make_durable(folder: Path, suffix: str) -> None:
 
 
 def rewind_events(folder: Path, suffix: str, saved: Mapping[str, int]) -> list[Path]:
-    """Bring these files back to ``saved``, a result of :func:`lengths`; gives where what came later is now."""
+    """Rewind these files to ``saved``, a result of :func:`lengths`. Returns the archives of the later bytes."""
     archived = []
     there = _event_files(folder, suffix)
     for name, path in there.items():
         kept = saved.get(name, 0)
         size = path.stat().st_size
         if size < kept:
-            logger.warning("%s is shorter than the checkpoint knew it: %d bytes are missing", path, kept - size)
+            logger.warning("%s is shorter than its checkpoint says: %d bytes are missing", path, kept - size)
         elif size > kept:
             archived.append(_archive(path, kept, folder.parent))
     for name in saved.keys() - there.keys():
         if saved[name]:
-            logger.warning("%s is gone, and with it what it held", folder / name)
+            logger.warning("%s does not exist any more; its events are lost", folder / name)
     if archived:
-        logger.info("%s: what came after the checkpoint is now in %s", folder, archived[0].parent)
+        logger.info("%s: events after the checkpoint were moved to %s", folder, archived[0].parent)
     return archived
 
 
@@ -96,10 +96,10 @@ def _event_files(folder: Path, suffix: str) -> dict[str, Path]:
 
 
 def _archive(path: Path, kept: int, beside: Path) -> Path:
-    """Move what follows the first ``kept`` bytes; the copy is on the disk before the file is cut."""
-    target = free_place(beside, path.name.replace(_MARK, "rewound"))
+    """Move what follows the first ``kept`` bytes; the copy is fsynced before the file is truncated."""
+    target = free_path(beside, path.name.replace(_MARK, "rewound"))
     if kept == 0:
-        archive_whole(path, target)
+        archive_file(path, target)
         return target
     descriptor = os.open(path, os.O_RDWR)
     try:

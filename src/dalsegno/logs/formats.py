@@ -1,4 +1,4 @@
-"""The two shapes of a log file, chosen by its suffix. Both hold one record a line."""
+"""Formats of a log file, selected by its suffix. Both have one record per line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dalsegno.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How records follow each other in a file: ``head record record … foot``; each append moves the foot."""
+    """Layout of records in a file: ``head record record … foot``; each append moves the foot."""
 
     head: bytes
     before_first: bytes
@@ -19,7 +19,7 @@ class Format:
     foot: bytes
 
     def append(self, line: bytes, *, first: bool) -> bytes:
-        """The bytes that put ``line`` behind what is there, the foot not yet written."""
+        """Return the bytes to append for ``line``, without the foot."""
         return (self.before_first if first else self.before_next) + line + self.after
 
 
@@ -27,13 +27,13 @@ JSON_LINES = Format(head=b"", before_first=b"", before_next=b"", after=b"\n", fo
 JSON_ARRAY = Format(head=b"[", before_first=b"\n", before_next=b",\n", after=b"", foot=b"\n]\n")
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-"""Some programs for Windows begin a text file with it."""
+"""Written at the start of text files by some Windows programs."""
 
 _BY_SUFFIX = {".jsonl": JSON_LINES, ".json": JSON_ARRAY}
 
 
 def format_of(path: Path) -> Format:
-    """JSON lines for ``.jsonl``, one JSON array, valid after every append, for ``.json``.
+    """Return JSON lines for ``.jsonl``; for ``.json`` one JSON array, which is valid after every append.
 
     Raises:
         ConfigurationError: for any other suffix.
@@ -42,17 +42,17 @@ def format_of(path: Path) -> Format:
         return _BY_SUFFIX[path.suffix]
     except KeyError:
         raise ConfigurationError(
-            f"log path {str(path)!r}: the suffix must be .jsonl (a record a line) or .json (a JSON array)"
+            f"log path {str(path)!r}: the suffix must be .jsonl (one record per line) or .json (a JSON array)"
         ) from None
 
 
 def numbered(stem: str) -> tuple[str, int]:
-    """``("train", 2)`` for ``train-2``, in which a log goes on when somebody else has written in ``train``, its 1."""
+    """Split ``train-2``, the successor of ``train`` (number 1) after another program wrote to it, into name, number."""
     name, dash, number = stem.rpartition("-")
     return (name, int(number)) if dash and number.isdecimal() else (stem, 1)
 
 
 def strip_line(line: bytes) -> bytes:
-    """The record in a line of either shape, or empty where the line holds only a bracket."""
+    """Return the record in a line of either format; empty if the line contains only a bracket."""
     record = line.strip().removeprefix(_BYTE_ORDER_MARK).removesuffix(b",")
     return b"" if record in (b"[", b"]") else record

@@ -1,4 +1,4 @@
-"""run.json: which run an ``output_dir`` holds, and through which process lives it has gone."""
+"""RunFile: reads and writes run.json, which identifies the run of an ``output_dir`` and lists its legs."""
 
 from __future__ import annotations
 
@@ -28,41 +28,41 @@ Goal = Annotated[dict[str, float], Must("max_steps and num_train_epochs", {"max_
 
 @dataclass(kw_only=True, slots=True)
 class Leg:
-    """One process life of a run. Times are UTC seconds, steps are counts of finished optimizer steps."""
+    """One process life of a run. Times are UTC seconds, steps are numbers of finished optimizer steps."""
 
     leg: int
     """From 1."""
     started: float
     ended: float | None = None
-    """None while it lives, and for ever if it was killed."""
+    """None while the leg is running, and permanently if it was killed."""
     from_checkpoint: str | None
-    """The checkpoint it went on from, relative to ``output_dir``; None if it began at the beginning."""
+    """The checkpoint that it resumed from, relative to ``output_dir``; None if it started from scratch."""
     world_size: int
     host: str
     pid: int
     first_step: int
     last_step: int
-    """Of the last checkpoint, or at the end if it came to one."""
+    """Step of the last checkpoint; after a regular end, the last step."""
     reason: str | None = None
-    """Why it ended; ``died`` if it could not say; None while it lives."""
+    """Why it ended; ``died`` if it was killed; None while it is running."""
     by: str | None = None
-    """Who asked it to end: a callback's key, a signal."""
+    """Who requested the end: a callback's key, a signal."""
     why: str | None = None
-    """In words: what was asked for, or the error it ended with."""
+    """The requester's reason, or the error that ended it."""
     metrics: dict[str, Any] = field(default_factory=dict)
     goal_given_up: Goal | None = None
-    """Where a callback judged the training to be over: ``max_steps`` and ``num_train_epochs`` as they were. The run has
-    ended there, unless one of them is raised."""
+    """``max_steps`` and ``num_train_epochs`` at the time when a callback judged training to be complete. The run stays
+    ended until one of them is raised."""
 
     def has_given_up(self, max_steps: int, num_train_epochs: float) -> bool:
-        """Whether the run has ended here, and is to go no further than it was to go then."""
+        """Whether a callback ended the run here and neither limit has been raised since."""
         goal = self.goal_given_up
         return goal is not None and max_steps <= goal["max_steps"] and num_train_epochs <= goal["num_train_epochs"]
 
 
 @dataclass(kw_only=True, slots=True)
 class RunRecord:
-    """What ``run.json`` holds."""
+    """Content of ``run.json``."""
 
     run_id: str
     created: float
@@ -70,21 +70,21 @@ class RunRecord:
 
 
 class RunFile:
-    """``run.json`` of one ``output_dir``: replaced whole at each change, so that it is valid at every moment.
+    """``run.json`` of an ``output_dir``: replaced atomically at each change, so that it is always valid.
 
     Only one process may write it: rank 0 of the run that holds the directory's lock.
     """
 
     def __init__(self, output_dir: str | Path) -> None:
         self.path = Path(output_dir) / "run.json"
-        self._run: RunRecord | None = None  # as it was written last
+        self._run: RunRecord | None = None  # as last written
 
     def load(self) -> RunRecord | None:
-        """The run so far; None before its first leg.
+        """Return the run so far; None before its first leg.
 
         Raises:
             DamagedRunFile: if the file is damaged.
-            StateMismatch: if it is of a newer format.
+            StateMismatch: if its format is newer.
         """
         try:
             data = self.path.read_bytes()
@@ -93,10 +93,10 @@ class RunFile:
         return _parse(data, self.path)
 
     def last_leg(self) -> Leg | None:
-        """The newest; None where none is known, also of a damaged file, which the next leg replaces.
+        """Return the newest leg; None if there is none, or the file is damaged (the next leg replaces it).
 
         Raises:
-            StateMismatch: if the file is of a newer format.
+            StateMismatch: if the file's format is newer.
         """
         try:
             record = self.load()
@@ -105,7 +105,7 @@ class RunFile:
         return record.legs[-1] if record is not None and record.legs else None
 
     def begin(self, from_checkpoint: str | None, world_size: int, first_step: int) -> RunRecord:
-        """Append a leg that starts now, after ``first_step`` steps. A former leg still open has died."""
+        """Append a leg that starts now, after ``first_step`` steps. Earlier legs without an end are marked ``died``."""
         run = self._load_or_renew()
         for leg in run.legs:
             leg.reason = leg.reason or "died"
@@ -125,7 +125,7 @@ class RunFile:
         return run
 
     def progress(self, last_step: int) -> None:
-        """Note that a checkpoint of ``last_step`` is published, so that a leg that dies later has said so."""
+        """Record that a checkpoint of ``last_step`` is published, in case the leg is killed later."""
         run = self._current()
         run.legs[-1].last_step = last_step
         self._write(run)
@@ -139,7 +139,7 @@ class RunFile:
         why: str | None = None,
         goal_given_up: dict[str, float] | None = None,
     ) -> None:
-        """Close the present leg."""
+        """Record the end of the current leg."""
         run = self._current()
         leg = run.legs[-1]
         leg.ended, leg.reason, leg.by, leg.why = time.time(), reason, by, why
@@ -147,26 +147,26 @@ class RunFile:
         self._write(run)
 
     def _current(self) -> RunRecord:
-        """As the file says; as this leg knew it last, if the file was removed or damaged while the run lives."""
+        """Return the file's content; if it was removed or damaged during this leg, what this leg wrote last."""
         try:
             run = self.load()
         except DamagedRunFile:
             run = None
         if self._run is not None and (run is None or not run.legs):
-            logger.warning("%s was removed or damaged while the run lives; it is written anew", self.path)
+            logger.warning("%s was removed or damaged during the run; writing it again", self.path)
             run = self._run
         if run is None or not run.legs:
-            raise StateMismatch(f"{self.path}: no leg has begun")
+            raise StateMismatch(f"{self.path}: no leg has started")
         return run
 
     def _load_or_renew(self) -> RunRecord:
-        """The run so far, or a new one; a file that cannot be read is moved aside first."""
+        """Return the run so far, or a new one; an unreadable file is first moved aside."""
         try:
             run = self.load()
         except DamagedRunFile as error:
             aside = filesystem.numbered(self.path.parent, self.path.name)
             filesystem.rename(self.path, aside)
-            logger.warning("%s; it is now %s, and the list of legs starts anew", error, aside.name)
+            logger.warning("%s; moved it to %s and started a new list of legs", error, aside.name)
             run = None
         return run or RunRecord(run_id=os.urandom(8).hex(), created=time.time())
 
@@ -176,8 +176,8 @@ class RunFile:
         filesystem.replace_durably(self.path, (json.dumps(data, indent=2, allow_nan=False) + "\n").encode())
 
 
-def _known(kind: type[Leg | RunRecord], content: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what a newer version of the same format may have added."""
+def _known_fields(kind: type[Leg | RunRecord], content: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop fields that a newer version of the same format may have added."""
     return {field.name: content[field.name] for field in dataclasses.fields(kind) if field.name in content}
 
 
@@ -187,7 +187,7 @@ def _parse(data: bytes, path: Path) -> RunRecord:
         number = content.pop("format")
         if isinstance(number, int) and number > FORMAT:
             raise StateMismatch(f"{path}: format {number} is newer than {FORMAT}; use the dalsegno that wrote it")
-        run = _known(RunRecord, content) | {"legs": [_known(Leg, leg) for leg in content["legs"]]}
+        run = _known_fields(RunRecord, content) | {"legs": [_known_fields(Leg, leg) for leg in content["legs"]]}
     except StateMismatch:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

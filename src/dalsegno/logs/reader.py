@@ -1,4 +1,4 @@
-"""Read a log back, whatever a kill has left of its last line."""
+"""Log reader: reads records and skips a line torn by a kill."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ logger = logging.getLogger("dalsegno")
 
 @dataclass(slots=True)
 class ReadReport:
-    """What a reading left out."""
+    """What a read skipped."""
 
     records: int = 0
     skipped: list[str] = field(default_factory=list)
-    """One sentence for each line that holds no record, with its number from 1."""
+    """A message for each line without a record, with its number from 1."""
 
 
 def read_records(path: Path, report: ReadReport | None = None) -> Iterator[Record]:
-    """The records of a log that :class:`RecordLog` has written, or of an archived tail, one after the other.
+    """Iterate over the records of a log that :class:`RecordLog` wrote, or of an archived tail.
 
-    A line that holds no record (torn by a kill, damaged) is skipped and noted in ``report``; without a report
-    it is warned about. Memory is that of one record.
+    A line without a record (torn by a kill, damaged) is skipped and added to ``report``; without a report it is logged
+    as a warning. Holds one record in memory.
 
     Raises:
-        NotFound: if there is no such file.
+        NotFound: if the file does not exist.
     """
     report = ReadReport() if (warn := report is None) else report
     try:
@@ -53,10 +53,10 @@ def read_records(path: Path, report: ReadReport | None = None) -> Iterator[Recor
 
 
 def record_in(line: bytes) -> Record | None:
-    """The record in a line; None in one that rightly holds none: it is blank, or an array's bracket.
+    """Return the record in a line; None for a blank line or an array's bracket.
 
     Raises:
-        ValueError: if there is something else: a part of a record, or of no log at all.
+        ValueError: for any other content, such as a part of a record.
     """
     if not (text := strip_line(line)):
         return None

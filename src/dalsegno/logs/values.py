@@ -1,8 +1,7 @@
-"""What a record may hold, and how it is spelled in JSON.
+"""Values of a record, and their JSON encoding.
 
-JSON has no NaN and no infinity: such floats are written as the strings ``"NaN"``, ``"Infinity"`` and
-``"-Infinity"``, and read back as floats. A text of exactly that spelling cannot be told from the number, and
-is read as the number.
+JSON has no NaN or infinity: such floats are written as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, and
+read back as floats. A string of exactly that spelling is therefore read as a float.
 """
 
 from __future__ import annotations
@@ -15,23 +14,23 @@ from typing import Any
 from dalsegno.errors import CannotSave
 
 Record = dict[str, Any]
-"""One line of a log: names to numbers, texts, booleans, None, and lists and dicts of these."""
+"""One line of a log: names to numbers, strings, booleans, None, and lists and dicts of these."""
 
 _ENCODER = json.JSONEncoder(allow_nan=False)
-_SPELLED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def encode(record: Mapping[str, Any]) -> bytes:
-    """``record`` as one line of JSON, without the newline.
+    """Encode ``record`` as one line of JSON, without the newline.
 
     Raises:
-        CannotSave: if a value is nothing that JSON can hold; names the key.
+        CannotSave: if JSON cannot represent a value; names the key.
     """
     return _ENCODER.encode(to_json(record)).encode()
 
 
 def decode(line: bytes) -> Any:
-    """What :func:`encode` has written, non-finite floats included. Raises ValueError if it is not JSON."""
+    """Decode the output of :func:`encode`, non-finite floats included. Raises ValueError if it is not JSON."""
     try:
         value = json.loads(line.decode())
     except RecursionError as error:
@@ -40,12 +39,12 @@ def decode(line: bytes) -> Any:
 
 
 def to_json(value: Any, where: str = "") -> Any:
-    """``value`` as JSON values: scalars of NumPy and torch through ``item()``, non-finite floats spelled.
+    """Convert ``value`` to JSON values: NumPy and torch scalars by ``item()``, non-finite floats to strings.
 
-    ``where`` is the path to ``value`` inside its record, for the error.
+    ``where``: path to ``value`` inside its record, for the error.
     """
     if isinstance(value, float):
-        return float(value) if math.isfinite(value) else _spell(value)
+        return float(value) if math.isfinite(value) else _non_finite(value)
     if value is None or isinstance(value, (str, int)):
         return value
     if isinstance(value, Mapping):
@@ -58,13 +57,13 @@ def to_json(value: Any, where: str = "") -> Any:
         return to_json(scalar, where)
     shape = getattr(value, "shape", None)
     what = f"{type(value).__name__} of shape {tuple(shape)}" if shape else type(value).__name__
-    raise CannotSave(f"record key {where!r}: JSON cannot hold a {what}; give a number, text, list or dict")
+    raise CannotSave(f"record key {where!r}: JSON cannot hold a {what}; use a number, string, list or dict")
 
 
 def from_json(value: Any) -> Any:
-    """The value that :func:`to_json` was given, apart from types that JSON does not know."""
+    """Invert :func:`to_json`, except for types that JSON does not have."""
     if isinstance(value, str):
-        return _SPELLED.get(value, value)
+        return _NON_FINITE.get(value, value)
     if isinstance(value, dict):
         return {key: from_json(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -72,7 +71,7 @@ def from_json(value: Any) -> Any:
     return value
 
 
-def _spell(value: float) -> str:
+def _non_finite(value: float) -> str:
     if math.isnan(value):
         return "NaN"
     return "Infinity" if value > 0 else "-Infinity"
@@ -82,4 +81,4 @@ def _key(key: object, where: str) -> str:
     if isinstance(key, str):
         return key
     place = f"in {where!r}" if where else "of the record"
-    raise CannotSave(f"key {key!r} {place}: JSON keys are text, this is a {type(key).__name__}; use str(key)")
+    raise CannotSave(f"key {key!r} {place}: JSON keys are strings, this is a {type(key).__name__}; use str(key)")

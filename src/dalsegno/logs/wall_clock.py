@@ -1,4 +1,4 @@
-"""Fields of a record that time, speed and memory decide: the only ones in which two equal runs may differ."""
+"""Wall-clock fields: those of time, speed and memory, the only ones in which two equal runs may differ."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ WALL_CLOCK_ENDINGS = ("_runtime", "_per_second")
 
 
 def is_wall_clock(key: str) -> bool:
-    """Whether a field of this name may differ between two runs that are the same."""
+    """Whether this field may differ between two equal runs."""
     return key in WALL_CLOCK or key.startswith(WALL_CLOCK_BEGINNING) or key.endswith(WALL_CLOCK_ENDINGS)
 
 
 def drop_wall_clock(record: Mapping[str, Any]) -> dict[str, Any]:
-    """``record`` without its wall-clock fields."""
+    """Return ``record`` without its wall-clock fields."""
     return {key: value for key, value in record.items() if not is_wall_clock(key)}

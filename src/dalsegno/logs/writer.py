@@ -1,4 +1,4 @@
-"""RecordLog: a file that one record after the other is appended to, and that a resume cuts back."""
+"""RecordLog: an append-only file of records, rewound on resume."""
 
 from __future__ import annotations
 
@@ -20,100 +20,100 @@ from .values import encode
 class RecordLog:
     """An append-only log file with rewind.
 
-    ``path`` is relative to ``root``, the run's ``output_dir``, or absolute and inside it. Its suffix chooses
-    the shape: ``.jsonl`` is a JSON object a line, ``.json`` a JSON array that is valid after every append.
-    ``header``: gives the first record of each new file.
+    ``path`` is inside ``root``, the run's ``output_dir``, and relative to it or absolute. Its suffix selects the
+    format: ``.jsonl`` is one JSON object per line, ``.json`` a JSON array that is valid after every append.
+    ``header`` returns the first record of each new file.
 
     Raises:
-        ConfigurationError: for another suffix, or a path outside of ``root``.
+        ConfigurationError: for another suffix, or a path outside ``root``.
     """
 
-    _open_here: ClassVar[WeakValueDictionary[Path, RecordLog]] = WeakValueDictionary()  # two would mix their bytes
+    _open_here: ClassVar[WeakValueDictionary[Path, RecordLog]] = WeakValueDictionary()  # two writers would mix bytes
 
     def __init__(
         self, path: str | Path, root: str | Path, header: Callable[[], Mapping[str, Any] | None] = lambda: None
     ) -> None:
         self._root = Path(root).absolute()
         if self._root not in (self._root / path).parents or ".." in Path(path).parts:
-            raise ConfigurationError(f"log path {str(path)!r}: must lie inside output_dir ({self._root})")
+            raise ConfigurationError(f"log path {str(path)!r}: must be inside output_dir ({self._root})")
         self._path = self._root / path
         self._format = format_of(self._path)
         self._header = header
         self._claimed = self._path
         self._configured = PurePosixPath(self._path.relative_to(self._root))
         self._descriptor: int | None = None
-        self._closing = threading.Lock()  # the number of a closed descriptor may be another file's
+        self._closing = threading.Lock()  # a closed descriptor's number may be reused for another file
         self._offset = 0
         self._records = 0
         self._last_step: int | None = None
 
     @property
     def path(self) -> Path:
-        """The file that is written; not always the one asked for, see :meth:`open`."""
+        """The file that is written; may differ from the configured one, see :meth:`open`."""
         return self._path
 
     @property
     def records(self) -> int:
-        """How many records lie before the next one."""
+        """Number of records in the log."""
         return self._records
 
     def open(self, saved: Any = None) -> RewindReport:
-        """Go on where ``saved``, a state of :meth:`state`, was taken; from the beginning without one.
+        """Continue at ``saved``, a result of :meth:`state`; without it, start from scratch.
 
-        What the file holds beyond that is moved into ``rewound/`` beside it, never deleted. If the file is
-        not the one that was saved, it stays untouched and the log goes on in ``<name>-2``, which later states
-        then name. Takes time in proportion to what is cut off, not to the file.
+        What the file contains beyond ``saved`` is moved into ``rewound/`` beside it, never deleted. If the file is not
+        the one that was saved, it stays unchanged and the log continues in ``<name>-2``, which later states refer to.
+        Takes time proportional to the removed part, not to the file.
 
         Raises:
-            StateMismatch: if ``saved`` is no such state, or that of another log.
+            StateMismatch: if ``saved`` is malformed, or belongs to another log.
             ConfigurationError: if another log of this process has the same path.
         """
         self.close()
         position = None if saved is None else Position.from_state(saved)
         self._claim()
         try:
-            report = self._go_on(position)
-            self._begin()
+            report = self._reopen(position)
+            self._write_header()
         except BaseException:
             self.close()
             raise
         return report
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write ``record`` behind the others: one ``write``, in the kernel's hands when this returns.
+        """Append ``record`` by one ``write``; the kernel has it when this returns.
 
-        If the file was deleted, moved away, replaced or cut meanwhile, the log goes on as :meth:`open` would from here,
-        with a warning: at worst in a new file, never in one that nobody can find.
+        If the file was deleted, moved, replaced or truncated meanwhile, the log continues as :meth:`open` would from
+        here, with a warning: at worst in a new file, never in one without a name.
 
         Raises:
-            CannotSave: if a value is nothing that JSON can hold; nothing is written then.
-            OSError: if the disk is full, say. No half record stays, and the next one can be tried.
+            CannotSave: if JSON cannot represent a value; nothing is written.
+            OSError: e.g. if the disk is full. No partial record stays; the next append can be tried.
         """
         line = encode(record)
         if not self._is_in_place(self._opened()):
-            self._go_on(self._position())
-        self._begin()
+            self._reopen(self._position())
+        self._write_header()
         self._write(line)
         step = step_of(record.get("global_step"))
         self._last_step = self._last_step if step is None else step
 
     def state(self) -> dict[str, Any]:
-        """How far the log has come: what :meth:`open` takes. Whoever keeps it calls :meth:`make_durable` too."""
+        """Return the position for :meth:`open`. A caller that saves it also calls :meth:`make_durable`."""
         return self._position().to_state()
 
     def make_durable(self) -> None:
-        """Force all records to the disk; nothing happens if the log is closed. On any thread, beside appends."""
+        """Fsync all records; does nothing if the log is closed. On any thread, concurrently with appends."""
         with self._closing:
             if self._descriptor is not None:
                 filesystem.fsync(self._descriptor, self._path)
 
     def close(self) -> None:
-        """Close the file. Closing twice is nothing."""
-        self._release()
+        """Close the file. Further calls do nothing."""
+        self._close_file()
         if self._open_here.get(self._claimed) is self:
             del self._open_here[self._claimed]
 
-    def _release(self) -> None:
+    def _close_file(self) -> None:
         with self._closing:
             descriptor, self._descriptor = self._descriptor, None
             if descriptor is not None:
@@ -125,7 +125,7 @@ class RecordLog:
         return Position(path, self._offset, self._records, self._last_step, tail)
 
     def _is_in_place(self, descriptor: int) -> bool:
-        """Whether the file that is written is still the one of that name, and as long as it was left."""
+        """Whether the path still refers to the open file, with the length that was last written."""
         own = os.fstat(descriptor)
         try:
             found = self._path.stat()
@@ -133,13 +133,13 @@ class RecordLog:
             return False
         return os.path.samestat(own, found) and own.st_size == self._offset + len(self._format.foot)
 
-    def _go_on(self, position: Position | None) -> RewindReport:
-        """Whatever fails here leaves the log as it was."""
+    def _reopen(self, position: Position | None) -> RewindReport:
+        """Open the file to continue at ``position``. A failure leaves the log as it was."""
         report = rewind(self._root, self._configured, position)
         filesystem.make_directory(report.path.parent)
         is_new = not report.path.exists()
         descriptor = filesystem.open_own(report.path, os.O_RDWR | os.O_CREAT)
-        self._release()
+        self._close_file()
         self._path, self._descriptor = report.path, descriptor
         self._offset, self._records, self._last_step = report.offset, report.records, report.last_step
         self._end_after_offset()
@@ -147,8 +147,8 @@ class RecordLog:
             filesystem.fsync_directory(self._path.parent)
         return report
 
-    def _begin(self) -> None:
-        """The header, where the file has no record yet."""
+    def _write_header(self) -> None:
+        """Write the header if the file has no record yet."""
         if self._records == 0 and (header := self._header()) is not None:
             self._write(encode(header))
 
@@ -161,7 +161,7 @@ class RecordLog:
             filesystem.write_all(descriptor, line + self._format.foot, self._path)
             self._offset, self._records = end, self._records + 1
         except BaseException:
-            if self._offset != end:  # a full disk, or Ctrl-C between two writes: no half record stays
+            if self._offset != end:  # a full disk, or Ctrl-C between two writes: remove the partial record
                 self._end_after_offset()
             raise
 
@@ -177,13 +177,13 @@ class RecordLog:
         return self._descriptor
 
     def _end_after_offset(self) -> None:
-        """Let the file end with the last record and the foot. Writes nothing where it does already."""
+        """Truncate the file after the last record and the foot. Writes nothing if it already ends there."""
         descriptor, head, foot = self._opened(), self._format.head, self._format.foot
         if self._records == 0 and os.pread(descriptor, len(head), 0) != head:
             filesystem.write_all(descriptor, head, self._path)
         if os.pread(descriptor, len(foot) + 1, self._offset) == foot:
             return
-        if foot:  # before the cut: a last line without its newline would pass for a torn one
+        if foot:  # before the truncation: a last line without its newline would look torn
             os.lseek(descriptor, self._offset, os.SEEK_SET)
             filesystem.write_all(descriptor, foot, self._path)
         filesystem.truncate(descriptor, self._offset + len(foot), self._path)

@@ -167,11 +167,11 @@ def test_what_was_half_sent_is_removed_and_what_is_not_ours_is_not(there: Store,
 
 
 def test_where_it_lies_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ds.ConfigurationError, match=r"local_dir='x': output_dir='.*' is no URL"):
+    with pytest.raises(ds.ConfigurationError, match=r"local_dir='x': output_dir='.*' is not a URL"):
         ds.TrainingArguments(tmp_path, local_dir="x")
     with pytest.raises(ds.ConfigurationError, match=r"output_dir='nowhere://x': Protocol not known: nowhere"):
         jobs.trainer("nowhere://x", tmp_path, 2)
-    with pytest.raises(ds.ConfigurationError, match=r"output_dir='s3:/bucket/run': give a URL as text, not as a Path"):
+    with pytest.raises(ds.ConfigurationError, match=r"output_dir='s3:/bucket/run': pass a URL as str, not as Path"):
         ds.TrainingArguments(Path("s3://bucket/run"))
     monkeypatch.setenv("DALSEGNO_CACHE", str(tmp_path))
     first, second = (ds.TrainingArguments(f"s3://bucket/{name}/").directory for name in ("run 1", "run-1"))

@@ -96,8 +96,8 @@ def test_a_run_may_change_between_the_two(tmp_path: Path, begins_fused: bool) ->
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"max_grad_norm": 1.0}, "max_grad_norm=1: the norm of all gradients is known when all are there"),
-        ({"max_grad_norm": 0, "fp16": True}, "fp16=True: whether a step is skipped"),
+        ({"max_grad_norm": 1.0}, "max_grad_norm=1: the total norm is only known after"),
+        ({"max_grad_norm": 0, "fp16": True}, "fp16=True: whether to skip a step"),
     ],
 )
 def test_settings_that_cannot_work_with_it(tmp_path: Path, settings: dict[str, Any], said: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from dalsegno.checkpoint import checkpoint_dir
 from dalsegno.checkpoint.format.manifest import FILE_NAME, Checkpoint
 from dalsegno.errors import DamagedCheckpoint
-from dalsegno.logs.archive import free_place
+from dalsegno.logs.archive import free_path
 from dalsegno.system import archive, filesystem
 
 from .snapshot import CHECKPOINTS, is_rest
@@ -154,7 +154,7 @@ def _fetch_file(store: Store, run: Path, name: str, is_ahead: bool) -> None:
     try:
         _receive(store, name, temporary)
         if target.exists() and not _begins_with(temporary, target):
-            filesystem.rename(target, free_place(target.parent, target.name))
+            filesystem.rename(target, free_path(target.parent, target.name))
         filesystem.rename(temporary, target)
     finally:
         filesystem.remove(temporary)
