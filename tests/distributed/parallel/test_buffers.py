@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -144,3 +145,24 @@ def share_different(_: Path) -> list[list[float]]:
 
 def test_ranks_with_different_buffers_keep_their_own(tmp_path: Path) -> None:
     assert run_ranks(share_different, 2, tmp_path) == [[[0.0]], [[1.0, 1.0]]]
+
+
+def warned_under_ddp(output_dir: Path) -> list[list[str]]:
+    """By torch, of a run with DDP, and of the same argument elsewhere in the program."""
+    with warnings.catch_warnings(record=True) as of_run:
+        warnings.simplefilter("always")
+        small_trainer(output_dir, model=Normed(), parallel="ddp", max_steps=2, per_device_train_batch_size=2).train()
+    with warnings.catch_warnings(record=True) as elsewhere:
+        warnings.simplefilter("always")
+        nn.parallel.DistributedDataParallel(Normed(), broadcast_buffers=False)
+    return [
+        [str(each.message) for each in found if "broadcast_buffers" in str(each.message)]
+        for found in (of_run, elsewhere)
+    ]
+
+
+def test_a_run_with_ddp_is_not_warned_of_an_argument_of_torch(tmp_path: Path) -> None:
+    """Which the user has not given; where they give it, torch warns as before."""
+    for of_run, elsewhere in run_ranks(warned_under_ddp, 2, tmp_path):
+        assert of_run == []
+        assert bool(elsewhere) == hasattr(nn.parallel.DistributedDataParallel, "broadcast_buffers")  # since 2.13
