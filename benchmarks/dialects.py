@@ -27,7 +27,7 @@ SMALL = {"rounds": 1}
 """Of ``run``: with these it takes a second or so, and measures nothing."""
 
 
-class Listener(ds.TrainerCallback):
+class Listener:
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         pass
 
@@ -54,7 +54,7 @@ def _dispatcher(args: ds.TrainingArguments) -> Dispatcher:
     context_fields: dict[str, Any] = {field.name: None for field in fields(Context)}
     context_fields |= {"args": args, "state": ds.TrainerState(), "control": ds.TrainerControl()}
     dispatcher = Dispatcher(lambda context: context(**context_fields))
-    dispatcher.bind([ds.adapt(Listener(), name=f"listener {number}") for number in range(10)])
+    dispatcher.bind([ds.adapt(Listener(), "huggingface", name=f"listener {number}") for number in range(10)])
     return dispatcher
 
 

@@ -26,8 +26,10 @@ def test_a_page_made_from_the_code_is_up_to_date(name: str) -> None:
 def test_every_public_name_can_be_had_and_is_announced() -> None:
     for name in dir(dalsegno):
         assert getattr(dalsegno, name) is not None
-    source = (ROOT / "src" / "dalsegno" / "__init__.py").read_text()
-    for_type_checkers = set(re.findall(r"import \w+ as (\w+)", source))
+    package = ROOT / "src" / "dalsegno"
+    imported = re.findall(r"from \.([\w.]+) import \w+ as (\w+)", (package / "__init__.py").read_text())
+    modules = {".".join(path.relative_to(package).with_suffix("").parts) for path in package.rglob("*.py")}
+    for_type_checkers = {name for module, name in imported if {module, f"{module}.__init__"} & modules}
     assert for_type_checkers == set(dir(dalsegno))
 
 

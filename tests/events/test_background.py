@@ -14,7 +14,6 @@ import pytest
 
 import dalsegno as ds
 from dalsegno.events.table import Event
-from dalsegno.testing import tiny_regression_data
 from support.listeners import Listener, Trace
 from support.small import same, small_trainer, weights
 
@@ -123,7 +122,6 @@ def test_flags_are_not_heard(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         (lambda: ds.Background(Trace), "Trace is a class"),
         (lambda: ds.Background(Listener({}), queue=0), "queue=0; needs a whole number of at least 1"),
         (lambda: ds.Background(Listener({}), when_full="wait"), "when_full='wait'; allowed are 'drop_oldest', 'block'"),
-        (lambda: ds.Background(ds.functions(on_save=print)), "already runs in the background"),
         (lambda: ds.Background(ds.Background(Listener({}))), "already runs in the background"),
     ],
 )
@@ -140,21 +138,6 @@ def test_two_of_one_class_and_global_ones(tmp_path: Path) -> None:
     with ds.Background(ds.on(Event.TRAIN_END, lambda ctx: seen.append(ctx.reason))):
         small_trainer(tmp_path, max_steps=1).train()
     assert seen == ["finished"]
-
-
-def test_one_in_hugging_faces_style(tmp_path: Path) -> None:
-    go_on = threading.Event()
-    seen: list[tuple[int, int]] = []
-
-    class Observer(ds.TrainerCallback):
-        def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            assert go_on.wait(60)
-            seen.append((state.global_step, len(state.log_history)))
-
-    release = Listener({"on_train_end": lambda ctx: go_on.set()})
-    parts = {"eval_dataset": tiny_regression_data(8, seed=1)}
-    small_trainer(tmp_path, release, ds.Background(Observer()), max_steps=4, eval_steps=2, parts=parts).train()
-    assert seen == [(2, 1), (4, 3)], "the final record is of the same step"
 
 
 HANGING = """

@@ -1,10 +1,11 @@
-"""Lazy exports of a package: importing the package does not import the modules behind its names."""
+"""Lazy exports: a package imports the module behind a name when the name is first used."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
 
 def lazy_exports(
@@ -12,17 +13,23 @@ def lazy_exports(
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """Return ``__getattr__`` and ``__dir__`` for a package (PEP 562).
 
+    A name whose module has been deleted is not an attribute of the package, and not listed.
+
     Args:
         package: its ``__name__``.
-        homes: maps its modules to the names that they define.
+        homes: the names of each of its modules.
     """
     home_of = {name: home for home, names in homes.items() for name in names}
 
+    def exists(home: str) -> bool:
+        path = Path(sys.modules[package].__path__[0], *home.split("."))
+        return path.is_dir() or path.with_suffix(".py").is_file()
+
     def find(name: str) -> object:
-        if name not in home_of:
+        if name not in home_of or not exists(home_of[name]):
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         found = getattr(importlib.import_module(f".{home_of[name]}", package), name)
         setattr(sys.modules[package], name, found)
         return found
 
-    return find, lambda: sorted(home_of)
+    return find, lambda: sorted(name for name, home in home_of.items() if exists(home))

@@ -316,6 +316,11 @@ def test_functions_that_cannot_be(given: dict[str, Any], complaint: str) -> None
     assert str(caught.value).startswith(complaint)
 
 
+def test_functions_are_in_the_background_already() -> None:
+    with pytest.raises(ds.ConfigurationError, match="already runs in the background"):
+        ds.Background(ds.functions(on_save=print))
+
+
 def functions_on_a_rank(output_dir: Path) -> int:
     seen: list[int] = []
     play(output_dir, ds.functions(on_step_end=lambda context: seen.append(context.step)))

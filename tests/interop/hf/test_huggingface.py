@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -360,3 +361,21 @@ def test_an_exported_state_comes_back_into_the_same_object(tmp_path: Path) -> No
     again = Exported(7)
     small_trainer(tmp_path, again, max_steps=4, save_steps=4).train()
     assert (again.count, again.limit) == (4, 5)
+
+
+# --- in the background ------------------------------------------------------------------------------------------------
+
+
+def test_in_the_background(tmp_path: Path) -> None:
+    go_on = threading.Event()
+    seen: list[tuple[int, int]] = []
+
+    class Observer(ds.TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            assert go_on.wait(60)
+            seen.append((state.global_step, len(state.log_history)))
+
+    release = Listener({"on_train_end": lambda ctx: go_on.set()})
+    parts = {"eval_dataset": tiny_regression_data(8, seed=1)}
+    small_trainer(tmp_path, release, ds.Background(Observer()), max_steps=4, eval_steps=2, parts=parts).train()
+    assert seen == [(2, 1), (4, 3)], "the final record is of the same step"

@@ -1,0 +1,18 @@
+"""InstructLab's dialect, for the tests that are the same for all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+DIALECT = "instructlab"
+AT_TRAIN_BEGIN = "on_train_begin"
+MISSPELT = ("on_evaluated", "on_evaluate")
+"""Of a handler, and what is meant."""
+CALLED = [("on_save", "(context)")]
+"""Handlers, and how each is called."""
+
+
+def base() -> Any:
+    from instructlab.training import TrainerCallback
+
+    return TrainerCallback

@@ -1,0 +1,119 @@
+"""All about one other library is in two folders. Without them, everything else works as before."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from interop.libraries import EXAMPLES
+
+ROOT = Path(__file__).parents[2]
+FLAT_NAMES = ROOT / "src/dalsegno/__init__.py"
+"""The one file that may know a library: it lists where public names are, and leaves out those that are not there."""
+
+TRY_EACH = """
+import importlib, os, pkgutil, sys
+import pytest, torch._dynamo, torch.distributed.fsdp, torch.utils.data, torchdata.stateful_dataloader
+
+def tried(copy):
+    os.chdir(copy)
+    sys.path.insert(0, os.path.join(copy, "src"))
+    import dalsegno
+    assert dalsegno.__file__.startswith(copy)
+    for module in pkgutil.walk_packages(dalsegno.__path__, "dalsegno."):
+        importlib.import_module(module.name)
+    return pytest.main(sys.argv[1].split() + ["-k", sys.argv[2]])
+
+statuses = []
+for copy in sys.argv[3:]:
+    if not (child := os.fork()):
+        status = 1
+        try:
+            status = int(tried(copy))
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+    statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+sys.exit(max(statuses))
+"""
+"""A process forked for each copy, after what takes longest to import."""
+
+
+@pytest.mark.parametrize("library", EXAMPLES)
+def test_nothing_else_names_its_folder(library: str) -> None:
+    folder = re.compile(rf"interop[./]{library}\b")
+    others = [path for place in ("src", "tests", "benchmarks", "docs") for path in (ROOT / place).rglob("*.py")]
+    own = {ROOT / "src/dalsegno/interop" / library, ROOT / "tests/interop" / library}
+    named = [path for path in others if not own & {*path.parents} and folder.search(path.read_text())]
+    assert [path for path in named if path != FLAT_NAMES] == []
+
+
+def test_the_folders_of_each_can_be_deleted(tmp_path: Path) -> None:
+    """In a copy for each: every module can be imported, and the tests pass that look at all libraries or modules.
+
+    Those are the tests of the other dialects, of the rooms, and of the public names. No other test needs a dialect of
+    a library's but through that library's folder, as the test above shows.
+    """
+    for library in EXAMPLES:
+        copy = tmp_path / library
+        for folder in ("src", "tests"):
+            ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "golden")
+            shutil.copytree(ROOT / folder, copy / folder, ignore=ignored)
+        for name in ("pyproject.toml", "README.md", "docs"):
+            (copy / name).symlink_to(ROOT / name)
+        for folder in ("src/dalsegno/interop", "tests/interop"):
+            shutil.rmtree(copy / folder / library)
+    targets = "tests/test_architecture.py tests/interop/test_dialects.py tests/docs -p no:cacheprovider"
+    chosen = "(architecture and not without_torch) or dialects or public_name"
+    done = subprocess.run(
+        [sys.executable, "-c", TRY_EACH, targets, chosen, *(str(tmp_path / library) for library in EXAMPLES)],
+        env={**environment(), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def environment() -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return {**inherited, "OMP_NUM_THREADS": "1"}
+
+
+def test_all_of_them_can_be_deleted(tmp_path: Path) -> None:
+    copy = tmp_path / "src" / "dalsegno"
+    shutil.copytree(ROOT / "src" / "dalsegno", copy, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.rmtree(copy / "interop")
+    done = subprocess.run(
+        [sys.executable, "-c", NATIVE_RUN, str(tmp_path / "run")],
+        env={**environment(), "PYTHONPATH": str(copy.parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Known dialects: none" in done.stdout
+
+
+NATIVE_RUN = """
+import sys
+import dalsegno as ds
+from dalsegno.callbacks import JsonLogger
+from dalsegno.testing import TinyRegression, tiny_regression_data
+
+class Foreign: ...
+
+args = ds.TrainingArguments(sys.argv[1], max_steps=3, logging_steps=1, save_steps=2, use_cpu=True, disable_tqdm=True)
+trainer = ds.Trainer(TinyRegression(), args, train_dataset=tiny_regression_data(), callbacks=[JsonLogger()])
+assert trainer.train().reason == "finished"
+try:
+    trainer.add_callback(Foreign())
+except ds.UnknownDialect as error:
+    print(error)
+"""
