@@ -71,7 +71,7 @@ def test_the_run_does_not_feel_it(tmp_path: Path, data: Any) -> None:
 
 
 def test_while_it_is_evaluated_on_it_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ds.ConfigurationError, match="eval_dataloader is being evaluated on just now; read it in"):
+    with pytest.raises(ds.ConfigurationError, match="eval_dataloader is being evaluated; read it in"):
         train(tmp_path, {"on_prediction_step": lambda ctx: list(ctx.eval_dataloader)}, eval_dataset=DATA)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 from dalsegno.data import fingerprint as by_looks
-from dalsegno.data.fingerprint import SAMPLES, look_at, same
+from dalsegno.data.fingerprint import SAMPLES, probe, same
 from dalsegno.testing import tiny_regression_data
 
 
@@ -31,7 +31,7 @@ class Items(Dataset[Any]):
 
 
 def fingerprint(data: Any, num_workers: int = 0) -> dict[str, Any]:
-    return by_looks.fingerprint(data, look_at(data, num_workers))
+    return by_looks.fingerprint(data, probe(data, num_workers))
 
 
 TEXTS = [{"text": f"number {number}", "ids": list(range(number))} for number in range(1000)]

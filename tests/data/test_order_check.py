@@ -71,20 +71,20 @@ class InPlace(Sampler[int]):
 
 
 SAID: dict[str, tuple[Callable[[], TrainingData], str]] = {
-    "samples": (lambda: TrainingData(Pairs(of_the_system)), "Pairs: a sample, or the batch made of it, is another one"),
+    "samples": (lambda: TrainingData(Pairs(of_the_system)), "Pairs: a sample, or the batch made of it, changes"),
     "batches": (lambda: TrainingData(Pairs(float), collate_fn=noisy), "Pairs: a sample, or the batch"),
-    "a generator made in a worker": (lambda: TrainingData(Late(), num_workers=2), "another one in a worker process"),
+    "a generator made in a worker": (lambda: TrainingData(Late(), num_workers=2), "changes in a worker process"),
     "a sampler": (
         lambda: TrainingData.of_loader(DataLoader(Pairs(float), 4, sampler=InPlace())),
-        "sampler of your loader gives another order at each pass",
+        "sampler of your loader yields another order at each pass",
     ),
     "persistent workers": (
         lambda: TrainingData.of_loader(DataLoader(Pairs(random.random), num_workers=1, persistent_workers=True)),
-        "which live longer than an epoch",
+        "which outlive an epoch",
     ),
     "workers of a stateful loader": (
         lambda: TrainingData.of_loader(StatefulDataLoader(Pairs(random.random), num_workers=1)),
-        "a loader of your own, which does not save them",
+        "your own loader, which does not save them",
     ),
 }
 

@@ -391,7 +391,7 @@ def test_a_place_that_was_once_left_to_the_loader() -> None:
     feed = make()
     feed.load_state_dict(saved(0))
     assert [[number // 1 for number in plain(m.batch)] for m in feed] == whole[2:]
-    with pytest.raises(StateMismatch, match="what its sampler had drawn before is not in it"):
+    with pytest.raises(StateMismatch, match="without what its sampler had drawn before"):
         make().load_state_dict(saved(1))
 
 

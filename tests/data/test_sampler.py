@@ -154,4 +154,4 @@ def test_the_saved_seed_wins(caplog: pytest.LogCaptureFixture) -> None:
     before, after = ResumableSampler(100, 4, seed=1), ResumableSampler(100, 4, seed=2)
     after.load_state_dict(before.state_dict())
     assert list(after) == list(before)
-    assert "goes on with its saved seed 1, not with 2" in caplog.text
+    assert "keeps its saved seed 1, instead of 2" in caplog.text

@@ -135,8 +135,8 @@ def test_callbacks(tmp_path: Path, name: str) -> None:
 
 
 PARTS: dict[str, tuple[dict[str, Any], str]] = {
-    "no data": ({"train_dataset": None}, "give train_dataset= or train_dataloader=, one of them"),
-    "data twice": ({"train_dataloader": []}, "give train_dataset= or train_dataloader=, one of them"),
+    "no data": ({"train_dataset": None}, "give exactly one of train_dataset= and train_dataloader="),
+    "data twice": ({"train_dataloader": []}, "give exactly one of train_dataset= and train_dataloader="),
     "evaluation twice": (
         {"eval_dataset": [1], "eval_dataloader": [1]},
         "give eval_dataset= or eval_dataloader=, not both",

@@ -1,7 +1,7 @@
-"""Data that can be gone on with: sample order, datasets and loaders, and the place a run has reached in them.
+"""Resumable data: sample order, datasets and loaders, and the position that a run has reached in them.
 
-A run iterates a :class:`Feed` of :class:`Microbatch` es: :func:`train_feed` makes one of a dataset,
-:func:`loader_feed` of a loader. docs/data.md says which kinds of data resume exactly, and how.
+A run iterates a :class:`ResumableLoader` of :class:`Microbatch` es. :func:`train_loader` builds it from a dataset,
+:func:`resumable_loader` from a loader. docs/data.md lists which kinds of data resume exactly, and how.
 """
 
 from .device import to_device

@@ -1,4 +1,4 @@
-"""Feeds: what TrainingArguments make of the data that a Trainer is given, for this rank."""
+"""Builds this rank's loaders from TrainingArguments and the data passed to a Trainer."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ Collator = Callable[[list[Any]], Any]
 
 
 class EvaluationSet(NamedTuple):
-    """What the model is measured on, alone or beside others."""
+    """One evaluation set, possibly of several."""
 
     name: str
     prefix: str
-    """Of its metrics' names."""
+    """Prefix of its metrics' names."""
     feed: EvalLoader
 
 
 def train_loader_from_args(
     args: TrainingArguments, dataset: Any, loader: Iterable[Any] | None, collator: Collator | None
 ) -> ResumableLoader:
-    """Collective.
+    """Build the training data. Collective.
 
     Raises:
-        ConfigurationError: if there is not just one of dataset and loader, or it is none; or if the ranks are given
-            datasets of different lengths.
-        EmptyDataset: if there is not a single batch.
+        ConfigurationError: unless exactly one of dataset and loader is given and of a supported kind, or if the ranks'
+            datasets differ in length.
+        EmptyDataset: if there is no batch.
     """
     if (dataset is None) == (loader is None):
-        raise ConfigurationError("give train_dataset= or train_dataloader=, one of them")
+        raise ConfigurationError("give exactly one of train_dataset= and train_dataloader=")
     if loader is not None:
         return resumable_loader(loader, seed=args.shuffle_seed, world_size=collectives.world_size())
     expect_same_length("train_dataset", dataset)
@@ -62,12 +62,12 @@ def train_loader_from_args(
 def evaluation_sets_from_args(
     args: TrainingArguments, datasets: Any, loaders: Any, collator: Collator | None
 ) -> list[EvaluationSet]:
-    """One of a dataset or a loader, several of a dict of them, none of None. Collective.
+    """Build one set from a dataset or a loader, several from a dict of them, none from None. Collective.
 
     Raises:
-        ConfigurationError: if there are both datasets and loaders, or something else; or if the ranks are given
-            datasets of different lengths.
-        EmptyDataset: if there is not a single sample in one.
+        ConfigurationError: if both datasets and loaders are given, or an unsupported kind; or if the ranks' datasets
+            differ in length.
+        EmptyDataset: if one has no sample.
     """
     if datasets is not None and loaders is not None:
         raise ConfigurationError("give eval_dataset= or eval_dataloader=, not both")
@@ -95,13 +95,13 @@ def evaluation_sets_from_args(
 
 
 def eval_batches(sets: Sequence[EvaluationSet], device: torch.device) -> EvalBatches | dict[str, EvalBatches]:
-    """The evaluation sets as callbacks are shown them: the only one, or several by name."""
+    """Return the evaluation sets as callbacks see them: the only one, or several by name."""
     loaders = {each.name: EvalBatches(each.feed, device) for each in sets}
     return loaders.get("eval", loaders) if len(loaders) == 1 else loaders
 
 
 def _reading(args: TrainingArguments, collator: Collator | None) -> dict[str, Any]:
-    """How a dataset is read on this rank, whatever for."""
+    """Return the loader arguments that training and evaluation share on this rank."""
     return {
         "rank": collectives.rank(),
         "world_size": collectives.world_size(),

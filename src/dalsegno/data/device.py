@@ -1,4 +1,4 @@
-"""Batches on the model's device."""
+"""Transfer of batches to the model's device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with every tensor in it on ``device``; containers are rebuilt only where there is something to move."""
+    """Move every tensor in a batch to ``device``; containers are rebuilt only if there is something to move."""
     if device.type == "cpu":
         return batch  # loaders yield CPU tensors
     if isinstance(batch, torch.Tensor):

@@ -1,4 +1,4 @@
-"""An evaluation set as callbacks read it."""
+"""EvalBatches: an evaluation set as callbacks see it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .sources import EvalLoader
 
 
 class EvalBatches:
-    """An evaluation set for callbacks to read: this rank's batches, from the first, on the model's device.
+    """An evaluation set for callbacks: this rank's batches, from the first on, on the model's device.
 
-    Not while the set is evaluated: there is one place in it, and it is in use.
+    It cannot be read while the set is evaluated, because there is only one position in it.
     """
 
     def __init__(self, feed: EvalLoader, device: torch.device) -> None:
@@ -26,7 +26,7 @@ class EvalBatches:
     def __len__(self) -> int:
         """
         Raises:
-            TypeError: where it is unknown.
+            TypeError: if the length is unknown.
         """
         count = self._feed.length()
         if count is None:
@@ -43,8 +43,8 @@ class EvalBatches:
         """
         if self._feed.is_evaluated:
             raise ConfigurationError(
-                "eval_dataloader is being evaluated on just now; read it in on_evaluate, or in any event but "
-                "on_prediction_step and those of the forward"
+                "eval_dataloader is being evaluated; read it in on_evaluate, or in any event other than "
+                "on_prediction_step and those of the forward pass"
             )
         return self._batches()
 
@@ -53,5 +53,5 @@ class EvalBatches:
             for microbatch in self._feed:
                 yield to_device(microbatch.batch, self._device)
         finally:
-            if not self._feed.is_evaluated:  # else this was left off, and an evaluation has taken its place
+            if not self._feed.is_evaluated:  # else this iteration was abandoned and an evaluation has started since
                 self._feed.close()

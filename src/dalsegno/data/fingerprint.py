@@ -1,6 +1,6 @@
-"""By what a dataset is known again, in constant time: its length, and what a few of its samples hold.
+"""Fingerprint of a dataset, in constant time: its length, and hashes of a few samples.
 
-The same looks show whether its samples come again where all random generators that can be found are as they were.
+Probing these samples also shows whether they repeat when all known random generators are reset.
 """
 
 from __future__ import annotations
@@ -21,108 +21,108 @@ from dalsegno.stateful.component import Stateful
 from .generators import OwnGenerators
 
 SAMPLES = 4
-"""How many are looked at, spread over the whole length."""
+"""Number of probed samples, spread over the whole length."""
 
 PASSES = 3
-"""How often each is looked at; at the first time a dataset may make what it needs later. Where a sample is another one
-each time, samples say nothing about the dataset."""
+"""How often each sample is read; the first time a dataset may create what it needs later. If a sample changes between
+passes, samples cannot identify the dataset."""
 
-PATIENCE = 10.0
-"""Seconds. A dataset whose samples take longer to come is known by its length alone."""
+PROBE_TIMEOUT_S = 10.0
+"""Seconds. A dataset whose samples take longer is identified by its length alone."""
 
-_TOLERANCE = 1e-3  # another machine rounds otherwise; another sample differs by far more
+_TOLERANCE = 1e-3  # rounding differs between machines; different samples differ by far more
 
 
-class Looks(NamedTuple):
-    """What a few samples have shown; nothing, where none could be looked at."""
+class ProbeResult(NamedTuple):
+    """Result of probing a few samples; the defaults if none could be probed."""
 
     samples: list[list[Any]] | None = None
-    """Of each a hash of its texts, integers and forms, and mean and mean square of its floats; None where that would
-    mean nothing."""
+    """For each sample, a hash of its strings, integers and shapes, and the mean and mean square of its floats; None if
+    samples do not repeat."""
     repeats: bool = True
-    """Whether each was the same when the random generators were the same."""
+    """Whether each sample was equal when the random generators were reset."""
     draws: bool = False
-    """Whether random numbers were drawn for one."""
+    """Whether reading a sample drew random numbers."""
 
 
-def fingerprint(data: Any, looks: Looks) -> dict[str, Any]:
-    """What tells this dataset from another one; plain values, to be kept and compared by :func:`same`.
+def fingerprint(data: Any, probed: ProbeResult) -> dict[str, Any]:
+    """Describe a dataset by plain values, for saving and for comparison by :func:`same`.
 
     Returns:
-        ``type`` (its class), ``length`` (None if it has none), ``fingerprint`` (what a Hugging Face dataset knows
-        itself by, else None), ``samples`` (those of ``looks``).
+        ``type`` (its class), ``length`` (None if it has none), ``fingerprint`` (that of a Hugging Face dataset, else
+        None), ``samples`` (those of ``probed``).
     """
     own = getattr(data, "_fingerprint", None)
     return {
         "type": type(data).__qualname__,
         "length": _length(data),
         "fingerprint": own if isinstance(own, str) else None,
-        "samples": looks.samples,
+        "samples": probed.samples,
     }
 
 
-def look_at(data: Any, num_workers: int = 0, collate: Callable[[list[Any]], Any] | None = None) -> Looks:
-    """Look at a few samples.
+def probe(data: Any, num_workers: int = 0, collate: Callable[[list[Any]], Any] | None = None) -> ProbeResult:
+    """Probe a few samples.
 
-    Only a map dataset is looked into, and only one without a state, which looking could change: nothing of an iterable
-    one is consumed. Samples are fetched as in training, in a worker process where there are some, so that no file is
-    opened in this process that must not be shared with them. All random generators are as before afterwards.
+    Only a map dataset without state is probed: reading could change the state, and would consume an iterable dataset.
+    Samples are fetched as in training, in a worker process if there are any, so that this process opens no file that
+    must not be shared with them. All random generators are restored afterwards.
 
     Args:
-        data: a dataset, or whatever else the training reads.
-        num_workers: of the training.
-        collate: what makes batches of the samples; it is given each of them alone.
+        data: a dataset, or any other training data.
+        num_workers: as in training.
+        collate: the collate function; called on each sample alone.
     """
     length = _length(data)
     if not length or not hasattr(data, "__getitem__") or isinstance(data, IterableDataset | Stateful):
-        return Looks()
+        return ProbeResult()
     places = sorted({number * (length - 1) // (SAMPLES - 1) for number in range(SAMPLES)})
-    sight = _Sight(data, collate)
-    looks = DataLoader(
-        sight,
+    dataset = _Probe(data, collate)
+    probes = DataLoader(
+        dataset,
         sampler=places * PASSES,
         batch_size=None,
         num_workers=min(num_workers, 1),
-        generator=torch.Generator(),  # else a number would be drawn from everybody's
+        generator=torch.Generator(),  # else a number would be drawn from the global generator
     )
     try:
         with preserved_generators():
             began, seen = time.monotonic(), []
-            for look in looks:
+            for look in probes:
                 seen.append(look)
-                if time.monotonic() - began > PATIENCE:
-                    return Looks()
-    except Exception:  # training is going to say what is wrong with it
-        return Looks()
+                if time.monotonic() - began > PROBE_TIMEOUT_S:
+                    return ProbeResult()
+    except Exception:  # training will raise the same error
+        return ProbeResult()
     finally:
-        sight.put_back()
+        dataset.restore()
     last, before = seen[-len(places) :], seen[-2 * len(places) : -len(places)]
     draws = any(drew for *_, drew in seen)
     if last != before:
-        return Looks(None, False, draws)
-    return Looks([list(look[:3]) for look in last], True, draws)
+        return ProbeResult(None, False, draws)
+    return ProbeResult([list(look[:3]) for look in last], True, draws)
 
 
 def same(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether two fingerprints are of the same data, as far as both know it."""
+    """Whether two fingerprints may be of the same data, as far as both contain the same information."""
     if saved["length"] != now["length"]:
         return False
     if saved["fingerprint"] is not None and saved["fingerprint"] == now["fingerprint"]:
         return True
     if saved["samples"] is None or now["samples"] is None:
         return True
-    return len(saved["samples"]) == len(now["samples"]) and all(map(_alike, saved["samples"], now["samples"]))
+    return len(saved["samples"]) == len(now["samples"]) and all(map(_similar, saved["samples"], now["samples"]))
 
 
 def digest(value: Any) -> str:
-    """A hash of a state, or whatever else consists of plain values, arrays and tensors: equal values, equal digests."""
+    """Hash a state, or other plain values, arrays and tensors. Equal values have equal digests."""
     hashed = xxhash.xxh3_128()
     for part in _parts(value, 0):
         hashed.update(part.tobytes() if isinstance(part, np.ndarray) else part)
     return hashed.hexdigest()
 
 
-def _alike(saved: Sequence[Any], now: Sequence[Any]) -> bool:
+def _similar(saved: Sequence[Any], now: Sequence[Any]) -> bool:
     (text, mean, square), (other_text, other_mean, other_square) = saved, now
     largest = max(square, other_square)
     is_near = abs(mean - other_mean) <= _TOLERANCE * math.sqrt(largest)
@@ -136,8 +136,8 @@ def _length(data: Any) -> int | None:
         return None
 
 
-class _Sight(Dataset[tuple[str, float, float, str, bool]]):
-    """Of each sample only what is compared, drawn with the same random numbers each time."""
+class _Probe(Dataset[tuple[str, float, float, str, bool]]):
+    """Reads of each sample only what is compared, with the same random numbers each time."""
 
     def __init__(self, data: Any, collate: Callable[[list[Any]], Any] | None) -> None:
         self._data = data
@@ -146,18 +146,18 @@ class _Sight(Dataset[tuple[str, float, float, str, bool]]):
         self._before = self._own.state_dict()
 
     def __getitem__(self, index: int) -> tuple[str, float, float, str, bool]:
-        self.put_back()
+        self.restore()
         seed_generators(0)
         untouched = self._generators()
         sample = self._data[index]
         batch = "" if self._collate is None else self._collated(sample)
         drew = untouched != self._generators()
-        if get_worker_info() is None:  # one that is made in a worker is out of reach of every checkpoint
+        if get_worker_info() is None:  # a generator that a worker creates is not reachable from a checkpoint
             self._before = {**self._own.state_dict(), **self._before}
         return *_summary(sample), batch, drew
 
-    def put_back(self) -> None:
-        """The dataset's own generators are as before."""
+    def restore(self) -> None:
+        """Restore the dataset's own generators."""
         self._own.load_state_dict(self._before)
 
     def _generators(self) -> str:
@@ -168,7 +168,7 @@ class _Sight(Dataset[tuple[str, float, float, str, bool]]):
         assert self._collate is not None
         try:
             return digest(self._collate([sample]))
-        except Exception:  # it may need more than one
+        except Exception:  # it may need more than one sample
             return ""
 
 
@@ -186,7 +186,7 @@ def _summary(sample: Any) -> tuple[str, float, float]:
 
 
 def _parts(value: Any, depth: int) -> Iterator[bytes | np.ndarray]:
-    """What is in a sample: floats as arrays, all else as bytes; of what is of an unknown type, the type."""
+    """Yield a sample's contents: floats as arrays, all else as bytes; for an unknown type, its name."""
     yield type(value).__qualname__.encode()
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()

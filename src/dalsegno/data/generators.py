@@ -1,9 +1,9 @@
-"""The random generators that data owns: a sampler's, a dataset's, a collate function's. Found, kept, and put back.
+"""OwnGenerators: finds, saves and restores the random generators owned by data: samplers, datasets, collate functions.
 
-Torch's, NumPy's and Python's global generators belong to the whole process (see :mod:`dalsegno.distributed.rng`). A
-``self.rng = np.random.default_rng(0)`` belongs to whoever holds it, and nothing but that object leads to it. So the
-objects are walked: attributes, items of containers, closures, defaults and the globals that functions name. Nothing is
-called and no property is read. An object with a ``state_dict`` of its own is left out: its state is its own affair.
+Torch's, NumPy's and Python's global generators belong to the process (see :mod:`dalsegno.distributed.rng`). A
+``self.rng = np.random.default_rng(0)`` belongs to its object and is reachable only from there. So the objects are
+walked: attributes, items of containers, closures, defaults and the globals that functions name. Nothing is called and
+no property is read. An object with ``state_dict`` is skipped: it saves its own state.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from dalsegno.stateful.component import Stateful
 Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState | np.random.BitGenerator
 
 OBJECTS = 5_000
-"""How many objects a walk looks at, at most 5 ms long. It goes level by level: those near the data are seen first."""
+"""Maximum number of objects in a walk, which takes at most 5 ms. Breadth first, so objects near the data come first."""
 
 ITEMS = 64
-"""How many items of one container it looks at."""
+"""Maximum number of items visited per container."""
 
-_OF_LOADER = ("dataset", "sampler", "batch_sampler", "generator", "collate_fn", "worker_init_fn")
+_LOADER_ATTRIBUTES = ("dataset", "sampler", "batch_sampler", "generator", "collate_fn", "worker_init_fn")
 _LEAVES = (types.ModuleType, type, torch.Tensor, np.ndarray, str, bytes, bytearray, int, float, complex, type(None))
 _LIBRARIES = {"torch", "torchdata", "numpy", "dalsegno", *sys.stdlib_module_names} - {"__main__"}
 
 
 class EpochGenerator(torch.Generator):
-    """Lent to a loader, so that the seeds of its workers are not drawn from a generator that others use."""
+    """Lent to a loader, so that its workers' seeds are not drawn from a generator that others use."""
 
 
 class OwnGenerators:
-    """The generators that can be reached from ``roots``, by the way to them: ``sampler.generator``, ``dataset.rng``.
+    """The generators reachable from ``roots``, by their paths: ``sampler.generator``, ``dataset.rng``.
 
-    Looked for each time, since a dataset may make its generator when the first sample is read.
+    Searched anew at each call, since a dataset may create its generator when the first sample is read.
 
     Args:
-        roots: what to begin at, by name; the empty name leaves nothing in front of the attributes.
+        roots: starting points by name; an empty name adds no prefix to the path.
     """
 
     def __init__(self, **roots: Any) -> None:
@@ -55,25 +55,25 @@ class OwnGenerators:
         self._seeded: list[Generator] | None = None
 
     def find(self) -> dict[str, Generator]:
-        """Each generator once, by the shortest way to it."""
+        """Return each generator once, by its shortest path."""
         return dict(_walk(self._roots))
 
     def state_dict(self) -> dict[str, Any]:
         return {way: _state_of(generator) for way, generator in self.find().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put each generator back to where it was.
+        """Restore each generator.
 
         Raises:
-            StateMismatch: if one is not there any more, or is of another kind.
+            StateMismatch: if one does not exist any more, or has another type.
         """
         found = self.find()
         for way, saved in state.items():
             if way not in found or not _fits(found[way], saved):
-                now = type(found[way]).__name__ if way in found else "not there"
+                now = type(found[way]).__name__ if way in found else "missing"
                 raise StateMismatch(
                     f"the random generator {way!r} of the data was saved, and now it is {now}; resume with the "
-                    "dataset, loader and collate function that the run began with, or start anew"
+                    "original dataset, loader and collate function, or start from scratch"
                 )
         for way, saved in state.items():
             try:
@@ -82,7 +82,7 @@ class OwnGenerators:
                 raise StateMismatch(f"the saved state of the random generator {way!r} of the data: {error}") from error
 
     def seed(self, seeds: Iterator[int]) -> None:
-        """Give each generator the next of ``seeds``. Looked for once: this is called for every micro-batch."""
+        """Seed each generator from ``seeds``. Searches only once, because it is called for every micro-batch."""
         if self._seeded is None:
             self._seeded = list(self.find().values())
         for generator, seed in zip(self._seeded, seeds, strict=False):
@@ -94,7 +94,7 @@ class OwnGenerators:
 
 def _walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Generator]]:
     waiting = deque(roots.items())
-    seen: dict[int, Any] = {}  # the objects too, so that no number is given to another one meanwhile
+    seen: dict[int, Any] = {}  # keeps the objects alive, so that no id is reused
     while waiting:
         way, thing = waiting.popleft()
         if id(thing) in seen:
@@ -110,7 +110,7 @@ def _walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Generator]]:
 
 
 def _is_shared(generator: Generator) -> bool:
-    """Whether it belongs to the whole process or to the run, or has no state to keep."""
+    """Whether the generator belongs to the process or the run, or has no state."""
     return isinstance(generator, EpochGenerator | random.SystemRandom) or any(
         generator is each
         for each in (
@@ -124,11 +124,11 @@ def _is_shared(generator: Generator) -> bool:
 
 
 def _parts_of(thing: Any) -> Iterator[tuple[str, Any]]:
-    """What ``thing`` holds, and how one gets there from it."""
+    """Yield the objects inside ``thing`` and their paths from it."""
     if isinstance(thing, dict | list | tuple | deque) and type(thing).__module__ not in ("builtins", "collections"):
         yield from _attributes(thing)
     if isinstance(thing, DataLoader):
-        yield from ((f".{name}", getattr(thing, name, None)) for name in _OF_LOADER)
+        yield from ((f".{name}", getattr(thing, name, None)) for name in _LOADER_ATTRIBUTES)
     elif isinstance(thing, dict):
         yield from ((f"[{key!r}]", value) for key, value in itertools.islice(thing.items(), ITEMS))
     elif isinstance(thing, list | tuple | deque):
@@ -137,7 +137,7 @@ def _parts_of(thing: Any) -> Iterator[tuple[str, Any]]:
         yield from ((".func", thing.func), (".args", thing.args), (".keywords", thing.keywords))
     elif isinstance(thing, types.MethodType):
         yield from ((".__self__", thing.__self__), (".__func__", thing.__func__))
-    elif isinstance(thing, types.BuiltinMethodType):  # say random.Random(0).random
+    elif isinstance(thing, types.BuiltinMethodType):  # e.g. random.Random(0).random
         yield ".__self__", thing.__self__
     elif isinstance(thing, types.FunctionType):
         yield from _parts_of_function(thing)
@@ -150,7 +150,7 @@ def _parts_of(thing: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
-    """Those of the object itself, then those of its classes."""
+    """Yield the object's attributes, then those of its classes."""
     try:
         own = object.__getattribute__(thing, "__dict__")
     except AttributeError:
@@ -169,7 +169,7 @@ def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """What it has been given, what it encloses, and the globals that it names."""
+    """Yield a function's defaults, closure, and the globals that it names."""
     if _is_of_library(function.__module__):
         return
     yield ".__defaults__", function.__defaults__
@@ -199,14 +199,14 @@ def _is_of_library(module: str | None) -> bool:
 
 
 def _state_of(generator: Generator) -> Any:
-    """What the codec takes. That of a generator of NumPy's is a dict with the name of its bit generator."""
+    """Return a state that the codec supports. For NumPy, a dict with the name of the bit generator."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, np.random.RandomState):
         return generator.get_state(legacy=False)
-    return _bits(generator).state
+    return _bit_generator_of(generator).state
 
 
 def _set_state(generator: Generator, state: Any) -> None:
@@ -217,7 +217,7 @@ def _set_state(generator: Generator, state: Any) -> None:
     elif isinstance(generator, np.random.RandomState):
         generator.set_state(state)
     else:
-        _bits(generator).state = state
+        _bit_generator_of(generator).state = state
 
 
 def _seed(generator: Generator, seed: int) -> None:
@@ -226,32 +226,34 @@ def _seed(generator: Generator, seed: int) -> None:
     elif isinstance(generator, random.Random):
         generator.seed(seed)
     else:
-        bits = generator._bit_generator if isinstance(generator, np.random.RandomState) else _bits(generator)
+        bits = (
+            generator._bit_generator if isinstance(generator, np.random.RandomState) else _bit_generator_of(generator)
+        )
         bits.state = type(bits)(seed).state
 
 
-def _bits(generator: np.random.Generator | np.random.BitGenerator) -> Any:
+def _bit_generator_of(generator: np.random.Generator | np.random.BitGenerator) -> Any:
     return generator if isinstance(generator, np.random.BitGenerator) else generator.bit_generator
 
 
 def _fits(generator: Generator, state: Any) -> bool:
-    """Whether the state has the form of one of this generator; NumPy would read beyond its memory otherwise."""
+    """Whether the state has the layout of this generator's; with another one NumPy would read out of bounds."""
     now = _state_of(generator)
-    return _form(now) == _form(state) and _is_in_range(state)
+    return _layout(now) == _layout(state) and _is_in_range(state)
 
 
-def _form(state: Any) -> Any:
+def _layout(state: Any) -> Any:
     if isinstance(state, dict):
-        return {key: value if key == "bit_generator" else _form(value) for key, value in state.items()}
+        return {key: value if key == "bit_generator" else _layout(value) for key, value in state.items()}
     if isinstance(state, list | tuple):
-        return [_form(each) for each in state] if len(state) < 10 else len(state)
+        return [_layout(each) for each in state] if len(state) < 10 else len(state)
     if isinstance(state, np.ndarray | torch.Tensor):
         return str(state.dtype), tuple(state.shape)
     return None
 
 
 def _is_in_range(state: Any) -> bool:
-    """The places in what a Mersenne Twister or a Philox has made ahead."""
+    """Check the positions in the buffers of a Mersenne Twister or Philox."""
     if not isinstance(state, dict):
         return True
     inner = state.get("state")

@@ -1,9 +1,9 @@
-"""A shuffle without the shuffled list: where each position of an epoch points to, computed position by position.
+"""A shuffle without a list: computes the index at any position of an epoch's permutation.
 
-A Feistel network on the pair (high, low) of an index. Each round adds a keyed hash of one half to the other, which can
-always be undone, so every round is a permutation of all pairs, and so is the whole. There are at least as many pairs
-as indices, and fewer than 2**low_bits more: the rare result beyond the end goes through the network again until it is
-inside, which closes the permutation over exactly the indices wanted (cycle walking).
+A Feistel network on the pair (high, low) of an index. Each round adds a keyed hash of one half to the other, which is
+invertible, so every round, and thus the network, is a permutation of all pairs. There are at least as many pairs as
+indices, and fewer than 2**low_bits more: a result beyond the end is passed through the network again until it is in
+range, which restricts the permutation to exactly the wanted indices (cycle walking).
 
 All arithmetic is on unsigned 64-bit integers, modulo 2**64: the same on every platform and with every NumPy.
 """
@@ -23,14 +23,14 @@ _STIR = np.uint64(0xA0761D6478BD642F)
 
 
 def permute(positions: Indices, length: int, key: int) -> Indices:
-    """The indices at ``positions`` of the permutation of ``range(length)`` that ``key`` names.
+    """Return the indices at ``positions`` of the permutation of ``range(length)`` selected by ``key``.
 
-    Takes about 0.15 µs an index in blocks of thousands, whatever ``length`` (1 to 2**63) is. ``positions`` (one
-    dimension, each below ``length``) is left as it is.
+    Takes about 0.15 µs per index in blocks of thousands, for any ``length`` (1 to 2**63). ``positions`` (one
+    dimension, each below ``length``) is not changed.
     """
     low_bits = max(1, (length - 1).bit_length() // 2)
     high_size = -(-length >> low_bits)
-    # Fewer bits a round mix less: six are enough from 4096 indices on, but show in the orders of 8.
+    # Fewer bits per round mix less: six rounds suffice from 4096 indices on, but are visibly biased for 8.
     rounds = max(6, 12 - low_bits)
     keys = [(np.uint64(mix(key, 2 * turn)), np.uint64(mix(key, 2 * turn + 1))) for turn in range(rounds)]
     indices = _network(positions, low_bits, high_size, keys)

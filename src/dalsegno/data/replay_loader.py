@@ -1,4 +1,4 @@
-"""A loader that does not know its own place: on resume, the epoch is read again up to there."""
+"""ReplayLoader: resumes a loader without state by reading the epoch again up to the saved position."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 class EpochGenerators(GeneratorStates):
     own: dict[str, Any] | TorchState | None
-    """Those that the data owns, by the way to each; once the loader's alone."""
+    """Those that the data owns, by path; in old checkpoints that of the loader alone."""
 
 
 class ReplayedPlace(EpochPlace):
@@ -45,17 +45,17 @@ class ReplayedPlace(EpochPlace):
 class ReplayLoader(UserLoader):
     """Micro-batches of a loader without ``state_dict``.
 
-    Saved are the number of micro-batches and the random generators as they were when the epoch began, the process's
-    and those that loader, samplers, dataset and collate function own. On resume these are put in place, the loader is
-    read up to there, and the generators are set back. That is exact for a plain ``DataLoader(shuffle=True)``, and for
-    whatever else decides its order when an iterator is made, or with generators of its own; where the order is drawn on
-    the way from the process's (a shuffle buffer), only the dataset itself could do it: give it a ``state_dict``.
+    Its state is the number of micro-batches and the random generators at the start of the epoch: the process's and
+    those that loader, samplers, dataset and collate function own. Resuming restores them, reads the loader up to the
+    position, and sets the generators back. This is exact for a plain ``DataLoader(shuffle=True)`` and for any other
+    data whose order is determined when an iterator is created, or by its own generators. If the order is drawn during
+    reading from the process's generators (a shuffle buffer), only the dataset can restore it: give it a ``state_dict``.
     """
 
     state_schema = or_another_kind(ReplayedPlace, "replayed")
 
-    _at_epoch_begin: Any = None  # the generators, while an iterator is open
-    _saved: Any = None  # the generators of an epoch that is still to be opened, or of its eve
+    _at_epoch_begin: Any = None  # the generators at the start of the open epoch
+    _saved: Any = None  # the generators for an epoch that is not open yet
 
     def _open(self) -> Iterator[Any]:
         saved, self._saved = self._saved, None
@@ -67,24 +67,24 @@ class ReplayLoader(UserLoader):
             restore_generators(saved)
             self.own_generators.load_state_dict(saved["own"])
             iterator = super()._open()
-            self._read_again(iterator)
+            self._replay(iterator)
         self.own_generators.load_state_dict(self._loaded_own)
         return iterator
 
-    def _read_again(self, iterator: Iterator[Any]) -> None:
-        """Read up to the place at which this feed stands: counted in samples where all ranks read one stream."""
+    def _replay(self, iterator: Iterator[Any]) -> None:
+        """Read up to the saved position, counted in samples if all ranks read one stream."""
         goal, unit = (self._samples, "samples") if self._one_stream else (self._microbatches, "micro-batches")
         data = getattr(self._loader, "dataset", self._loader)
         log.warning(
-            "%s has no state_dict: reading %d micro-batches (%d samples) again to find its place",
+            "%s has no state_dict: reading %d micro-batches (%d samples) again to find its position",
             type(data.dataset if isinstance(data, RankShard) else data).__name__,
             self._microbatches,
             self._samples,
         )
         self._microbatches = self._samples = done = 0
-        first = ""  # of the process's generators, behind the first micro-batch
+        first = ""  # digest of the process's generators after the first micro-batch
         began = time.monotonic()
-        quiet = True if collectives.rank() else None  # None: shown on a terminal only
+        quiet = True if collectives.rank() else None  # None: shown only on a terminal
         with tqdm(total=goal, desc="reading again", unit=f" {unit}", disable=quiet) as bar:
             while done < goal and (item := next(iterator, END)) is not END:
                 self._count(item)
@@ -94,22 +94,22 @@ class ReplayLoader(UserLoader):
                 bar.update(done - bar.n)
         if done != goal:
             raise StateMismatch(
-                f"the saved position is {goal} {unit} into the epoch, and reading again stops at {done}; the data has "
-                "become shorter, or the batches (batch_size times ranks) do not divide the position"
+                f"the saved position is {goal} {unit} into the epoch, and reading again stops at {done}; the data is "
+                "shorter now, or the batches (batch_size times ranks) do not divide the position"
             )
-        if self._orders_on_the_way() and digest(capture_generators()) != first:
+        if self._orders_while_reading() and digest(capture_generators()) != first:
             log.warning(
-                "%s draws random numbers between its batches, from generators that the model may draw from too; if its "
-                "order depends on them (a shuffle buffer), other samples come than in a run that was never stopped: "
-                "give it a random generator of its own, or a state_dict",
+                "%s draws random numbers between its batches, from generators that the model may use too; if its "
+                "order depends on them (a shuffle buffer), its samples differ from those of an uninterrupted run: "
+                "give it its own random generator, or a state_dict",
                 type(data.dataset if isinstance(data, RankShard) else data).__name__,
                 extra={NOT_EXACT: True},
             )
         took = time.monotonic() - began
         log.warning("reading again took %.1f s; a dataset or loader with a state_dict would save that", took)
 
-    def _orders_on_the_way(self) -> bool:
-        """Whether samples come in an order of the data's own, decided in this process while they are read."""
+    def _orders_while_reading(self) -> bool:
+        """Whether the data orders its samples in this process while they are read."""
         if not isinstance(self._loader, DataLoader):
             return True
         return isinstance(self._loader.dataset, IterableDataset) and not self._loader.num_workers
@@ -118,7 +118,7 @@ class ReplayLoader(UserLoader):
         return {**capture_generators(), "own": self.own_generators.state_dict()}
 
     def _worker_layout(self) -> list[int]:
-        """What must not change where several workers take turns with the batches of one epoch."""
+        """What must not change if several workers take turns at the batches of an epoch."""
         loader = self._loader
         if isinstance(loader, DataLoader) and loader.num_workers and isinstance(loader.dataset, IterableDataset):
             return [loader.num_workers, (loader.batch_size or 1) * self._world_size]
@@ -134,14 +134,14 @@ class ReplayLoader(UserLoader):
         return {**self._place("replayed"), "workers": self._worker_layout(), "generators": generators}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved place.
+        """Continue at a saved position.
 
         Raises:
-            StateMismatch: if it lies in another kind of data, or the worker processes of an iterable dataset have
-                changed in number or batch size; on iterating, if the place is not there any more.
+            StateMismatch: if it belongs to another kind of data, or the worker processes of an iterable dataset have
+                changed in number or batch size; on iterating, if the position does not exist any more.
         """
         if state["kind"] == "stateful" and isinstance(self._loader, StatefulDataLoader):
-            state = self._of_former_times(state)
+            state = self._converted(state)
         self._go_to(state, "replayed")
         if list(state["workers"]) != self._worker_layout():
             raise StateMismatch(
@@ -149,24 +149,24 @@ class ReplayLoader(UserLoader):
                 f"{list(state['workers'])}, now it is {self._worker_layout()} (none: []): the order would differ; "
                 "resume with the same numbers, or give the dataset a state_dict"
             )
-        own = self._by_way(state["generators"]["own"])
+        own = self._by_path(state["generators"]["own"])
         if self._microbatches == 0:
             self.own_generators.load_state_dict(own)
         self._saved = {**state["generators"], "own": own}
 
-    def _of_former_times(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A place that was once left to the loader's own state, which does not tell the order of the samples."""
+    def _converted(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Convert a position of an old checkpoint, which left it to the loader's own state, without the order."""
         if state["epoch"] or not self.own_generators.find():
             raise StateMismatch(
-                f"the checkpoint holds the {type(self._loader).__name__}'s own state, and what its sampler had drawn "
-                "before is not in it: other samples would come; resume from a checkpoint of the first epoch, or start "
-                "anew"
+                f"the checkpoint contains the {type(self._loader).__name__}'s own state, without what its sampler had "
+                "drawn before, so other samples would follow; resume from a checkpoint of the first epoch, or start "
+                "from scratch"
             )
-        # In the first epoch, its generators began as they are now.
+        # In the first epoch, the generators at its start are the present ones.
         return {**state, "kind": "replayed", "workers": self._worker_layout(), "generators": self._generators()}
 
-    def _by_way(self, own: Any) -> Mapping[str, Any]:
-        """Former checkpoints have one state: that of the loader's generator or, where it has none, its sampler's."""
+    def _by_path(self, own: Any) -> Mapping[str, Any]:
+        """Old checkpoints have one state: that of the loader's generator, or else of its sampler's."""
         if isinstance(own, Mapping):
             return own
         holders = self._loader, getattr(self._loader, "sampler", None)

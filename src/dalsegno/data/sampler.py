@@ -1,7 +1,7 @@
-"""Which samples come next, on which rank: a batch sampler that can begin anywhere at once.
+"""ResumableSampler: a batch sampler that can start at any position in constant time.
 
-Its whole state is two numbers, epoch and cursor. The cursor counts samples of the epoch over *all* ranks, so neither
-the world size nor the batch size that led to it matters for going on from it.
+Its state is two numbers, epoch and cursor. The cursor counts samples of the epoch over all ranks, so resuming from it
+works with any world size and batch size.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .permutation import Indices, permute
 log = logging.getLogger(__name__)
 
 BLOCK = 4096
-"""Indices are computed about this many at a time: enough to hide NumPy's cost per call, 0.5 ms for the first batch."""
+"""Approximate number of indices computed at once: hides NumPy's cost per call, takes 0.5 ms for the first batch."""
 
 
 class IndexBatch(list[int]):
-    """The indices of one rank's micro-batch, and where it lies; this travels to worker processes.
+    """The indices of one rank's micro-batch and its position; sent to worker processes.
 
-    ``key`` names seed and epoch, ``cursor`` is the global position of the micro-batch in the epoch; the counts are
+    ``key`` identifies seed and epoch, ``cursor`` is the global position of the micro-batch in the epoch; the counts are
     those of :meth:`ResumableSampler.share`.
     """
 
@@ -48,25 +48,25 @@ class SamplerState(TypedDict):
 
 
 class ResumableSampler(Sampler[list[int]]):
-    """Lists of indices for this rank, from any point of any epoch, in O(1) time and memory.
+    """Lists of indices for this rank, from any position of any epoch, in O(1) time and memory.
 
-    A *global micro-batch* is the next ``batch_size * world_size`` samples from the cursor on, and each rank takes its
-    contiguous share. What remains for the last one is split evenly (shares differ by at most one sample); a rank
-    whose share is empty gets one sample as padding, for which :meth:`share` counts zero.
+    A *global micro-batch* is the next ``batch_size * world_size`` samples from the cursor on; each rank takes its
+    contiguous share. The remainder in the last one is split evenly (shares differ by at most one sample); a rank with
+    an empty share gets one sample as padding, which :meth:`share` counts as zero.
 
-    Usable as ``batch_sampler=`` of any loader; torchdata's ``StatefulDataLoader`` finds its state by itself. Iterating
-    begins where :meth:`seek` or :meth:`load_state_dict` pointed; an exhausted iteration leaves it at the next epoch.
+    Usable as ``batch_sampler=`` of any loader; torchdata's ``StatefulDataLoader`` saves its state by itself. Iteration
+    starts at the position set by :meth:`seek` or :meth:`load_state_dict`; when exhausted it moves to the next epoch.
 
     Args:
         length: samples in the dataset, 1 to 2**63.
         batch_size: samples per rank in one micro-batch.
-        rank, world_size: which share is ours, of how many.
+        rank, world_size: this rank, and the number of ranks.
         seed: with ``shuffle``, the order is a pure function of (seed, epoch).
-        shuffle: off, the order is the dataset's own.
-        drop_last: leave out an incomplete global micro-batch at the end.
+        shuffle: if False, the order is the dataset's.
+        drop_last: drop an incomplete global micro-batch at the end.
 
     Raises:
-        EmptyDataset: if this gives not a single micro-batch.
+        EmptyDataset: if there is no micro-batch.
         ConfigurationError: if an argument is out of range.
     """
 
@@ -87,11 +87,11 @@ class ResumableSampler(Sampler[list[int]]):
         if length > 2**63:
             raise ConfigurationError(f"a dataset of {length} samples; at most 2**63 can be numbered")
         if length == 0:
-            raise EmptyDataset("the dataset has length 0; look at the path or filter that it was made with")
+            raise EmptyDataset("the dataset has length 0; check the path or filter that it was made with")
         if drop_last and length < batch_size * world_size:
             raise EmptyDataset(
                 f"{length} samples are fewer than one batch of {batch_size} on each of {world_size} ranks, and "
-                "drop_last leaves out what is incomplete: nothing remains; use a smaller batch or drop_last=False"
+                "drop_last drops incomplete batches, so nothing remains; use a smaller batch or drop_last=False"
             )
         self.length, self.batch_size = length, batch_size
         self.rank, self.world_size = rank, world_size
@@ -106,24 +106,24 @@ class ResumableSampler(Sampler[list[int]]):
 
     @property
     def samples(self) -> int:
-        """Samples in an epoch, over all ranks, without those that ``drop_last`` leaves out."""
+        """Samples in an epoch, over all ranks, without those that ``drop_last`` drops."""
         return self.length - self.length % self.global_batch if self.drop_last else self.length
 
     def __len__(self) -> int:
-        """Micro-batches in a whole epoch."""
+        """Return the number of micro-batches in a whole epoch."""
         return -(-self.samples // self.global_batch)
 
     def seek(self, epoch: int, cursor: int) -> None:
-        """Let the next iteration begin at the global sample ``cursor`` of ``epoch``."""
+        """Start the next iteration at the global sample ``cursor`` of ``epoch``."""
         self.epoch, self.cursor, self._start = epoch, cursor, cursor
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin another epoch. The present one is left where it is, so that this may be called after a resume."""
+        """Start another epoch. Does not move within the current one, so it may be called after a resume."""
         if epoch != self.epoch:
             self.seek(epoch, 0)
 
     def share(self, cursor: int) -> tuple[int, int]:
-        """(samples of this rank, samples of all ranks) in the micro-batch at ``cursor``, padding not counted."""
+        """Return (samples of this rank, of all ranks) in the micro-batch at ``cursor``, without padding."""
         remaining = self.length - cursor
         if remaining >= self.global_batch:
             return self.batch_size, self.global_batch
@@ -145,7 +145,7 @@ class ResumableSampler(Sampler[list[int]]):
         self.seek(self.epoch + 1, 0)
 
     def _rows(self, key: int, rows: int) -> list[list[int]]:
-        """Our shares of the next ``rows`` complete global micro-batches."""
+        """Return this rank's shares of the next ``rows`` complete global micro-batches."""
         first = np.uint64(self.cursor + self.rank * self.batch_size)
         starts: Indices = np.arange(rows, dtype=np.uint64) * np.uint64(self.global_batch) + first
         positions: Indices = np.add.outer(starts, np.arange(self.batch_size, dtype=np.uint64))
@@ -153,7 +153,7 @@ class ResumableSampler(Sampler[list[int]]):
         return indices.reshape(rows, self.batch_size).tolist()
 
     def _last_positions(self) -> Indices:
-        """Our share of the incomplete global micro-batch, or its first sample as padding."""
+        """Return this rank's share of the incomplete global micro-batch, or its first sample as padding."""
         count, remaining = self.share(self.cursor)
         fewest, larger_shares = divmod(remaining, self.world_size)
         before = self.rank * fewest + min(self.rank, larger_shares) if count else 0
@@ -170,7 +170,7 @@ class ResumableSampler(Sampler[list[int]]):
         return batch
 
     def state_dict(self) -> SamplerState:
-        """Where the present iteration stands. ``length``, ``seed`` and ``shuffle`` say in which order that is."""
+        """Return the position of the current iteration; ``length``, ``seed`` and ``shuffle`` determine its order."""
         return {
             "epoch": self.epoch,
             "cursor": self.cursor,
@@ -180,39 +180,38 @@ class ResumableSampler(Sampler[list[int]]):
         }
 
     def adapt(self, state: Any) -> Any:
-        """A saved place, as one in this dataset: as many samples into the epoch, or at its end if it is not that long.
+        """Convert a position to this dataset: the same number of samples into the epoch, at most to its end.
 
-        Where the dataset had another length, its order was another one too: some samples come twice in this epoch,
-        and some not at all.
+        A dataset of another length has another order: in this epoch some samples come twice and some not at all.
         """
         return {**state, "cursor": min(state["cursor"], self.samples), "length": self.length}
 
     def check_state(self, state: SamplerState) -> None:
         """
         Raises:
-            StateMismatch: if the place lies in a dataset of another length, or in a differently shuffled one.
+            StateMismatch: if the position belongs to a dataset of another length, or with another shuffle.
         """
         if state["length"] != self.length:
             raise StateMismatch(
-                f"the saved position lies in a dataset of {state['length']} samples, this one has {self.length}; "
-                "resume with the dataset that the run began with, or start anew"
+                f"the saved position is in a dataset of {state['length']} samples, this one has {self.length}; resume "
+                "with the original dataset, or start from scratch"
             )
         if state["shuffle"] != self.shuffle:
             raise StateMismatch(
-                f"the saved position lies in an order with shuffle={state['shuffle']}, now it is {self.shuffle}; "
-                "samples would come twice or never: resume with the former value, or start anew"
+                f"the saved position is in an order with shuffle={state['shuffle']}, now it is {self.shuffle}; samples "
+                "would repeat or be missing: resume with the original value, or start from scratch"
             )
         if state["cursor"] > self.length:
             raise StateMismatch(f"the saved position is sample {state['cursor']} of {self.length} in the dataset")
 
     def load_state_dict(self, state: SamplerState) -> None:
-        """Go on from a saved place, in its order: the saved seed replaces this one.
+        """Continue at a saved position, in its order: the saved seed replaces this one.
 
         Raises:
-            StateMismatch: as :meth:`check_state`.
+            StateMismatch: see :meth:`check_state`.
         """
         self.check_state(state)
         if state["seed"] != self.seed:
-            log.warning("the data order goes on with its saved seed %d, not with %d", state["seed"], self.seed)
+            log.warning("the data order keeps its saved seed %d, instead of %d", state["seed"], self.seed)
         self.seed = state["seed"]
         self.seek(state["epoch"], state["cursor"])

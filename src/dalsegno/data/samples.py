@@ -1,7 +1,7 @@
-"""A map dataset as worker processes see it: samples that ask for a seed get one, and workers are seeded by place.
+"""Samples: a map dataset for worker processes, which are seeded by the position of their data.
 
-Without this, what a worker's random generators give depends on how many batches that worker has made before, which
-no checkpoint can know: workers read ahead.
+Without it, random numbers in a worker depend on how many batches that worker has made before, which no checkpoint can
+contain because workers read ahead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def takes_seed(dataset: Any) -> bool:
     """Whether the dataset's ``__getitem__`` has a parameter named ``seed``."""
     try:
         return "seed" in inspect.signature(type(dataset).__getitem__).parameters
-    except (TypeError, ValueError):  # some builtins have no signature: they take no seed either
+    except (TypeError, ValueError):  # some builtins have no signature; they take no seed either
         return False
 
 
@@ -32,8 +32,8 @@ class Samples(Dataset[Any]):
     """Fetches whole micro-batches by :class:`IndexBatch`.
 
     A sample's seed is a pure function of (seed, epoch, index). In a worker process, Python's, NumPy's and torch's
-    generators are seeded once per micro-batch from (seed, epoch, its global position, rank), and so are those that
-    the dataset and the collate function own.
+    generators, and those that the dataset and the collate function own, are seeded once per micro-batch from (seed,
+    epoch, its global position, rank).
     """
 
     def __init__(self, dataset: Any, rank: int, collate: Callable[[list[Any]], Any] | None = None) -> None:
@@ -49,7 +49,7 @@ class Samples(Dataset[Any]):
         return self.fetch(indices)
 
     def fetch(self, indices: IndexBatch) -> list[Any]:
-        """The samples at these indices, with whatever state the generators have."""
+        """Return the samples at these indices, with the generators as they are."""
         if self._takes_seed:
             return [self.dataset.__getitem__(i, seed=mix(SAMPLE, indices.key, i)) for i in indices]
         if fetch_all := getattr(self.dataset, "__getitems__", None):
@@ -58,7 +58,7 @@ class Samples(Dataset[Any]):
 
 
 class StatefulSamples(Samples):
-    """The same for a dataset with a state of its own, which then travels with the loader's; its samples are counted."""
+    """For a dataset with its own state, which is saved with the loader's; its samples are counted."""
 
     def __getitems__(self, indices: IndexBatch) -> list[Any]:
         values = super().__getitems__(indices)

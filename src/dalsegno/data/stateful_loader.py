@@ -17,7 +17,7 @@ from .fingerprint import digest
 from .loader import NOT_EXACT, EpochPlace, or_another_kind
 from .stream import RankShard
 from .user_loader import END, UserLoader
-from .workers import ended_workers_stay_ended
+from .workers import keep_exhausted_workers
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class StatefulLoader(UserLoader):
     @staticmethod
     def _resumed(loader: Any, saved: Any) -> Iterator[Any]:
         try:
-            with ended_workers_stay_ended(loader, saved):
+            with keep_exhausted_workers(loader, saved):
                 loader.load_state_dict(saved)
                 return iter(loader)
         except Exception as error:  # torchdata checks by assertions, and trusts what it is given

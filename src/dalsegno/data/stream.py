@@ -1,4 +1,4 @@
-"""An iterable dataset on several ranks: every rank reads the same stream, and keeps every W-th sample of it."""
+"""RankShard: distributes an iterable dataset; each rank reads the same stream and keeps every W-th sample."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .loader import Counted
 
 
 class RankShard(IterableDataset[Counted]):
-    """Takes the stream in groups of ``world_size`` samples and keeps sample number ``rank`` of each.
+    """Reads the stream in groups of ``world_size`` samples and keeps sample number ``rank`` of each.
 
-    So all ranks stand at the same place of the stream, always at the end of a group, and know how many true samples a
-    group has. In an incomplete last group, the ranks that go empty get its first sample as padding (none of the
-    group's samples is used where ``drop_last`` is set).
+    So all ranks are at the same position of the stream, always at the end of a group, and know the number of true
+    samples in a group. In an incomplete last group, ranks without a sample get the group's first one as padding (with
+    ``drop_last`` the whole group is dropped).
 
-    Worker processes split the stream as torch says, by ``get_worker_info()`` in the dataset. There the random
-    generators are seeded once per micro-batch, from (seed, epoch, worker, place in its stream, rank).
+    The dataset splits the stream among worker processes by ``get_worker_info()``, as torch documents. In a worker the
+    random generators are seeded once per micro-batch, from (seed, epoch, worker, position in its stream, rank).
 
-    The state of the dataset, or of its iterator, travels along if it has one.
+    The state of the dataset, or of its iterator, is saved too if it has one.
     """
 
     def __init__(self, dataset: Any, rank: int, world_size: int, batch_size: int, seed: int, drop_last: bool) -> None:
@@ -39,7 +39,7 @@ class RankShard(IterableDataset[Counted]):
         self._resumed = False
 
     def __len__(self) -> int:
-        """Samples of this rank; TypeError where the dataset has no length."""
+        """Return the number of this rank's samples; TypeError if the dataset has no length."""
         length: int = len(self.dataset)
         return length // self.world_size if self.drop_last else -(-length // self.world_size)
 
@@ -58,7 +58,7 @@ class RankShard(IterableDataset[Counted]):
         if self._ended:
             return
         self._iterator = iter(self.dataset)
-        # Where the dataset is its own iterator, __iter__ may just have gone back to the start: loaded once more.
+        # If the dataset is its own iterator, __iter__ may just have reset it, so its state is loaded again.
         if self._iterator_state is not None and isinstance(self._iterator, Stateful):
             self._iterator.load_state_dict(self._iterator_state)
         self._iterator_state = None
@@ -89,7 +89,7 @@ class RankShard(IterableDataset[Counted]):
 
 
 class StatefulRankShard(RankShard):
-    """The same for a dataset with a state."""
+    """A RankShard of a dataset with a state."""
 
     def state_dict(self) -> dict[str, Any]:
         iterator_state = self._iterator_state
@@ -111,7 +111,7 @@ class StatefulRankShard(RankShard):
 
 
 class RestartedStream:
-    """A dataset with a state, for evaluation: each iteration begins where the first one began."""
+    """A dataset with a state, for evaluation: each iteration starts where the first one started."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset

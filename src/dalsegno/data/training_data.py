@@ -1,4 +1,4 @@
-"""What a run is going to read, looked at before it begins: known again, the same on all ranks, and repeatable."""
+"""TrainingData: checks a run's data before it starts: identity, equality across ranks, and repeatability."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
 from dalsegno.stateful.component import Stateful
 
-from .fingerprint import Looks, fingerprint, look_at, same
+from .fingerprint import ProbeResult, fingerprint, probe, same
 from .order_check import keeps_its_order, order_of
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingData:
-    """A dataset, or a loader of the user's own."""
+    """A dataset, or the user's own loader."""
 
     dataset: Any = None
     loader: Any = None
@@ -27,7 +27,7 @@ class TrainingData:
 
     @classmethod
     def of_loader(cls, loader: Any) -> TrainingData:
-        """A loader with what is known to be in it."""
+        """Describe a loader, with the dataset and collate function that it is known to have."""
         return cls(
             getattr(loader, "dataset", loader),
             loader,
@@ -36,64 +36,64 @@ class TrainingData:
         )
 
     def examine(self) -> tuple[dict[str, Any], list[str]]:
-        """The fingerprint, and what will not be the same after a resume, a sentence each. Collective.
+        """Return the fingerprint, and a sentence for each thing that a resume would not reproduce. Collective.
 
         Raises:
-            ConfigurationError: on all ranks, if they are given different datasets.
+            ConfigurationError: on all ranks, if their datasets differ.
         """
-        if self.loader is not None:  # each rank may have a part of its own
+        if self.loader is not None:  # each rank may have its own part
             return collectives.from_rank_zero(self._examine_alone)
-        found, doubts = collectives.run_on_all_ranks(self._examine_alone)
+        found, problems = collectives.run_on_all_ranks(self._examine_alone)
         _expect_same("train_dataset", found)
-        return collectives.broadcast((found, doubts), "what rank 0 has seen of the data")
+        return collectives.broadcast((found, problems), "what rank 0 has seen of the data")
 
     def _examine_alone(self) -> tuple[dict[str, Any], list[str]]:
-        looks = look_at(self.dataset, self.num_workers, self.collate_fn)
-        return fingerprint(self.dataset, looks), self._doubts(looks)
+        probed = probe(self.dataset, self.num_workers, self.collate_fn)
+        return fingerprint(self.dataset, probed), self._problems(probed)
 
-    def _doubts(self, looks: Looks) -> list[str]:
-        name, loader, doubts = type(self.dataset).__name__, self.loader, []
+    def _problems(self, probed: ProbeResult) -> list[str]:
+        name, loader, problems = type(self.dataset).__name__, self.loader, []
         by_state = isinstance(loader, StatefulDataLoader) and keeps_its_order(loader)
-        if not looks.repeats:
+        if not probed.repeats:
             where = " in a worker process" if self.num_workers else ""
-            doubts.append(
-                f"{name}: a sample, or the batch made of it, is another one{where} although all random generators that "
-                "can be found are as before; what it depends on is not saved. Draw from the global generators, or from "
-                "one that is an attribute of the dataset since it was built"
+            problems.append(
+                f"{name}: a sample, or the batch made of it, changes{where} although all known random generators are "
+                "reset; what it depends on is not saved. Draw from the global generators, or from one that is an "
+                "attribute of the dataset since it was built"
             )
-        elif looks.draws and loader is not None and self.num_workers and (by_state or loader.persistent_workers):
-            doubts.append(
-                f"{name} draws random numbers in worker processes of a loader of your own, "
-                + ("which does not save them" if by_state else "which live longer than an epoch (persistent_workers)")
-                + "; hand over the dataset instead, as train_dataset="
+        elif probed.draws and loader is not None and self.num_workers and (by_state or loader.persistent_workers):
+            problems.append(
+                f"{name} draws random numbers in worker processes of your own loader, "
+                + ("which does not save them" if by_state else "which outlive an epoch (persistent_workers)")
+                + "; pass the dataset instead, as train_dataset="
             )
         if not by_state and order_of(loader) == "unknown":
-            doubts.append(
-                "the sampler of your loader gives another order at each pass although all random generators that can "
-                "be found are as before; let it depend on its generator, or on set_epoch(epoch), alone"
+            problems.append(
+                "the sampler of your loader yields another order at each pass although all known random generators are "
+                "reset; let it depend only on its generator, or on set_epoch(epoch)"
             )
         is_plain = isinstance(loader, DataLoader) and not isinstance(loader, StatefulDataLoader)
         if is_plain and isinstance(self.dataset, Stateful) and not self.num_workers:
-            doubts.append(
+            problems.append(
                 f"{name} has a state_dict, which a plain DataLoader does not save; use torchdata's StatefulDataLoader, "
-                "or hand over the dataset"
+                "or pass the dataset"
             )
-        return doubts
+        return problems
 
 
 def expect_same_length(argument: str, dataset: Any) -> None:
-    """Already when a dataset is handed over, since the ranks could not even be joined in steps. Collective.
+    """Check lengths before any loader is built: ranks with different ones could not step together. Collective.
 
     Raises:
-        ConfigurationError: on all ranks, if what they are given as ``argument`` is not equally long.
+        ConfigurationError: on all ranks, if the lengths of what they pass as ``argument`` differ.
     """
-    _expect_same(argument, fingerprint(dataset, Looks()))
+    _expect_same(argument, fingerprint(dataset, ProbeResult()))
 
 
 def _expect_same(argument: str, found: dict[str, Any]) -> None:
     """
     Raises:
-        ConfigurationError: on all ranks, if the fingerprints of what they are given as ``argument`` differ.
+        ConfigurationError: on all ranks, if the fingerprints of what they pass as ``argument`` differ.
     """
     everywhere = collectives.gather(found, "the datasets of all ranks")
     others = [rank for rank, theirs in enumerate(everywhere) if not same(everywhere[0], theirs)]
@@ -103,6 +103,6 @@ def _expect_same(argument: str, found: dict[str, Any]) -> None:
     differ = [f"{lengths[rank]} samples on rank {rank}" for rank in [0, *others[:3]]]
     what = ", ".join(differ) if len(set(lengths)) > 1 else f"rank 0 has other samples than rank {others}"
     raise ConfigurationError(
-        f"{argument}: the ranks see different datasets: {what}; each rank is given the whole dataset, in the same "
-        "order, and takes its share by itself. A dataset that is split already goes into a loader of your own"
+        f"{argument}: the ranks see different datasets: {what}; pass the whole dataset on each rank, in the same "
+        "order; the trainer splits it. If your dataset is already split, pass your own loader"
     )

@@ -1,9 +1,9 @@
-"""Workers: a data loader's processes live on when the run is asked to stop.
+"""Signals in a data loader's worker processes: workers keep running when the run is asked to stop.
 
-torchrun and Slurm send a rank's signal to all of its processes, a terminal does so with Ctrl-C. A worker that ended at
-once would break the step that is just being done, and so the save that was to follow it.
+torchrun and Slurm send a rank's signal to all of its processes, and so does a terminal at Ctrl-C. A worker that ended
+at once would break the current step, and with it the save that follows.
 
-They end as their loader tells them, over its queues; when this process is gone; or, at the latest, when it exits.
+Workers end when their loader tells them over its queues, when this process dies, or at the latest when it exits.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _GRACE = 1.0  # seconds at exit
 
 
 def ignore_stop_signals(loader: DataLoader[Any]) -> None:
-    """From its next iterator on, no signal but SIGKILL ends the loader's workers."""
-    if loader.num_workers and not isinstance(loader.worker_init_fn, _LiveOn):
-        loader.worker_init_fn = _LiveOn(loader.worker_init_fn)
-        _end_them_at_exit()
+    """From its next iterator on, only SIGKILL ends the loader's workers."""
+    if loader.num_workers and not isinstance(loader.worker_init_fn, _IgnoreSignals):
+        loader.worker_init_fn = _IgnoreSignals(loader.worker_init_fn)
+        _terminate_at_exit()
 
 
 @contextlib.contextmanager
-def ended_workers_stay_ended(loader: Any, state: Any) -> Iterator[None]:
-    """In here, make the iterator that goes on from ``state``, a ``StatefulDataLoader``'s own.
+def keep_exhausted_workers(loader: Any, state: Any) -> Iterator[None]:
+    """Enclose the creation of the iterator that resumes from ``state``, a ``StatefulDataLoader``'s own.
 
-    The state says which workers had come to the end of their part of the stream. torchdata asks them for one batch
-    more all the same, and a dataset that goes back to its beginning when it is through would give all of it again.
+    The state contains which workers had exhausted their part of the stream. torchdata requests one more batch from
+    them anyway, and a dataset that restarts when exhausted would repeat all of it.
     """
     is_meant = isinstance(loader, StatefulDataLoader) and loader.num_workers > 0
     init = loader.worker_init_fn if is_meant else None
-    if not isinstance(init, _LiveOn):
+    if not isinstance(init, _IgnoreSignals):
         yield
         return
     workers = [state["_snapshot"]["_worker_snapshots"][f"worker_{each}"] for each in range(loader.num_workers)]
@@ -54,24 +54,24 @@ def ended_workers_stay_ended(loader: Any, state: Any) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class _LiveOn:
-    """What a worker does first; then what the loader's own ``worker_init_fn`` asks for."""
+class _IgnoreSignals:
+    """Runs first in a worker; then calls the loader's own ``worker_init_fn``."""
 
     then: Callable[[int], None] | None
     ended: tuple[bool, ...] = ()
-    """Whether each worker begins at the end of its part of the stream."""
+    """Whether each worker starts at the end of its part of the stream."""
 
     def __call__(self, worker: int) -> None:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         if self.ended and self.ended[worker]:
-            _begin_at_the_end()
+            _start_exhausted()
         if self.then is not None:
             self.then(worker)
 
 
-def _begin_at_the_end() -> None:
-    """In a worker process: what it reads with first has nothing left; what it reads the next epoch with is as usual."""
+def _start_exhausted() -> None:
+    """In a worker process, make the first fetcher exhausted and later epochs' fetchers normal."""
     fetchers: Any = fetch
     usual: Any = fetchers._IterableDatasetFetcher
 
@@ -86,16 +86,16 @@ def _begin_at_the_end() -> None:
 
 
 @functools.cache
-def _end_them_at_exit() -> None:
-    """Python would send them SIGTERM then, and wait for ever."""
-    atexit.register(_end_children)  # called before what multiprocessing has registered
+def _terminate_at_exit() -> None:
+    """Python would send workers SIGTERM at exit and wait forever."""
+    atexit.register(_terminate_children)  # called before multiprocessing's own handler
 
 
-def _end_children() -> None:
+def _terminate_children() -> None:
     children = [child for child in multiprocessing.active_children() if child.daemon]
     if not children:
         return
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else torch raises an error over each that is killed
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else torch raises an error for each killed worker
     for child in children:
         child.terminate()
     waiting = [child.sentinel for child in children]
