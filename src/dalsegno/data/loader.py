@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, NotRequired, Protocol, TypedDict
 
+import numpy as np
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
@@ -59,6 +60,12 @@ class ResumableLoader(Protocol):
     @property
     def started(self) -> bool:
         """Whether anything of the current epoch was consumed, in this leg or an earlier one."""
+        ...
+
+    @property
+    def spare(self) -> Microbatch | None:
+        """The newest of this epoch, to be gone through at weight zero while other ranks still have some; None where it
+        is not known, or not needed."""
         ...
 
     def __iter__(self) -> Iterator[Microbatch]: ...
@@ -118,6 +125,8 @@ class EpochPlace(TypedDict):
     samples: Count
     exhausted: bool
     own_generators: NotRequired[dict[str, Any]]
+    spare: NotRequired[Any]
+    """This rank's last batch, where it is through with the epoch and other ranks may not be."""
 
 
 NOT_EXACT = "data_is_not_exact"
@@ -162,6 +171,19 @@ class CountingCollate:
     def __call__(self, counted: list[Counted]) -> Microbatch:
         batch = self.collate([sample.value for sample in counted])
         return Microbatch(batch, sum(s.samples for s in counted), sum(s.global_samples for s in counted))
+
+
+def plain_batch(batch: Any) -> Any:
+    """The batch as a checkpoint takes it, mappings as dicts; None if it holds anything else."""
+    if isinstance(batch, torch.Tensor | np.ndarray | str | bytes | bool | int | float):
+        return batch
+    if isinstance(batch, Mapping):
+        values = {key: plain_batch(value) for key, value in batch.items()}
+        return values if all(value is not None for value in values.values()) else None
+    if type(batch) in (list, tuple):
+        parts = type(batch)(plain_batch(each) for each in batch)
+        return parts if all(each is not None for each in parts) else None
+    return None
 
 
 def sample_count(batch: Any) -> int:

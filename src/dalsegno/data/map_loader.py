@@ -35,6 +35,7 @@ class MapLoader:
 
     state_schema = or_another_kind(MapState, "map")
     lockstep = True
+    spare = None
 
     # torch's DataLoader, since torchdata's StatefulDataLoader would keep, per micro-batch and worker, a second copy
     # of a state that we do not need, and takes it back only with the same number of workers.

@@ -124,14 +124,23 @@ class ReplayLoader(UserLoader):
             return [loader.num_workers, (loader.batch_size or 1) * self._world_size]
         return []
 
+    def next_epoch(self) -> None:
+        super().next_epoch()
+        self._saved = None  # a rank that was through when it was loaded has had no use for it
+
     def close(self) -> None:
         state = self.state_dict()
         super().close()
         self.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
-        generators = self._saved or (self._at_epoch_begin if self._iterator is not None else self._generators())
-        return {**self._place("replayed"), "workers": self._worker_layout(), "generators": generators}
+        return {**self._place("replayed"), "workers": self._worker_layout(), "generators": self._epoch_generators()}
+
+    def _epoch_generators(self) -> Any:
+        """As they were when the epoch began; as they are, between two epochs and where this rank is through."""
+        if self._iterator is not None:
+            return self._at_epoch_begin
+        return self._generators() if self._saved is None or self._exhausted else self._saved
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a saved position.

@@ -123,6 +123,14 @@ class EvalLoader:
     def position(self) -> float:
         return self._feed.position
 
+    @property
+    def started(self) -> bool:
+        return self._feed.started
+
+    @property
+    def spare(self) -> Microbatch | None:
+        return self._feed.spare
+
     def length(self) -> int | None:
         """Micro-batches on this rank; None where it is unknown."""
         return self._feed.length()

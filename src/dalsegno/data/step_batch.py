@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from dalsegno.distributed import collectives
-from dalsegno.errors import EmptyDataset
+from dalsegno.errors import EmptyDataset, StateMismatch
 
 from . import Microbatch
 
@@ -35,6 +35,12 @@ class Source(Protocol):
 
     @property
     def position(self) -> float: ...
+
+    @property
+    def started(self) -> bool: ...
+
+    @property
+    def spare(self) -> Microbatch | None: ...
 
     def length(self) -> int | None:
         """Micro-batches of the epoch on this rank; None where it is unknown."""
@@ -75,7 +81,6 @@ def iter_steps(feed: Source, size: int, loss_weight: LossWeight | None = None) -
     source = iter(feed)
     alone = collectives.world_size() == 1
     known = feed.lockstep and loss_weight is None
-    spare: Microbatch | None = None
     while True:
         began = time.perf_counter()
         held = list(islice(source, size))
@@ -85,10 +90,9 @@ def iter_steps(feed: Source, size: int, loss_weight: LossWeight | None = None) -
                 return
             yield _weigh(held, loss_weight, seconds, feed.position)
         else:
-            draw = _weigh_together(held, spare, loss_weight, seconds, feed)
+            draw = _weigh_together(held, loss_weight, seconds, feed)
             if draw is None:
                 return
-            spare = draw.microbatches[-1]
             yield draw
 
 
@@ -103,20 +107,27 @@ def _weigh(held: list[Microbatch], loss_weight: LossWeight | None, seconds: floa
 
 
 def _weigh_together(
-    held: list[Microbatch], spare: Microbatch | None, loss_weight: LossWeight | None, seconds: float, feed: Source
+    held: list[Microbatch], loss_weight: LossWeight | None, seconds: float, feed: Source
 ) -> StepBatch | None:
     weights = [_weight(microbatch, loss_weight) for microbatch in held]
     samples = sum(microbatch.samples for microbatch in held)
     told = collectives.gather_floats(
-        [sum(weights), samples, len(held), bool(held) or spare is not None, *_told(feed)], "a step's samples"
+        [sum(weights), samples, len(held), bool(held) or feed.spare is not None, feed.started, *_told(feed)],
+        "a step's samples",
     )
     length = int(max(row[2] for row in told))
     if length == 0:
         return None
     if not all(row[3] for row in told):
         empty = [rank for rank, row in enumerate(told) if not row[3]]
+        if any(told[rank][4] for rank in empty):
+            raise StateMismatch(
+                f"rank {empty} is through with the epoch in which the checkpoint was saved, other ranks are not, and "
+                "the batch that it repeats until they are is not in the checkpoint (its kind cannot be saved, or "
+                "dalsegno was older); resume from another checkpoint, say of an epoch's end"
+            )
         raise EmptyDataset(f"no batch at all for rank {empty}, but for others; give each rank a part of the data")
-    padding = Microbatch((held[-1] if held else spare).batch, 0, None)  # type: ignore[union-attr]
+    padding = Microbatch((held[-1] if held else feed.spare).batch, 0, None)  # type: ignore[union-attr]
     missing = length - len(held)
     return StepBatch(
         held + [padding] * missing,
@@ -125,7 +136,7 @@ def _weigh_together(
         int(sum(row[1] for row in told)),
         sum(map(_tokens, held)),
         seconds,
-        _place([(row[4], row[5]) for row in told]),
+        _place([(row[5], row[6]) for row in told]),
     )
 
 

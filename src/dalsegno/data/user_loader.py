@@ -14,7 +14,7 @@ from dalsegno.errors import EmptyDataset, StateMismatch
 from dalsegno.stateful.component import Scope
 
 from .generators import EpochGenerator, OwnGenerators
-from .loader import Microbatch, expect_kind, sample_count
+from .loader import Microbatch, expect_kind, plain_batch, sample_count
 from .workers import ignore_stop_signals
 
 END = object()
@@ -70,6 +70,7 @@ class UserLoader:
         self._iterator: Iterator[Any] | None = None
         self._loaded_own: dict[str, Any] = {}  # the states of the data's own generators, at the place that was loaded
         self._lengths: list[int | None] | None = None  # of all ranks' loaders, once they have been told
+        self.spare: Microbatch | None = None
 
     def tell_length(self) -> None:
         """Let all ranks know how long this rank's loader is, since they plan by the longest. Collective."""
@@ -122,6 +123,8 @@ class UserLoader:
             microbatch = Microbatch(item, samples, samples if self._world_size == 1 else None)
         self._microbatches += 1
         self._samples += microbatch.samples if microbatch.global_samples is None else microbatch.global_samples
+        if not self.lockstep:
+            self.spare = microbatch
         return microbatch
 
     def next_epoch(self) -> None:
@@ -130,7 +133,7 @@ class UserLoader:
 
     def restart(self) -> None:
         self._microbatches = self._samples = 0
-        self._exhausted, self._iterator = False, None
+        self._exhausted, self._iterator, self.spare = False, None, None
 
     def skip(self, samples: int) -> int:
         """Read past them, in whole micro-batches; each rank past its share."""
@@ -167,7 +170,9 @@ class UserLoader:
         return state
 
     def _place(self, kind: str) -> dict[str, Any]:
+        spare = plain_batch(self.spare.batch) if self.spare is not None and self._may_wait_for_others() else None
         return {
+            **({} if spare is None else {"spare": spare}),
             "kind": kind,
             "one_stream": self._one_stream,
             "epoch": self.epoch,
@@ -177,11 +182,19 @@ class UserLoader:
             "own_generators": self.own_generators.state_dict(),
         }
 
+    def _may_wait_for_others(self) -> bool:
+        """Whether this rank has come to the end of the epoch, as far as is known, and another may not have."""
+        length = self.length()
+        is_through = self._exhausted or (length is not None and self._microbatches >= length)
+        are_equal = self._lengths is not None and None not in self._lengths and len({*self._lengths}) == 1
+        return is_through and not are_equal
+
     def _go_to(self, state: dict[str, Any], kind: str) -> None:
         expect_kind(state, kind)
         self.epoch, self._exhausted = state["epoch"], state["exhausted"]
         self._microbatches, self._samples = state["microbatches"], state["samples"]
         self._iterator, self._loaded_own = None, state.get("own_generators", {})
+        self.spare = Microbatch(state["spare"], 0, None) if "spare" in state else None
         self.own_generators.load_state_dict(self._loaded_own)
 
     @classmethod
