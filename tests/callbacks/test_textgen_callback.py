@@ -293,7 +293,7 @@ def test_prompts_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ds.NotFound, match="no such file; a prompt itself goes into a list"):
         TextgenCallback("the cat")
     monkeypatch.setitem(sys.modules, "yaml", None)
-    with pytest.raises(ds.ConfigurationError, match=r"pip install 'dalsegno\[yaml\]'"):
+    with pytest.raises(ds.ConfigurationError, match=r"in a clone of dalsegno, pip install -e '\.\[yaml\]'"):
         TextgenCallback(path)
 
 

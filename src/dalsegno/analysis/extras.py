@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from dalsegno.errors import ConfigurationError
+from dalsegno.system.extras import how_to_install
 
 
 def require_extra(module: str, what: str) -> None:
@@ -16,4 +17,4 @@ def require_extra(module: str, what: str) -> None:
         ConfigurationError: if it is not installed.
     """
     if find_spec(module) is None:
-        raise ConfigurationError(f"{what} with {module}, which is not installed; pip install 'dalsegno[analysis]'")
+        raise ConfigurationError(f"{what} with {module}, which is not installed; {how_to_install('analysis')}")

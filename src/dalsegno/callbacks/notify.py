@@ -18,6 +18,7 @@ from dalsegno.events.contexts import (
     TrainBeginContext,
     TrainEndContext,
 )
+from dalsegno.system.extras import how_to_install
 
 from .argument_checks import one_of, texts
 
@@ -109,5 +110,5 @@ def _apprise() -> Any:
     try:
         import apprise
     except ImportError:
-        raise ConfigurationError("Notify needs apprise: pip install 'dalsegno[notify]'") from None
+        raise ConfigurationError(f"Notify needs apprise: {how_to_install('notify')}") from None
     return apprise.Apprise()

@@ -16,6 +16,7 @@ from dalsegno.distributed.eval_mode import evaluating
 from dalsegno.distributed.rng import seeded_generators
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.errors import ConfigurationError, UnknownName
+from dalsegno.system.extras import how_to_install
 
 Ids = list[int]
 
@@ -110,7 +111,7 @@ def _checked(tokenizer: Any) -> Any:
     if not (hasattr(tokenizer, "encode") and hasattr(tokenizer, "decode")):
         raise ConfigurationError(
             f"processing_class={tokenizer!r}: to generate text, give the trainer a tokenizer, something with encode "
-            "and decode; those of transformers come with pip install 'dalsegno[text]'"
+            f"and decode; for those of transformers: {how_to_install('text')}"
         )
     return tokenizer
 

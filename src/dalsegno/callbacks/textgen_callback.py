@@ -14,6 +14,7 @@ from dalsegno.distributed.rng import TEXT, mix
 from dalsegno.errors import ConfigurationError, NotFound
 from dalsegno.events.contexts import EvaluateContext, TrainBeginContext, TrainEndContext
 from dalsegno.logs.rewind import PositionState
+from dalsegno.system.extras import how_to_install
 
 from .argument_checks import flag, number, whole, writer
 from .record_callback import RecordCallback
@@ -125,7 +126,7 @@ def _read(path: Path, source: str) -> Any:
     try:
         import yaml
     except ImportError:
-        raise ConfigurationError(f"{source}: YAML is read with PyYAML; pip install 'dalsegno[yaml]'") from None
+        raise ConfigurationError(f"{source}: YAML is read with PyYAML: {how_to_install('yaml')}") from None
     try:
         return yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -11,6 +11,7 @@ from typing import Any
 
 from dalsegno.errors import ConfigurationError, NotFound, UnknownName
 from dalsegno.logs.values import from_json
+from dalsegno.system.extras import how_to_install
 
 Source = str | Path | Mapping[str, Any]
 """A TOML, YAML or JSON file, or what could stand in one, as a dict."""
@@ -161,7 +162,7 @@ def _read_yaml(text: str) -> Any:
     try:
         import yaml
     except ImportError as error:
-        raise ConfigurationError("YAML is read with PyYAML; pip install 'dalsegno[yaml]', or write TOML") from error
+        raise ConfigurationError(f"YAML is read with PyYAML (or write TOML): {how_to_install('yaml')}") from error
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:

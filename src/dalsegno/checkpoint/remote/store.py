@@ -11,6 +11,7 @@ import fsspec
 from fsspec.callbacks import Callback
 
 from dalsegno.errors import ConfigurationError
+from dalsegno.system.extras import how_to_install
 
 PART = 16 << 20
 """Bytes: a larger file is sent in parts of this size, several at once."""
@@ -31,7 +32,7 @@ class Store:
         try:
             self._system, root = fsspec.core.url_to_fs(self.url)
         except (ImportError, ValueError) as error:
-            extra = "; pip install 'dalsegno[s3]'" if url.startswith("s3") else ""
+            extra = f"; {how_to_install('s3')}" if url.startswith("s3") else ""
             raise ConfigurationError(f"output_dir={url!r}: {error}{extra}") from error
         self._root = root.rstrip("/")
 

@@ -32,12 +32,14 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from importlib.util import find_spec
 
+    from dalsegno.system.extras import how_to_install
+
     if arguments.steps < LEAST_STEPS:
         raise ConfigurationError(f"--steps {arguments.steps}: two kills need at least {LEAST_STEPS} steps")
     if arguments.seed < 0:
         raise ConfigurationError(f"--seed {arguments.seed}: needs 0 or more")
     if find_spec("matplotlib") is None:
-        raise ConfigurationError("the demo draws its losses with matplotlib; pip install 'dalsegno[analysis]'")
+        raise ConfigurationError(f"the demo draws its losses with matplotlib: {how_to_install('analysis')}")
     from .folder import own_folder
 
     with own_folder(arguments.out):
