@@ -12,6 +12,7 @@ What a loop does with it, :mod:`dalsegno.training.loop` as well as one written b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +25,7 @@ from dalsegno.data import ResumableLoader
 from dalsegno.data.step_batch import LossWeight, StepBatch, agreed_place, iter_steps
 from dalsegno.distributed import collectives
 from dalsegno.distributed.buffers import SharedBuffers
-from dalsegno.errors import ConfigurationError, EmptyDataset
+from dalsegno.errors import ConfigurationError, EmptyDataset, SaveFailed
 from dalsegno.events.dispatcher import Dispatcher
 from dalsegno.events.table import Event
 from dalsegno.logs import RunFile
@@ -90,7 +91,8 @@ class Run:
         self._buffers.begin_leg()
         state.clock.start()
         if self._legs is not None:
-            self._legs.begin(self._relative(self.resumed_from), self._world_size, state.global_step)
+            with _writing(self._legs, "nothing is trained, and what was there before is as it was"):
+                self._legs.begin(self._relative(self.resumed_from), self._world_size, state.global_step)
         try:
             if self._on.train_begin:
                 self._on.train_begin.fill(self.resumed_from)
@@ -164,11 +166,22 @@ class Run:
             goal = {"max_steps": self.args.max_steps, "num_train_epochs": self.args.num_train_epochs}
             is_final = result.reason in ("stopped", "aborted") and control.stop_is_final
             end = partial(self._legs.end, result.reason, result.stopped_by, result.global_step, metrics, result.why)
-            failures += _failures(partial(end, goal_given_up=goal if is_final else None))
+            failures += _failures(
+                partial(self._note_end, partial(end, goal_given_up=goal if is_final else None), result)
+            )
         for failure in failures:
             if error is None:
                 raise failure
             error.add_note(f"and on the way out: {type(failure).__name__}: {failure}")
+
+    def _note_end(self, end: Callable[[], None], result: TrainResult) -> None:
+        assert self._legs is not None, "this is rank 0"
+        safe = f"{result.checkpoint} and the logs are safe" if result.checkpoint else "no checkpoint was saved"
+        how = f"how this leg ended ({result.reason} at step {result.global_step}) is not in there, but {safe}"
+        with _writing(
+            self._legs, f"{how}. Started again, the run goes on from its newest checkpoint and notes its end"
+        ):
+            end()
 
     def _relative(self, path: Path | None) -> str | None:
         if path is None:
@@ -331,6 +344,18 @@ class Run:
 
     def _is_over(self) -> bool:
         return self._boundary.stopping or self._is_cut_short()
+
+
+@contextmanager
+def _writing(legs: RunFile, what_now: str) -> Iterator[None]:
+    """
+    Raises:
+        SaveFailed: if ``run.json`` cannot be written, say on a full disk; tells ``what_now``.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise SaveFailed(f"{legs.path} could not be written: {error}; {what_now}; make room first") from error
 
 
 def _failures(work: Callable[[], object]) -> list[BaseException]:

@@ -1,0 +1,69 @@
+"""A disk that is full when a leg begins or ends: what is safe is safe, and the message says so."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+import dalsegno as ds
+from dalsegno.callbacks import JsonLogger
+from dalsegno.errors import SaveFailed
+from dalsegno.logs import RunFile, read_records
+from dalsegno.system import filesystem
+from dalsegno.testing import compare_runs
+from support.listeners import Listener
+from support.small import small_trainer
+
+
+class Disk:
+    """Has no room for ``run.json`` from when it is full."""
+
+    def __init__(self) -> None:
+        self.is_full = False
+
+    def watch(self, operation: str, path: Path) -> None:
+        if self.is_full and operation == "write" and "run.json" in path.name:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    def fill(self, ctx: object) -> None:
+        self.is_full = True
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    disk = Disk()
+    monkeypatch.setattr(filesystem, "watcher", disk.watch)
+    return disk
+
+
+def trainer(output_dir: Path, *callbacks: ds.Callback) -> ds.Trainer:
+    return small_trainer(output_dir, JsonLogger(), *callbacks, max_steps=6, save_steps=3, logging_steps=2)
+
+
+def test_at_the_end_of_a_run(tmp_path: Path, disk: Disk) -> None:
+    trainer(tmp_path / "whole").train()
+    with pytest.raises(SaveFailed) as caught:
+        trainer(tmp_path / "run", Listener({"on_train_end": disk.fill}, name="filler")).train()
+    for part in ("run.json could not be written", "No space left", "finished at step 6", "step-00000006", "make room"):
+        assert part in str(caught.value)
+    disk.is_full = False
+    result = trainer(tmp_path / "run", Listener({}, name="filler")).train()
+    assert (result.global_step, result.reason) == (6, "finished")
+    record = RunFile(tmp_path / "run").load()
+    assert record is not None and [leg.reason for leg in record.legs] == ["died", "finished"]
+    steps = [
+        [each.get("global_step") for each in read_records(tmp_path / name / "logs/train.jsonl")]
+        for name in ("whole", "run")
+    ]
+    assert steps[0] == steps[1]
+    assert compare_runs(tmp_path / "whole", tmp_path / "run").identical
+
+
+def test_at_its_beginning(tmp_path: Path, disk: Disk) -> None:
+    disk.is_full = True
+    with pytest.raises(SaveFailed, match=r"run\.json could not be written: .*No space left.* nothing is trained"):
+        trainer(tmp_path).train()
+    disk.is_full = False
+    assert trainer(tmp_path).train().reason == "finished"
