@@ -271,11 +271,13 @@ class OptimizerState:
         lines = []
         if len(groups) != len(saved):
             lines.append(f"{len(saved)} parameter groups in the checkpoint, {len(groups)} here")
-        for number, (here, there) in enumerate(zip(groups, saved, strict=False)):
-            lines += [f"group {number}, missing in the checkpoint: {name}" for name in {*here} - {*there}]
-            lines += [f"group {number}, unexpected in the checkpoint: {name}" for name in {*there} - {*here}]
+        for number, (ours, theirs) in enumerate(zip(groups, saved, strict=False)):
+            lines += [f"group {number}, missing in the checkpoint: {name}" for name in {*ours} - {*theirs}]
+            lines += [f"group {number}, unexpected in the checkpoint: {name}" for name in {*theirs} - {*ours}]
         wanted = {f"{name}.{kind}" for name, kinds in OptimizerRows.of(rest).sharded.items() for kind in kinds}
-        lines += [f"listed, but without its tensor: {name}" for name in wanted - stored.of(self.key).keys()]
+        there = stored.of(self.key).keys()
+        lines += [f"listed, but without its tensor: {name}" for name in wanted - there]
+        lines += [f"a tensor that is not listed: {name}" for name in there - wanted]
         return sorted(lines)
 
     def prepare(self, stored: Index, rest: State) -> LoadTarget:
