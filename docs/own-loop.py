@@ -1,5 +1,5 @@
-"""Writes into docs/own-loop.md which events a loop of one's own cannot fire, and which built-in callbacks need one of
-them: ``python docs/own-loop.py``. A test holds page and code together."""
+"""Writes into docs/own-loop.md which events a user's loop cannot fire, and which built-in callbacks need one of them:
+``python docs/own-loop.py``. A test compares page and code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BEGIN, END = "<!-- written by docs/own-loop.py -->\n", "<!-- end -->\n"
 
 
 def table() -> str:
-    """Events in the order of firing, callbacks in that of the alphabet."""
+    """Return the table: events in the order of firing, callbacks alphabetically."""
     rows = [
         ("events that are not fired", [event.handler for event in UNFIRED]),
         ("built-ins that are refused", [name for name in callbacks.__all__ if needs_more(getattr(callbacks, name))]),
@@ -32,7 +32,7 @@ def listed(names: list[str]) -> str:
 
 
 def page() -> str:
-    """The page with the table as it must be."""
+    """Return the page with the current table."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
     return before + BEGIN + table() + END + after

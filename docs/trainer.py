@@ -1,5 +1,5 @@
-"""Writes the table of settings in docs/trainer.md from TrainingArguments: ``python docs/trainer.py``. A test holds them
-together."""
+"""Writes the table of settings in docs/trainer.md from TrainingArguments: ``python docs/trainer.py``. A test compares
+them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BEGIN, END = "<!-- written by docs/trainer.py -->\n", "<!-- end -->\n"
 
 
 def table() -> str:
-    """Name, default and meaning of every setting, in the order of the class."""
+    """Return name, default and meaning of every setting, in the order of the class."""
     tree = ast.parse(inspect.getsource(args))
     (settings,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments"]
     rows = []
@@ -27,7 +27,7 @@ def table() -> str:
 
 
 def page() -> str:
-    """The page with the table as it must be."""
+    """Return the page with the current table."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
     return before + BEGIN + table() + END + after
