@@ -1,6 +1,6 @@
-"""Writes the table of docs/data.md from what the matrix has shown: ``python docs/data.py``.
+"""Writes the table of docs/data.md from the recorded results of the matrix: ``python docs/data.py``.
 
-A test holds the two together, and others try the cells again: see tests/durability/matrix.py.
+A test compares the two, and others run the cells again: see tests/durability/matrix.py.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from durability.matrix import shown
 PAGE = Path(__file__).with_suffix(".md")
 BEGIN, END = "<!-- written by docs/data.py -->\n", "<!-- end -->\n"
 
-WORDS = {"exact": "exact", "said": "not exact, and said", "refused": "refused"}
+WORDS = {"exact": "exact", "said": "not exact, with a warning", "refused": "refused"}
 UNTRIED = "–"
 
 
 def table() -> str:
-    """What became of each kind of data, in the order of the matrix.
+    """Return the result of each kind of data, in the order of the matrix.
 
     Raises:
-        KeyError: for a cell that came out different, and nobody was told: that is no row for a page, but a mistake.
+        KeyError: for a cell that differed without a warning: that is a bug, not a result to publish.
     """
     found = shown()
     rows = ["| what you have | 1 rank | 2 ranks | worker processes | how | may change |", "|---|---|---|---|---|---|"]
@@ -36,7 +36,7 @@ def table() -> str:
 
 
 def page() -> str:
-    """The page with the table as it must be."""
+    """Return the page with the current table."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
     return before + BEGIN + table() + END + after

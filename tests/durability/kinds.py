@@ -370,14 +370,14 @@ def dataset(make: Callable[[], Any], *, workers: int, **others: Callable[[], Any
     return {"train_dataset": make(), **{name: other() for name, other in others.items()}}
 
 
-PLACE = "its place is saved as (epoch, samples on all ranks); the order is computed from it"
+PLACE = "its position is saved as (epoch, samples on all ranks); the order is computed from it"
 ALL = "ranks, batch size, worker processes"
-ITS_STATE = "its state travels with torchdata's `StatefulDataLoader`, per rank and worker process"
-AGAIN = "the epoch is read again up to the place, from the random generators of its beginning"
+ITS_STATE = "torchdata's `StatefulDataLoader` saves its state, per rank and worker process"
+AGAIN = "the epoch is read again up to the position, with the random generators of its start"
 OWN = "generators of dataset and collate function are found and saved; in worker processes they are seeded as above"
 AGAIN_TOO = "read again; generators that loader, samplers, dataset and collate function own are found and saved"
-NOT_SAVED = "nobody but the data knows what to save; a warning before the first step names what does not repeat"
-LOADERS = "its own state, per rank; read again instead where its sampler draws what that state does not hold"
+NOT_SAVED = "only the data itself could save it; a warning before the first step names what does not repeat"
+LOADERS = "its own state, per rank; read again if its sampler draws numbers that this state does not contain"
 NOTHING = "nothing"
 
 KINDS: dict[str, Kind] = {
@@ -385,7 +385,7 @@ KINDS: dict[str, Kind] = {
     "map": Kind("map dataset, shuffled or not", PLACE, ALL, partial(dataset, Pure)),
     "map, augmented": Kind(
         "… with random augmentation (`random`, `numpy.random`, `torch`)",
-        "the process's generators are saved; worker processes' are seeded for each micro-batch from its place",
+        "the process's generators are saved; worker processes' are seeded for each micro-batch from its position",
         NOTHING,
         partial(dataset, Augmented),
     ),
@@ -395,23 +395,21 @@ KINDS: dict[str, Kind] = {
         ALL,
         partial(dataset, Seeded),
     ),
-    "map, own numpy generator": Kind("… with a NumPy generator of its own", OWN, NOTHING, partial(dataset, OwnNumpy)),
-    "map, own torch generator": Kind("… with a torch generator of its own", OWN, NOTHING, partial(dataset, OwnTorch)),
+    "map, own numpy generator": Kind("… with its own NumPy generator", OWN, NOTHING, partial(dataset, OwnNumpy)),
+    "map, own torch generator": Kind("… with its own torch generator", OWN, NOTHING, partial(dataset, OwnTorch)),
     "map, hidden generator": Kind("… with random numbers from elsewhere", NOT_SAVED, NOTHING, partial(dataset, Hidden)),
     "collator": Kind(
-        "map dataset, collate function with a generator of its own",
+        "map dataset, collate function with its own generator",
         OWN,
         NOTHING,
         partial(dataset, Pure, data_collator=NoisyCollate),
     ),
-    "map with a state": Kind(
-        "map dataset with a `state_dict` of its own", ITS_STATE, NOTHING, partial(dataset, Counting)
-    ),
+    "map with a state": Kind("map dataset with a `state_dict`", ITS_STATE, NOTHING, partial(dataset, Counting)),
     "stream": Kind("iterable dataset", AGAIN, "ranks, batch size", partial(dataset, Stream)),
     "stream, buffer": Kind(
         "… with a shuffle buffer that draws between samples", NOT_SAVED, NOTHING, partial(dataset, Buffered)
     ),
-    "stream, own generator": Kind("… with a generator of its own", AGAIN_TOO, NOTHING, partial(dataset, OwnBuffer)),
+    "stream, own generator": Kind("… with its own generator", AGAIN_TOO, NOTHING, partial(dataset, OwnBuffer)),
     "stream with a state": Kind(
         "iterable dataset with a `state_dict`", ITS_STATE, "ranks, batch size", partial(dataset, Bookmarked)
     ),
@@ -439,7 +437,7 @@ KINDS: dict[str, Kind] = {
         (2,),
     ),
     "loader, own generator of the dataset": Kind(
-        "… of a dataset with a generator of its own", AGAIN_TOO, NOTHING, partial(loader, OwnNumpy, shuffle=True)
+        "… of a dataset with its own generator", AGAIN_TOO, NOTHING, partial(loader, OwnNumpy, shuffle=True)
     ),
     "loader with a generator": Kind(
         "… with `generator=`", AGAIN_TOO, NOTHING, partial(loader, shuffle=True, generator=generator)
@@ -458,7 +456,7 @@ KINDS: dict[str, Kind] = {
     ),
     "loader, weighted": Kind("… with a `WeightedRandomSampler`", AGAIN_TOO, NOTHING, partial(loader, sampler=weighted)),
     "loader, own sampler": Kind(
-        "… with a sampler that has a `random.Random` of its own",
+        "… with a sampler that has its own `random.Random`",
         AGAIN_TOO,
         NOTHING,
         partial(loader, sampler=own_random),
