@@ -1,4 +1,4 @@
-"""The other libraries: one package each, with a class ``DIALECT``. :mod:`dalsegno.events.adapters` finds them.
+"""Other libraries: one package each, with a class ``DIALECT`` that :mod:`dalsegno.events.adapters` finds.
 
-Each is a leaf: nothing imports it, and it can be deleted without a trace.
+No other package imports one of these; any can be deleted, together with its folder in ``tests/interop``.
 """

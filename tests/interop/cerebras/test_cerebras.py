@@ -354,10 +354,10 @@ def test_the_names_that_callbacks_use(tmp_path: Path) -> None:
     [
         (
             lambda trainer: trainer.executor,
-            "trainer.executor: dalsegno has nothing that stands for it; what there is: ",
+            "trainer.executor: dalsegno has no counterpart of it; available: ",
         ),
-        (lambda trainer: trainer.backend.cluster, "trainer.backend.cluster: dalsegno has nothing"),
-        (lambda trainer: trainer.loop.schedule, "trainer.loop.schedule: dalsegno has nothing"),
+        (lambda trainer: trainer.backend.cluster, "trainer.backend.cluster: dalsegno has no counterpart of it"),
+        (lambda trainer: trainer.loop.schedule, "trainer.loop.schedule: dalsegno has no counterpart of it"),
     ],
 )
 def test_any_other_name_is_an_error_that_names_it(ask: Any, complaint: str, tmp_path: Path) -> None:

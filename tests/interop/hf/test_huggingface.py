@@ -101,7 +101,7 @@ def test_keywords_are_theirs(tmp_path: Path) -> None:
         assert sorted(kwargs) == sorted([*PLAIN, *added.get(name, [])]), name
     given = recorder.calls["step_end"]
     assert (len(given["train_dataloader"]), len(given["eval_dataloader"])) == (5, 2)
-    with pytest.raises(TypeError, match="cannot read the data that is trained on"):
+    with pytest.raises(TypeError, match="cannot read the training data"):
         iter(given["train_dataloader"])
 
 
@@ -196,7 +196,7 @@ def test_arguments_have_their_names(tmp_path: Path) -> None:
         type(args.eval_strategy),
     }
     assert args.deepspeed is None
-    with pytest.raises(AttributeError, match=r"dalsegno has nothing for args\.flux_capacitor"):
+    with pytest.raises(AttributeError, match=r"dalsegno has no counterpart of args\.flux_capacitor"):
         _ = args.flux_capacitor
 
 

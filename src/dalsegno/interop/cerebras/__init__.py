@@ -1,14 +1,16 @@
 """Cerebras's dialect: the callbacks of the Model Zoo's trainer.
 
-The trainer is each method's first argument; :class:`.trainer.Trainer` stands for it here. :data:`.order.ORDER` is the
-whole dialect. Step and batch methods are called for each micro-batch, and the last one's end comes after the update.
-``on_train_start`` and ``on_train_end`` are around each stretch of training between validations.
+The trainer is each method's first argument; :class:`.trainer.Trainer` stands in for it. :data:`.order.ORDER` is the
+whole dialect. Step and batch methods are called for each micro-batch; the end of the last one comes after the optimizer
+step. ``on_train_start`` and ``on_train_end`` enclose each stretch of training between validations.
 
-Two things come in another order than there. ``on_enter_fit`` comes after the checkpoint is loaded, so that whatever it
-opens is closed again. And a validation belongs to the step whose end asks for it: that step's checkpoint comes after.
+Two calls come in another order than in the Model Zoo. ``on_enter_fit`` comes after the checkpoint is loaded, so that
+what it opens is always closed. A validation belongs to the step at whose end it is due: the checkpoint of that step
+is saved after the validation.
 
-State is what ``on_save_checkpoint`` and ``on_save_trainer_state`` put into their dicts. Each callback has dicts of its
-own, and is given them back by ``on_load_trainer_state``, ``preprocess_checkpoint`` and ``on_load_checkpoint``.
+The state is what ``on_save_checkpoint``, ``postprocess_checkpoint`` and ``on_save_trainer_state`` put into their dicts.
+Each callback has separate dicts, and gets them back in ``on_load_trainer_state``, ``preprocess_checkpoint`` and
+``on_load_checkpoint``.
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ _NAMES = {row.method: row.names for row in ORDER if row.names}
 _SAVE = ("on_save_checkpoint", "postprocess_checkpoint", "on_save_trainer_state")
 _LOAD = ("on_load_trainer_state", "preprocess_checkpoint", "on_load_checkpoint")
 
-_REGISTRY = "GLOBAL_CALLBACK_REGISTRY"  # what their ``with callback:`` fills
+_REGISTRY = "GLOBAL_CALLBACK_REGISTRY"  # filled by the library's ``with callback:``
 _REGISTRIES = ("cerebras.modelzoo.trainer.callbacks", "cerebras.modelzoo.trainer.callbacks.callback")
 
 
 class Cerebras(CallbackAdapter):
-    """A ``Callback`` of the Model Zoo's."""
+    """Adapts a ``Callback`` of the Model Zoo."""
 
     dialect = "cerebras"
     packages = ("cerebras",)
@@ -43,11 +45,11 @@ class Cerebras(CallbackAdapter):
     calls = tuple(_ROWS)
     silent = (*_SAVE, *_LOAD, *SILENT)
 
-    state_rehearsed = False  # on_save_checkpoint is told of a save
-    makes_wishes = False  # none but through trainer.early_exit
+    state_rehearsed = False  # on_save_checkpoint must be called for real saves only
+    makes_wishes = False  # except through trainer.early_exit, which SharedState polls
 
     def __init__(self, foreign: object, name: str | None = None) -> None:
-        self._company: SharedState | None = None
+        self._shared: SharedState | None = None
         super().__init__(foreign, name)
         for method in (*_SAVE, *_LOAD):
             if self._defines(method):
@@ -63,13 +65,13 @@ class Cerebras(CallbackAdapter):
         return _NAMES.get(method, ("trainer", "state_dict")), ()
 
     def bound_handlers(self, binder: Binder) -> list[Any]:
-        self._company = binder.shared(SharedState)
+        self._shared = binder.shared(SharedState)
         self._stacks: dict[str, Any] = {}
         return super().bound_handlers(binder)
 
     def call(self, event: Event, method: str, binder: Binder) -> Callable[[Any, Any], Answer]:
-        company = binder.shared(SharedState)
-        return _ROWS[event, method].bind(getattr(self.__wrapped__, method), company, self._stacks)
+        shared = binder.shared(SharedState)
+        return _ROWS[event, method].bind(getattr(self.__wrapped__, method), shared, self._stacks)
 
     def state_methods(self) -> tuple[Callable[[], State], Callable[[State], object]] | None:
         if any(self._defines(method) for method in (*_SAVE, *_LOAD)):
@@ -77,23 +79,23 @@ class Cerebras(CallbackAdapter):
         return super().state_methods()
 
     def _save(self) -> State:
-        company = self._company
-        if company is None or not company.fitting:  # whether it can be saved is tried before: no hook of theirs
+        shared = self._shared
+        if shared is None or not shared.fitting:  # a trial of whether the state can be saved must not call their hooks
             return {}
         state: dict[str, dict[str, Any]] = {"checkpoint": {}, "trainer_state": {}}
         for method in _SAVE:
-            self._call(method, company, state["trainer_state" if method.endswith("trainer_state") else "checkpoint"])
+            self._call(method, shared, state["trainer_state" if method.endswith("trainer_state") else "checkpoint"])
         return state
 
     def _load(self, state: State) -> None:
-        assert self._company is not None, "it is bound before anything is loaded"
+        assert self._shared is not None, "bound_handlers() is called before a checkpoint is loaded"
         for method in _LOAD:
             part = "trainer_state" if method.endswith("trainer_state") else "checkpoint"
-            self._call(method, self._company, state.get(part, {}))
+            self._call(method, self._shared, state.get(part, {}))
 
-    def _call(self, method: str, company: SharedState, state: dict[str, Any]) -> None:
+    def _call(self, method: str, shared: SharedState, state: dict[str, Any]) -> None:
         if self._defines(method):
-            getattr(self.__wrapped__, method)(company.trainer, state)
+            getattr(self.__wrapped__, method)(shared.trainer, state)
 
 
 DIALECT = Cerebras

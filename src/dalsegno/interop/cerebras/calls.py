@@ -1,4 +1,4 @@
-"""The ways in which a method of Cerebras's callbacks is called."""
+"""Kinds of rows in Cerebras's order: how each binds and calls a method of a callback."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ from dalsegno.events.table import Event
 from .shared_state import SharedState
 
 Stacks = dict[str, ExitStack]
-"""What one callback has opened and not closed yet, by the part of the order that it is open for."""
+"""What one callback has opened and not yet closed, by the part of the order: "fit", "train" or "validate"."""
 Bound = Callable[[Callback, Any], None]
 
-GIVEN: dict[str, Callable[[SharedState, Any], Any]] = {
-    "model": lambda company, ctx: ctx.model,
-    "optimizer": lambda company, ctx: ctx.optimizer,
-    "scheduler": lambda company, ctx: ctx.scheduler,
-    "train_dataloader": lambda company, ctx: ctx.train_dataloader,
-    "val_dataloaders": lambda company, ctx: ctx.eval_dataloader,
-    "val_dataloader": lambda company, ctx: company.loader,
-    "loop": lambda company, ctx: company.trainer.loop,
-    "val_loop": lambda company, ctx: company.trainer.loop.val_loop,
-    "loop_idx": lambda company, ctx: company.stretch,
-    "batch": lambda company, ctx: ctx.batch,
-    "batch_idx": lambda company, ctx: company.trainer.batch_idx,
-    "val_batch_idx": lambda company, ctx: company.val_batch_idx,
-    "next_val_batch_idx": lambda company, ctx: company.val_batch_idx + 1,
-    "outputs": lambda company, ctx: ctx.outputs,
-    "last_outputs": lambda company, ctx: company.last[0],
-    "last_batch": lambda company, ctx: company.last[1],
-    "ckpt_path": lambda company, ctx: None if ctx.path is None else str(ctx.path),
-    "exception": lambda company, ctx: ctx.exception,
+ARGUMENTS: dict[str, Callable[[SharedState, Any], Any]] = {
+    "model": lambda shared, ctx: ctx.model,
+    "optimizer": lambda shared, ctx: ctx.optimizer,
+    "scheduler": lambda shared, ctx: ctx.scheduler,
+    "train_dataloader": lambda shared, ctx: ctx.train_dataloader,
+    "val_dataloaders": lambda shared, ctx: ctx.eval_dataloader,
+    "val_dataloader": lambda shared, ctx: shared.loader,
+    "loop": lambda shared, ctx: shared.trainer.loop,
+    "val_loop": lambda shared, ctx: shared.trainer.loop.val_loop,
+    "loop_idx": lambda shared, ctx: shared.stretch,
+    "batch": lambda shared, ctx: ctx.batch,
+    "batch_idx": lambda shared, ctx: shared.trainer.batch_idx,
+    "val_batch_idx": lambda shared, ctx: shared.val_batch_idx,
+    "next_val_batch_idx": lambda shared, ctx: shared.val_batch_idx + 1,
+    "outputs": lambda shared, ctx: ctx.outputs,
+    "last_outputs": lambda shared, ctx: shared.last[0],
+    "last_batch": lambda shared, ctx: shared.last[1],
+    "ckpt_path": lambda shared, ctx: None if ctx.path is None else str(ctx.path),
+    "exception": lambda shared, ctx: ctx.exception,
 }
 
-WHEN: dict[str, Callable[[SharedState, Any], bool]] = {
-    "a stretch begins": lambda company, ctx: company.begins_stretch,
-    "a stretch ends": lambda company, ctx: company.ends_stretch,
-    "validating": lambda company, ctx: company.validating,
-    "more follow": lambda company, ctx: not ctx.is_last,
-    "the fit ends well": lambda company, ctx: company.ends_well,
-    "validation broke": lambda company, ctx: "validate" in company.broken and isinstance(ctx.exception, Exception),
-    "training broke": lambda company, ctx: "train" in company.broken and isinstance(ctx.exception, Exception),
-    "the fit broke": lambda company, ctx: "fit" in company.broken and isinstance(ctx.exception, Exception),
+CONDITIONS: dict[str, Callable[[SharedState, Any], bool]] = {
+    "a stretch begins": lambda shared, ctx: shared.begins_stretch,
+    "a stretch ends": lambda shared, ctx: shared.ends_stretch,
+    "validating": lambda shared, ctx: shared.validating,
+    "more follow": lambda shared, ctx: not ctx.is_last,
+    "the fit ends well": lambda shared, ctx: shared.ends_well,
+    "validation broke": lambda shared, ctx: "validate" in shared.broken and isinstance(ctx.exception, Exception),
+    "training broke": lambda shared, ctx: "train" in shared.broken and isinstance(ctx.exception, Exception),
+    "the fit broke": lambda shared, ctx: "fit" in shared.broken and isinstance(ctx.exception, Exception),
 }
 
 
 class Row(Protocol):
-    """One line of the order."""
+    """One row of the order."""
 
     @property
     def event(self) -> Event: ...
@@ -59,14 +59,14 @@ class Row(Protocol):
     def method(self) -> str: ...
     @property
     def names(self) -> tuple[str, ...]:
-        """What the method is called with."""
+        """Names of the method's arguments."""
 
-    def bind(self, method: Callable[..., Any], company: SharedState, stacks: Stacks) -> Bound: ...
+    def bind(self, method: Callable[..., Any], shared: SharedState, stacks: Stacks) -> Bound: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """``method(trainer, *given)``, always or ``when`` says so."""
+    """Calls ``method(trainer, *given)``: always, or under the condition ``when``."""
 
     event: Event
     method: str
@@ -77,36 +77,36 @@ class Call:
     def names(self) -> tuple[str, ...]:
         return ("trainer", *self.given.split())
 
-    def bind(self, method: Callable[..., Any], company: SharedState, stacks: Stacks) -> Bound:
-        trainer, given = company.trainer, [GIVEN[name] for name in self.given.split()]
-        is_due = None if self.when is None else WHEN[self.when]
+    def bind(self, method: Callable[..., Any], shared: SharedState, stacks: Stacks) -> Bound:
+        trainer, given = shared.trainer, [ARGUMENTS[name] for name in self.given.split()]
+        is_due = None if self.when is None else CONDITIONS[self.when]
 
         def call(_: Callback, ctx: Any) -> None:
-            if is_due is None or is_due(company, ctx):
-                method(trainer, *[get(company, ctx) for get in given])
+            if is_due is None or is_due(shared, ctx):
+                method(trainer, *[get(shared, ctx) for get in given])
 
         return call
 
 
 @dataclass(frozen=True, slots=True)
 class SetUp:
-    """``method(trainer)``, once in the life of a trainer."""
+    """Calls ``method(trainer)`` once in the life of a trainer."""
 
     event: Event
     method: str
     names = ("trainer",)
 
-    def bind(self, method: Callable[..., Any], company: SharedState, stacks: Stacks) -> Bound:
+    def bind(self, method: Callable[..., Any], shared: SharedState, stacks: Stacks) -> Bound:
         def call(adapted: Callback, ctx: Any) -> None:
-            if company.is_first(adapted, self.method):
-                method(company.trainer)
+            if shared.is_first(adapted, self.method):
+                method(shared.trainer)
 
         return call
 
 
 @dataclass(frozen=True, slots=True)
 class Enter:
-    """``method(trainer, stack, *given)``: what it puts on the stack stays open until :class:`Leave` of that part."""
+    """Calls ``method(trainer, stack, *given)``; the stack stays open until :class:`Leave` of the same part."""
 
     event: Event
     method: str
@@ -118,24 +118,24 @@ class Enter:
     def names(self) -> tuple[str, ...]:
         return ("trainer", "stack", *self.given.split())
 
-    def bind(self, method: Callable[..., Any], company: SharedState, stacks: Stacks) -> Bound:
+    def bind(self, method: Callable[..., Any], shared: SharedState, stacks: Stacks) -> Bound:
         def enter(trainer: object, *given: Any) -> None:
             stack = stacks[self.part] = ExitStack()
             method(trainer, stack, *given)
 
-        return Call(self.event, self.method, self.given, self.when).bind(enter, company, stacks)
+        return Call(self.event, self.method, self.given, self.when).bind(enter, shared, stacks)
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Closes what ``method`` has opened, if it is open; with the exception, if there is one."""
+    """Closes the stack that ``method`` has opened, if it is open; with the exception, if there is one."""
 
     event: Event
     method: str
     part: str
     names = ()
 
-    def bind(self, method: Callable[..., Any], company: SharedState, stacks: Stacks) -> Bound:
+    def bind(self, method: Callable[..., Any], shared: SharedState, stacks: Stacks) -> Bound:
         def close(_: Callback, ctx: Any) -> None:
             stack = stacks.pop(self.part, None)
             error = getattr(ctx, "exception", None)
@@ -147,25 +147,25 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """``method(trainer, model, batch, args, kwargs)``: ``args`` is ``[batch]``, and both may be changed."""
+    """Calls ``method(trainer, model, batch, args, kwargs)``; ``args`` is ``[batch]``. The method may change both."""
 
     event: Event
     method: str
     names = ("trainer", "model", "batch", "args", "kwargs")
 
-    def bind(self, method: Callable[..., Any], company: SharedState, stacks: Stacks) -> Bound:
+    def bind(self, method: Callable[..., Any], shared: SharedState, stacks: Stacks) -> Bound:
         def call(_: Callback, ctx: BeforeForwardContext) -> None:
-            batch = _as_one(ctx)
+            batch = _as_batch(ctx)
             args: list[Any] = [batch]
             kwargs: dict[str, Any] = {}
-            method(company.trainer, ctx.model, batch, args, kwargs)
-            _spread(ctx, args, kwargs)
+            method(shared.trainer, ctx.model, batch, args, kwargs)
+            _set_arguments(ctx, args, kwargs)
 
         return call
 
 
-def _as_one(ctx: BeforeForwardContext) -> Any:
-    """The model's arguments as the one batch that they come from, so that changes made inside of it count."""
+def _as_batch(ctx: BeforeForwardContext) -> Any:
+    """Return the model's arguments as one batch, so that changes inside the batch take effect."""
     if isinstance(ctx.batch, Mapping):
         return ctx.call_kwargs
     if isinstance(ctx.batch, list):
@@ -173,8 +173,8 @@ def _as_one(ctx: BeforeForwardContext) -> Any:
     return tuple(ctx.call_args) if isinstance(ctx.batch, tuple) else ctx.call_args[0]
 
 
-def _spread(ctx: BeforeForwardContext, args: list[Any], kwargs: Mapping[str, Any]) -> None:
-    """The model's arguments from what has become of ``[batch]`` and ``kwargs``."""
+def _set_arguments(ctx: BeforeForwardContext, args: list[Any], kwargs: Mapping[str, Any]) -> None:
+    """Set the model's arguments from ``[batch]`` and ``kwargs`` after the method has changed them."""
     batch, *more = args
     if isinstance(batch, Mapping):
         named, listed = dict(batch), []

@@ -1,4 +1,4 @@
-"""Cerebras's order: at which event which method is called, with what, and when. Within an event, from top to bottom."""
+"""Cerebras's order: the event, arguments and condition of each method's call. Within an event, from top to bottom."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _SET_UP = ("pre_setup", "setup", "post_setup")
 
 ORDER: tuple[Row, ...] = (
     *(SetUp(Event.INIT_END, method) for method in _SET_UP),
-    *(SetUp(Event.BEFORE_LOAD, method) for method in _SET_UP),  # for one that was added later
+    *(SetUp(Event.BEFORE_LOAD, method) for method in _SET_UP),  # for a callback that was added later
     Call(Event.BEFORE_LOAD, "on_before_load_checkpoint", "ckpt_path"),
-    *(SetUp(Event.TRAIN_BEGIN, method) for method in _SET_UP),  # where there was nothing to load
+    *(SetUp(Event.TRAIN_BEGIN, method) for method in _SET_UP),  # where no checkpoint is loaded
     Enter(Event.TRAIN_BEGIN, "on_enter_fit", "fit", "train_dataloader val_dataloaders loop"),
     Call(Event.TRAIN_BEGIN, "on_fit_start", "train_dataloader val_dataloaders loop"),
     # a stretch of training
@@ -46,14 +46,14 @@ ORDER: tuple[Row, ...] = (
     Call(Event.EVALUATE, "on_validate_end", "model val_loop"),
     Leave(Event.EVALUATE, "on_enter_validate", "validate"),
     Call(Event.SAVE, "on_after_save_checkpoint", "ckpt_path"),
-    # the end; after an exception innermost first
+    # teardown; after an exception innermost first
     Leave(Event.EXCEPTION, "on_enter_validate", "validate"),
     Call(Event.EXCEPTION, "on_validate_exception", "exception", "validation broke"),
     Leave(Event.EXCEPTION, "on_enter_train", "train"),
     Call(Event.EXCEPTION, "on_train_exception", "exception", "training broke"),
     Leave(Event.EXCEPTION, "on_enter_fit", "fit"),
     Call(Event.EXCEPTION, "on_fit_exception", "exception", "the fit broke"),
-    Leave(Event.TRAIN_END, "on_enter_validate", "validate"),  # of one that was broken off, for the next leg to do
+    Leave(Event.TRAIN_END, "on_enter_validate", "validate"),  # of an interrupted validation, which the next leg repeats
     Call(Event.TRAIN_END, "on_train_end", "model loop loop_idx", "a stretch ends"),
     Leave(Event.TRAIN_END, "on_enter_train", "train"),
     Call(Event.TRAIN_END, "on_fit_end", "loop", "the fit ends well"),
@@ -66,4 +66,4 @@ SILENT = (
     "on_enter_validate_all",
     "on_after_save_trainer_state",
 )
-"""What nothing here calls: there is no restart by a supervisor, nor a validation that callbacks run by themselves."""
+"""Never called: dalsegno has no restart by a supervisor, and no validation that callbacks run."""

@@ -1,7 +1,7 @@
-"""Company: where a run stands in Cerebras's order, the same for all of its callbacks.
+"""SharedState: the position of a run in Cerebras's order, shared by all callbacks of this dialect.
 
-There, a *fit* is made of stretches of training with validations between them. A stretch begins with its first step and
-ends before an evaluation, or with the run.
+In that order, a *fit* consists of stretches of training with validations between them. A stretch begins with its first
+step and ends before an evaluation, or with the run.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ from .trainer import Trainer, plain
 
 
 class SharedState(Callback):
-    """Called before Cerebras's callbacks, so that these find here what is just happening."""
+    """Handles each event before Cerebras's callbacks do, so that its attributes are up to date for them."""
 
     name = "cerebras"
 
     def __init__(self, context: Context) -> None:
         self.trainer = Trainer(context)
         self.loader: Any = None
-        """Of the set that is being validated."""
+        """Loader of the evaluation set that is being validated."""
         self.fitting = False
         self.training = False
         self.validating = False
         self.begins_stretch = False
-        """A stretch of training begins with this very step."""
+        """Whether a stretch of training begins with this step."""
         self.ends_stretch = False
-        """One ends with this very event."""
+        """Whether a stretch ends at this event."""
         self.stretch = -1
         self.ends_well = False
-        """A fit ends with this very event, and nothing broke it."""
+        """Whether a fit ends at this event, without an exception."""
         self.broken: set[str] = set()
-        """What an exception has put an end to: "validate", "train", "fit"."""
+        """Parts that an exception has ended: "validate", "train", "fit"."""
         self.val_batch_idx = -1
-        """Of the newest batch that a validation is done with."""
+        """Index of the last batch that this validation has finished."""
         self.last: tuple[Any, Any] = (None, None)
-        """Outputs and batch of the last micro-batch."""
+        """Outputs and batch of the step's last micro-batch."""
         self._set_up: dict[str, WeakSet[Callback]] = {}
 
     def is_first(self, callback: Callback, method: str) -> bool:
-        """Whether this is the first time that this is asked."""
+        """Whether this is the first call for this callback and method."""
         done = self._set_up.setdefault(method, WeakSet())
         is_first = callback not in done
         done.add(callback)
@@ -96,7 +96,7 @@ class SharedState(Callback):
     def on_evaluate_begin(self, ctx: EvaluateBeginContext) -> None:
         self.ends_stretch, self.training = self.training, False
         self.validating, self.val_batch_idx = True, -1
-        self.loader = _loader_of(ctx)
+        self.loader = _loader_of_set(ctx)
         self._collect(True)
 
     def on_prediction_step(self, ctx: PredictionStepContext) -> None:
@@ -112,7 +112,7 @@ class SharedState(Callback):
 
     def on_exception(self, ctx: ExceptionContext) -> None:
         now = {"validate": self.validating, "train": self.training, "fit": self.fitting}
-        self.broken = {part for part, is_going_on in now.items() if is_going_on}
+        self.broken = {part for part, is_active in now.items() if is_active}
         self.training = self.validating = False
 
     def on_train_end(self, ctx: TrainEndContext) -> None:
@@ -122,12 +122,12 @@ class SharedState(Callback):
         self.trainer.early_exit.reset_exit_fns()
 
     def _collect(self, for_a_record: bool | None) -> None:
-        """What callbacks log goes into the coming record, if there is one, or nowhere; None: is a record by itself."""
+        """True: what callbacks log goes into the next record. False: it is dropped. None: it is a separate record."""
         self.trainer.collected = {} if for_a_record else None
         self.trainer.is_silent = for_a_record is False
 
 
-def _loader_of(ctx: EvaluateBeginContext) -> Any:
-    """What is evaluated: of several sets the one of that name."""
+def _loader_of_set(ctx: EvaluateBeginContext) -> Any:
+    """Return the loader that is evaluated: among several sets, the one of that name."""
     loaders = ctx.eval_dataloader
     return loaders[ctx.name] if isinstance(loaders, dict) else loaders

@@ -1,4 +1,4 @@
-"""The ``trainer`` that Cerebras's callbacks are given: the names that they use most; any other says that it is not."""
+"""The ``trainer`` argument of Cerebras's callbacks: the attributes that they use most; others raise an error."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.events.contexts import Context
 
 
-class Stand:
-    """Something of Cerebras's, as far as it exists here. A name that it lacks is an error that says so."""
+class StandIn:
+    """Base of stand-ins for Cerebras's objects. Reading an attribute without a counterpart raises an error."""
 
     _stands_for: str
 
@@ -28,12 +28,12 @@ class Stand:
             raise AttributeError(name)
         present = sorted(each for each in dir(self) if not each.startswith("_"))
         raise AttributeError(
-            f"{self._stands_for}.{name}: dalsegno has nothing that stands for it; what there is: {', '.join(present)}"
+            f"{self._stands_for}.{name}: dalsegno has no counterpart of it; available: {', '.join(present)}"
         )
 
 
-class Backend(Stand):
-    """``trainer.backend``."""
+class Backend(StandIn):
+    """Stands in for ``trainer.backend``."""
 
     _stands_for = "trainer.backend"
     is_csx = False
@@ -46,8 +46,8 @@ class Backend(Stand):
         self.is_gpu = self.device.type == "cuda"
 
 
-class Loop(Stand):
-    """``trainer.loop``, the loop of training; and its ``val_loop``."""
+class Loop(StandIn):
+    """Stands in for ``trainer.loop``, the training loop, with its ``val_loop``."""
 
     _stands_for = "trainer.loop"
 
@@ -63,19 +63,22 @@ class Loop(Stand):
 
     @property
     def total_steps(self) -> int:
-        """-1 where only the end of the data will tell."""
+        """-1 where the data's length is unknown."""
         return self._state.max_steps
 
 
-class ValidationLoop(Stand):
-    """The loop of validation: always over the whole set."""
+class ValidationLoop(StandIn):
+    """Stands in for the validation loop, which always covers the whole set."""
 
     _stands_for = "loop"
     eval_steps = None
 
 
-class EarlyExit(Stand):
-    """``trainer.early_exit``: functions that end the training when one returns True. None outlives its leg."""
+class EarlyExit(StandIn):
+    """Stands in for ``trainer.early_exit``: training ends when a registered function returns True.
+
+    Functions are unregistered when their leg ends.
+    """
 
     _stands_for = "trainer.early_exit"
 
@@ -83,36 +86,36 @@ class EarlyExit(Stand):
         self._functions: list[Callable[[], Any]] = []
 
     def register(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Handle:
-        """Ask ``function(*args, **kwargs)`` at the end of each step."""
+        """Call ``function(*args, **kwargs)`` at the end of each step."""
 
-        def ask() -> Any:
+        def call() -> Any:
             return function(*args, **kwargs)
 
-        self._functions.append(ask)
-        return Handle(self._functions, ask)
+        self._functions.append(call)
+        return Handle(self._functions, call)
 
     @property
     def should_exit(self) -> bool:
-        return any([bool(ask()) for ask in self._functions])  # noqa: C419  (each is asked, whatever another says)
+        return any([bool(call()) for call in self._functions])  # noqa: C419  (all are called, whatever one returns)
 
     def reset_exit_fns(self) -> None:
         self._functions.clear()
 
 
 class Handle:
-    """Takes one thing out of a list again."""
+    """Removes one item from a list."""
 
-    def __init__(self, holder: list[Any], held: object) -> None:
-        self._holder = holder
-        self._held = held
+    def __init__(self, items: list[Any], item: object) -> None:
+        self._items = items
+        self._item = item
 
     def remove(self) -> None:
-        if self._held in self._holder:
-            self._holder.remove(self._held)
+        if self._item in self._items:
+            self._items.remove(self._item)
 
 
-class Trainer(Stand):
-    """``trainer``. Callbacks may set attributes of their own on it."""
+class Trainer(StandIn):
+    """Stands in for ``trainer``. Callbacks may set further attributes on it."""
 
     _stands_for = "trainer"
     is_tracing = False
@@ -131,12 +134,12 @@ class Trainer(Stand):
         self.model_dir: Path = context.args.directory
         self.precision = None
         self.should_run_optimizer_step = False
-        """Whether the update follows this micro-batch."""
+        """Whether the optimizer step follows this micro-batch."""
         self.batch_idx = -1
         self.collected: dict[str, Any] | None = None
-        """What is going to be in the coming record; None while no record is coming."""
+        """Values for the next record; None where no record is due."""
         self.is_silent = False
-        """No record is coming at this step: what is logged in it goes nowhere."""
+        """Whether logged values are dropped, because this step has no record."""
         self._scopes: list[str] = []
 
     @property
@@ -149,7 +152,7 @@ class Trainer(Stand):
 
     @property
     def is_first_iteration(self) -> bool:
-        """Of this stretch of training."""
+        """Whether this is the first micro-batch of the current stretch of training."""
         return self.batch_idx == 0
 
     @property
@@ -162,7 +165,7 @@ class Trainer(Stand):
 
     @property
     def callbacks(self) -> OrderedDict[str, Any]:
-        """Every callback by its key: those of other libraries as they are, not as they have been adapted."""
+        """Every callback by its key; those of other libraries without their adapters."""
         present = getattr(self._context.trainer, "callbacks", [])
         return OrderedDict((callback.key, inspect.unwrap(callback)) for callback in present)
 
@@ -171,29 +174,32 @@ class Trainer(Stand):
         yield from self.callbacks.values()
 
     def get_callbacks(self, callback_type: type) -> Iterator[Any]:
-        """Those of a class."""
+        """Yield the callbacks of a class."""
         return (callback for callback in self.all_callbacks if isinstance(callback, callback_type))
 
     def get_callback(self, callback_type: type) -> Any:
-        """The first of a class; None if there is none."""
+        """Return the first callback of a class; None if there is none."""
         return next(self.get_callbacks(callback_type), None)
 
     def get_callback_name(self, callback: object) -> str:
         """
         Raises:
-            ValueError: if this trainer does not have it.
+            ValueError: if this trainer does not have the callback.
         """
         for name, each in self.callbacks.items():
             if each is callback:
                 return name
-        raise ValueError(f"{type(callback).__name__} is no callback of this trainer")
+        raise ValueError(f"{type(callback).__name__} is not a callback of this trainer")
 
     def log_metrics(self, **metrics: Any) -> None:
-        """Into the record of this step, or of this evaluation; at a step without a record, nowhere. Else a record."""
+        """Add metrics to the record of this step or evaluation; drop them at a step without a record.
+
+        Outside of steps and evaluations, they are logged as a separate record.
+        """
         self.log_metrics_dict(metrics)
 
     def log_metrics_dict(self, metrics: dict[str, Any], step: int | None = None, dest: Any = None) -> None:
-        """As :meth:`log_metrics`; ``step`` and ``dest`` have no meaning here."""
+        """Like :meth:`log_metrics`; ``step`` and ``dest`` are ignored."""
         named = {f"{self.name_scope_path}{name}": value for name, value in metrics.items()}
         if self.collected is not None:
             self.collected.update(named)
@@ -202,7 +208,7 @@ class Trainer(Stand):
 
     @contextmanager
     def name_scope(self, name: str) -> Iterator[str]:
-        """What is logged inside has ``name/`` in front."""
+        """Prefix the names of metrics that are logged inside with ``name/``."""
         self._scopes.append(name)
         try:
             yield name
@@ -215,5 +221,5 @@ class Trainer(Stand):
 
 
 def plain(value: Any) -> Any:
-    """A tensor of one element as a number, which waits for its device."""
+    """Return a tensor of one element as a number (which waits for its device), any other value unchanged."""
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value

@@ -1,13 +1,13 @@
-"""Hugging Face's dialect, and Forgather's, which says a little more.
+"""Hugging Face's dialect, and Forgather's, which extends it.
 
-A handler is called as ``on_step_end(args, state, control, **kwargs)``, with what Hugging Face gives as keywords:
+A handler is called as ``on_step_end(args, state, control, **kwargs)``, with Hugging Face's keyword arguments:
 ``model`` (unwrapped), ``processing_class``, ``optimizer``, ``lr_scheduler``, ``train_dataloader``, ``eval_dataloader``,
-and ``logs`` or ``metrics``. One of Forgather's, or one that names the parameter, is given ``trainer`` too; one that
-names ``tokenizer``, as they were written until 2024, the processing class.
+and ``logs`` or ``metrics``. Forgather's handlers, and those with a parameter ``trainer``, also get the trainer; those
+with a parameter ``tokenizer`` (Hugging Face's name until 2024) also get the processing class under that name.
 
-What their Trainer does around its events happens here too: a record and an evaluation's metrics carry the epoch, and
-each record is in ``state.log_history`` before ``on_log``. A leg that begins or ends inside of an epoch begins or ends
-that epoch for a callback without state; for one with state, an epoch is begun and ended once, in whichever leg.
+As under Hugging Face's Trainer, a record and an evaluation's metrics contain the epoch, and each record is in
+``state.log_history`` before ``on_log``. A leg that begins or ends inside an epoch calls ``on_epoch_begin`` or
+``on_epoch_end`` of a stateless callback there; a stateful callback gets each of them once per epoch, over all legs.
 """
 
 from __future__ import annotations
@@ -24,69 +24,73 @@ from dalsegno.stateful.component import State, Stateful
 
 from .calls import (
     ADDED,
-    GIVEN,
-    WAYS,
+    KEYWORDS,
+    WRAPPERS,
     Call,
-    hand_of,
-    where_joined,
-    where_left,
-    without_the_end,
+    if_epoch_joined,
+    if_epoch_left,
+    ignoring_last_step,
+    invoke_with_event,
 )
 from .shared_state import SharedState
 
 
 class HuggingFace(CallbackAdapter):
-    """A ``TrainerCallback`` of Hugging Face's, of Forgather's, or of our own."""
+    """Adapts a ``TrainerCallback`` of Hugging Face, of Forgather, or dalsegno's own."""
 
     dialect = "huggingface"
     packages = ("transformers", "forgather", "dalsegno.interop.hf")
     bases = ("TrainerCallback",)
     parameters = ("args", "state", "control")
     background_safe = True
-    calls = tuple(WAYS)
-    silent = ("on_push_begin",)  # nothing is pushed to a hub
+    calls = tuple(WRAPPERS)
+    silent = ("on_push_begin",)  # dalsegno does not push to a hub
 
     def arguments(self, method: str) -> tuple[Sequence[str], Sequence[str]]:
-        added = (name for (_, called), way in WAYS.items() if called == method for name in ADDED.get(way, ()))
-        return ("args", "state", "control"), (*GIVEN, *self._extras(method), *added)
+        added = (
+            name for (_, called), wrapper in WRAPPERS.items() if called == method for name in ADDED.get(wrapper, ())
+        )
+        return ("args", "state", "control"), (*KEYWORDS, *self._extras(method), *added)
 
     def overridden_calls(self) -> list[tuple[Event, str]]:
         has_state = isinstance(self, Stateful)
         return [
-            call for call in super().overridden_calls() if not (has_state and WAYS[call] in (where_joined, where_left))
+            call
+            for call in super().overridden_calls()
+            if not (has_state and WRAPPERS[call] in (if_epoch_joined, if_epoch_left))
         ]
 
     def call(self, event: Event, method: str, binder: Binder) -> Call:
-        company = binder.shared(SharedState)
-        context = company.context
+        shared = binder.shared(SharedState)
+        context = shared.context
         extras = {"trainer": context.trainer, "tokenizer": context.processing_class}
         function = getattr(self.__wrapped__, method)
         if named := {name: extras[name] for name in self._extras(method)}:
             function = partial(function, **named)
         is_default_flow = any(cls.__name__ == "DefaultFlowCallback" for cls in type(self.__wrapped__).__mro__)
-        way = without_the_end if is_default_flow and event is Event.STEP_END else WAYS[event, method]
-        return way(hand_of(function, company), company)
+        wrapper = ignoring_last_step if is_default_flow and event is Event.STEP_END else WRAPPERS[event, method]
+        return wrapper(invoke_with_event(function, shared), shared)
 
     def _extras(self, method: str) -> list[str]:
-        """What Hugging Face gives to nobody, or to nobody any more."""
+        """Return the keywords for this method that Hugging Face never passes, or no longer."""
         named = inspect.signature(getattr(self.__wrapped__, method)).parameters
         forgather = any(cls.__module__.startswith("forgather.") for cls in type(self.__wrapped__).__mro__)
         return [name for name in ("trainer", "tokenizer") if name in named or (forgather and name == "trainer")]
 
     def state_methods(self) -> tuple[Callable[[], State], Callable[[State], object]] | None:
-        """A ``state_dict`` as Forgather's have it; else what Hugging Face calls an ``ExportableState``."""
+        """Use ``state_dict`` as Forgather does; else Hugging Face's ``ExportableState``."""
         foreign: Any = self.__wrapped__
         own = super().state_methods()
         if own is None and callable(getattr(foreign, "state", None)) and callable(getattr(foreign, "from_state", None)):
-            return foreign.state, self._take_back
+            return foreign.state, self._restore
         return own
 
-    def _take_back(self, state: State) -> None:
-        """Into this very object, which keeps the arguments that it is built with now."""
+    def _restore(self, state: State) -> None:
+        """Restore the state into the existing object, which keeps its present constructor arguments."""
         foreign: Any = self.__wrapped__
         if foreign.from_state.__qualname__ == "ExportableState.from_state":
             restored = state["attributes"]
-        else:  # it says itself what its state is made into
+        else:  # the class defines from_state itself
             restored = vars(foreign.from_state(state))
         for name, value in restored.items():
             setattr(foreign, name, value)

@@ -1,4 +1,4 @@
-"""Arguments: the settings of the run, under all names that Hugging Face's callbacks read them by."""
+"""Arguments: the run's settings under the names that Hugging Face's callbacks read."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ _FIXED: dict[str, Any] = {
     "save_only_model": False,
     "warmup_ratio": 0.0,
 }
-"""What only Hugging Face's Trainer can do, as it is here: not at all."""
+"""Settings of features that only Hugging Face's Trainer has, with the values that turn them off."""
 
 
 class Strategy(StrEnum):
-    """Equal to theirs, and to the plain text."""
+    """Compares equal to Hugging Face's members, and to plain strings."""
 
     NO = "no"
     STEPS = "steps"
@@ -56,13 +56,14 @@ class Strategy(StrEnum):
 
 
 class Arguments:
-    """Their ``TrainingArguments``, made of ours. What a callback sets here is seen by others of its style only.
+    """Hugging Face's ``TrainingArguments``, made from dalsegno's.
 
-    A schedule that never comes has the strategy ``"no"``; its steps are so many that none is a multiple of them.
+    Attributes that a callback sets are visible to callbacks of this dialect only. A schedule that is never due has the
+    strategy ``"no"``, and so many steps that no step is a multiple of them.
     """
 
     def __init__(self, context: Context, *, evaluates: bool) -> None:
-        """``evaluates``: whether there is anything to evaluate on."""
+        """``evaluates``: whether there is an evaluation set."""
         args = context.args
         self._args = args
         self._model = context.model
@@ -104,7 +105,7 @@ class Arguments:
         return _their_default(name)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, as what JSON can hold."""
+        """Return all settings as JSON values."""
         own = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         return {**_FIXED, **self._args.to_dict(), **own, "device": str(self.device), "n_gpu": self.n_gpu}
 
@@ -112,7 +113,7 @@ class Arguments:
         return json.dumps(self.to_dict(), indent=2)
 
     def to_sanitized_dict(self) -> dict[str, Any]:
-        """As TensorBoard takes hyperparameters: numbers, booleans and texts."""
+        """Return all settings as numbers, booleans and strings, as TensorBoard's hyperparameters need."""
         return {
             name: value if isinstance(value, (bool, int, float, str)) else str(value)
             for name, value in self.to_dict().items()
@@ -120,7 +121,7 @@ class Arguments:
 
 
 def _schedule(when: SaveTrigger) -> tuple[Strategy, int]:
-    """The nearest to it that they have a name for. What goes by the clock, or comes at the end, comes at no step."""
+    """Return the nearest strategy and steps of Hugging Face's. Triggers by time, or at the end, have no steps."""
     parts = when.parts if isinstance(when, AnyTrigger) else (when,)
     periods = [part for part in parts if isinstance(part, Every)]
     steps = [period.steps for period in periods if period.steps]
@@ -132,10 +133,10 @@ def _schedule(when: SaveTrigger) -> tuple[Strategy, int]:
 
 
 def _their_default(name: str) -> Any:
-    """For what is not known here: the default of their own class, if the callback has brought it along.
+    """Return the default of transformers' own ``TrainingArguments``, if transformers is imported.
 
     Raises:
-        AttributeError: if there is none, as there.
+        AttributeError: if there is none, as transformers raises.
     """
     theirs = getattr(sys.modules.get("transformers.training_args"), "TrainingArguments", None)
     field = getattr(theirs, "__dataclass_fields__", {}).get(name)
@@ -143,4 +144,4 @@ def _their_default(name: str) -> Any:
         return field.default
     if field is not None and field.default_factory is not MISSING:
         return field.default_factory()
-    raise AttributeError(f"dalsegno has nothing for args.{name}, which a callback in Hugging Face's style reads")
+    raise AttributeError(f"dalsegno has no counterpart of args.{name}, which a callback in Hugging Face's style reads")

@@ -1,4 +1,4 @@
-"""TrainerCallback: the base class of callbacks written in Hugging Face's style, for those who prefer it."""
+"""TrainerCallback: base class of callbacks in Hugging Face's style."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 
 class TrainerCallback:
-    """Listens to a run with Hugging Face's handlers, and Forgather's. Override only what is needed.
+    """Base class with Hugging Face's and Forgather's handlers. Override only those that are needed.
 
-    Each is called with the run's arguments, state and control, under Hugging Face's names, and with keyword arguments:
-    ``model``, ``processing_class``, ``optimizer``, ``lr_scheduler``, ``train_dataloader``, ``eval_dataloader``; and
-    ``trainer`` where a handler names it. It may set flags of the control, or return a changed one. With ``state_dict``
-    and ``load_state_dict`` its state is saved and restored::
+    A handler is called with the run's arguments, state and control, under Hugging Face's names, and with the keyword
+    arguments ``model``, ``processing_class``, ``optimizer``, ``lr_scheduler``, ``train_dataloader`` and
+    ``eval_dataloader``; with ``trainer`` if it has a parameter of that name. It may set flags of the control, or return
+    a changed control. If the class has ``state_dict`` and ``load_state_dict``, its state is saved and restored::
 
         class SaveAtNight(ds.TrainerCallback):
             def on_step_end(self, args, state, control, **kwargs):

@@ -1,4 +1,4 @@
-"""Which of their methods is called at which event, and what has to be done for it that our events do otherwise."""
+"""Which of Hugging Face's methods is called at which event, and how the call differs from dalsegno's event."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ Call = Callable[[Any, Any], Answer]
 """``(adapted, ctx)``"""
 
 
-class Hand(Protocol):
-    """Calls a method of theirs with what each event gives, and with what this one adds."""
+class Invoke(Protocol):
+    """Calls a method with the arguments of every event, and with those that this event adds."""
 
     def __call__(self, adapted: Any, ctx: Any, /, **added: Any) -> Answer: ...
 
 
-Way = Callable[[Hand, SharedState], Call]
-"""How a method is called at an event."""
+Wrapper = Callable[[Invoke, SharedState], Call]
+"""Makes the call of a method at an event."""
 
-GIVEN = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
+KEYWORDS = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
 
 
-def hand_of(function: Callable[..., Any], company: SharedState) -> Hand:
-    """Everything that stays the same over a run is looked up here, once."""
-    context, args, state, state_at = company.context, company.args, company.state, company.state_at
+def invoke_with_event(function: Callable[..., Any], shared: SharedState) -> Invoke:
+    """Return a caller of ``function``. Everything that is constant over a run is looked up once, here."""
+    context, args, state, state_at = shared.context, shared.args, shared.state, shared.state_at
     live, model, processing_class = context.state, context.model, context.processing_class
     optimizer, lr_scheduler = context.optimizer, context.lr_scheduler
-    train_dataloader = company.train_dataloader
+    train_dataloader = shared.train_dataloader
 
-    def hand(adapted: Any, ctx: Context, /, **added: Any) -> Answer:
-        method = partial(function, **added) if added else function  # ** in the call itself costs every step
+    def invoke(adapted: Any, ctx: Context, /, **added: Any) -> Answer:
+        method = partial(function, **added) if added else function  # ** in the call below would cost time at every step
         answer: Answer = method(
             args,
             state if ctx.state is live else state_at(ctx.state),
@@ -52,86 +52,86 @@ def hand_of(function: Callable[..., Any], company: SharedState) -> Hand:
             optimizer=optimizer,
             lr_scheduler=lr_scheduler,
             train_dataloader=train_dataloader,
-            eval_dataloader=company.eval_dataloader,
+            eval_dataloader=shared.eval_dataloader,
         )
         return answer
 
-    return hand
+    return invoke
 
 
-def plainly(hand: Hand, company: SharedState) -> Call:
-    return hand
+def direct(invoke: Invoke, shared: SharedState) -> Call:
+    return invoke
 
 
-def unless_last(hand: Hand, company: SharedState) -> Call:
+def unless_last(invoke: Invoke, shared: SharedState) -> Call:
     def call(adapted: Any, ctx: MicrobatchEndContext) -> Answer:
-        return None if ctx.is_last else hand(adapted, ctx)
+        return None if ctx.is_last else invoke(adapted, ctx)
 
     return call
 
 
-def where_joined(hand: Hand, company: SharedState) -> Call:
-    """If the leg begins inside of an epoch."""
+def if_epoch_joined(invoke: Invoke, shared: SharedState) -> Call:
+    """Call if the leg begins inside an epoch."""
 
     def call(adapted: Any, ctx: Context) -> Answer:
-        return hand(adapted, ctx) if company.joined_epoch else None
+        return invoke(adapted, ctx) if shared.joined_epoch else None
 
     return call
 
 
-def where_left(hand: Hand, company: SharedState) -> Call:
-    """If the leg ends inside of an epoch: its last event but one is its final record."""
+def if_epoch_left(invoke: Invoke, shared: SharedState) -> Call:
+    """Call if the leg ends inside an epoch: at its final record, the last event but one."""
 
     def call(adapted: Any, ctx: LogContext) -> Answer:
-        return hand(adapted, ctx) if ctx.kind == "final" and company.inside_epoch else None
+        return invoke(adapted, ctx) if ctx.kind == "final" and shared.inside_epoch else None
 
     return call
 
 
-def with_record(hand: Hand, company: SharedState) -> Call:
+def with_record(invoke: Invoke, shared: SharedState) -> Call:
     def call(adapted: Any, ctx: LogContext) -> Answer:
-        return hand(adapted, ctx, logs=record_of(ctx))
+        return invoke(adapted, ctx, logs=record_of(ctx))
 
     return call
 
 
-def with_open_record(hand: Hand, company: SharedState) -> Call:
-    """What they put into it is logged."""
+def with_mutable_record(invoke: Invoke, shared: SharedState) -> Call:
+    """Call with the record itself: what the method adds to it is logged."""
 
     def call(adapted: Any, ctx: LogContext) -> Answer:
-        return hand(adapted, ctx, logs=ctx.logs)
+        return invoke(adapted, ctx, logs=ctx.logs)
 
     return call
 
 
-def with_metrics(hand: Hand, company: SharedState) -> Call:
+def with_metrics(invoke: Invoke, shared: SharedState) -> Call:
     def call(adapted: Any, ctx: EvaluateContext) -> Answer:
-        return hand(adapted, ctx, metrics={**ctx.metrics, "epoch": ctx.state.epoch})
+        return invoke(adapted, ctx, metrics={**ctx.metrics, "epoch": ctx.state.epoch})
 
     return call
 
 
-def when_saved(hand: Hand, company: SharedState) -> Call:
-    """Their Trainer waits for a save: so the state is that of the step which is saved."""
+def at_saved_step(invoke: Invoke, shared: SharedState) -> Call:
+    """Call with the state of the saved step, since Hugging Face's Trainer waits for a save."""
 
     def call(adapted: Any, ctx: SaveContext) -> Answer:
         if ctx.step == ctx.state.global_step:
-            return hand(adapted, ctx)
+            return invoke(adapted, ctx)
         then = ctx.copy()
         then.state.global_step = ctx.step
-        return hand(adapted, then)
+        return invoke(adapted, then)
 
     return call
 
 
-def without_the_end(hand: Hand, company: SharedState) -> Call:
-    """For their ``DefaultFlowCallback``: it stops the training at the last step, which it comes to by itself here."""
-    state = company.state
+def ignoring_last_step(invoke: Invoke, shared: SharedState) -> Call:
+    """For ``DefaultFlowCallback``, which stops training at the last step: dalsegno ends there by itself."""
+    state = shared.state
 
     def call(adapted: Any, ctx: Context) -> Answer:
         control = ctx.control
         was_stopping = control.should_training_stop
-        answer = hand(adapted, ctx)
+        answer = invoke(adapted, ctx)
         if not was_stopping and state.global_step >= state.max_steps:
             control.should_training_stop = False
         return None if answer is control else answer
@@ -139,30 +139,34 @@ def without_the_end(hand: Hand, company: SharedState) -> Call:
     return call
 
 
-WAYS: Mapping[tuple[Event, str], Way] = {
-    (Event.INIT_END, "on_init_end"): plainly,
-    (Event.TRAIN_BEGIN, "on_train_begin"): plainly,
-    (Event.TRAIN_BEGIN, "on_epoch_begin"): where_joined,
-    (Event.EPOCH_BEGIN, "on_epoch_begin"): plainly,
-    (Event.STEP_BEGIN, "on_step_begin"): plainly,
-    (Event.MICROBATCH_BEGIN, "on_forward_backward_begin"): plainly,
-    (Event.MICROBATCH_END, "on_forward_backward_end"): plainly,
+WRAPPERS: Mapping[tuple[Event, str], Wrapper] = {
+    (Event.INIT_END, "on_init_end"): direct,
+    (Event.TRAIN_BEGIN, "on_train_begin"): direct,
+    (Event.TRAIN_BEGIN, "on_epoch_begin"): if_epoch_joined,
+    (Event.EPOCH_BEGIN, "on_epoch_begin"): direct,
+    (Event.STEP_BEGIN, "on_step_begin"): direct,
+    (Event.MICROBATCH_BEGIN, "on_forward_backward_begin"): direct,
+    (Event.MICROBATCH_END, "on_forward_backward_end"): direct,
     (Event.MICROBATCH_END, "on_substep_end"): unless_last,
-    (Event.PRE_OPTIMIZER_STEP, "on_pre_optimizer_step"): plainly,
-    (Event.OPTIMIZER_STEP, "on_optimizer_step"): plainly,
-    (Event.STEP_END, "on_step_end"): plainly,
+    (Event.PRE_OPTIMIZER_STEP, "on_pre_optimizer_step"): direct,
+    (Event.OPTIMIZER_STEP, "on_optimizer_step"): direct,
+    (Event.STEP_END, "on_step_end"): direct,
     (Event.TRAIN_METRICS, "on_train_metrics"): with_metrics,
-    (Event.LOG_STEP, "on_epoch_end"): where_left,
-    (Event.LOG_STEP, "on_log_step"): with_open_record,
+    (Event.LOG_STEP, "on_epoch_end"): if_epoch_left,
+    (Event.LOG_STEP, "on_log_step"): with_mutable_record,
     (Event.LOG, "on_log"): with_record,
-    (Event.PREDICTION_STEP, "on_prediction_step"): plainly,
+    (Event.PREDICTION_STEP, "on_prediction_step"): direct,
     (Event.EVALUATE, "on_evaluate"): with_metrics,
     (Event.PREDICT, "on_predict"): with_metrics,
-    (Event.SAVE, "on_save"): when_saved,
-    (Event.EPOCH_END, "on_epoch_end"): plainly,
-    (Event.TRAIN_END, "on_train_end"): plainly,
+    (Event.SAVE, "on_save"): at_saved_step,
+    (Event.EPOCH_END, "on_epoch_end"): direct,
+    (Event.TRAIN_END, "on_train_end"): direct,
 }
-"""In the order in which those at one event are called."""
+"""Calls at the same event are made in this order."""
 
-ADDED: Mapping[Way, Sequence[str]] = {with_record: ("logs",), with_open_record: ("logs",), with_metrics: ("metrics",)}
-"""What a way gives besides."""
+ADDED: Mapping[Wrapper, Sequence[str]] = {
+    with_record: ("logs",),
+    with_mutable_record: ("logs",),
+    with_metrics: ("metrics",),
+}
+"""Keyword arguments that a wrapper adds."""

@@ -1,4 +1,4 @@
-"""Loaders, as callbacks are shown them: as they are, but for the training's own data."""
+"""Loaders as callbacks get them: a user's own unchanged, the run's own data as its length only."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any, NoReturn
 
 
 class Batches:
-    """The run's own data: how many batches an epoch has. To read it here would be to take them from the training."""
+    """Number of batches in an epoch of the run's data. Not iterable: reading would take batches from the training."""
 
     def __init__(self, feed: Any) -> None:
         self._feed = feed
 
     def __len__(self) -> int:
-        """On this rank.
+        """Batches per epoch on this rank.
 
         Raises:
-            TypeError: where it is unknown.
+            TypeError: if the length of the data is unknown.
         """
         count: int | None = self._feed.microbatches_per_epoch()
         if count is None:
@@ -27,7 +27,7 @@ class Batches:
         return True
 
     def __iter__(self) -> NoReturn:
-        raise TypeError("a callback cannot read the data that is trained on; give the Trainer a loader of your own")
+        raise TypeError("a callback cannot read the training data; pass your own loader to the Trainer")
 
 
 def as_loader(given: Any) -> Any:
@@ -35,7 +35,7 @@ def as_loader(given: Any) -> Any:
 
 
 def loaders_of(given: Any) -> dict[str, Any]:
-    """By the name of the set: of the only loader, or of several by name."""
+    """Return the evaluation loaders by the name of their set; an only loader under ``"eval"``."""
     if isinstance(given, Mapping):
         return dict(given)
     return {} if given is None else {"eval": given}

@@ -1,4 +1,4 @@
-"""Company: what all callbacks in Hugging Face's style share in one run."""
+"""SharedState: what all callbacks in Hugging Face's style share in one run."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class History(TypedDict):
 
 
 class SharedState(Callback):
-    """``args``, ``state`` and loaders as they expect them, and the history of records, which is saved with the run."""
+    """``args``, ``state`` and loaders in Hugging Face's form; the history of records, which is saved with the run."""
 
     name = "huggingface"
     makes_wishes = False
     state_schema = History
-    state_compared = False  # some of what a record says is measured by each rank's own clock
+    state_compared = False  # records contain times that each rank measures by its own clock
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -43,13 +43,13 @@ class SharedState(Callback):
         self.state = State(context.state, self.args, self.log_history)
         self.train_dataloader = as_loader(context.train_dataloader)
         self.eval_dataloader = next(iter(self._eval_loaders.values()), None)
-        """Of the set that is evaluated now, or was last."""
+        """Loader of the evaluation set that is evaluated now, or was last."""
         self.inside_epoch = False
         self.joined_epoch = False
-        """This leg began inside of an epoch."""
+        """Whether this leg began inside an epoch."""
 
     def state_at(self, state: TrainerState) -> State:
-        """The state as it is now; or another one as it was, when a snapshot of it was taken."""
+        """Return the shared state for the live ``state``; for a snapshot, a state as of that snapshot's step."""
         if state is self.context.state:
             return self.state
         until_then = [record for record in tuple(self.log_history) if record["step"] <= state.global_step]
@@ -79,7 +79,7 @@ class SharedState(Callback):
 
 
 def record_of(ctx: LogContext) -> dict[str, Any]:
-    """A copy of the record, with what Hugging Face's has besides."""
+    """Return a copy of the record, with the entries that Hugging Face's records have in addition."""
     record = {**ctx.logs, "epoch": ctx.state.epoch}
     if ctx.kind == "final":
         record.setdefault("total_flos", ctx.state.total_flos)

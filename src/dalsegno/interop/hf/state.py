@@ -1,4 +1,4 @@
-"""State: where the run stands, with all fields and methods of Hugging Face's ``TrainerState``."""
+"""State: the run's state, with all fields and methods of Hugging Face's ``TrainerState``."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _FIELDS = (
     "trial_params",
     "stateful_callbacks",
 )
-"""Of theirs, so that what :meth:`State.save_to_json` writes is what their ``load_from_json`` reads."""
+"""Fields of Hugging Face's class, so that its ``load_from_json`` reads what :meth:`State.save_to_json` writes."""
 
 
 class State:
-    """Reads and writes the run's own state; what that has no place for is kept here, for callbacks of this style."""
+    """Reads and writes the run's state; keeps fields that the run's state lacks, for callbacks of this dialect only."""
 
     def __init__(self, state: TrainerState, args: Arguments, log_history: list[dict[str, Any]]) -> None:
         self._state = state
@@ -57,7 +57,7 @@ class State:
 
     @property
     def max_steps(self) -> int:
-        """A very large number where only the data's end will tell: callbacks compare it with the step."""
+        """``sys.maxsize`` where the data's length is unknown: callbacks compare this with the step."""
         return self._state.max_steps if self._state.max_steps > 0 else sys.maxsize
 
     @property
@@ -75,7 +75,7 @@ class State:
         return getattr(self._state, name)
 
     def compute_steps(self, args: Any, max_steps: int) -> None:
-        """Steps given as a share of all steps, as numbers of steps."""
+        """Convert steps given as a fraction of ``max_steps`` into numbers of steps."""
         for kind in ("logging_steps", "eval_steps", "save_steps"):
             steps = getattr(args, kind)
             if steps is not None:
@@ -86,7 +86,7 @@ class State:
         Path(json_path).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _passed_on(name: str) -> property:
+def _delegated(name: str) -> property:
     def write(state: Any, value: Any) -> None:
         setattr(state._state, name, value)
 
@@ -95,4 +95,4 @@ def _passed_on(name: str) -> property:
 
 for _field in fields(TrainerState):
     if _field.name not in vars(State):
-        setattr(State, _field.name, _passed_on(_field.name))
+        setattr(State, _field.name, _delegated(_field.name))

@@ -1,11 +1,11 @@
-"""InstructLab's dialect: observers with one ``TrainingContext``, in the background, which never hurt the training.
+"""InstructLab's dialect: observers that get one ``TrainingContext`` and run in the background.
 
-A callback has a thread of its own, so a slow one delays neither the training nor another; ``on_train_end`` is waited
-for, 10 seconds at most. What a callback raises is logged and counted, and the training goes on. One that has
-``state_dict`` and ``load_state_dict`` is called at once, by the training, and its ``on_step_end`` comes before the
-step's checkpoint, so that what is saved is its state after the step.
+Each callback has a separate thread, so a slow one delays neither the training nor another callback. The run waits up to
+10 seconds for ``on_train_end``. What a callback raises is logged and counted; training continues. A callback with
+``state_dict`` and ``load_state_dict`` is called synchronously, on the training thread, and its ``on_step_end`` comes
+before the step's checkpoint, so that the checkpoint contains its state after the step.
 
-Beyond the thirteen methods of a class, those of InstructLab's first proposal are called too.
+In addition to the thirteen methods of InstructLab's class, those of its first proposal are called.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from .shared_state import SharedState
 
 logger = logging.getLogger("dalsegno")
 
-PATIENCE = 10.0
-"""Seconds that the end of training waits for a callback."""
+CLOSE_TIMEOUT = 10.0
+"""Seconds for which the end of training waits for a callback."""
 
 
 class InstructLab(CallbackAdapter):
-    """A ``TrainerCallback`` of InstructLab's."""
+    """Adapts a ``TrainerCallback`` of InstructLab."""
 
     dialect = "instructlab"
     packages = ("instructlab",)
@@ -49,10 +49,10 @@ class InstructLab(CallbackAdapter):
         (Event.PRE_OPTIMIZER_STEP, "on_pre_optimizer_step"),
         (Event.STEP_END, "on_after_optimizer_step"),
         (Event.STEP_END, "on_optimizer_step"),  # the schedule has moved, gradients are cleared
-        (Event.TRAIN_METRICS, "on_step_end"),  # which is to know the loss of all ranks
+        (Event.TRAIN_METRICS, "on_step_end"),  # where the loss over all ranks is known
         (Event.LOG, "on_log"),
         (Event.EVALUATE, "on_evaluate"),
-        (Event.BEFORE_SAVE, "on_step_end"),  # of one with state: else what it does there would be missing
+        (Event.BEFORE_SAVE, "on_step_end"),  # for stateful callbacks: else the checkpoint lacks the step's change
         (Event.SAVE, "on_save"),
         (Event.STEP_DONE, "on_step_end"),
         (Event.EPOCH_END, "on_epoch_end"),
@@ -63,7 +63,7 @@ class InstructLab(CallbackAdapter):
     def __init__(self, foreign: object, name: str | None = None) -> None:
         super().__init__(foreign, name)
         self._worker = Worker(self.key)
-        self._ended: object = None  # the newest step whose end was told
+        self._last_ended: object = None  # the last step for which on_step_end was called
 
     @property
     def _has_state(self) -> bool:
@@ -71,7 +71,7 @@ class InstructLab(CallbackAdapter):
 
     @property
     def counts(self) -> Counts:
-        """Calls that were done, failed, and dropped."""
+        """Numbers of calls that ran, failed, and were dropped."""
         return self._worker.counts
 
     def arguments(self, method: str) -> tuple[Sequence[str], Sequence[str]]:
@@ -87,30 +87,30 @@ class InstructLab(CallbackAdapter):
         return [*super().bound_handlers(binder), (Event.TRAIN_END, self._finish)]
 
     def call(self, event: Event, method: str, binder: Binder) -> Callable[[Any, Any], Answer]:
-        company, function = binder.shared(SharedState), getattr(self.__wrapped__, method)
+        shared, function = binder.shared(SharedState), getattr(self.__wrapped__, method)
         submit = self._worker.do if self._has_state else self._worker.submit
 
         def learn(_: Any, ctx: Any) -> None:
-            company.learn(ctx.metrics)
+            shared.learn(ctx.metrics)
 
         def call(_: Any, ctx: Any) -> None:
-            submit(partial(function, company.context(method)))
+            submit(partial(function, shared.context(method)))
 
         def call_in_update(_: Any, ctx: Any) -> None:
-            if company.in_update:
-                submit(partial(function, company.context(method)))
+            if shared.in_update:
+                submit(partial(function, shared.context(method)))
 
         def call_in_training(_: Any, ctx: Any) -> None:
             if ctx.kind == "train":
-                submit(partial(function, company.context(method)))
+                submit(partial(function, shared.context(method)))
 
         def call_saved(_: Any, ctx: Any) -> None:
-            submit(partial(function, replace(company.context(method), step=ctx.step)))  # others may have passed since
+            submit(partial(function, replace(shared.context(method), step=ctx.step)))  # more may have finished
 
         def call_once_a_step(_: Any, ctx: Any) -> None:
-            if self._ended is not company.step:
-                self._ended = company.step
-                submit(partial(function, company.context(method)))
+            if self._last_ended is not shared.step:
+                self._last_ended = shared.step
+                submit(partial(function, shared.context(method)))
 
         special = {
             Event.BEFORE_FORWARD: call_in_update,
@@ -124,7 +124,7 @@ class InstructLab(CallbackAdapter):
         return special.get(event, call)
 
     def _finish(self, ctx: Any) -> None:
-        self._worker.close(PATIENCE)
+        self._worker.close(CLOSE_TIMEOUT)
         counts = self.counts
         if counts.failed or counts.dropped:
             logger.warning("%s, in the background: %s", self.key, counts)

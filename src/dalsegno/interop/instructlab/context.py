@@ -1,4 +1,4 @@
-"""What InstructLab's callbacks are given."""
+"""TrainingContext: the argument of InstructLab's callbacks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 @dataclass
 class TrainingContext:
-    """A snapshot, each callback's own. What has not become known since the step began is None, never an older value.
+    """A snapshot, separate for each callback. A value not yet known in this step is None, never an older one.
 
-    All numbers are the same on all ranks; those that would not be are None where there are several.
+    All numbers are equal on all ranks; on several ranks, a number that would differ is None.
     """
 
     hook_name: str = ""
@@ -19,33 +19,33 @@ class TrainingContext:
     epoch: int = 0
     """From 0."""
     total_samples: int = 0
-    """Trained on so far, on all ranks."""
+    """Samples trained on so far, on all ranks."""
     total_tokens: int | None = None
-    """The same for tokens; on several ranks known at each record."""
+    """Tokens trained on so far, on all ranks; on several ranks, known only at records."""
 
     loss: float | None = None
-    """Mean over this step's samples; in ``on_log``, and where no callback has ``on_step_end``, as logged."""
+    """Mean over this step's samples; the logged loss in ``on_log``, and if no callback has ``on_step_end``."""
     learning_rate: float | None = None
-    """That this step's update has used."""
+    """Learning rate that this step's update used."""
     grad_norm: float | None = None
     """Total L2 norm before clipping."""
     elapsed_time: float | None = None
-    """Seconds that this step has taken; on one rank."""
+    """Seconds that this step took; None on several ranks."""
     overall_throughput: float | None = None
-    """Tokens a second on all ranks, as logged."""
+    """Tokens per second on all ranks, as logged."""
     cuda_mem_allocated: float | None = None
-    """GiB; on one rank."""
+    """GiB; None on several ranks."""
 
     batch_metrics: dict[str, Any] = field(default_factory=dict)
-    """From the update on: ``total_samples`` of this step on all ranks, ``grad_accum_steps``."""
+    """Known after the update: ``total_samples`` of this step on all ranks, and ``grad_accum_steps``."""
     val_metrics: dict[str, Any] = field(default_factory=dict)
-    """Of this step's evaluations; the loss of the newest one is ``val_loss``, too."""
+    """Metrics of this step's evaluations; the last one's loss also as ``val_loss``."""
     checkpoint_path: str | None = None
-    """Of this step's checkpoint, from ``on_save`` on."""
+    """Path of this step's checkpoint, known from ``on_save`` on."""
 
     output_dir: str = ""
     model_name_or_path: str = ""
-    """As a Hugging Face model's configuration says it."""
+    """``config.name_or_path`` of a Hugging Face model."""
     max_epochs: int = 0
     world_size: int = 1
     is_local_process_zero: bool = True

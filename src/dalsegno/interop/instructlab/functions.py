@@ -1,4 +1,4 @@
-"""Functions as callbacks, as InstructLab's first proposal has them."""
+"""functions: functions as callbacks, as in InstructLab's first proposal."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Function = Callable[..., Any]
 
 EVENTS = tuple(dict.fromkeys(method for _, method in InstructLab.calls))
 
-_MEANT = {"on_checkpoint": "on_save", "on_validation_loss": "on_evaluate"}
+_ALIASES = {"on_checkpoint": "on_save", "on_validation_loss": "on_evaluate"}
 
-_ADDED: dict[str, Callable[[TrainingContext], dict[str, Any]]] = {
+_EVENT_ARGUMENTS: dict[str, Callable[[TrainingContext], dict[str, Any]]] = {
     "on_save": lambda context: {"checkpoint_path": context.checkpoint_path},
     "on_evaluate": lambda context: {"validation_loss": context.val_metrics.get("val_loss")},
     "on_log": lambda context: {"loss": context.loss},
@@ -31,28 +31,28 @@ _ADDED: dict[str, Callable[[TrainingContext], dict[str, Any]]] = {
 
 
 def functions(*, name: str | None = None, **on: Function | Sequence[Function]) -> Callback:
-    """Let functions observe the training: ``functions(on_save=run_eval, on_evaluate=[first, second])``.
+    """Call functions at events: ``functions(on_save=run_eval, on_evaluate=[first, second])``.
 
-    Each is called as ``f(context, **kwargs)`` with a ``TrainingContext``, and with what the event adds as far as it
-    names it or takes ``**kwargs``: ``checkpoint_path`` (on_save), ``validation_loss`` (on_evaluate), ``loss``
-    (on_log). On rank 0 only, on a thread of its own; what it raises is logged and counted, and the training goes on.
+    Each function is called as ``f(context, **kwargs)`` with a ``TrainingContext``. If it has a parameter of that name,
+    or takes ``**kwargs``, it also gets ``checkpoint_path`` (on_save), ``validation_loss`` (on_evaluate) or ``loss``
+    (on_log). Each runs on rank 0 only, on a separate thread. What it raises is logged and counted; training continues.
 
     Args:
-        name: the callback's key; two in one run need different ones. None: made of the functions' names.
-        on: a function or several for each event: ``on_train_begin``, ``on_epoch_begin``, ``on_step_begin``,
+        name: the callback's key; two callbacks of one run need different ones. None: made of the functions' names.
+        on: one or several functions for each event: ``on_train_begin``, ``on_epoch_begin``, ``on_step_begin``,
             ``on_before_forward``, ``on_after_forward``, ``on_before_backward``, ``on_after_backward``,
             ``on_before_optimizer_step``, ``on_pre_optimizer_step``, ``on_after_optimizer_step``,
             ``on_optimizer_step``, ``on_log``, ``on_evaluate``, ``on_save``, ``on_step_end``, ``on_epoch_end``,
             ``on_train_end``.
 
     Raises:
-        UnknownName: for another event; the message names the nearest.
-        ConfigurationError: for something that cannot be called so.
+        UnknownName: for an unknown event; the message names the nearest.
+        ConfigurationError: for something that cannot be called with these arguments.
     """
     for event in on:
         if event not in EVENTS:
-            raise UnknownName("event", event, EVENTS, _MEANT)
-    return Functions([_observer(event, each) for event, given in on.items() for each in _several(given)], name)
+            raise UnknownName("event", event, EVENTS, _ALIASES)
+    return Functions([_observer(event, each) for event, given in on.items() for each in _as_sequence(given)], name)
 
 
 class Functions(Callback):
@@ -68,7 +68,7 @@ class Functions(Callback):
 
     @property
     def counts(self) -> dict[str, Counts]:
-        """Calls that were done, failed, and dropped, for each function."""
+        """For each function, the numbers of calls that ran, failed, and were dropped."""
         return {observer.key: observer.counts for observer in self._observers}
 
     def handled_events(self) -> list[Event]:
@@ -78,7 +78,7 @@ class Functions(Callback):
         return [each for observer in self._observers for each in observer.bound_handlers(binder)]
 
 
-def _several(given: Any) -> Sequence[Any]:
+def _as_sequence(given: Any) -> Sequence[Any]:
     return given if isinstance(given, (list, tuple)) else [given]
 
 
@@ -89,7 +89,7 @@ def _nothing(context: TrainingContext) -> dict[str, Any]:
 def _observer(event: str, function: Function) -> InstructLab:
     if not callable(function):
         raise ConfigurationError(f"functions({event}={function!r}): needs a function, or a list of functions")
-    added = _ADDED.get(event, _nothing)
+    added = _EVENT_ARGUMENTS.get(event, _nothing)
     accepted = _accepted(event, function, list(added(TrainingContext())))
 
     def call(context: TrainingContext) -> Any:
@@ -100,7 +100,7 @@ def _observer(event: str, function: Function) -> InstructLab:
 
 
 def _accepted(event: str, function: Function, added: list[str]) -> list[str]:
-    """Which of the arguments that the event adds the function takes."""
+    """Return those of the event's arguments that the function takes."""
     signature = inspect.signature(function)
     takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in signature.parameters.values())
     accepted = [name for name in added if takes_all or name in signature.parameters]

@@ -1,4 +1,4 @@
-"""Company: what is known of the step that is going on, the same for all of InstructLab's callbacks in one run."""
+"""SharedState: what is known of the current step, shared by all of InstructLab's callbacks in one run."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from dalsegno.events.contexts import (
 from .context import TrainingContext
 
 _BY_CLOCK = ("_runtime", "_per_second")
-"""Metrics that each rank measures by its own clock."""
+"""Endings of metrics that each rank measures by its own clock."""
 
 
 class SharedState(Callback):
-    """Called before InstructLab's callbacks, so that these find here what has just become known."""
+    """Handles each event before InstructLab's callbacks do, so that their contexts contain its values."""
 
     name = "instructlab"
     makes_wishes = False
@@ -50,9 +50,9 @@ class SharedState(Callback):
         self._accumulation = args.gradient_accumulation_steps
         self._epoch = 0
         self.in_update = False
-        """From a step's begin to its update: what goes forward now is trained on."""
+        """Whether the run is between a step's begin and its update, where forward passes are for training."""
         self.step: object = None
-        """Another object for each step; None before the first one of a leg."""
+        """A new object for each step; None before the first step of a leg."""
         self._tokens_agreed = False
         self._of_step: dict[str, Any] = {}
         self._of_record: dict[str, Any] = {}
@@ -63,7 +63,7 @@ class SharedState(Callback):
         self._samples_before = 0
 
     def context(self, hook_name: str) -> TrainingContext:
-        """All that is known, as it is now."""
+        """Return a snapshot of all that is known."""
         state = self._state
         return TrainingContext(
             hook_name=hook_name,
@@ -80,20 +80,20 @@ class SharedState(Callback):
         )
 
     def learn(self, metrics: dict[str, Any]) -> None:
-        """Take over the metrics of this very step, which all ranks have agreed on."""
-        self._of_step |= _numbers(metrics)
+        """Store the metrics of this step, already reduced over all ranks."""
+        self._of_step |= _renamed(metrics)
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         self._epoch = int(ctx.state.epoch)
         self.step = None
-        self._forget()
+        self._reset()
 
     def on_epoch_begin(self, ctx: EpochContext) -> None:
         self._epoch = ctx.epoch
-        self._forget()
+        self._reset()
 
     def on_step_begin(self, ctx: Context) -> None:
-        self._forget()
+        self._reset()
         self.in_update, self.step = True, object()
         self._began, self._samples_before = time.monotonic(), ctx.state.samples_seen
 
@@ -108,7 +108,7 @@ class SharedState(Callback):
 
     def on_log(self, ctx: LogContext) -> None:
         if ctx.kind == "train":
-            self._of_record = _numbers(ctx.logs)
+            self._of_record = _renamed(ctx.logs)
             self._tokens_agreed = True
 
     def on_evaluate(self, ctx: EvaluateContext) -> None:
@@ -123,9 +123,9 @@ class SharedState(Callback):
         self._epoch = ctx.epoch
 
     def on_exception(self, ctx: ExceptionContext) -> None:
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self.in_update = self._tokens_agreed = False
         self._of_step, self._of_record, self._batch_metrics, self._val_metrics = {}, {}, {}, {}
         self._checkpoint = None
@@ -144,6 +144,6 @@ _NAMES = {
 }
 
 
-def _numbers(metrics: dict[str, Any]) -> dict[str, Any]:
-    """What is in the metrics, under the context's names."""
+def _renamed(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Return the metrics that the context has a field for, under the field's name."""
     return {ours: float(metrics[name]) for name, ours in _NAMES.items() if name in metrics}

@@ -1,16 +1,16 @@
 """KempnerForge's dialect: a ``TrainingHook`` with five methods.
 
 ===========================================  ===========================================================================
-``on_train_begin(config)``                   ``config`` is our TrainingArguments
+``on_train_begin(config)``                   ``config`` is dalsegno's TrainingArguments
 ``on_step_end(ctx)``                         a :class:`StepContext`; not for a step whose loss is not finite
 ``on_eval_end(metrics, step)``               for each evaluation set
-``on_checkpoint_save(step, path)``           ``path`` is that checkpoint's own folder; it is durable
-``on_train_end(step, tokens_seen)``          whatever happened
+``on_checkpoint_save(step, path)``           ``path`` is the checkpoint's directory; the checkpoint is durable
+``on_train_end(step, tokens_seen)``          always, after an exception too
 ===========================================  ===========================================================================
 
-A hook may have any of our handlers besides, under our names and with our contexts: gradients are there from
-``on_after_backward(ctx)`` to ``on_optimizer_step(ctx)``. One that raises KeyboardInterrupt, which is how it ends the
-training at home, ends it here at the step's end, with a checkpoint.
+A hook may also have any native handler, with its native context: gradients exist from ``on_after_backward(ctx)`` to
+``on_optimizer_step(ctx)``. A hook that raises KeyboardInterrupt, which stops training in KempnerForge, stops it at the
+step's end, with a checkpoint.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-_THEIRS = {
+_METHODS = {
     "on_train_begin": (Event.TRAIN_BEGIN, ("config",)),
     "on_step_end": (Event.TRAIN_METRICS, ("ctx",)),  # where the loss of all ranks is known
     "on_eval_end": (Event.EVALUATE, ("metrics", "step")),
@@ -42,40 +42,40 @@ Call = Callable[[Any, Any], Answer]
 
 @dataclass
 class StepContext:
-    """What ``on_step_end`` is given."""
+    """Argument of ``on_step_end``."""
 
     step: int
-    """Finished steps, this one included."""
+    """Number of finished steps, including this one."""
     loss: float
     """Mean over the step's samples on all ranks."""
     grad_norm: float
-    """Total L2 norm before clipping; NaN where a loop of one's own does not say it."""
+    """Total L2 norm before clipping; NaN if a user's own loop does not pass it."""
     lr: float
-    """After the schedule has moved, so that of the next step."""
+    """Learning rate of the next step: read after the scheduler's step."""
     tokens_seen: int
-    """On all ranks; exact at each record."""
+    """Tokens on all ranks; exact at each record."""
     model: nn.Module
     optimizer: Optimizer
 
 
 class KempnerForge(CallbackAdapter):
-    """A ``TrainingHook``."""
+    """Adapts a ``TrainingHook``."""
 
     dialect = "kempnerforge"
     packages = ("kempnerforge",)
     bases = ("TrainingHook",)
     background_safe = True
     calls = (
-        *((event, method) for method, (event, _) in _THEIRS.items()),
-        *((event, event.handler) for event in Event if event.handler not in _THEIRS),
+        *((event, method) for method, (event, _) in _METHODS.items()),
+        *((event, event.handler) for event in Event if event.handler not in _METHODS),
     )
 
     def arguments(self, method: str) -> tuple[Sequence[str], Sequence[str]]:
-        return (_THEIRS[method][1] if method in _THEIRS else ("ctx",)), ()
+        return (_METHODS[method][1] if method in _METHODS else ("ctx",)), ()
 
     def call(self, event: Event, method: str, binder: Binder) -> Call:
         function = getattr(self.__wrapped__, method)
-        if method not in _THEIRS:
+        if method not in _METHODS:
             return lambda _, ctx: function(ctx)
 
         def train_begin(_: Any, ctx: Context) -> None:
@@ -117,7 +117,7 @@ def _step_context(ctx: MetricsContext) -> StepContext:
 
 
 def _or_stop(call: Callable[[Any, Any], None], method: str) -> Call:
-    """KeyboardInterrupt is a wish to stop here: Ctrl-C while the hook runs is one, too."""
+    """Turn KeyboardInterrupt, also from Ctrl-C while the hook runs, into a request to stop."""
 
     def handler(adapted: Any, ctx: Context) -> None:
         try:
