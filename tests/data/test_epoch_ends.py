@@ -14,7 +14,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import dalsegno as ds
 from dalsegno.testing import DataOrder, TinyRegression, compare_runs, tiny_regression_data
 from support.listeners import Listener
-from support.resumed import assert_resumes
+from support.resumed import assert_resumes, stop_after
 from support.small import arguments
 
 
@@ -44,6 +44,15 @@ class Once(Lines):
         while self.at < self.length:
             self.at += 1
             yield self.data[self.at - 1]
+
+
+class Stuck(Lines):
+    """Always begins where it was loaded."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(self.start, self.length):
+            self.at = index + 1
+            yield self.data[index]
 
 
 class Around(Lines):
@@ -104,6 +113,20 @@ def test_after_an_epoch_that_was_left_early(tmp_path: Path) -> None:
         return build(output_dir, Listener({"on_step_end": leave}, name="leaver"), *callbacks)
 
     assert_resumes(left_early, tmp_path, 2, 4, 5)
+
+
+@pytest.mark.parametrize("kind", [Lines, Stuck])
+@pytest.mark.parametrize("loads", [False, True], ids=["dataset", "loader"])
+def test_it_is_said_where_later_epochs_begin_at_the_loaded_place(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: type[Lines], loads: bool
+) -> None:
+    for stop in (2, 99):
+        data = StatefulDataLoader(kind(), batch_size=4) if loads else kind()
+        args = arguments(tmp_path, num_train_epochs=3, save_steps=50, lr_scheduler_type="constant")
+        given = {"train_dataloader" if loads else "train_dataset": data}
+        ds.Trainer(TinyRegression(), args, callbacks=[stop_after(stop)], **given).train()
+    told = "epoch 1 begins at the place that was loaded, in the middle of Stuck"
+    assert (told in caplog.text) is (kind is Stuck)
 
 
 def test_a_worker_that_was_through_gives_nothing_more(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from dalsegno.errors import StateMismatch
 from dalsegno.stateful.component import Stateful
 
 from .fingerprint import digest
-from .loader import NOT_EXACT, EpochPlace, or_another_kind
+from .loader import NOT_EXACT, EpochPlace, Microbatch, or_another_kind, plain_batch
 from .stream import RankShard
 from .user_loader import END, UserLoader
 from .workers import keep_exhausted_workers
@@ -47,6 +47,7 @@ class StatefulLoader(UserLoader):
     _left: Iterator[Any] | None = None  # the iterator of that epoch
     _loaded_stream: str | None = None  # a digest of the dataset's own state in the one that was loaded
     _opened = False
+    _first_of_leg: str | None = None  # a digest of the first micro-batch after a resume, and of the state behind it
     _resumed_inside = False  # this epoch was gone on with from a saved state
 
     def _open(self) -> Iterator[Any]:
@@ -67,7 +68,7 @@ class StatefulLoader(UserLoader):
         iterator = self._resumed(self._loader, saved)
         self.own_generators.load_state_dict(self._loaded_own)
         self._resumed_inside = True  # maybe behind its last micro-batch
-        return iterator
+        return self._noting_first(iterator)
 
     def _next_epoch_after(self, saved: Any, cut: bool) -> Iterator[Any]:
         """An iterator over the epoch that follows the one in which, or at whose end, ``saved`` was taken."""
@@ -108,7 +109,37 @@ class StatefulLoader(UserLoader):
             first = next(iterator, END)
             if first is END:
                 log.warning("nothing is left to read in epoch %d, in which this leg begins", self.epoch)
-        return iter(()) if first is END else chain([first], iterator)
+            return iter(()) if first is END else chain([first], iterator)
+        self._check_begins_anew(first)
+        return chain([first], iterator)
+
+    def _noting_first(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """The same; what comes first after a resume is kept in mind, and the dataset's own state behind it."""
+        first = next(iterator, END)
+        if first is END:
+            return
+        self._first_of_leg = self._signature(first)
+        yield first
+        while (item := next(iterator, END)) is not END:  # no for loop: it would ask the iterator for an iterator
+            yield item
+
+    def _signature(self, item: Any) -> str | None:
+        stream = self._stream()
+        batch = item.batch if isinstance(item, Microbatch) else item
+        return None if stream is None else digest([plain_batch(batch), stream.state_dict()])
+
+    def _check_begins_anew(self, first: Any) -> None:
+        """Warn if an epoch begins with what the leg began with in the middle of the last one, and not at its start."""
+        noted, self._first_of_leg = self._first_of_leg, None
+        if noted is not None and noted == self._signature(first):
+            log.warning(
+                "epoch %d begins at the place that was loaded, in the middle of %s: from here on its data is not that "
+                "of a run that was never stopped; after load_state_dict only the next iterator may begin there, each "
+                "later one begins at the start",
+                self.epoch,
+                type(self._stream()).__name__,
+                extra={NOT_EXACT: True},
+            )
 
     def _check_unchanged(self) -> None:
         """Say if the stream has changed when it came to the end of the epoch for the second time."""
@@ -177,4 +208,4 @@ class StatefulLoader(UserLoader):
         """
         self._go_to(state, "stateful")
         self._cut, self._saved, self._loaded_stream = state["cut"], state["loader"], state.get("stream")
-        self._left, self._opened, self._resumed_inside = None, False, False
+        self._left, self._opened, self._resumed_inside, self._first_of_leg = None, False, False, None
