@@ -105,7 +105,7 @@ def test_a_good_one(folder: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     lines = done.stdout.splitlines()
-    assert lines[0] == "reference: trained to its end, uninterrupted, in 12 steps"
+    assert lines[0] == "reference: finished without interruption after 12 steps"
     assert lines[1].startswith("killed at on_step_begin no. ")
     assert lines[2].startswith("killed before write of step-000000")
     assert lines[-1] == "Nothing differs."
@@ -140,12 +140,12 @@ def test_a_broken_one_is_found_out_down_to_tensor_and_record(folder: Path) -> No
         (["own_training:LIMIT"], "unknown function of own_training 'LIMIT'"),
         (
             ["own_training:good", "--kill-at", "on_stepend:3"],
-            "unknown moment 'on_stepend'; did you mean 'on_step_end'?",
+            "unknown event or operation 'on_stepend'; did you mean 'on_step_end'?",
         ),
         (["own_training:good", "--ranks", "0"], "--ranks 0: needs at least 1"),
-        (["own_training:good", "--keep", "."], "--keep .: is not an empty folder"),
+        (["own_training:good", "--keep", "."], "--keep .: not an empty directory"),
         (["own_training:raises"], "RuntimeError: the data is not there"),
-        (["own_training:nothing"], "own_training:nothing gave a NoneType, not a trainer"),
+        (["own_training:nothing"], "own_training:nothing returned a NoneType, not a trainer"),
         (["own_training:good", "--kill-at", "on_step_end:13"], "the run of 12 steps was never killed"),
     ],
 )

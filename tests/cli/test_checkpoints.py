@@ -323,7 +323,7 @@ def test_where_no_rule_is_set_all_stay(tmp_path: Path, checkpoints: Command) -> 
     assert row["kept"] == ["all stay"]
     checkpoints("prune", tmp_path, status=2)
     assert checkpoints.errors.endswith(
-        "this run keeps all; say which shall stay: --keep-latest, --keep-best, --every\n"
+        "this run keeps every checkpoint; choose with --keep-latest, --keep-best or --every\n"
     )
 
 
@@ -372,14 +372,14 @@ def test_prune_leaves_what_is_not_ours(run: Path, checkpoints: Command) -> None:
     ("words", "complaint"),
     [
         (["--keep-latest", "0"], "Latest(count=0): needs a whole number of at least 1"),
-        (["--metric", "loss"], "--metric and --mode say what is best: give --keep-best too"),
+        (["--metric", "loss"], "--metric and --mode define the best checkpoints: add --keep-best N"),
     ],
 )
 def test_what_cannot_be_kept(run: Path, checkpoints: Command, words: list[str], complaint: str) -> None:
     checkpoints("prune", run, *words, status=2)
     assert complaint in checkpoints.errors
     checkpoints("prune", checkpoint_of(run, 4), "--keep-latest", 1, status=2)
-    assert "is one checkpoint; name the run" in checkpoints.errors
+    assert "is a checkpoint; name the run" in checkpoints.errors
 
 
 # --- export -----------------------------------------------------------------------------------------------------------

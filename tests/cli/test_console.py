@@ -24,12 +24,12 @@ def test_a_pipe_gets_five_lines_for_a_whole_run() -> None:
     line = LegLine("leg 1", 100, stream)
     for step in range(101):
         line.advance(step, 2.0 if step >= 50 else None)
-    line.end(["trained to its end"])
+    line.end(["finished"])
     lines = stream.getvalue().splitlines()
-    assert lines[0] == "leg 1  starts at the beginning"
+    assert lines[0] == "leg 1  starts from scratch"
     assert [text[7:19] for text in lines[1:6]] == [f"step {step:>3}/100" for step in range(20, 101, 20)]
     assert ["loss 2.000" in text for text in lines[1:6]] == [False, False, True, True, True]
-    assert lines[6:] == ["       trained to its end"]
+    assert lines[6:] == ["       finished"]
 
 
 def test_a_resumed_leg_says_where_it_goes_on() -> None:
@@ -37,7 +37,7 @@ def test_a_resumed_leg_says_where_it_goes_on() -> None:
     line = LegLine("leg 2", 100, stream)
     line.advance(60, None)
     line.advance(61, None)
-    assert stream.getvalue() == "leg 2  goes on from the checkpoint of step 60\n"
+    assert stream.getvalue() == "leg 2  resumes from the checkpoint of step 60\n"
 
 
 def test_a_terminal_gets_one_line_drawn_over(monkeypatch: pytest.MonkeyPatch) -> None:

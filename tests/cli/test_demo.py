@@ -49,7 +49,7 @@ def test_the_whole_story(tmp_path: Path) -> None:
     assert re.search(r"killed with SIGKILL between steps \d+ and \d+\n", done.stdout)
     assert re.search(r"killed with SIGKILL while saving step \d+, before write \d of \d+\n", done.stdout)
     assert re.search(r"without a manifest: step-\d+\.partial\n", done.stdout)
-    assert done.stdout.count("goes on from the checkpoint of step") == 2
+    assert done.stdout.count("resumes from the checkpoint of step") == 2
     assert "Nothing differs." in done.stdout
     assert (tmp_path / "here" / "loss.png").read_bytes().startswith(b"\x89PNG")
     legs = legs_of(tmp_path / "here" / "killed")
@@ -73,7 +73,7 @@ def test_a_difference_is_exit_status_1(
     assert main(["demo", "--steps", "12", "--out", str(tmp_path)]) == 1
     text = capsys.readouterr().out
     assert "THE RUNS DIFFER." in text
-    assert re.search(r"while saving step (\d+), before write \d of \d+\n.*left behind.*step-0*\1\.partial\n", text)
+    assert re.search(r"while saving step (\d+), before write \d of \d+\n.*partial checkpoint.*step-0*\1\.partial\n", text)
     assert re.search(r"^weights +28 tensors +\S+: [\d,]+ of [\d,]+ elements differ", text, re.MULTILINE)
     assert not (tmp_path / "reference" / "left over").exists()
     assert (tmp_path / "mine.txt").exists()
@@ -90,7 +90,7 @@ def test_an_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
         start_new_session=True,
     )
     assert child.stdout is not None
-    while "starts at the beginning" not in child.stdout.readline():
+    while "starts from scratch" not in child.stdout.readline():
         assert child.poll() is None
     (leg,) = legs_of(tmp_path / "reference")
     child.send_signal(signal.SIGINT)
@@ -105,17 +105,17 @@ def test_a_folder_of_somebody_elses(tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / "thesis.tex").touch()
     (tmp_path / "reference").mkdir()
     assert main(["demo", "--out", str(tmp_path)]) == 2
-    assert "holds files that no demo wrote" in capsys.readouterr().err
+    assert "contains files that no demo wrote" in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"thesis.tex", "reference"}
     assert main(["demo", "--out", str(tmp_path / "thesis.tex")]) == 2
-    assert "is not a folder" in capsys.readouterr().err
+    assert "not a directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
         (["--steps", "11"], "--steps 11: two kills need at least 12 steps"),
-        (["--seed", "-1"], "--seed -1: needs 0 or more"),
+        (["--seed", "-1"], "--seed -1: must be at least 0"),
     ],
 )
 def test_arguments_that_cannot_work(

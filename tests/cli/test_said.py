@@ -29,7 +29,7 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["--max-steps=3"], "; did you mean --set args.max_steps=3?"),
         (["--lr", "1e-3"], "; did you mean --set args.learning_rate=1e-3?"),
         (["--fp16"], "; did you mean --set args.fp16=VALUE?"),
-        (["--width", "64"], "; settings of the file are given as --set KEY=VALUE"),
+        (["--width", "64"], "; to override a setting of the file, use --set KEY=VALUE"),
     ],
 )
 def test_a_setting_as_an_option(capsys: pytest.CaptureFixture[str], option: list[str], meant: str) -> None:
@@ -43,7 +43,7 @@ def test_a_url_keeps_its_slashes(
 ) -> None:
     monkeypatch.setenv("DALSEGNO_CACHE", str(tmp_path))
     told = said(capsys, *words, "s3://bucket/run")
-    assert "s3://bucket/run is a URL, and this command reads folders" in told
+    assert "s3://bucket/run is a URL, and this command reads local directories" in told
     assert str(tmp_path) in told
 
 
@@ -81,7 +81,7 @@ def test_a_file_that_is_there_is_not_replaced_unasked(
     for name, (command, *options) in commands.items():
         Path(name).write_text("mine")
         told = said(capsys, "logs", command, "log.jsonl", *options)
-        assert told == f"dalsegno: {name} is there already; --force replaces it, -o names another file"
+        assert told == f"dalsegno: {name} exists; --force overwrites it, -o names another file"
         assert Path(name).read_text() == "mine"
         assert main(["logs", command, "log.jsonl", *options, "--force"]) == 0
         assert f"wrote {name}" in capsys.readouterr().out

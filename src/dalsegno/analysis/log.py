@@ -18,7 +18,7 @@ from .columns import read_columns
 from .extras import require_extra
 from .formats import BOOKKEEPING, HEADER, Skipped, Source
 from .formats.naming import loss_of
-from .lineage import LegSummary, read_lives
+from .lineage import LegSummary, summarize_legs
 from .log_location import LogLocation
 from .parameters import read_parameters
 from .plotting.view import Limits, View, XAxis
@@ -149,13 +149,13 @@ class TrainingLog:
             return []
         clock = self.metric("global_step")
         times = np.full(len(clock), np.nan) if clock.times is None else clock.times
-        return read_lives(self.output_dir, self.tails(), times, clock.steps)
+        return summarize_legs(self.output_dir, self.tails(), times, clock.steps)
 
     def summary(self) -> Summary:
         """The run in some twenty numbers. Takes one reading, and the memory of the columns that it is about."""
         self._read((), also=is_told)
-        kinds, lives = self._columns.count_kinds(), self.lineage()
-        goal = None if lives or kinds.get("final") else self.header.get("max_steps")
+        kinds, legs = self._columns.count_kinds(), self.lineage()
+        goal = None if legs or kinds.get("final") else self.header.get("max_steps")
         told = [name for name in self._columns.columns if is_told(name)]
         return summarize(
             run=self.name,
@@ -164,7 +164,7 @@ class TrainingLog:
             goal=goal if isinstance(goal, int) else None,
             clock=self._series("global_step"),
             series=_Asked(told, self._curve),
-            lives=lives,
+            legs=legs,
             skipped=self.skipped.count,
         )
 

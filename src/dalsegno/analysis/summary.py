@@ -95,7 +95,7 @@ def summarize(
     goal: int | None,
     clock: Series,
     series: Mapping[str, Series],
-    lives: Sequence[LegSummary],
+    legs: Sequence[LegSummary],
     skipped: int,
 ) -> Summary:
     """
@@ -115,7 +115,7 @@ def summarize(
     return Summary(
         run=run,
         program=program,
-        state=state_of(lives, is_done, of_loss is None or bool(np.isfinite(of_loss.final))),
+        state=state_of(legs, is_done, of_loss is None or bool(np.isfinite(of_loss.final))),
         records=kinds,
         step=step,
         epoch=epochs[1] if epochs else None,
@@ -130,12 +130,12 @@ def summarize(
             if (each := _summary(series, [name])) is not None and each.average is not None
         },
         peak_mem=memory.worst if memory else None,
-        began=lives[0].started if lives else ends[0] if ends else None,
-        changed=max([*ends, *(life.ended for life in lives)], default=None),
-        training_seconds=training_seconds(lives) if lives else ends[1] - ends[0] if ends else None,
-        lost_seconds=sum(life.idle or 0.0 for life in lives) if lives else None,
-        restarts=max(0, len(lives) - 1),
-        redone_steps=sum(life.redone for life in lives),
+        began=legs[0].leg.started if legs else ends[0] if ends else None,
+        changed=max([*ends, *(each.ended for each in legs)], default=None),
+        training_seconds=training_seconds(legs) if legs else ends[1] - ends[0] if ends else None,
+        lost_seconds=sum(each.idle or 0.0 for each in legs) if legs else None,
+        restarts=max(0, len(legs) - 1),
+        redone_steps=sum(each.redone for each in legs),
         spikes=tuple(find_spikes(series[loss])) if loss else (),
         skipped=skipped,
     )

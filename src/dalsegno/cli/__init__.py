@@ -1,10 +1,9 @@
 """The command line: ``dalsegno COMMAND``.
 
-Each command is a module with ``describe(parser)`` and ``run(arguments) -> exit status``, and perhaps
-``suggest(unknown arguments) -> what was meant``; or a group of commands: a
-package with ``COMMANDS`` of its own. Only here are imports allowed inside of functions: torch takes more than a second
-to import, and ``dalsegno --help`` shall not wait for it. What a command needs it imports when it runs, and of the
-commands only the one that is called is imported at all.
+Each command is a module with ``describe(parser)``, ``run(arguments) -> exit status`` and optionally
+``suggest(unknown arguments) -> hint``; or a group: a package with its own ``COMMANDS``. Only the command that is called
+is imported, and it imports its dependencies inside ``run``: torch takes over a second to import, and
+``dalsegno --help`` must not wait for it. No other package imports inside functions for this reason.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ from typing import Any
 from dalsegno.errors import DalsegnoError, UnknownName
 
 COMMANDS = ("demo", "train", "callbacks", "check-resume", "logs", "checkpoints")
-"""In the order of their help."""
+"""In the order of the help."""
 
 FAILED = 2
-"""Exit status: what was asked for could not be done. 1 is a command's own "no"."""
-RUN_OTHERS_CODE = ("demo", "train", "check-resume")
-"""What these raise may come from code of the user's, and shows where; the others' errors are a line each."""
+"""Exit status: the command failed. 1 is a command's own negative result."""
+RUN_USER_CODE = ("demo", "train", "check-resume")
+"""Commands whose OSErrors keep their traceback, because user code may raise them; elsewhere the message suffices."""
 INTERRUPTED = 130
-"""Exit status: Ctrl-C, as shells have it."""
+"""Exit status after Ctrl-C, as in shells: 128 + SIGINT."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; gives the exit status."""
+    """Run a command; returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a bar of question marks is better than none
+        sys.stdout.reconfigure(errors="replace")  # a progress bar of question marks, not an error, without UTF-8
     try:
         parser = _parser(words)
         arguments, unknown = parser.parse_known_args(words)
@@ -47,11 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DalsegnoError as error:
         print(f"dalsegno: {error}", file=sys.stderr)
         return FAILED
-    except BrokenPipeError:  # nobody reads any more; nor shall Python's last flush fail
+    except BrokenPipeError:  # the reader has closed the pipe; Python's flush at exit must not fail as well
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-    except OSError as error:  # a disk that cannot be read or written
-        if words[0] in RUN_OTHERS_CODE:
+    except OSError as error:  # a file cannot be read or written
+        if words[0] in RUN_USER_CODE:
             raise
         print(f"dalsegno: {error}", file=sys.stderr)
         return FAILED
@@ -63,8 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dalsegno",
-        description="Training runs that survive being killed.",
-        epilog="'dalsegno COMMAND --help' tells more. Exit status 1: something differs; 2: it could not be done.",
+        description="Train PyTorch models that resume bit by bit after a kill, and analyze their logs and checkpoints.",
+        epilog="Run 'dalsegno COMMAND --help' for a command's options. Exit status: 0 success, 1 negative result (say, "
+        "the runs differ), 2 error.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
@@ -73,10 +73,10 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _add_commands(parser: argparse.ArgumentParser, group: ModuleType, words: Sequence[str], called: str = "") -> None:
-    """The one command of the group that ``words`` begin with; all of them where they begin with an option.
+    """Add the command of ``group`` that ``words`` start with; all of its commands if they start with an option.
 
     Raises:
-        UnknownName: if they begin with something else. (argparse would list all that there are, and name none.)
+        UnknownName: if they start with another word; suggests the nearest command. (argparse would only list them all.)
     """
     names: Sequence[str] = group.COMMANDS
     if words and not words[0].startswith("-"):
@@ -103,7 +103,7 @@ def _add_commands(parser: argparse.ArgumentParser, group: ModuleType, words: Seq
 
 
 class _Help(argparse.HelpFormatter):
-    """Paragraphs are as wide as the terminal; lines that are indented, as examples are, stay what they are."""
+    """Wraps paragraphs to the width of the terminal and keeps indented lines, such as examples, as they are."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         fill = super()._fill_text
@@ -112,7 +112,7 @@ class _Help(argparse.HelpFormatter):
 
 
 class _Version(argparse.Action):
-    """Looks the version up only if it is asked for."""
+    """Looks up the version only on demand: importlib.metadata is slow to import."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
         from importlib.metadata import version

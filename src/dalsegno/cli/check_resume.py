@@ -1,17 +1,17 @@
-"""Kill your own training run, resume it, and see whether anything differs from one that was never killed.
+"""Kill your own training run, resume it, and compare it with an uninterrupted one.
 
-FACTORY is "module:function"; the module is looked for in the current folder first. The function gets an output folder
-(a pathlib.Path) and builds your trainer, with model, data and callbacks, the same each time:
+FACTORY is "module:function"; the module is searched in the current directory first. The function takes an output
+directory (a pathlib.Path) and returns your trainer, built the same way each time:
 
     def build(output_dir):
         return dalsegno.Trainer(model, dalsegno.TrainingArguments(output_dir=output_dir, ...), ...)
 
-With --thorough the run is broken off in the middle and at the end of each of its first four epochs, by SIGKILL and by
-SIGTERM, on one rank and on two; build one of four epochs or more, as small as you can. Each break is exact (nothing
-differs), refused (an error before the first step), said (a warning before the first step) or different.
+With --thorough the run is interrupted in the middle and at the end of each of its first four epochs, by SIGKILL and by
+SIGTERM, on one rank and on two; build a run of at least four epochs, as small as possible. Each interruption is exact
+(nothing differs), refused (an error before the first step), said (a warning before the first step) or different.
 
-Exit status 0: nothing differs; 1: something does, and the table says what, down to the first record and tensor; 2: it
-could not be tried.
+Exit status: 0 if nothing differs, 1 if something does (the output names the first differing record or tensor), 2 if the
+check could not run.
 """
 
 from __future__ import annotations
@@ -33,43 +33,52 @@ if TYPE_CHECKING:
 
 def describe(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    parser.add_argument("factory", metavar="FACTORY", help="module:function that builds the trainer")
+    parser.add_argument(
+        "factory", metavar="FACTORY", help="function that builds the trainer, as module:function, say my_run:build"
+    )
     parser.add_argument(
         "--kill-at",
         metavar="SPEC",
         action="append",
         default=[],
-        help="when to kill a leg: on_step_end:12 (an event, and its how manyth time), write:3 or write:3:logs (a file "
-        "operation, on paths that contain a text), 2.5s (time). Once for each kill; default: two, at random",
+        help="where to kill a leg: on_step_end:12 (12th time of an event), write:3 (before the 3rd write of a file), "
+        "write:3:logs (only paths that contain 'logs') or 2.5s (seconds after the start); may be repeated, one kill "
+        "each; default: two at random",
     )
-    parser.add_argument("--thorough", action="store_true", help="break it off in each of its first four epochs")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random kills; default: %(default)s")
+    parser.add_argument(
+        "--thorough", action="store_true", help="interrupt the run twice in each of its first four epochs"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of the random kills; default: %(default)s"
+    )
     parser.add_argument(
         "--ranks",
         type=int,
         metavar="N",
-        help="processes that train together, over gloo; default: 1, with --thorough 1 and then 2",
+        help="number of ranks, joined over gloo; default: 1, with --thorough 1 and then 2",
     )
     parser.add_argument(
-        "--timeout", type=float, default=300.0, metavar="SECONDS", help="for each leg; default: %(default)g"
+        "--timeout", type=float, default=300.0, metavar="SECONDS", help="time limit of each leg; default: %(default)g"
     )
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="leave both runs, and what they print, in this folder")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON, and the progress to stderr")
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIR", help="keep the runs and their output in DIR; default: deleted afterwards"
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON, the progress on stderr")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """
     Raises:
-        ConfigurationError: if factory, moments or folder are not to be had; UnknownName names the nearest.
-        RankFailed: if a leg ends with an error of its own.
+        ConfigurationError: for an invalid factory, kill or directory; UnknownName suggests the nearest name.
+        RankFailed: if a leg raises.
     """
     if arguments.ranks is not None and arguments.ranks < 1:
         raise ConfigurationError(f"--ranks {arguments.ranks}: needs at least 1")
     if arguments.thorough and arguments.kill_at:
-        raise ConfigurationError("--thorough chooses where to break off by itself; leave out --kill-at")
+        raise ConfigurationError("--thorough chooses the interruptions itself; leave out --kill-at")
     if arguments.keep is not None:
         _check_empty(arguments.keep)
-    sys.path.insert(0, str(Path.cwd()))  # other processes begin with this one's path
+    sys.path.insert(0, str(Path.cwd()))  # the processes of the legs inherit it
 
     import tempfile
 
@@ -111,14 +120,14 @@ def _check_thoroughly(arguments: argparse.Namespace, factory: Factory, folder: P
         say=say,
     )
     if not any(trial.breaks for trial in trials):
-        raise ConfigurationError(trials[0].words if trials else "the run is too short to be broken off anywhere")
+        raise ConfigurationError(trials[0].words if trials else "the run is too short to be interrupted anywhere")
     _to_stdout(_trials_as_json(trials) if arguments.json else _trials_as_text(trials))
     return 1 if {trial.verdict for trial in trials} & {Verdict.DIFFERENT, Verdict.SAID} else 0
 
 
 def _check_empty(keep: Path) -> None:
     if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
-        raise ConfigurationError(f"--keep {keep}: is not an empty folder; name another one")
+        raise ConfigurationError(f"--keep {keep}: not an empty directory; name another one")
 
 
 def _as_text(comparison: Comparison) -> str:
@@ -135,7 +144,7 @@ def _as_json(comparison: Comparison) -> str:
 
 
 def _trials_as_text(trials: Sequence[Trial]) -> str:
-    """A line for each break, and under it what was found where it is not exact."""
+    """A line per interruption, followed by the message or difference if it is not exact."""
     lines = [""]
     for trial in trials:
         ranks = f"{trial.world_size} rank{'s' * (trial.world_size > 1)}"

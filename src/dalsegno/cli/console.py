@@ -1,4 +1,4 @@
-"""What a person sees of processes that train: a line for each leg, while the leg's own output goes to a file."""
+"""Progress of training processes on a terminal: one line for each leg; the leg's own output goes to a file."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import TextIO
 
 BAR = 30
-"""Characters that stand for the whole run."""
+"""Width of the progress bar of the whole run, in characters."""
 
 REDRAW = 0.1
-"""Seconds from one drawing of a live line to the next."""
+"""Least time between two updates of a live line, in seconds."""
 
 LINES = 5
-"""How many lines the whole run is worth where no line can be redrawn."""
+"""Progress lines for the whole run where a line cannot be redrawn (a file, a pipe)."""
 
 
 def redirect_output(path: Path) -> None:
-    """Append all that this process prints, down to the C libraries, to a file."""
+    """Append all output of this process, that of C libraries included, to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):
@@ -31,9 +31,9 @@ def redirect_output(path: Path) -> None:
 
 
 class LegLine:
-    """How far a leg has come: a line that is drawn over again on a terminal, a few lines elsewhere.
+    """Progress of one leg: a line redrawn in place on a terminal, a few lines elsewhere.
 
-    The bar stands for the whole run: what earlier legs have done is dotted, what this one has done is drawn through.
+    The bar is the whole run: dotted for the steps of earlier legs, solid for those of this one.
     """
 
     def __init__(self, name: str, total: int, stream: TextIO | None = None) -> None:
@@ -48,10 +48,10 @@ class LegLine:
         self._write(f"{name}  ")
 
     def advance(self, step: int, loss: float | None) -> None:
-        """``step`` steps of the run are done; ``loss`` is the last one logged."""
+        """``step``: finished steps of the run; ``loss``: the last one logged."""
         if self._first is None:
             self._first = self._step = step
-            self._write(f"goes on from the checkpoint of step {step}\n" if step else "starts at the beginning\n")
+            self._write(f"resumes from the checkpoint of step {step}\n" if step else "starts from scratch\n")
         crossed = step * LINES // self._total > self._step * LINES // self._total
         self._step, self._loss = step, loss
         if self._live and time.monotonic() - self._drawn >= REDRAW:
@@ -60,7 +60,7 @@ class LegLine:
             self._write(f"{self._indent}{self._progress()}\n")
 
     def end(self, outcome: Sequence[str]) -> None:
-        """The leg is over; the last drawing stays, and what has become of it stands below, a line each."""
+        """Keep the last state of the line and print the outcome below it, one item per line."""
         if self._live:
             self._draw()
             self._write("\n")

@@ -1,4 +1,4 @@
-"""When to kill, as it is written on a command line."""
+"""``--kill-at SPEC``: a fault plan from its text."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ _COUNTED = re.compile(r"(?P<name>\w+):(?P<count>\d+)(:(?P<path>.+))?")
 
 
 def fault_plan(spec: str) -> FaultPlan:
-    """``on_step_end:12``, ``write:3``, ``write:3:logs`` or ``2.5s``.
+    """Parse ``on_step_end:12``, ``write:3``, ``write:3:logs`` or ``2.5s``.
 
     Raises:
-        ConfigurationError: for anything else; UnknownName for an event or operation that there is not.
+        ConfigurationError: for any other form.
+        UnknownName: for an unknown event or operation; suggests the nearest.
     """
     if seconds := _SECONDS.fullmatch(spec):
         return FaultPlan(seconds=float(seconds[1]))
     counted = _COUNTED.fullmatch(spec)
     if counted is None or (counted["name"] in HANDLERS and counted["path"]):
-        raise ConfigurationError(f"--kill-at {spec}: write a moment as on_step_end:12, write:3, write:3:logs or 2.5s")
+        raise ConfigurationError(f"--kill-at {spec}: write it as on_step_end:12, write:3, write:3:logs or 2.5s")
     name, count = counted["name"], int(counted["count"])
     if name in HANDLERS:
         return FaultPlan(event=HANDLERS[name], count=count)
     if name in OPERATIONS:
         return FaultPlan(operation=name, count=count, path=counted["path"] or "")
-    raise UnknownName("moment", name, [*HANDLERS, *OPERATIONS])
+    raise UnknownName("event or operation", name, [*HANDLERS, *OPERATIONS])

@@ -1,4 +1,4 @@
-"""A function of the user's own, by its name."""
+"""The user's function that builds a trainer, imported by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .console import redirect_output
 
 @dataclass(frozen=True, slots=True)
 class Factory:
-    """``module:function``. It travels to other processes by its name, and they import it for themselves."""
+    """``module:function``. Pickled by name: each process imports the function itself."""
 
     name: str
 
@@ -23,21 +23,21 @@ class Factory:
     def named(cls, name: str) -> Factory:
         """
         Raises:
-            ConfigurationError: if that is no name, or the module cannot be imported.
-            UnknownName: if the module has no such function; the message names the nearest.
+            ConfigurationError: if ``name`` is not ``module:function``, or the module cannot be imported.
+            UnknownName: if the module has no such function; suggests the nearest.
         """
         factory = cls(name)
         factory.find()
         return factory
 
     def find(self) -> Callable[[Path], Any]:
-        """The function itself; raises as :meth:`named`."""
+        """Import the function; raises as :meth:`named`."""
         return cast(Callable[[Path], Any], find_named(self.name, "function", "my_training:build"))
 
     def __call__(self, output_dir: Path) -> Any:
-        """Build the trainer, in a leg. What the leg prints goes to a file beside its folder."""
+        """Build the trainer in the process of a leg, whose output goes to a file beside ``output_dir``."""
         redirect_output(output_dir.with_suffix(".txt"))
         trainer = self.find()(output_dir)
         if not callable(getattr(trainer, "train", None)):
-            raise ConfigurationError(f"{self.name} gave a {type(trainer).__name__}, not a trainer")
+            raise ConfigurationError(f"{self.name} returned a {type(trainer).__name__}, not a trainer")
         return trainer

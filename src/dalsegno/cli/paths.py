@@ -1,4 +1,4 @@
-"""Where a command looks: a folder here."""
+"""Argument type of the commands that read a run: a local path, from a path or a URL."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def place(text: str) -> Path:
-    """The path; of a URL, the folder here in which its run is written first.
+    """The path; for a URL, the local directory in which this host writes its run.
 
     Raises:
-        ArgumentTypeError: if it is a URL, and there is no such folder.
+        ArgumentTypeError: if it is a URL without such a directory.
     """
     from dalsegno.system.urls import cache_dir, is_url
 
@@ -19,7 +19,7 @@ def place(text: str) -> Path:
     folder = cache_dir(text)
     if not folder.is_dir():
         raise argparse.ArgumentTypeError(
-            f"{text} is a URL, and this command reads folders: the run's own on this host, {folder}, is not there; "
-            "name its local_dir, or copy the run here"
+            f"{text} is a URL, and this command reads local directories; the run's directory on this host, {folder}, "
+            "does not exist: pass its local_dir, or copy the run to this host"
         )
     return folder

@@ -1,6 +1,6 @@
-"""How the commands print what they have found: as a table for people, as JSON for programs.
+"""Output of the commands: tables for people, JSON for programs.
 
-A table is as wide as the terminal; into a file or a pipe it goes unshortened. Colours are for terminals only.
+On a terminal a table fits its width; into a file or a pipe nothing is shortened. Only terminals get colours.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any, Literal, NamedTuple, TextIO
 from dalsegno.logs.values import to_json
 
 NOTHING = "–"
-"""What stands where there is no value."""
+"""Shown for a missing value."""
 
 FOLDED = 12
-"""Characters that a column of texts keeps on a narrow terminal."""
+"""Least width of a text column on a narrow terminal, in characters."""
 
 
 def number(value: float | int | None) -> str:
-    """Five digits for fractions, all of them for whole numbers."""
+    """Integers in full, floats to five significant digits."""
     if value is None:
         return NOTHING
     return f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
@@ -35,12 +35,12 @@ def text(value: object) -> str:
 
 
 def visible(text: str) -> str:
-    """``text`` with its control characters spelled out: what stands in a log shall not steer a terminal."""
+    """``text`` with control characters escaped, so that the content of a log cannot control the terminal."""
     return text if text.isprintable() else "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def moment(seconds: float | None) -> str:
-    """UTC seconds as local time."""
+    """UTC seconds in local time."""
     return NOTHING if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
@@ -73,7 +73,10 @@ def size(count: int | None) -> str:
 
 
 def fitted(words: str, width: int | None) -> str:
-    """Words that two spaces part, as many as there is room for: no number is cut in two. None: all of them."""
+    """``words``, items separated by two spaces, cut after the last item that fits ``width``, so that no number is cut.
+
+    None: not cut.
+    """
     if width is None or len(words) <= width:
         return words
     kept = words[: width - 1].rpartition("  ")[0] if words[width - 2 : width] != "  " else words[: width - 2]
@@ -81,19 +84,19 @@ def fitted(words: str, width: int | None) -> str:
 
 
 class Column(NamedTuple):
-    """How the values under one key are shown."""
+    """How a table shows the values of one key."""
 
     key: str
     title: str
     show: Callable[[Any], str] = text
     right: bool = False
-    """Aligned to the right, as numbers are."""
+    """Right-aligned, as for numbers."""
     style: Callable[[Any], str] | None = None
-    """From a value to a style of rich (``"red"``, ``"bold"``), seen on terminals only."""
+    """Maps a value to a rich style (``"red"``, ``"bold"``); terminals only."""
 
 
 def print_table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], file: TextIO | None = None) -> None:
-    """A row a line under a header. A key that a row lacks is shown as nothing."""
+    """Print a header and one line per row. A key missing from a row is shown as None."""
     file = file or sys.stdout
     cells = [
         ["\n".join(map(visible, column.show(row.get(column.key)).split("\n"))) for column in columns] for row in rows
@@ -118,7 +121,7 @@ def print_table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], fi
 
 
 def _least_width(columns: Sequence[Column], cells: Sequence[Sequence[str]]) -> int:
-    """Numbers are never folded, and texts not to nothing: on a terminal that is narrower, lines go on in the next."""
+    """Least width at which numbers are not folded and texts keep :data:`FOLDED`; a narrower terminal wraps lines."""
     widths = _widths(columns, cells)
     return sum(
         (width if column.right else min(width, FOLDED)) + 2 for column, width in zip(columns, widths, strict=True)
@@ -126,7 +129,7 @@ def _least_width(columns: Sequence[Column], cells: Sequence[Sequence[str]]) -> i
 
 
 def _widths(columns: Sequence[Column], cells: Sequence[Sequence[str]]) -> list[int]:
-    """How wide each column is by itself."""
+    """Natural width of each column."""
     from rich.cells import cell_len
 
     lines = [[column.title for column in columns], *cells]
@@ -134,7 +137,7 @@ def _widths(columns: Sequence[Column], cells: Sequence[Sequence[str]]) -> list[i
 
 
 def _print_unshortened(columns: Sequence[Column], cells: Sequence[Sequence[str]], file: TextIO) -> None:
-    """A row a line, however long: for files and other programs. A thousand rows take rich a second."""
+    """One line per row, however long. Without rich, which takes a second for a thousand rows."""
     from rich.cells import cell_len
 
     lines = [[column.title for column in columns], *([cell.replace("\n", " ") for cell in row] for row in cells)]
@@ -148,12 +151,12 @@ def _print_unshortened(columns: Sequence[Column], cells: Sequence[Sequence[str]]
 
 
 def print_json(value: Any, file: TextIO | None = None) -> None:
-    """``value`` as JSON; numbers that JSON does not know as ``"NaN"``, ``"Infinity"``, ``"-Infinity"``."""
+    """Print ``value`` as JSON, with non-finite numbers as ``"NaN"``, ``"Infinity"``, ``"-Infinity"``."""
     print(json.dumps(to_json(value), indent=2, allow_nan=False), file=file or sys.stdout)
 
 
 def print_facts(title: str, facts: Sequence[tuple[str, str]], file: TextIO | None = None) -> None:
-    """A title, and below it what is true of it, a line each; on a narrow terminal more."""
+    """Print a title and below it ``name  fact`` lines, wrapped on a narrow terminal."""
     file = file or sys.stdout
     width = max((len(name) for name, _ in facts), default=0)
     room = max(FOLDED, shutil.get_terminal_size().columns - width - 4) if file.isatty() else sys.maxsize
@@ -165,12 +168,12 @@ def print_facts(title: str, facts: Sequence[tuple[str, str]], file: TextIO | Non
 
 
 def print_json_line(value: Any, file: TextIO | None = None) -> None:
-    """As :func:`print_json`, in one line: for records, of which there may be many."""
+    """As :func:`print_json`, on one line."""
     print(json.dumps(to_json(value), allow_nan=False), file=file or sys.stdout)
 
 
 def in_words(record: Mapping[str, Any]) -> str:
-    """``loss 3.21  grad_norm 0.53``; texts as they are, lists and dicts as how many they are."""
+    """``loss 3.21  grad_norm 0.53``; for lists and dicts their length in parentheses."""
     return "  ".join(f"{visible(name)} {_in_a_word(value)}" for name, value in record.items())
 
 

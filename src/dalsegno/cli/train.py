@@ -1,6 +1,6 @@
-"""Train a run that a TOML, YAML or JSON file describes, from wherever it is.
+"""Train the run that a TOML, YAML or JSON file describes; an interrupted run resumes.
 
-The file names the function that builds the trainer; the module is looked for in the current folder first:
+The file names the function that builds the trainer. Its module is searched in the current directory first:
 
     trainer = "my_training:build"
     callbacks = [{use = "JsonLogger", run = "baseline"}, {use = "ProgressCallback", enabled = false}]
@@ -9,15 +9,18 @@ The file names the function that builds the trainer; the module is looked for in
     output_dir = "runs/a"
     max_steps = 1000
 
-    [factory]              # what else the function takes
+    [factory]              # further arguments of the function
     width = 64
 
     # my_training.py
     def build(args, callbacks, width=32):
         return dalsegno.Trainer(Model(width), args, callbacks=callbacks, train_dataset=...)
 
-Everything is checked before anything is built. On several processes: torchrun --no-python --nproc-per-node 8 dalsegno
-train run.toml. Exit status 0: trained to its end; 1: stopped before it; 2: the file cannot work.
+The whole file is checked before anything is built. On several GPUs:
+
+    torchrun --no-python --nproc-per-node 8 dalsegno train run.toml
+
+Exit status: 0 if the run is finished, 1 if it stopped early, 2 on an error.
 """
 
 from __future__ import annotations
@@ -30,37 +33,45 @@ from pathlib import Path
 
 def describe(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    parser.add_argument("config", type=Path, metavar="FILE", help="such as run.toml")
+    parser.add_argument("config", type=Path, metavar="FILE", help="configuration: .toml, .yaml or .json")
     parser.add_argument(
         "--set",
         metavar="KEY=VALUE",
         action="append",
         default=[],
-        help="another value than the file's, in TOML; what is no TOML value is text: args.max_steps=100, "
-        "factory.width=64, callbacks.JsonLogger.run=baseline, callbacks.ProgressCallback.enabled=false",
+        help="override a value of the file, such as args.max_steps=100, factory.width=64, "
+        "callbacks.JsonLogger.run=baseline or callbacks.ProgressCallback.enabled=false; VALUE is TOML, otherwise text; "
+        "may be repeated",
     )
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--from", dest="checkpoint", metavar="CHECKPOINT", help="go on from this one, not the newest")
-    where.add_argument("--start-over", action="store_true", help="move what is in output_dir aside, and start anew")
+    where.add_argument(
+        "--from",
+        dest="checkpoint",
+        metavar="CHECKPOINT",
+        help="resume from this checkpoint; default: the newest that verifies",
+    )
+    where.add_argument(
+        "--start-over", action="store_true", help="move the run in output_dir into its rewound/ and start from scratch"
+    )
     parser.add_argument(
         "--continue-stopped",
         action="store_true",
-        help="go on although a callback has judged the training to be over (early stopping, a divergence)",
+        help="continue a run that a callback ended for good (early stopping, divergence); default: do nothing",
     )
     parser.add_argument(
-        "--check", action="store_true", help="check the file, print every setting as JSON, and train nothing"
+        "--check", action="store_true", help="check the file and print every setting as JSON; no training"
     )
 
 
 def suggest(unknown: Sequence[str]) -> str:
-    """For an option that is a setting of the file: how to give it here."""
+    """How to set on the command line what was passed as an unknown option."""
     from dalsegno.args import MEANT, TrainingArguments
 
     name, equals, value = unknown[0].removeprefix("--").partition("=")
     name = name.replace("-", "_")
     name = MEANT.get(name, name)
     if name not in TrainingArguments.__dataclass_fields__:
-        return "; settings of the file are given as --set KEY=VALUE"
+        return "; to override a setting of the file, use --set KEY=VALUE"
     value = value if equals else next((word for word in unknown[1:2] if not word.startswith("--")), "VALUE")
     return f"; did you mean --set args.{name}={value}?"
 
@@ -68,8 +79,8 @@ def suggest(unknown: Sequence[str]) -> str:
 def run(arguments: argparse.Namespace) -> int:
     """
     Raises:
-        ConfigurationError: if something in the file cannot work; UnknownName names the nearest.
-        NotFound: if there is no such file, or no such checkpoint.
+        ConfigurationError: for an invalid file or value; UnknownName suggests the nearest name.
+        NotFound: if the file or the checkpoint does not exist.
     """
     sys.path.insert(0, str(Path.cwd()))
 

@@ -55,18 +55,18 @@ def check_resume(
         ConfigurationError: if none of the moments came.
     """
     reference, killed = folder / "reference", folder / "killed"
-    course = _leg(factory, reference, None, world_size, timeout)
-    assert course is not None, "nothing has killed it"
-    say(f"reference: trained to its end, uninterrupted, in {course.steps} steps")
+    trace = _leg(factory, reference, None, world_size, timeout)
+    assert trace is not None, "no plan, no kill"
+    say(f"reference: finished without interruption after {trace.steps} steps")
     kills = 0
-    for plan in course.moments(seed) if kill_at is None else kill_at:
+    for plan in trace.random_kills(seed) if kill_at is None else kill_at:
         died = _leg(factory, killed, plan, world_size, timeout) is None
         kills += died
-        say(f"killed {plan}" if died else f"the run ended before it could be killed {plan}")
+        say(f"killed {plan}" if died else f"the run finished before it could be killed {plan}")
     if not kills:
-        raise ConfigurationError(f"the run of {course.steps} steps was never killed, so nothing is shown")
+        raise ConfigurationError(f"the run of {trace.steps} steps was never killed; kill it earlier, or train longer")
     _leg(factory, killed, None, world_size, timeout)
-    say("resumed: trained to its end")
+    say("resumed: finished")
     return compare_runs(reference, killed)
 
 
@@ -110,7 +110,7 @@ def _train(factory: Factory, output_dir: Path, plan: FaultPlan | None) -> EventT
             plan.arm()
     result = factory(output_dir).train()
     was_stopped = plan is not None and result is not None and result.stopped_by == "signal"
-    return None if was_stopped else recorder.course()
+    return None if was_stopped else recorder.trace()
 
 
 @contextmanager

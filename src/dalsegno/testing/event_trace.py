@@ -1,4 +1,4 @@
-"""What a whole run goes through, noted while it is trained; and moments in it at which it can be killed, by chance."""
+"""EventTrace: steps, epochs and checkpoint writes of an uninterrupted run; chooses random points to kill it at."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _SAVING = re.compile(r"step-(\d+)\.partial")
 
 @dataclass(frozen=True, slots=True)
 class EventTrace:
-    """The way of a run from its first step to its last."""
+    """What happened in a run from its first step to its last."""
 
     steps: int
     writes: Mapping[int, int]
-    """How many writes each checkpoint took, under its step."""
+    """Step of each checkpoint → number of writes it took."""
     epoch_ends: Sequence[int] = ()
-    """The steps that were finished when each epoch ended."""
+    """Finished steps at the end of each epoch."""
 
-    def moments(self, seed: int) -> list[FaultPlan]:
-        """Two moments at random: between two steps of the first leg, and in a save of the leg after it.
+    def random_kills(self, seed: int) -> list[FaultPlan]:
+        """Two kills at random: between two steps of the first leg, and during a save of the second.
 
-        The second is a write of a checkpoint that lies ahead of that leg wherever the first has thrown it back to, so
-        both are certain to come. One, or none, where the run is too short or saves nothing.
+        The second hits a checkpoint after the step of the first kill, so that both are certain to happen wherever the
+        second leg resumes. Fewer where the run is too short or saves nothing.
         """
         chance = random.Random(seed)
         plans, steps_done = [], 0
@@ -47,12 +47,12 @@ class EventTrace:
             plans.append(FaultPlan(operation="write", path=_partial(step), count=count))
         return plans
 
-    def save_struck(self, plan: FaultPlan) -> int:
-        """The step whose save is cut short by a plan of :meth:`moments`; training may be steps ahead of it."""
+    def interrupted_save(self, plan: FaultPlan) -> int:
+        """The step whose save a plan of :meth:`random_kills` interrupts; training may be steps ahead of it."""
         return next(step for step in self.writes if plan.path == _partial(step))
 
     def _between_saves(self) -> list[int]:
-        """Where a kill costs steps: after the first checkpoint, before the last, and not just at one."""
+        """Steps at which a kill loses work: after the first checkpoint, before the last, and not at one."""
         saves = sorted(self.writes)
         return [step for step in range(saves[0], saves[-1]) if step not in self.writes] if saves else []
 
@@ -62,7 +62,7 @@ def _partial(step: int) -> str:
 
 
 class EventRecorder(Callback):
-    """Notes the course of the run that this process is about to train from its beginning."""
+    """Records the trace of the run that this process trains, from its first step."""
 
     makes_wishes = False
 
@@ -72,12 +72,12 @@ class EventRecorder(Callback):
         self._epoch_ends: list[int] = []
 
     def start(self) -> None:
-        """From now on."""
+        """Record from now on."""
         register_global_callback(self)
         filesystem.watcher = self._watch
 
-    def course(self) -> EventTrace:
-        """What has been noted so far."""
+    def trace(self) -> EventTrace:
+        """The trace so far."""
         return EventTrace(self._steps, dict(self._writes), tuple(self._epoch_ends))
 
     def on_step_begin(self, ctx: Context) -> None:

@@ -72,16 +72,16 @@ class Break:
         return f"{'killed' if self.how == 'kill' else 'stopped'} {self.place}"
 
 
-def breaks_of(course: EventTrace, pattern: Pattern) -> Iterator[Break]:
-    """The breaks of a pattern in a run of that course.
+def breaks_of(trace: EventTrace, pattern: Pattern) -> Iterator[Break]:
+    """The breaks of a pattern in the run of a trace.
 
-    The run's last step is left out: a finished run has nothing to resume. So is the middle of an epoch of one step.
+    Leaves out the run's last step, since a finished run has nothing to resume, and the middle of an epoch of one step.
     """
     begin = 0
-    for epoch, (end, breaks) in enumerate(zip([*course.epoch_ends, course.steps], pattern, strict=False), start=1):
+    for epoch, (end, breaks) in enumerate(zip([*trace.epoch_ends, trace.steps], pattern, strict=False), start=1):
         for moment, how in breaks:
             step = (begin + end + 1) // 2 if moment == "inside" else end
-            if begin < step < course.steps and (moment != "inside" or step < end):
+            if begin < step < trace.steps and (moment != "inside" or step < end):
                 yield Break(epoch, moment, step, how)
         begin = end
 

@@ -61,7 +61,7 @@ class Trial:
 class _Leg:
     """How a leg went, as its rank 0 tells it."""
 
-    course: EventTrace
+    trace: EventTrace
     refusal: str | None
 
 
@@ -127,18 +127,18 @@ class _Bench:
 
     def trials(self, patterns: Sequence[Pattern], find_out_which: bool, say: Callable[[str], None]) -> Iterator[Trial]:
         reference = self._leg("reference", (), None)
-        assert reference is not None, "nothing has killed it"
+        assert reference is not None, "no plan, no kill"
         if reference.refusal is not None:
             yield Trial(self.world_size, (), Verdict.REFUSED, reference.refusal)
             return
-        course = reference.course
-        epochs = len({*course.epoch_ends, course.steps})
-        say(f"{_ranks(self.world_size)}: trained to its end, uninterrupted, in {course.steps} steps, {epochs} epochs")
+        trace = reference.trace
+        epochs = len({*trace.epoch_ends, trace.steps})
+        say(f"{_ranks(self.world_size)}: finished without interruption after {trace.steps} steps, {epochs} epochs")
         if epochs < max(map(len, patterns)):
-            say("  later epochs are not tried: for these, build a run with less data or more steps")
+            say(f"  epochs after {epochs} cannot be interrupted: build a run with less data or more steps")
         names = (f"broken-{number}" for number in count(1))
         for pattern in patterns:
-            breaks = list(breaks_of(course, pattern))
+            breaks = list(breaks_of(trace, pattern))
             whole = self._trial(next(names), breaks)
             if whole.verdict is Verdict.EXACT or len(breaks) == 1 or not find_out_which:
                 yield whole
@@ -184,9 +184,9 @@ def _refused(outcomes: Sequence[Outcome]) -> _Leg | None:
 
 
 def _train(factory: Factory, output_dir: Path, breaks: Sequence[Break], breaks_off: Break | None) -> _Leg:
-    course, beginning = EventRecorder(), _Beginning(_said(output_dir))
+    recorder, beginning = EventRecorder(), _Beginning(_said(output_dir))
     Milestones(breaks, breaks_off).start()
-    course.start()
+    recorder.start()
     beginning.start()
     refusal = None
     try:
@@ -195,7 +195,7 @@ def _train(factory: Factory, output_dir: Path, breaks: Sequence[Break], breaks_o
         if beginning.is_over:
             raise
         refusal = f"{type(error).__name__}: {error}"
-    return _Leg(course.course(), refusal)
+    return _Leg(recorder.trace(), refusal)
 
 
 class _Beginning(Callback):

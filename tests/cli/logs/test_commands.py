@@ -63,7 +63,7 @@ def test_one_log_that_cannot_be_read_hides_no_other(
 ) -> None:
     assert main(["logs", command, str(one_is_bad)]) == 2
     told = capsys.readouterr()
-    assert "good" in told.out or (command, told.out) == ("spikes", "No record stands out.\n")
+    assert "good" in told.out or (command, told.out) == ("spikes", "No spikes.\n")
     bad, locked = told.err.splitlines()
     assert bad.startswith("dalsegno: bad: ")
     assert "nothing that looks like a step" in bad
@@ -124,7 +124,7 @@ def test_what_was_skipped_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_lineage_of_a_log_without_legs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.jsonl").write_text('{"global_step": 1, "loss": 2.0}\n')
-    assert "no run.json in it" in error(capsys, "lineage", str(tmp_path))
+    assert "no run.json" in error(capsys, "lineage", str(tmp_path))
 
 
 def test_export_and_read_again(tmp_path: Path) -> None:
@@ -162,11 +162,11 @@ def test_events_without_times_are_not_of_1970(tmp_path: Path) -> None:
 def test_export_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = str(GOLDEN / "killed")
     assert "--to parquet needs -o" in error(capsys, "export", run, "--to", "parquet")
-    assert "there is no folder" in error(capsys, "export", run, "--to", "csv", "-o", str(tmp_path / "x" / "y.csv"))
+    assert "there is no directory" in error(capsys, "export", run, "--to", "csv", "-o", str(tmp_path / "x" / "y.csv"))
 
 
 def test_diff_takes_one_run_each(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "holds 4 runs; name the one to compare" in error(capsys, "diff", str(GOLDEN / "killed"), str(GOLDEN))
+    assert "contains 4 runs; name the one to compare" in error(capsys, "diff", str(GOLDEN / "killed"), str(GOLDEN))
 
 
 def test_a_text_in_a_record_is_shown_in_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

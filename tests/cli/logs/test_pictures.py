@@ -52,19 +52,19 @@ def test_what_is_written(
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["plot", "killed", "-o", "a.bmp"], "-o a.bmp: pictures end in .png, .svg, .pdf"),
-        (["plot", "killed", "-o", "a.png", "--format", "svg"], "-o a.png and --format svg do not fit"),
-        (["plot", "killed", "-o", "nowhere/a.png"], "there is no folder nowhere"),
+        (["plot", "killed", "-o", "a.bmp"], "-o a.bmp: must end in .png, .svg, .pdf"),
+        (["plot", "killed", "-o", "a.png", "--format", "svg"], "-o a.png contradicts --format svg"),
+        (["plot", "killed", "-o", "nowhere/a.png"], "there is no directory nowhere"),
         (["plot", "killed", "--metrics", "los"], "unknown metric 'los'; did you mean 'loss'?"),
         (["plot", "killed", "--smooth", "0"], "smooth is 0"),
         (["plot", "killed", "--terminal", "--json"], "leave one of them out"),
         (["plot", "nobody"], "nobody: no such file or folder"),
         (["heatmap", "killed", "-f", "nothing"], "no parameter of killed matches 'nothing'"),
-        (["compare", "killed"], "a comparison needs two"),
-        (["detect"], "name the runs to look at"),
+        (["compare", "killed"], "a comparison needs at least two"),
+        (["detect"], "no runs given: name them as"),
         (["detect", "killed", "--sweep"], "a sweep needs runs of both kinds"),
         (["detect", "killed", "--patience", "0"], "patience is 0"),
-        (["report", "killed", "-o", "nowhere/a.html"], "name a file in a folder that exists"),
+        (["report", "killed", "-o", "nowhere/a.html"], "name a file in an existing directory"),
     ],
 )
 def test_what_is_refused(words: list[str], complaint: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:

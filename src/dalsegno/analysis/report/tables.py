@@ -67,10 +67,10 @@ def lineage_tables(logs: Sequence[TrainingLog]) -> str:
     """Of runs that were restarted, and of those that somebody or something ended."""
     parts = []
     for log in logs:
-        lives = log.lineage()
-        if len(lives) > 1 or any(life.why for life in lives):
-            head = ["leg", "began (UTC)", "from", "steps", "done again", "ranks", "ended", "asked by"]
-            parts += [f"<h3>{escape(log.name)}</h3>", _table(head, [_life(life) for life in lives])]
+        legs = log.lineage()
+        if len(legs) > 1 or any(each.leg.why for each in legs):
+            head = ["leg", "began (UTC)", "from", "steps", "repeated", "ranks", "ended", "requested by"]
+            parts += [f"<h3>{escape(log.name)}</h3>", _table(head, [_leg(each) for each in legs])]
     return _section("Restarts and ends", "".join(parts)) if parts else ""
 
 
@@ -145,18 +145,17 @@ def heatmap_places(labels: Sequence[str], *, more: bool) -> str:
     return _section("Parameters", rest + "".join(places)) if places else ""
 
 
-def _life(life: LegSummary) -> list[Cell]:
-    reason = life.reason or "running"
-    came_from = f"leg {life.parent}, step {life.first_step:,}" if life.parent else "the beginning"
+def _leg(summary: LegSummary) -> list[Cell]:
+    leg, reason = summary.leg, summary.reason or "running"
     return [
-        str(life.leg),
-        _moment(life.started),
-        came_from,
-        f"{life.first_step:,} – {life.last_step:,}",
-        (_number(life.redone), "number"),
-        (str(life.world_size), "number"),
+        str(leg.leg),
+        _moment(leg.started),
+        f"leg {summary.parent}, step {leg.first_step:,}" if summary.parent else "scratch",
+        f"{leg.first_step:,} – {summary.last_step:,}",
+        (_number(summary.redone), "number"),
+        (str(leg.world_size), "number"),
         (reason, "bad" if reason in ("died", "exception") else ""),
-        (", ".join(filter(None, (life.by, life.why))), "long"),
+        (", ".join(filter(None, (leg.by, leg.why))), "long"),
     ]
 
 

@@ -1,9 +1,9 @@
-"""What callbacks there are, and what one of them can be given.
+"""List the available callbacks and show their arguments.
 
-These are the names that a configuration may use: see 'dalsegno train --help'.
+A configuration file uses the same names: see 'dalsegno train --help'.
 """
 
 from __future__ import annotations
 
 COMMANDS = ("list", "show")
-"""In the order of their help."""
+"""In the order of the help."""

@@ -1,4 +1,4 @@
-"""List every callback that has a bare name: the built-in ones, and those that installed packages offer."""
+"""List every callback with a short name: built-in ones, and those that installed packages provide."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """One that cannot be imported is listed with the reason."""
+    """A callback that cannot be imported is listed with the error."""
     from dalsegno.cli.tables import Column, print_json, print_table
     from dalsegno.config import entries
 
-    rows = [_row(offer) for offer in entries()]
+    rows = [_row(entry) for entry in entries()]
     if arguments.json:
         print_json(rows)
     else:
@@ -29,11 +29,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _row(offer: Entry) -> dict[str, Any]:
+def _row(entry: Entry) -> dict[str, Any]:
     from dalsegno.config import summary
 
     try:
-        text = summary(offer.load())
+        text = summary(entry.load())
     except ConfigurationError as error:
         text = str(error)
-    return {"name": offer.name, "origin": offer.origin, "summary": text}
+    return {"name": entry.name, "origin": entry.origin, "summary": text}

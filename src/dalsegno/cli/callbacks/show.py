@@ -1,6 +1,6 @@
-"""Show what a callback is for, and its arguments.
+"""Show the description of a callback and its arguments.
 
-NAME is one that 'dalsegno callbacks list' shows, or module:Class; the module is looked for in the current folder first.
+NAME is a name from 'dalsegno callbacks list', or module:Class; the module is searched in the current directory first.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from typing import Any
 
 def describe(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    parser.add_argument("name", metavar="NAME", help="such as DivergenceDetector, or my_package.hooks:Beat")
+    parser.add_argument(
+        "name", metavar="NAME", help="callback, say DivergenceDetector or my_package.callbacks:MyCallback"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """
     Raises:
-        UnknownName: if there is no such callback; the message names the nearest.
+        UnknownName: if there is no such callback; suggests the nearest.
         ConfigurationError: if it cannot be imported.
     """
     sys.path.insert(0, str(Path.cwd()))
@@ -66,12 +68,12 @@ def _print_page(shown: dict[str, Any]) -> None:
         columns = [Column("name", "argument"), Column("type", "type"), Column("default", "default"), Column("doc", "")]
         print_table(columns, rows)
         print()
-    print(f"Listens to {', '.join(shown['handlers']) or 'nothing'}.")
-    print("Has state, which is saved with each checkpoint." if shown["has_state"] else "Has no state.")
+    print(f"Handles {', '.join(shown['handlers']) or 'no event'}.")
+    print("Has state, saved with each checkpoint." if shown["has_state"] else "Has no state.")
 
 
 def _handlers(made: Any) -> list[str]:
-    """Of a class: what it and its bases define, without the base class of the library that it was written for."""
+    """Handlers of a class and its bases, but for the ``Callback`` base class of the library it was written for."""
     from dalsegno.events.callback import HANDLERS
 
     if not isinstance(made, type):

@@ -1,10 +1,10 @@
-"""Look at the checkpoints of a run, check, compare, thin out and export them.
+"""List, verify, inspect, compare, prune and export checkpoints.
 
-DIR is a run's folder, its folder "checkpoints", or one checkpoint. Where one checkpoint is needed and DIR has several,
-the newest is taken.
+DIR is a run directory, its "checkpoints" directory, or a checkpoint. A command that needs one checkpoint takes the
+newest in DIR.
 """
 
 from __future__ import annotations
 
 COMMANDS = ("list", "verify", "show", "diff", "prune", "export")
-"""In the order of their help."""
+"""In the order of the help."""

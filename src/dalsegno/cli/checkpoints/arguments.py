@@ -1,4 +1,4 @@
-"""Arguments that several of the commands take."""
+"""Arguments shared by the commands."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ from dalsegno.cli.paths import place
 def add_place(parser: argparse.ArgumentParser) -> None:
     """``DIR``, as ``arguments.place``."""
     parser.add_argument(
-        "place", metavar="DIR", nargs="?", type=place, default=Path(), help="run or checkpoint; default: this folder"
+        "place",
+        metavar="DIR",
+        nargs="?",
+        type=place,
+        default=Path(),
+        help="run directory or checkpoint; default: the current directory",
     )
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")

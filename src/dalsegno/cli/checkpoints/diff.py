@@ -1,6 +1,6 @@
-"""Show what differs between two checkpoints: tensors and by how much, states side by side.
+"""Compare two checkpoints: tensors that differ and by how much, states side by side.
 
-Both are verified first. Exit status 1: they differ.
+Both are verified first. Exit status 1 if they differ.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 def describe(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    parser.add_argument("first", metavar="A", type=place, help="a checkpoint, or a run: its newest one")
-    parser.add_argument("second", metavar="B", type=place, help="the other one")
-    parser.add_argument("--tensors", action="store_true", help="compare model and optimizer only")
+    parser.add_argument("first", metavar="A", type=place, help="checkpoint, or run directory for its newest one")
+    parser.add_argument("second", metavar="B", type=place, help="checkpoint or run directory to compare with A")
+    parser.add_argument("--tensors", action="store_true", help="compare tensors only: model, optimizer")
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """
     Raises:
-        NotFound: if one of them is not there.
-        DamagedCheckpoint: if one of them does not verify.
+        NotFound: if one of them does not exist.
+        DamagedCheckpoint: if one of them fails verification.
     """
     from dalsegno.checkpoint.inspect.difference import TensorDifference, state_differences, tensor_differences
     from dalsegno.checkpoint.listing import verified

@@ -1,8 +1,8 @@
-"""Write a checkpoint's model as plain safetensors, for inference or other programs.
+"""Write the model of a checkpoint as safetensors, for inference and other programs.
 
-FOLDER then holds model.safetensors, or for a larger model several files with model.safetensors.index.json: what
-transformers' from_pretrained and safetensors.torch.load_file read. Memory holds one tensor at a time. The checkpoint is
-verified first; of a run, the newest one that verifies is taken, or with --best the one with the best evaluation.
+FOLDER gets model.safetensors, or several shards with model.safetensors.index.json: the files that transformers'
+from_pretrained and safetensors.torch.load_file read. Memory holds one tensor at a time. The checkpoint is verified
+first; for a run, the newest checkpoint that verifies is exported, or with --best the one with the best evaluation.
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ from .arguments import add_json, add_place
 def describe(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     add_place(parser)
-    parser.add_argument("--to", metavar="FOLDER", type=Path, required=True, help="where to; must not hold a model yet")
+    parser.add_argument(
+        "--to", metavar="FOLDER", type=Path, required=True, help="output directory; must not contain a model"
+    )
     parser.add_argument(
         "--max-shard-size",
         metavar="SIZE",
         default="5GB",
-        help="split a larger model into files of up to this size; default: %(default)s",
+        help="largest size of one file, with its unit; default: %(default)s",
     )
     parser.add_argument(
-        "--config-from", metavar="FOLDER", type=Path, help="copy config.json, tokenizer and the like from there"
+        "--config-from", metavar="FOLDER", type=Path, help="directory to copy config.json, tokenizer files etc. from"
     )
     parser.add_argument(
-        "--best", action="store_true", help="of a run, the checkpoint with the best evaluation, not the newest one"
+        "--best", action="store_true", help="export the checkpoint with the best evaluation, not the newest"
     )
     parser.add_argument(
-        "--average", metavar="NAME", help="the averages of this callback, say EMA, in place of the trained weights"
+        "--average", metavar="NAME", help="export the averaged weights of this callback, say EMA, not the trained ones"
     )
     add_json(parser)
 
@@ -38,10 +40,10 @@ def describe(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """
     Raises:
-        NotFound: if there is no checkpoint, none of the best evaluation, or no configuration.
-        UnknownName: if there are no such averages in it.
-        DamagedCheckpoint: if it does not verify.
-        ConfigurationError: if the size is none, or there is a model in the folder already.
+        NotFound: if there is no checkpoint, no best one, or no configuration file to copy.
+        UnknownName: if the checkpoint has no averages of that callback.
+        DamagedCheckpoint: if the checkpoint fails verification.
+        ConfigurationError: for an invalid size, or if the output directory contains a model.
     """
     from dalsegno.checkpoint.interchange.export import export_model
     from dalsegno.cli.tables import number, print_json, size
@@ -71,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     for path in (*done.files, *done.copied):
         print(f"  {path}")
     for alias, name in done.tied.items():
-        print(f"{alias} is tied to {name}, and written once")
+        print(f"{alias} is tied to {name} and written once")
     for name in done.left_out:
-        print(f"{name} is no tensor, and left out")
+        print(f"{name} is not a tensor and is left out")
     return 0

@@ -1,8 +1,7 @@
-"""List checkpoints: step, when, size, ranks, metrics, why each is kept, and in which condition it is.
+"""List checkpoints: step, time, size, ranks, metrics, the rules that keep each, and its condition.
 
-"whole" means that the manifest is sound and every file has the size that it says; with --verify every byte is read, and
-what is as it was written is "verified". What nothing keeps is deleted after the run's next save. Exit status 1: one of
-them is damaged.
+"whole": the manifest is valid and every file has the size it records. "verified" (with --verify): every byte matches
+its checksum. A checkpoint that no rule keeps is deleted after the run's next save. Exit status 1 if one is damaged.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from dalsegno.checkpoint.listing import CheckpointInfo
 
 TIMES = ("_runtime", "_per_second")
-"""Endings of metrics that say nothing of the model."""
+"""Suffixes of metrics that measure the machine, not the model."""
 
 STYLES = {
     "verified": "green",
@@ -33,7 +32,7 @@ STYLES = {
 def describe(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     add_place(parser)
-    parser.add_argument("--verify", action="store_true", help="read every byte")
+    parser.add_argument("--verify", action="store_true", help="read every byte and check it against its checksum")
     add_json(parser)
 
 
@@ -73,14 +72,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _reasons(found: Sequence[CheckpointInfo]) -> dict[int, list[str]]:
-    """By step, which rules of the run keep a checkpoint."""
+    """Step → retention rules of the run that keep its checkpoint."""
     from dalsegno.checkpoint.inspect.retention_reasons import reasons, rule_of_run
 
     return reasons(rule_of_run(found), [each.entry for each in found if each.entry is not None])
 
 
 def _best(found: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
-    """Each was the best when it was saved, if its manifest says so: the last of them still is."""
+    """The newest checkpoint whose manifest marks it as the best at its save: no later one was better."""
     return next((each for each in reversed(found) if each.checkpoint and each.checkpoint.manifest.best), None)
 
 
@@ -112,7 +111,7 @@ def _note_verified(rows: Sequence[dict[str, Any]], found: Sequence[CheckpointInf
 
 
 def _local(moment: str | None) -> str:
-    """The time in a manifest, where the reader is."""
+    """The time in a manifest, in local time."""
     try:
         return f"{datetime.fromisoformat(moment or '').astimezone():%Y-%m-%d %H:%M:%S}"
     except ValueError:

@@ -1,7 +1,7 @@
-"""Delete the checkpoints of a run that no rule keeps.
+"""Delete the checkpoints of a run that no retention rule keeps.
 
-Without rules, those that the run was last trained with. The newest checkpoint that verifies always stays, as do
-damaged ones, and what holds files that are not part of it. A run that is being trained is left alone.
+Rules are given as options; without any, those of the run's last training apply. The newest checkpoint that verifies is
+never deleted, nor a damaged one, nor one with files that are not part of it. Fails while the run is training.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 def describe(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     add_place(parser)
-    parser.add_argument("--dry-run", action="store_true", help="say what would be deleted, and delete nothing")
-    parser.add_argument("--keep-latest", metavar="N", type=int, help="the last N stay")
-    parser.add_argument("--keep-best", metavar="N", type=int, help="the N best stay")
-    parser.add_argument("--metric", metavar="NAME", help="for --keep-best; default: the evaluation's loss")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be deleted; delete nothing")
+    parser.add_argument("--keep-latest", metavar="N", type=int, help="keep the N newest")
+    parser.add_argument("--keep-best", metavar="N", type=int, help="keep the N best by --metric")
+    parser.add_argument("--metric", metavar="NAME", help="metric of --keep-best; default: the evaluation loss")
     parser.add_argument(
-        "--mode", choices=("min", "max"), help="whether less or more is better; default: less, if it ends in loss"
+        "--mode", choices=("min", "max"), help="best is the lowest or highest metric; default: min if it ends in 'loss'"
     )
-    parser.add_argument("--every", metavar="STEPS", type=int, help="those at each multiple of STEPS stay")
+    parser.add_argument("--every", metavar="STEPS", type=int, help="keep those whose step is a multiple of STEPS")
     add_json(parser)
 
 
@@ -38,15 +38,15 @@ def run(arguments: argparse.Namespace) -> int:
     """
     Raises:
         NotFound: if there is no checkpoint.
-        Locked: if the run is being trained.
-        ConfigurationError: if nobody says which shall stay.
+        Locked: if the run is training.
+        ConfigurationError: if neither the options nor the run give a rule.
     """
     from dalsegno.checkpoint import checkpoint_dir
     from dalsegno.checkpoint.listing import directory_of, is_checkpoint, list_checkpoints
     from dalsegno.system.lock import DirectoryLock
 
     if is_checkpoint(arguments.place):
-        raise ConfigurationError(f"{arguments.place}: is one checkpoint; name the run whose checkpoints are too many")
+        raise ConfigurationError(f"{arguments.place}: is a checkpoint; name the run whose checkpoints to prune")
     directory = directory_of(arguments.place)
     run_folder = directory.parent if directory.name == "checkpoints" else directory
     with nullcontext() if arguments.dry_run else DirectoryLock(run_folder):
@@ -69,13 +69,13 @@ def _rule(arguments: argparse.Namespace, found: list[CheckpointInfo]) -> Retenti
     if arguments.keep_best is not None:
         rules.append(Best(arguments.keep_best, arguments.metric, arguments.mode))
     elif arguments.metric is not None or arguments.mode is not None:
-        raise ConfigurationError("--metric and --mode say what is best: give --keep-best too")
+        raise ConfigurationError("--metric and --mode define the best checkpoints: add --keep-best N")
     if arguments.every is not None:
         rules.append(EveryNth(arguments.every))
     rule = retention_of(rules) if rules else rule_of_run(found)
     if rule is None:
         raise ConfigurationError(
-            f"{arguments.place}: this run keeps all; say which shall stay: --keep-latest, --keep-best, --every"
+            f"{arguments.place}: this run keeps every checkpoint; choose with --keep-latest, --keep-best or --every"
         )
     return rule
 

@@ -1,7 +1,7 @@
-"""Show what lies in a checkpoint: components, their states as JSON, and every tensor.
+"""Show the contents of a checkpoint: components, their states as JSON, and every tensor.
 
-Long lists and texts of a state are cut; --json and --full cut nothing. Nothing is verified; see 'dalsegno checkpoints
-verify'.
+Long lists and strings in a state are shortened, unless --json or --full is given. Nothing is verified: see 'dalsegno
+checkpoints verify'.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ def describe(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     add_place(parser)
     parser.add_argument(
-        "--component", metavar="KEY", action="append", help="only this one, say callbacks.JsonLogger; may be repeated"
+        "--component",
+        metavar="KEY",
+        action="append",
+        help="show only this component, say callbacks.JsonLogger; may be repeated; default: all",
     )
-    parser.add_argument("--full", action="store_true", help="cut nothing")
+    parser.add_argument("--full", action="store_true", help="do not shorten lists and strings")
     add_json(parser)
 
 
@@ -33,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         NotFound: if there is no checkpoint.
         DamagedCheckpoint: if it cannot be read.
-        UnknownName: if it has no such component; names the nearest.
+        UnknownName: if it has no such component; suggests the nearest.
     """
     from dalsegno.checkpoint.inspect.json_view import readable_states
     from dalsegno.checkpoint.listing import newest
@@ -107,7 +110,7 @@ def _print(checkpoint: Checkpoint, states: dict[str, list[Any]], tensors: list[d
     from dalsegno.cli.tables import Column, print_table, size, visible
 
     def say(line: str = "") -> None:
-        print(visible(line))  # nobody has verified what stands in there
+        print(visible(line))  # the contents are not verified
 
     its = checkpoint.manifest
     say(str(checkpoint.path))

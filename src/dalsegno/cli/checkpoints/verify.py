@@ -1,7 +1,7 @@
-"""Read every byte of checkpoints, and compare it with what was written.
+"""Check every byte of checkpoints against its checksum.
 
-Changes nothing. Exit status 1: one of them is damaged. What a save in progress has written so far is left out, and so
-is what a run has found damaged before, unless DIR names it.
+Changes nothing. Skips saves in progress, and checkpoints that a run has set aside as damaged, unless DIR names them.
+Exit status 1 if a checkpoint is damaged.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from dalsegno.checkpoint.listing import CheckpointInfo
 
 THREADS = 8
-"""Files that are read at once: hashing a file takes one core, and many disks want several readers."""
+"""Files read in parallel: hashing one file takes one core, and many disks are faster with several readers."""
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     add_place(parser)
     parser.add_argument(
-        "--threads", type=int, default=THREADS, metavar="N", help="files read at once; default: %(default)s"
+        "--threads", type=int, default=THREADS, metavar="N", help="files read in parallel; default: %(default)s"
     )
     add_json(parser)
 
@@ -36,13 +36,13 @@ def run(arguments: argparse.Namespace) -> int:
     """
     Raises:
         NotFound: if there is no checkpoint.
-        ConfigurationError: if there are less than one thread.
+        ConfigurationError: for fewer than one thread.
     """
     from dalsegno.checkpoint.listing import CheckpointStatus, is_checkpoint, list_checkpoints
     from dalsegno.cli.tables import Column, number, print_json, print_table, size
 
     if arguments.threads < 1:
-        raise ConfigurationError(f"--threads {arguments.threads}: needs at least 1")
+        raise ConfigurationError(f"--threads {arguments.threads}: must be at least 1")
     left_out = () if is_checkpoint(arguments.place) else (CheckpointStatus.PARTIAL, CheckpointStatus.SET_ASIDE)
     found = [each for each in list_checkpoints(arguments.place) if each.condition not in left_out]
     problems = problems_of(found, arguments.threads)
@@ -68,9 +68,9 @@ def _style(good: bool) -> str:
 
 
 def problems_of(found: Sequence[CheckpointInfo], threads: int = THREADS) -> dict[Path, list[str]]:
-    """By path, a sentence for each file that is not what was written; none for a checkpoint that verifies.
+    """Path → one message per file that fails verification; empty for a checkpoint that verifies.
 
-    The largest files are begun first, so that none is left to the end alone.
+    The largest files start first, so that no thread is left alone with one at the end.
     """
     import sys
     from concurrent.futures import ThreadPoolExecutor
@@ -85,8 +85,8 @@ def problems_of(found: Sequence[CheckpointInfo], threads: int = THREADS) -> dict
     with bar, ThreadPoolExecutor(threads) as pool:
         running = [(item, pool.submit(_problem_with, *item[:2])) for item in work]
         for (checkpoint, _, bytes_read), problem in running:
-            if said := problem.result():
-                problems[checkpoint.path].append(said)
+            if message := problem.result():
+                problems[checkpoint.path].append(message)
             bar.update(bytes_read)
     for each in found:
         if each.problem and not problems[each.path]:
@@ -108,6 +108,6 @@ def _row(found: CheckpointInfo, problems: Sequence[str]) -> dict[str, Any]:
 def _problem_with(checkpoint: Checkpoint, name: str) -> str | None:
     try:
         checkpoint.verify([name])
-    except OSError as error:  # damaged; or it cannot be read, which is as little verified
+    except OSError as error:  # damaged (DamagedCheckpoint is an OSError), or unreadable
         return str(error)
     return None

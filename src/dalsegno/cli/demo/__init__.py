@@ -1,8 +1,8 @@
 """Train a small transformer, kill it twice with SIGKILL, resume it, and show that nothing differs.
 
-The run learns the bytes of Python's own standard library. It is trained once without interruption, and once killed
-between two steps and while a checkpoint is being written. Then every tensor, every state and every log record of the
-two are compared, and their losses are drawn. Exit status 1 if anything differs.
+The model learns the source code of Python's standard library, byte by byte. It is trained once without interruption,
+and once killed between two steps and again during a checkpoint write. Then all tensors, states and log records of the
+two runs are compared, and both losses are plotted. Exit status 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -17,18 +17,22 @@ LEAST_STEPS = 12
 
 def describe(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    parser.add_argument("--out", type=Path, default=Path("demo-run"), metavar="DIR", help="default: %(default)s")
-    parser.add_argument("--steps", type=int, default=1200, metavar="N", help="optimizer steps; default: %(default)s")
     parser.add_argument(
-        "--seed", type=int, default=7, metavar="N", help="of the training and of the kills; default: %(default)s"
+        "--out", type=Path, default=Path("demo-run"), metavar="DIR", help="output directory; default: %(default)s"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=1200, metavar="N", help="optimizer steps of the run; default: %(default)s"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=7, metavar="N", help="seed of the training and the kills; default: %(default)s"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """
     Raises:
-        ConfigurationError: before anything is trained, for arguments that cannot work.
-        Locked: if another demo is at work in the folder.
+        ConfigurationError: for an invalid argument, before anything is trained.
+        Locked: if another demo is running in the directory.
     """
     from importlib.util import find_spec
 
@@ -37,13 +41,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.steps < LEAST_STEPS:
         raise ConfigurationError(f"--steps {arguments.steps}: two kills need at least {LEAST_STEPS} steps")
     if arguments.seed < 0:
-        raise ConfigurationError(f"--seed {arguments.seed}: needs 0 or more")
+        raise ConfigurationError(f"--seed {arguments.seed}: must be at least 0")
     if find_spec("matplotlib") is None:
-        raise ConfigurationError(f"the demo draws its losses with matplotlib: {how_to_install('analysis')}")
+        raise ConfigurationError(f"the demo plots losses with matplotlib: {how_to_install('analysis')}")
     from .folder import own_folder
 
     with own_folder(arguments.out):
-        print(f"All of this goes to {arguments.out.absolute()}", flush=True)
+        print(f"Output directory: {arguments.out.absolute()}", flush=True)
         from .story import tell
 
         return tell(arguments.out, arguments.steps, arguments.seed)

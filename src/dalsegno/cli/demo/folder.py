@@ -1,4 +1,4 @@
-"""The demo's folder: for one demo at a time, and never one that holds anything else."""
+"""The demo's output directory: locked by one demo, and refused if it has files that no demo wrote."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from dalsegno.system import filesystem
 from dalsegno.system.lock import DirectoryLock
 
 MARK = "demo.json"
-"""Lies in the folder of a demo, and says that what is there may be replaced."""
+"""Marks the output directory of a demo, whose contents the next demo may replace."""
 
 WRITTEN = ("reference", "killed", "console", "loss.png")
 
 
 @contextmanager
 def own_folder(out: Path) -> Iterator[None]:
-    """Hold ``out``, which is created where it is missing, without the runs that an earlier demo has left there.
+    """Create ``out`` if needed, lock it, and delete the runs of an earlier demo.
 
     Raises:
-        ConfigurationError: if it holds anything, and no demo wrote it.
-        Locked: if another demo is at work there.
+        ConfigurationError: if it is not a directory, or has files that no demo wrote.
+        Locked: if another demo is running there.
     """
     if out.exists() and not out.is_dir():
-        raise ConfigurationError(f"--out {out}: is not a folder")
+        raise ConfigurationError(f"--out {out}: not a directory")
     if out.is_dir() and any(out.iterdir()) and not (out / MARK).is_file():
-        raise ConfigurationError(f"--out {out}: holds files that no demo wrote; name another folder")
+        raise ConfigurationError(f"--out {out}: contains files that no demo wrote; name another directory")
     filesystem.make_directory(out)
     note = {"written by": "dalsegno demo", "the next one replaces": WRITTEN}
     filesystem.replace_durably(out / MARK, (json.dumps(note, indent=2) + "\n").encode())

@@ -1,4 +1,4 @@
-"""The demo's legs: each a process of its own, watched from here, and killed where its plan says."""
+"""The demo's legs: each trains in its own process, reports its progress, and is killed by its fault plan."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from dalsegno.testing.event_trace import EventRecorder, EventTrace
 from .training import build
 
 Watch = Callable[[int, float | None], None]
-"""Told each step that is done, and the loss last logged; first the step that the leg begins at."""
+"""Called with each finished step and the last logged loss; first with the step at which the leg starts."""
 
-NO_END = 24 * 3600.0  # seconds: a person watches, and has Ctrl-C
+NO_TIMEOUT = 24 * 3600.0  # seconds: the user watches, and can press Ctrl-C
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is trained, and where what it prints goes."""
+    """What to train, and the file for its output."""
 
     output_dir: Path
     console: Path
@@ -36,45 +36,45 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class LegEnd:
-    """How a leg went."""
+    """How a leg ended."""
 
     first: int
-    """The step it began at."""
+    """The step at which it started."""
     last: int
-    """The last step it finished."""
-    course: EventTrace | None
-    """What it went through; None: it was killed."""
+    """The last finished step."""
+    trace: EventTrace | None
+    """None if it was killed."""
 
 
 def run_leg(job: Job, plan: FaultPlan | None, watch: Watch) -> LegEnd:
-    """Train in a new process, to the end or until the plan kills it.
+    """Train in a new process, to the end or until ``plan`` kills it.
 
     Raises:
-        RankFailed: if it ends in another way.
+        RankFailed: if it ends in any other way.
     """
     incoming, outgoing = Pipe(duplex=False)
     leg = start_ranks(_train, 1, job, plan, outgoing)
     outgoing.close()
     first, last = None, 0
     try:
-        while (news := _next(incoming)) is not None:
-            last = news[0]
+        while (progress := _next(incoming)) is not None:
+            last = progress[0]
             first = last if first is None else first
-            watch(*news)
-    except BaseException:  # Ctrl-C, a closed pipe: no leg trains on behind the back of whoever asked for the end
+            watch(*progress)
+    except BaseException:  # Ctrl-C or a closed pipe ends the leg as well
         leg.kill()
         leg.wait()
         raise
     finally:
         incoming.close()
-    outcome = leg.wait(NO_END)[0]
+    outcome = leg.wait(NO_TIMEOUT)[0]
     if outcome.exit_code != 0 and not (outcome.was_killed and plan is not None):
-        raise RankFailed(f"a leg ended with {outcome.exit_code}; see {job.console}\n{outcome.error or ''}")
+        raise RankFailed(f"a leg failed with exit status {outcome.exit_code}; see {job.console}\n{outcome.error or ''}")
     return LegEnd(first or 0, last, cast(EventTrace | None, outcome.value))
 
 
 def _next(incoming: Connection) -> tuple[int, float | None] | None:
-    """What the leg says next; None once it is gone. What it said before it was killed still arrives."""
+    """Next report of the leg; None after its end. Reports sent before a kill still arrive."""
     try:
         return cast(tuple[int, float | None], incoming.recv())
     except EOFError:
@@ -90,11 +90,11 @@ def _train(job: Job, plan: FaultPlan | None, outgoing: Connection) -> EventTrace
         plan.arm()
     build(job.output_dir, steps=job.steps, seed=job.seed, watchers=[_Reporter(outgoing)]).train()
     outgoing.close()
-    return recorder.course()
+    return recorder.trace()
 
 
 class _Reporter(Callback):
-    """Tells the demo how far this leg is."""
+    """Reports the progress of this leg to the demo."""
 
     def __init__(self, outgoing: Connection) -> None:
         self._outgoing = outgoing

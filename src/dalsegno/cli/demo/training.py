@@ -1,4 +1,4 @@
-"""What the demo trains: a small transformer, on the bytes of the Python standard library's own source files."""
+"""The demo's training run: a small transformer on the source files of Python's standard library, byte by byte."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from dalsegno.testing import DataOrder, TinyLanguageModel
 from dalsegno.training.trainer import Trainer
 
 CONTEXT = 64
-"""Bytes in a sample."""
+"""Length of a sample, in bytes."""
 BATCH = 16
-"""Samples in a step."""
+"""Samples per step."""
 VALIDATION_SAMPLES = 256
 CHECKPOINTS = 6
-"""Saved on the way, the last one at the end."""
+"""Checkpoints of the run, the last one at its end."""
 
 _FOREIGN = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 _MOST_BYTES = 16 << 20
-_EVERY = 10  # of so many files one is for validation
+_EVERY = 10  # one file in ten is for validation
 
 
 def source_files() -> list[Path]:
-    """The standard library's modules on this machine, sorted by path, without its tests; 16 MiB of them at most.
+    """The modules of the installed standard library without its tests, sorted by path; at most 16 MiB.
 
     Raises:
         EmptyDataset: if there are none, as in some stripped installations.
@@ -48,15 +48,15 @@ def source_files() -> list[Path]:
     sizes = accumulate(path.stat().st_size for path in found)
     chosen = [path for path, size in zip(found, sizes, strict=True) if size <= _MOST_BYTES]
     if len(chosen) < _EVERY:
-        raise EmptyDataset(f"{root}: the sources of the standard library are not there; the demo trains on them")
+        raise EmptyDataset(f"{root}: no source files of the standard library, which the demo trains on")
     return chosen
 
 
 class Text(Dataset[dict[str, Tensor]]):
-    """Files, one behind the other, in samples of ``CONTEXT`` bytes, each with the bytes that come next.
+    """Concatenated files, in samples of ``CONTEXT`` bytes with the following bytes as labels.
 
-    A sample is ``{"input_ids": (CONTEXT,), "labels": (CONTEXT,)}``, int64. With ``limit``, so many of them, spread
-    evenly over the text.
+    A sample is ``{"input_ids": (CONTEXT,), "labels": (CONTEXT,)}``, int64. ``limit``: number of samples, spread evenly
+    over the text.
     """
 
     def __init__(self, paths: Sequence[Path], limit: int | None = None) -> None:
@@ -75,7 +75,7 @@ class Text(Dataset[dict[str, Tensor]]):
 
 
 def build(output_dir: Path, *, steps: int, seed: int, watchers: Sequence[Callback] = ()) -> Trainer:
-    """The demo's run in ``output_dir``: the same each time."""
+    """The demo's trainer; deterministic in its arguments."""
     torch.manual_seed(seed)
     paths = source_files()
     validation = set(paths[_EVERY // 2 :: _EVERY])

@@ -1,7 +1,7 @@
-"""Ask the logs of runs what has happened.
+"""Read, plot, compare and export training logs.
 
-RUN is a run's folder, a log file, or a folder of runs. Logs of other programs can be read too: Forgather, Hugging Face,
-Lightning, TensorBoard, and JSON lines of any kind.
+RUN is a run directory, a log file, or a directory of runs. Reads dalsegno's logs and those of Forgather, Hugging Face,
+Lightning and TensorBoard, and any JSON lines with a step.
 """
 
 from __future__ import annotations
@@ -10,4 +10,4 @@ COMMANDS = (
     *("list", "summary", "show", "tail", "plot", "heatmap", "compare", "diff", "spikes", "detect", "lineage", "export"),
     "report",
 )
-"""In the order of their help."""
+"""In the order of the help."""

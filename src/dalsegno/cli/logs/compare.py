@@ -1,8 +1,8 @@
-"""Hold runs against the first one, step by step: where do they part, how far apart are they at the end?
+"""Compare runs with the first one, step by step: where the curves separate, and their difference at the end.
 
-A run differs from the first step on at which its number is another one; it parts where the mean difference first leaves
-the noise of the two curves for more than half a window (later it may come back). The last columns are means over the
-last records. Exit status 1 if a run parts.
+"differs at": first step with another value. "separates at": first step at which the mean difference leaves the noise of
+both curves for more than half a window (it may return later). The last columns are means over the last window of
+records, their difference and its standard error. Exit status 1 if a run separates from the first.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ if TYPE_CHECKING:
 def describe(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     add_runs(parser)
-    add_metrics(parser, "which to look at; default: the loss, and evaluation's")
-    parser.add_argument("--window", type=int, metavar="N", help="records to average; default: a twentieth, at most 50")
+    add_metrics(parser, "the loss and the evaluation losses")
+    parser.add_argument(
+        "--window", type=int, metavar="N", help="records to average; default: 1/20 of the records, at most 50"
+    )
     parser.add_argument(
         "--sigmas",
         type=float,
         default=4.0,
         metavar="S",
-        help="standard errors that are noise; default: %(default)g",
+        help="mean difference that counts as separated, in standard errors; default: %(default)g",
     )
     add_output(parser, None)
     add_json(parser)
@@ -39,8 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     Raises:
         NotFound: if there is no run.
-        UnknownName: for a metric that one of them does not have.
-        ConfigurationError: for fewer than two runs, or a value that cannot work.
+        UnknownName: for a metric that one of the runs does not log.
+        ConfigurationError: for fewer than two runs, or an invalid value.
     """
     from dalsegno.analysis import open_logs, plot_logs
     from dalsegno.cli.tables import Column, number, print_json, print_table
@@ -48,27 +50,27 @@ def run(arguments: argparse.Namespace) -> int:
     path = output_path(arguments, "compare") if arguments.output or arguments.format else None
     logs = open_logs(arguments.runs, arguments.step_key)
     if len(logs) < 2:
-        raise ConfigurationError(f"there is one run, {logs[0].name}; a comparison needs two")
+        raise ConfigurationError(f"only one run, {logs[0].name}; a comparison needs at least two")
     metrics = arguments.metrics or _in_common(logs)
     for log in logs:
-        log.series([name for name in metrics if name in log.metrics()])  # in one reading
+        log.series([name for name in metrics if name in log.metrics()])  # reads the log once for all metrics
     rows = [_row(logs[0], other, metric, arguments) for metric in metrics for other in logs[1:]]
     if path is not None:
         write(plot_logs(logs, metrics, compare=True), path, quiet=arguments.json)
     if arguments.json:
         print_json({"first": logs[0].name, "comparisons": rows})
     else:
-        print(f"beside {logs[0].name}:")
+        print(f"compared with {logs[0].name}:")
         print_table(
             [
                 Column("metric", "metric"),
                 Column("run", "run"),
                 Column("records", "compared", number, True),
                 Column("differs_at", "differs at", number, True),
-                Column("parts_at", "parts at", number, True, lambda step: "" if step is None else "red"),
+                Column("parts_at", "separates at", number, True, lambda step: "" if step is None else "red"),
                 Column("last_step", "last step", number, True),
                 Column("first", logs[0].name, number, True),
-                Column("second", "this one", number, True),
+                Column("second", "this run", number, True),
                 Column("difference", "difference", number, True),
                 Column("noise", "noise", number, True),
             ],
@@ -78,12 +80,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _in_common(logs: list[TrainingLog]) -> list[str]:
-    """The loss and evaluation's losses, of those that all of the runs have."""
+    """The loss and the evaluation losses that all runs log."""
     shared = [name for name in logs[0].metrics() if all(name in log.metrics() for log in logs)]
     chosen = [name for name in shared if name == logs[0].loss or (name.startswith("eval") and name.endswith("loss"))]
     if not chosen:
         names = ", ".join(shared) or "none"
-        raise ConfigurationError(f"the runs have no loss in common; choose with --metrics from these: {names}")
+        raise ConfigurationError(f"the runs have no loss in common; choose with --metrics one of: {names}")
     return chosen
 
 

@@ -1,8 +1,9 @@
-"""Ask the divergence detector about past runs: would it have stopped them, and when?
+"""Replay past runs through DivergenceDetector: would it have stopped them, and when?
 
-With runs marked by --good and --bad, false alarms and missed divergences are told; --sweep finds the settings that tell
-the two apart best. Exit status 1 if it fires in a run of unknown kind, or is wrong about a marked one; 2 if a run
-cannot be read, or has no such metric: the others are looked at all the same.
+Mark runs with --good and --bad to count false alarms and missed divergences; --sweep finds the settings that separate
+the two best. With neither threshold, the limit adapts to the run's own gain and noise. Exit status 1 if the detector
+fires in an unmarked run or is wrong about a marked one; 2 if a run cannot be read or lacks the metric, after the other
+runs have been checked.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dalsegno.errors import ConfigurationError
 
-from .arguments import add_json, add_step_key, settings_of
+from .arguments import RUN, add_json, add_step_key, settings_of
 
 if TYPE_CHECKING:
     from dalsegno.analysis import DetectorSettings, Series, TrainingLog
@@ -23,22 +24,46 @@ if TYPE_CHECKING:
 
 def describe(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
+    parser.add_argument("runs", metavar="RUN", nargs="*", type=Path, help=RUN)
     parser.add_argument(
-        "runs", metavar="RUN", nargs="*", type=Path, help="a run's folder, a log file, or a folder of runs"
+        "--good", metavar="RUN", nargs="+", type=Path, default=[], help="runs in which the detector should not fire"
     )
-    parser.add_argument("--good", metavar="RUN", nargs="+", type=Path, default=[], help="runs that it should let pass")
-    parser.add_argument("--bad", metavar="RUN", nargs="+", type=Path, default=[], help="runs that it should stop")
-    parser.add_argument("--sweep", action="store_true", help="look for better settings; needs good and bad runs")
-    parser.add_argument("--metric", metavar="NAME", help="what it watches; default: the loss")
-    parser.add_argument("--smoothing", type=float, default=0.3, metavar="A", help="default: %(default)g")
-    parser.add_argument("--threshold", type=_perhaps, metavar="T", help="distance from the best; default: none")
-    parser.add_argument("--relative-threshold", type=_perhaps, metavar="F", help="a factor over 1; default: none")
     parser.add_argument(
-        "--baseline-smoothing", type=_perhaps, metavar="B", help="compare with a slower average; default: with the best"
+        "--bad", metavar="RUN", nargs="+", type=Path, default=[], help="runs in which the detector should fire"
     )
-    parser.add_argument("--patience", type=int, default=3, metavar="N", help="default: %(default)s")
-    parser.add_argument("--warmup", type=int, default=10, metavar="N", help="default: %(default)s")
-    parser.add_argument("--mode", choices=("min", "max"), default="min", help="max: for what should rise")
+    parser.add_argument("--sweep", action="store_true", help="search for the best settings; needs --good and --bad")
+    parser.add_argument("--metric", metavar="NAME", help="metric the detector watches; default: the loss")
+    parser.add_argument(
+        "--smoothing",
+        type=float,
+        default=0.3,
+        metavar="A",
+        help="weight of the newest value in the moving average, over 0, up to 1; default: %(default)g",
+    )
+    parser.add_argument(
+        "--threshold",
+        type=_float_or_none,
+        metavar="T",
+        help="distance from the baseline, in the metric's unit; default: none",
+    )
+    parser.add_argument(
+        "--relative-threshold", type=_float_or_none, metavar="F", help="factor of the baseline, over 1; default: none"
+    )
+    parser.add_argument(
+        "--baseline-smoothing",
+        type=_float_or_none,
+        metavar="B",
+        help="baseline is a slower moving average with this weight; default: the baseline is the best value",
+    )
+    parser.add_argument(
+        "--patience", type=int, default=3, metavar="N", help="bad records in a row to fire; default: %(default)s"
+    )
+    parser.add_argument(
+        "--warmup", type=int, default=10, metavar="N", help="first records, not judged; default: %(default)s"
+    )
+    parser.add_argument(
+        "--mode", choices=("min", "max"), default="min", help="max: the metric should rise; default: %(default)s"
+    )
     add_step_key(parser)
     add_json(parser)
 
@@ -47,17 +72,17 @@ def run(arguments: argparse.Namespace) -> int:
     """
     Raises:
         NotFound: if there is no run.
-        ConfigurationError: for a value that cannot work.
+        ConfigurationError: for an invalid value.
     """
     from dalsegno.analysis import DetectorSettings
 
     settings = settings_of(DetectorSettings, arguments)
     named = {"good": arguments.good, "bad": arguments.bad, None: arguments.runs}
     if not any(named.values()):
-        raise ConfigurationError("name the runs to look at: RUN, --good RUN or --bad RUN")
-    asked = {mark: _watched(paths, arguments) for mark, paths in named.items()}
-    marked = {mark: [series for _, series in answers.given] for mark, answers in asked.items()}
-    failed = max(answers.status() for answers in asked.values())
+        raise ConfigurationError("no runs given: name them as RUN, --good RUN or --bad RUN")
+    results = {mark: _watched(paths, arguments) for mark, paths in named.items()}
+    marked = {mark: [series for _, series in result.found] for mark, result in results.items()}
+    failed = max(result.status() for result in results.values())
     if not any(marked.values()):
         return failed
     found = _sweep(marked, arguments) if arguments.sweep else _detect(marked, settings, arguments)
@@ -94,7 +119,7 @@ def _detect(marked: dict[str | None, list[Series]], settings: DetectorSettings, 
                 Column("records", "records", number, True),
                 Column("fires_at", "fires at", number, True),
                 Column("verdict", "verdict", text, False, _style),
-                Column("reason", "because"),
+                Column("reason", "reason"),
             ],
             rows,
         )
@@ -132,7 +157,7 @@ def _sweep(marked: dict[str | None, list[Series]], arguments: argparse.Namespace
             ],
             rows,
         )
-        print("margin: by what factor the threshold could be off; fires at: mean part of a bad run that has passed")
+        print("margin: factor by which the threshold may be off; fires at: mean fraction of a bad run before it fires")
     return 1 if candidates[0].errors else 0
 
 
@@ -145,7 +170,7 @@ def _watched(paths: list[Path], arguments: argparse.Namespace) -> PerRunResults[
         metric = arguments.metric or log.loss
         if metric is None:
             names = ", ".join(log.metrics()) or "nothing"
-            raise ConfigurationError(f"{log.name} has no loss; choose with --metric from what it has: {names}")
+            raise ConfigurationError(f"{log.name} logs no loss; choose with --metric one of: {names}")
         return log.metric(metric)
 
     return PerRunResults(open_logs(paths, arguments.step_key), watched)
@@ -167,5 +192,5 @@ def _or_none(value: float | None) -> str:
     return "none" if value is None else f"{value:g}"
 
 
-def _perhaps(word: str) -> float | None:
+def _float_or_none(word: str) -> float | None:
     return None if word.lower() == "none" else float(word)

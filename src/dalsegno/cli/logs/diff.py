@@ -1,6 +1,6 @@
-"""Compare two logs record by record. What tells the time does not count.
+"""Compare two logs record by record, wall-clock fields aside.
 
-Exit status 1 if they differ. Two runs of which one was killed and resumed have the same records.
+Exit status 1 if they differ. A run that was killed and resumed has the same records as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dalsegno.errors import ConfigurationError
 
-from .arguments import add_json
+from .arguments import add_json, add_step_key
 
 if TYPE_CHECKING:
     from dalsegno.analysis import RecordDifference, TrainingLog
@@ -24,11 +24,16 @@ SHOWN = 10
 def describe(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     for name, metavar in (("first", "A"), ("second", "B")):
-        parser.add_argument(name, metavar=metavar, type=Path, help="a run's folder or a log file")
-    parser.add_argument("--step-key", metavar="NAME", help="what the records call the step, if it has an unusual name")
-    parser.add_argument("-q", "--quiet", action="store_true", help="stop at the first difference, and say nothing")
+        parser.add_argument(name, metavar=metavar, type=Path, help="run directory or log file")
+    add_step_key(parser)
+    parser.add_argument("-q", "--quiet", action="store_true", help="print nothing, stop at the first difference")
     parser.add_argument(
-        "-n", "--most", type=int, default=SHOWN, metavar="N", help="differing records to show; default: %(default)s"
+        "-n",
+        "--most",
+        type=int,
+        default=SHOWN,
+        metavar="N",
+        help="print at most N differing records; default: %(default)s",
     )
     add_json(parser)
 
@@ -37,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     Raises:
         NotFound: if there is no such log.
-        ConfigurationError: for a folder of several runs.
+        ConfigurationError: for a directory of several runs.
     """
     from itertools import islice
 
@@ -48,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     first, second = (open_log(path, arguments.step_key) for path in (arguments.first, arguments.second))
     for log in (first, second):
         if len(log) > 1:
-            raise ConfigurationError(f"{log.path} holds {len(log)} runs; name the one to compare")
+            raise ConfigurationError(f"{log.path} contains {len(log)} runs; name the one to compare")
     tell_apart((first, second))
     found = diff_records(_with_header(first), _with_header(second))
     if arguments.quiet:
@@ -81,11 +86,11 @@ def _rows(difference: RecordDifference) -> list[dict[str, Any]]:
         here = {"first": "the record", "second": "the record"}
         return [{**where, "field": None, **here, ("second" if difference.only_in == "first" else "first"): "missing"}]
     return [
-        {**where, "field": field.field, "first": _told(field.first), "second": _told(field.second)}
+        {**where, "field": field.field, "first": _exact(field.first), "second": _exact(field.second)}
         for field in difference.fields
     ]
 
 
-def _told(value: Any) -> Any:
-    """As it can be printed, down to the last digit."""
+def _exact(value: Any) -> Any:
+    """A printable value with all its digits."""
     return value if isinstance(value, (str, int, float)) or value is None else repr(value)

@@ -1,6 +1,6 @@
-"""Write a log for other programs: as CSV, Parquet, JSON or TensorBoard's events.
+"""Export a log as CSV, Parquet, JSON or TensorBoard event files.
 
-Of a folder of runs all are written, with a column "run". CSV and JSON go to the standard output if no -o says where.
+A directory of runs is exported as a whole, with a column "run". Without -o, CSV and JSON go to standard output.
 """
 
 from __future__ import annotations
@@ -21,9 +21,15 @@ def describe(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     add_runs(parser, several=False)
     target = parser.add_mutually_exclusive_group(required=True)
-    target.add_argument("--to", choices=TARGETS)
-    target.add_argument("--json", dest="to", action="store_const", const="json", help="the same as --to json")
-    parser.add_argument("-o", "--output", type=Path, metavar="PATH", help="a file; for TensorBoard a folder")
+    target.add_argument("--to", choices=TARGETS, help="output format")
+    target.add_argument("--json", dest="to", action="store_const", const="json", help="short for --to json")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="PATH",
+        help="output file, for tensorboard a directory; default: standard output",
+    )
     add_force(parser)
 
 
@@ -31,16 +37,16 @@ def run(arguments: argparse.Namespace) -> int:
     """
     Raises:
         NotFound: if there is no log.
-        ConfigurationError: if the output cannot be written there, or needs what is not installed.
+        ConfigurationError: if the output cannot be written there, or Polars is not installed.
     """
     from dalsegno.analysis import open_log
     from dalsegno.analysis.export import export_log
 
     output: Path | None = arguments.output
     if output is None and arguments.to in ("parquet", "tensorboard"):
-        raise ConfigurationError(f"--to {arguments.to} needs -o: it is nothing to look at")
+        raise ConfigurationError(f"--to {arguments.to} needs -o: it cannot be printed")
     if output is not None and not output.absolute().parent.is_dir():
-        raise ConfigurationError(f"-o {output}: there is no folder {output.parent}")
+        raise ConfigurationError(f"-o {output}: there is no directory {output.parent}")
     if output is not None and arguments.to != "tensorboard":
         expect_free(output, arguments)
     log = open_log(arguments.run_path, arguments.step_key)

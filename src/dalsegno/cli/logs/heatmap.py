@@ -1,6 +1,6 @@
-"""Draw a number for each parameter over the steps: norms of gradients, of weights.
+"""Draw a heatmap of each parameter's gradient or weight norm over the steps.
 
-They come from the logs that GradNormLogger and its like write beside the run's own.
+Reads the logs that GradNormLogger, ParameterNormLogger and WeightNormLogger write beside the run's own log.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ METRICS = ("grad_norm", "norm", "spectral_norm")
 def describe(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     add_runs(parser, several=False)
-    parser.add_argument("--metric", choices=METRICS, default="grad_norm", help="default: %(default)s")
-    parser.add_argument("-f", "--filter", metavar="REGEX", help="only parameters in whose name it is found")
+    parser.add_argument("--metric", choices=METRICS, default="grad_norm", help="norm to draw; default: %(default)s")
+    parser.add_argument("-f", "--filter", metavar="REGEX", help="draw only parameters whose name matches; default: all")
     add_output(parser, "heatmap")
     add_json(parser)
 
@@ -25,8 +25,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """
     Raises:
-        NotFound: if there is no such log, or no parameter is left.
-        ConfigurationError: for a value that cannot work; if matplotlib is not installed.
+        NotFound: if there is no such log, or no parameter matches.
+        ConfigurationError: for an invalid value, or if matplotlib is not installed.
     """
     from dalsegno.analysis import matching, open_log, plot_heatmap
     from dalsegno.cli.tables import print_json

@@ -1,7 +1,7 @@
-"""Show the process lives of a run: from which checkpoint each went on, what was done twice, and why it ended.
+"""Show the legs (process lives) of a run: the checkpoint each resumed from, steps repeated, and why it ended.
 
-Legs that a later one has gone back behind, so that nothing of them is left, stand aside. What was cut off of the log
-is kept; --tails shows its records.
+A leg of which no work is left, because a later one resumed from a checkpoint before it, is indented. Log records that
+were cut off are kept; --tails shows them.
 """
 
 from __future__ import annotations
@@ -23,112 +23,128 @@ if TYPE_CHECKING:
 def describe(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     add_runs(parser)
-    parser.add_argument("--tails", action="store_true", help="show the records that were cut off, too")
+    parser.add_argument("--tails", action="store_true", help="show the records that were cut off; default: count them")
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """
     Raises:
-        NotFound: if there is no run.json, as other programs' runs have none.
+        NotFound: without a run.json, which other programs do not write.
         StateMismatch: if run.json is damaged.
     """
-    from dataclasses import asdict
-
     from dalsegno.analysis import open_logs
     from dalsegno.cli.tables import print_json
 
     logs = [(log, log.lineage()) for log in open_logs(arguments.runs, arguments.step_key)]
-    for log, lives in logs:
-        if not lives:
-            raise NotFound(f"{log.path}: no run.json in it; dalsegno writes one, and it is what legs are known from")
+    for log, legs in logs:
+        if not legs:
+            raise NotFound(f"{log.path}: no run.json, which lists the legs of a run; only dalsegno writes one")
     if arguments.json:
-        runs = []
-        for log, lives in logs:
-            legs = [
-                {**asdict(life), "cut_off": [_cut_off(tail, arguments.tails) for tail in life.cut_off]}
-                for life in lives
+        print_json(
+            [
+                {"run": log.name, "path": str(log.path), "legs": [_as_json(leg, arguments.tails) for leg in legs]}
+                for log, legs in logs
             ]
-            runs.append({"run": log.name, "path": str(log.path), "legs": legs})
-        print_json(runs)
+        )
     else:
-        for log, lives in logs:
-            print("\n".join(_tree(log, lives, arguments.tails)))
+        for log, legs in logs:
+            print("\n".join(_tree(log, legs, arguments.tails)))
     return 0
 
 
-def _cut_off(tail: Tail, records: bool) -> dict[str, Any]:
-    told = {"path": str(tail.path), "first_step": tail.first_step, "last_step": tail.last_step}
-    return {**told, "records": tail.records if records else len(tail.records)}
+def _as_json(summary: LegSummary, tails: bool) -> dict[str, Any]:
+    leg = summary.leg
+    return {
+        "leg": leg.leg,
+        "parent": summary.parent,
+        "from_checkpoint": leg.from_checkpoint,
+        "first_step": leg.first_step,
+        "last_step": summary.last_step,
+        "redone": summary.redone,
+        "world_size": leg.world_size,
+        "host": leg.host,
+        "pid": leg.pid,
+        "started": leg.started,
+        "ended": summary.ended,
+        "reason": summary.reason,
+        "by": leg.by,
+        "why": leg.why,
+        "idle": summary.idle,
+        "cut_off": [_tail_as_json(tail, tails) for tail in summary.cut_off],
+    }
 
 
-def _tree(log: TrainingLog, lives: Sequence[LegSummary], tails: bool) -> Iterator[str]:
+def _tail_as_json(tail: Tail, records: bool) -> dict[str, Any]:
+    steps = {"path": str(tail.path), "first_step": tail.first_step, "last_step": tail.last_step}
+    return {**steps, "records": tail.records if records else len(tail.records)}
+
+
+def _tree(log: TrainingLog, legs: Sequence[LegSummary], tails: bool) -> Iterator[str]:
     from dalsegno.analysis.lineage import state_of
 
-    from .records import told
+    from .records import as_words
 
-    redone = sum(life.redone for life in lives)
-    twice = f", {_count(redone, 'step')} done twice" if len(lives) > 1 else ""
-    yield f"{log.name}  {state_of(lives, False, True)}, {_count(len(lives), 'leg')}{twice}"
-    kept = _line_of(lives)
-    for place, life in enumerate(lives):
-        last = place == len(lives) - 1
-        aside = life.leg not in kept
-        branch, stem = _branch(aside, lives[place + 1].leg in kept if aside else last)
-        first, *more = _told(life)
+    redone = sum(each.redone for each in legs)
+    repeated = f", {_count(redone, 'step')} repeated" if len(legs) > 1 else ""
+    yield f"{log.name}  {state_of(legs, False, True)}, {_count(len(legs), 'leg')}{repeated}"
+    kept = _ancestors_of_last(legs)
+    for place, summary in enumerate(legs):
+        last = place == len(legs) - 1
+        aside = summary.leg.leg not in kept
+        branch, stem = _branch(aside, legs[place + 1].leg.leg in kept if aside else last)
+        first, *more = _as_lines(summary)
         yield f"{branch} {first}"
         for line in more:
             yield f"{stem}{line}"
-        for tail in life.cut_off:
+        for tail in summary.cut_off:
             path = tail.path.resolve().relative_to(log.output_dir) if log.output_dir else tail.path
             steps = f"steps {tail.first_step:,} to {tail.last_step:,}"
-            yield f"{stem}cut off then: {_count(len(tail.records), 'record')}, {steps}: {path}"
+            yield f"{stem}cut off the log: {_count(len(tail.records), 'record')}, {steps}: {path}"
             if tails:
-                yield from (f"{stem}  {told(record, None)}" for record in tail.records)
+                yield from (f"{stem}  {as_words(record, None)}" for record in tail.records)
 
 
 def _branch(aside: bool, ends: bool) -> tuple[str, str]:
-    """What stands before a leg's first line, and before its others."""
+    """Prefix of a leg's first line, and of its other lines."""
     if aside:
         return ("│ └─", "│     ") if ends else ("│ ├─", "│ │   ")
     return ("└─", "    ") if ends else ("├─", "│   ")
 
 
-def _told(life: LegSummary) -> list[str]:
-    """A leg in a few lines."""
+def _as_lines(summary: LegSummary) -> list[str]:
     from dalsegno.cli.tables import moment, span
 
-    start = f"from {life.from_checkpoint}" if life.from_checkpoint else "from the beginning"
-    by = f" by {life.by}" if life.by else ""
-    end = "running" if life.reason is None else f"{life.reason}{by}"
-    ranks = _count(life.world_size, "rank")
+    leg = summary.leg
+    start = f"from {leg.from_checkpoint}" if leg.from_checkpoint else "from scratch"
+    by = f" by {leg.by}" if leg.by else ""
+    end = "running" if summary.reason is None else f"{summary.reason}{by}"
+    ranks = _count(leg.world_size, "rank")
     lines = [
-        f"leg {life.leg}  {start}, {_steps(life)}: {end}",
-        f"{moment(life.started)}, {span(life.ended - life.started)}, {ranks}, process {life.pid} on {life.host}",
+        f"leg {leg.leg}  {start}, {_steps(leg.first_step, summary.last_step)}: {end}",
+        f"{moment(leg.started)}, {span(summary.ended - leg.started)}, {ranks}, process {leg.pid} on {leg.host}",
     ]
-    if life.why:
-        lines.append(life.why.splitlines()[0])
-    if life.idle is not None:
-        lines.append(f"{_count(life.redone, 'step')} done again, {span(life.idle)} until the next leg")
+    if leg.why:
+        lines.append(leg.why.splitlines()[0])
+    if summary.idle is not None:
+        lines.append(f"{_count(summary.redone, 'step')} repeated, {span(summary.idle)} until the next leg")
     return lines
 
 
-def _steps(life: LegSummary) -> str:
-    """A leg may have died before its first checkpoint, and have left no record."""
-    if life.last_step <= life.first_step:
-        return f"no step after {life.first_step:,} known"
-    return f"steps {life.first_step:,} to {life.last_step:,}"
+def _steps(first: int, last: int) -> str:
+    """A leg that died before its first checkpoint may have left no record."""
+    return f"no step after {first:,} recorded" if last <= first else f"steps {first:,} to {last:,}"
 
 
-def _line_of(lives: Sequence[LegSummary]) -> set[int]:
-    """The legs of which something is left: those that lead to the last one."""
-    parents = {life.leg: life.parent for life in lives}
-    line: set[int] = set()
-    leg: int | None = lives[-1].leg
-    while leg is not None and leg not in line:
-        line.add(leg)
+def _ancestors_of_last(legs: Sequence[LegSummary]) -> set[int]:
+    """Numbers of the legs whose work is part of the run: the last leg and its ancestors."""
+    parents = {each.leg.leg: each.parent for each in legs}
+    ancestors: set[int] = set()
+    leg: int | None = legs[-1].leg.leg
+    while leg is not None and leg not in ancestors:
+        ancestors.add(leg)
         leg = parents.get(leg)
-    return line
+    return ancestors
 
 
 def _count(number: int, what: str) -> str:

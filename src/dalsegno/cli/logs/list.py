@@ -1,6 +1,6 @@
-"""List the runs in a folder: steps, losses, state, restarts, last change.
+"""List the runs in a directory: state, steps, losses, restarts, last change.
 
-Exit status 2 if one of them cannot be read; the others are listed all the same.
+Exit status 2 if a run cannot be read; the others are listed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ STYLES = {"running": "green", "diverged": "red", "failed": "red", "died": "yello
 
 def describe(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    parser.add_argument("folder", metavar="DIR", nargs="?", type=Path, default=Path(), help="default: this folder")
+    parser.add_argument(
+        "folder",
+        metavar="DIR",
+        nargs="?",
+        type=Path,
+        default=Path(),
+        help="directory of runs; default: the current directory",
+    )
     add_step_key(parser)
     add_json(parser)
 
@@ -35,9 +42,9 @@ def run(arguments: argparse.Namespace) -> int:
     from .per_run_results import PerRunResults
 
     runs = open_log(arguments.folder, arguments.step_key)
-    answers = PerRunResults(runs, _row)
-    row_of = {log.path: row for log, row in answers.given}
-    row_of |= {log.path: {**_name(log), "state": "unreadable", "error": error} for log, error in answers.missing}
+    results = PerRunResults(runs, _row)
+    row_of = {log.path: row for log, row in results.found}
+    row_of |= {log.path: {**_name(log), "state": "unreadable", "error": error} for log, error in results.failed}
     rows = [row_of[log.path] for log in runs]
     if arguments.json:
         print_json(rows)
@@ -54,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
             Column("changed", "last change", lambda seconds: moment(seconds)[: len("2026-01-31 12:00")], right=True),
         ]
         print_table(columns, rows)
-    return answers.status()
+    return results.status()
 
 
 def _row(log: TrainingLog) -> dict[str, Any]:

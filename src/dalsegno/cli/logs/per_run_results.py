@@ -1,4 +1,4 @@
-"""One question to each of several runs. One that cannot answer keeps nobody from the answers of the others."""
+"""A function applied to each of several logs; a log that fails does not stop the others."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ T = TypeVar("T")
 
 
 class PerRunResults(Generic[T]):
-    def __init__(self, logs: Iterable[TrainingLog], ask: Callable[[TrainingLog], T]) -> None:
-        self.given: list[tuple[TrainingLog, T]] = []
-        self.missing: list[tuple[TrainingLog, str]] = []
-        """With the reason."""
+    def __init__(self, logs: Iterable[TrainingLog], compute: Callable[[TrainingLog], T]) -> None:
+        self.found: list[tuple[TrainingLog, T]] = []
+        self.failed: list[tuple[TrainingLog, str]] = []
+        """With the error message."""
         for log in logs:
             try:
-                self.given.append((log, ask(log)))
+                self.found.append((log, compute(log)))
             except (DalsegnoError, OSError) as error:
-                self.missing.append((log, str(error)))
+                self.failed.append((log, str(error)))
 
     def status(self) -> int:
-        """The exit status. Says on stderr who has not answered, and why."""
-        for log, error in self.missing:
+        """The exit status. Prints the failures on stderr."""
+        for log, error in self.failed:
             print(f"dalsegno: {log.name}: {error}", file=sys.stderr)
-        return FAILED if self.missing else 0
+        return FAILED if self.failed else 0

@@ -1,4 +1,4 @@
-"""Arguments of the commands that draw, and where their pictures go."""
+"""Output arguments of the commands that draw."""
 
 from __future__ import annotations
 
@@ -15,45 +15,45 @@ FORMATS = ("png", "svg", "pdf")
 
 
 def add_output(parser: argparse.ArgumentParser, default: str | None) -> None:
-    """``-o`` and ``--format``; ``default`` is the file's name without suffix, None: nothing is written unless asked."""
-    told = f"default: {default}.png" if default else "default: none is written"
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=f"the picture; {told}")
+    """``-o``, ``--force``, ``--format``. ``default``: file name without suffix; None: no picture unless asked for."""
+    file = f"{default}.png" if default else "no picture"
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=f"picture file; default: {file}")
     add_force(parser)
-    parser.add_argument("--format", choices=FORMATS, help="of the picture, where the file's name does not say it")
+    parser.add_argument("--format", choices=FORMATS, help="picture format; default: by the suffix of FILE, else png")
 
 
 def add_force(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--force", action="store_true", help="replace a file that is there")
+    parser.add_argument("--force", action="store_true", help="overwrite an existing file")
 
 
 def expect_free(path: Path, arguments: argparse.Namespace) -> Path:
     """
     Raises:
-        ConfigurationError: if there is such a file, and no ``--force``.
+        ConfigurationError: if the file exists, without ``--force``.
     """
     if path.exists() and not arguments.force:
-        raise ConfigurationError(f"{path} is there already; --force replaces it, -o names another file")
+        raise ConfigurationError(f"{path} exists; --force overwrites it, -o names another file")
     return path
 
 
 def output_path(arguments: argparse.Namespace, default: str) -> Path:
-    """Where the picture goes.
+    """Path of the picture.
 
     Raises:
-        ConfigurationError: if it is there already and ``--force`` is not given; if the file's name says another format
-            than ``--format``, or one that cannot be written.
+        ConfigurationError: if the file exists, without ``--force``; if its directory does not; if its suffix
+            contradicts ``--format``, or is not one of :data:`FORMATS`.
     """
-    wished: str | None = arguments.format
-    path: Path = arguments.output or Path(f"{default}.{wished or 'png'}")
+    wanted: str | None = arguments.format
+    path: Path = arguments.output or Path(f"{default}.{wanted or 'png'}")
     suffix = path.suffix[1:].lower()
-    if suffix not in FORMATS and wished is not None:
-        return expect_free(path.with_name(f"{path.name}.{wished}"), arguments)
+    if suffix not in FORMATS and wanted is not None:
+        return expect_free(path.with_name(f"{path.name}.{wanted}"), arguments)
     if suffix not in FORMATS:
-        raise ConfigurationError(f"-o {path}: pictures end in {', '.join(f'.{each}' for each in FORMATS)}")
-    if wished not in (None, suffix):
-        raise ConfigurationError(f"-o {path} and --format {wished} do not fit; leave one of them out")
+        raise ConfigurationError(f"-o {path}: must end in {', '.join(f'.{each}' for each in FORMATS)}")
+    if wanted not in (None, suffix):
+        raise ConfigurationError(f"-o {path} contradicts --format {wanted}; leave one of them out")
     if not path.absolute().parent.is_dir():
-        raise ConfigurationError(f"-o {path}: there is no folder {path.parent}")
+        raise ConfigurationError(f"-o {path}: there is no directory {path.parent}")
     return expect_free(path, arguments)
 
 

@@ -1,8 +1,7 @@
-"""Draw metrics of runs, into a file or into the terminal.
+"""Plot metrics of runs, into a file or in the terminal.
 
-Several runs stand side by side, or, with --compare, over each other. A faint line shows what was logged, a strong one
-its moving mean; with a metric of training go those of evaluation that measure the same. Restarts and rollbacks are
-marked.
+Several runs get a panel each, or one common panel with --compare. The faint line is the logged values, the strong line
+their moving mean. A training metric is drawn with its evaluation metrics. Restarts and rollbacks are marked.
 """
 
 from __future__ import annotations
@@ -18,40 +17,53 @@ from .pictures import add_output, output_path, write
 def describe(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     add_runs(parser)
-    add_metrics(parser, "which to look at; default: the loss")
-    parser.add_argument("--compare", action="store_true", help="all runs in one panel")
+    add_metrics(parser, "the loss")
+    parser.add_argument("--compare", action="store_true", help="draw all runs in one panel; default: a panel each")
     add_view(parser)
-    parser.add_argument("--terminal", action="store_true", help="draw in the terminal itself")
+    parser.add_argument("--terminal", action="store_true", help="draw in the terminal; default: into a file")
     add_output(parser, "plot")
     add_json(parser)
 
 
 def add_view(parser: argparse.ArgumentParser) -> None:
-    """What makes up a :class:`~dalsegno.analysis.View`."""
-    parser.add_argument("--x", choices=("step", "epoch", "time", "tokens"), default="step", help="default: %(default)s")
-    parser.add_argument("--smooth", type=int, metavar="N", help="records to average; 1: none; default: a hundredth")
-    parser.add_argument("--log", action="store_true", help="a logarithmic scale of values")
-    parser.add_argument("--perplexity", action="store_true", help="e to the loss in place of the loss")
-    parser.add_argument("--xlim", type=_limits, metavar="A:B", help="from where to where; either may be left out")
+    """The fields of a :class:`~dalsegno.analysis.View`."""
     parser.add_argument(
-        "--ylim", type=_limits, metavar="A:B", help="the same for values; --ylim=-1:1 for negative ones"
+        "--x", choices=("step", "epoch", "time", "tokens"), default="step", help="x axis; default: %(default)s"
     )
-    parser.add_argument("--ignore-outliers", action="store_true", help="scale for the middle 98 of 100 values")
+    parser.add_argument(
+        "--smooth",
+        type=int,
+        metavar="N",
+        help="records in the moving mean, 1 for none; default: 1/100 of the records, none below 200",
+    )
+    parser.add_argument("--log", action="store_true", help="logarithmic y axis; default: linear")
+    parser.add_argument("--perplexity", action="store_true", help="plot exp(loss) in place of the loss")
+    parser.add_argument(
+        "--xlim", type=_limits, metavar="A:B", help="range of the x axis, either end optional; default: all"
+    )
+    parser.add_argument(
+        "--ylim", type=_limits, metavar="A:B", help="range of the y axis, either end optional, --ylim=-1:1 if negative"
+    )
+    parser.add_argument(
+        "--ignore-outliers",
+        action="store_true",
+        help="fit the y axis to the middle 98%% of the values; default: to all",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """
     Raises:
         NotFound: if there is no run, or nothing to draw.
-        UnknownName: for a metric that no run has.
-        ConfigurationError: for a value that cannot work; if what draws is not installed.
+        UnknownName: for a metric that no run logs.
+        ConfigurationError: for an invalid value, or if the plotting library is not installed.
     """
     from dalsegno.analysis import View, open_logs, plot_logs, sketch_logs
     from dalsegno.cli.tables import print_json
 
     view = settings_of(View, arguments)
     if arguments.terminal and arguments.json:
-        raise ConfigurationError("--terminal draws, --json prints what a program can read; leave one of them out")
+        raise ConfigurationError("--terminal and --json both write to standard output; leave one of them out")
     if arguments.terminal:
         logs = open_logs(arguments.runs, arguments.step_key)
         width, colours = _terminal()
@@ -66,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _terminal() -> tuple[int, bool]:
-    """Its width, and whether it shows colours. A file is 100 columns wide."""
+    """Width in columns (100 for a file or pipe), and whether it shows colours."""
     import os
     import shutil
     import sys
@@ -78,7 +90,7 @@ def _terminal() -> tuple[int, bool]:
 def _limits(text: str) -> tuple[float | None, float | None]:
     low, colon, high = text.partition(":")
     if not colon:
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form A:B")
+        raise argparse.ArgumentTypeError(f"{text!r}: write a range as A:B, A: or :B")
     try:
         return (float(low) if low else None, float(high) if high else None)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Records as lines: in columns for a log that is shown as a whole, in words for one that is followed."""
+"""Records as lines of text: a table with columns (``show``), or ``name value`` pairs (``tail``)."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from dalsegno.analysis.blocks import is_number
 from dalsegno.cli.tables import fitted, in_words, number, visible
 
 KNOWN = ("run", "kind", "global_step", "epoch", "timestamp")
-"""What a line says of a record beside its metrics."""
+"""Fields of a record that are not metrics."""
 
 NARROW = 10
-"""Characters of a column, at least."""
+"""Least width of a column, in characters."""
 
 
 class RecordTable:
-    """A line a record, under a header that comes before the first one."""
+    """Prints one line per record, and a header before the first."""
 
     def __init__(self, metrics: Sequence[str] | None, *, several: bool) -> None:
         """
         Args:
-            metrics: None: those of the first record have columns, on a terminal as many as there is room for, and what
-                else there is stands at the end of a line.
-            several: whether the records are those of several runs.
+            metrics: columns; None: the metrics of the first record, as many as fit a terminal, and all others as
+                ``name value`` at the end of the line.
+            several: whether the records belong to several runs.
         """
         self._metrics = metrics
         self._rest = metrics is None
@@ -57,8 +57,8 @@ class RecordTable:
         print("  ".join([*head, *(visible(name).rjust(NARROW) for name in self._metrics)]).rstrip())
 
 
-def told(record: Mapping[str, Any], metrics: Sequence[str] | None) -> str:
-    """A record in a line of words: ``step 120  loss 3.21  epoch 0.5``."""
+def as_words(record: Mapping[str, Any], metrics: Sequence[str] | None) -> str:
+    """A record as ``step 120  loss 3.21  epoch 0.5``."""
     chosen = _others(record, ()) if metrics is None else {name: record[name] for name in metrics if name in record}
     kind = "" if record.get("kind", "train") == "train" else f"{record['kind']}  "
     epoch = f"  epoch {number(record['epoch'])}" if is_number(record.get("epoch")) else ""
@@ -66,7 +66,7 @@ def told(record: Mapping[str, Any], metrics: Sequence[str] | None) -> str:
 
 
 def _seen(names: Sequence[str], begin: int, width: int | None) -> list[str]:
-    """The columns for which a terminal has room, and for two characters that say that there is more."""
+    """The columns that fit a terminal, with two characters left for " …"."""
     ends = accumulate((_width_of(name) + 2 for name in names), initial=begin)
     return [name for name, end in zip(names, list(ends)[1:], strict=True) if width is None or end + 2 <= width]
 

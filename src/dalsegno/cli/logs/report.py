@@ -1,7 +1,7 @@
-"""Write all there is to tell of some runs into one HTML file.
+"""Write a report on runs as one interactive HTML file.
 
-Summary, curves that can be zoomed, hovered, toggled and smoothed, restarts, comparison with the first run, the
-divergence detector's verdict, spikes, norms of parameters, headers. The file needs no network, and is under 5 MB.
+It contains summaries, curves to zoom, toggle and smooth, restarts, the comparison with the first run, the divergence
+detector's verdicts, spikes, parameter norms and log headers. The file works offline and is at most 5 MB.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ def describe(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     add_runs(parser)
     parser.add_argument(
-        "-o", "--output", type=Path, default=Path("report.html"), metavar="FILE", help="default: %(default)s"
+        "-o", "--output", type=Path, default=Path("report.html"), metavar="FILE", help="HTML file; default: %(default)s"
     )
     add_force(parser)
-    parser.add_argument("--title", help="default: the runs' names")
+    parser.add_argument("--title", help="title of the page; default: the names of the runs")
     add_json(parser)
 
 
@@ -30,14 +30,14 @@ def run(arguments: argparse.Namespace) -> int:
     """
     Raises:
         NotFound: if there is no run.
-        ConfigurationError: if the file cannot be written there, or cannot hold so many runs.
+        ConfigurationError: if the file cannot be written there, or the runs do not fit into 5 MB.
     """
     from dalsegno.analysis import open_logs, write_report
     from dalsegno.cli.tables import print_json, size
 
     path: Path = arguments.output
     if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ConfigurationError(f"-o {path}: name a file in a folder that exists")
+        raise ConfigurationError(f"-o {path}: name a file in an existing directory")
     expect_free(path, arguments)
     logs = open_logs(arguments.runs, arguments.step_key)
     write_report(logs, path, title=arguments.title)

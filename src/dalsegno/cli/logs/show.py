@@ -1,10 +1,10 @@
-"""Show the records of a run: all of them, or those of some steps, with some metrics, for which a condition holds.
+"""Show records of a run, selected by step, kind, metric or condition.
 
     dalsegno logs show runs/a --step 100:200 --metrics loss,grad_norm
     dalsegno logs show runs/a --where "loss > 3 and step >= 500"
 
-Conditions compare a name with a number or a text, by < <= > >= == or !=; put them together with and, or, not and
-parentheses. Exit status 1 if no record is left. With --json: a record a line.
+A condition compares a field with a number or a string by < <= > >= == or !=; combine conditions with and, or, not and
+parentheses. Exit status 1 if no record matches. With --json: one record per line.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ KINDS = ("train", "eval", "final", "user")
 def describe(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     add_runs(parser, several=False)
-    parser.add_argument("--step", metavar="A:B", default=":", help="from step A to step B; either may be left out")
+    parser.add_argument(
+        "--step", metavar="A:B", default=":", help="steps A to B, both included, either optional; default: all"
+    )
     add_metrics(parser)
-    parser.add_argument("--where", metavar="CONDITION", help="only records for which it holds")
-    parser.add_argument("--kind", choices=KINDS, help="only records of this kind")
+    parser.add_argument("--where", metavar="CONDITION", help="only records that satisfy the condition; default: all")
+    parser.add_argument("--kind", choices=KINDS, help="only records of this kind; default: all")
     add_json(parser)
 
 
@@ -35,8 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     Raises:
         NotFound: if there is no log.
-        ConfigurationError: for steps or a condition that are none.
-        UnknownName: for a metric that no record has, in ``--metrics`` or in the condition.
+        ConfigurationError: for invalid steps or an invalid condition.
+        UnknownName: for a metric in ``--metrics`` or the condition that no record has.
     """
     from dalsegno.analysis import open_log
     from dalsegno.analysis.where import parse_condition
@@ -73,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _steps(text: str) -> tuple[float, float]:
-    """From ``A:B``, ``A:``, ``:B`` or ``A``."""
+    """First and last step of ``A:B``, ``A:``, ``:B`` or ``A``."""
     first, colon, last = text.partition(":")
     try:
         begin = int(first) if first else -math.inf

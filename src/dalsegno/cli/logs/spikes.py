@@ -1,7 +1,6 @@
-"""Find records that stand out of the noise of those before them.
+"""Find spikes: records far outside the noise of the records before them.
 
-A record stands out if it lies more than --sigmas standard deviations over the median of the records before it; what is
-not a finite number always does.
+A spike lies more than --sigmas standard deviations above the median of the preceding records, or is NaN or infinite.
 """
 
 from __future__ import annotations
@@ -18,10 +17,22 @@ if TYPE_CHECKING:
 def describe(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     add_runs(parser)
-    add_metrics(parser, "which to look at; default: the loss and grad_norm")
-    parser.add_argument("--sigmas", type=float, default=6.0, metavar="S", help="default: %(default)g")
-    parser.add_argument("--window", type=int, metavar="N", help="records that the median is of; default: 16 to 50")
-    parser.add_argument("--mode", choices=("min", "max"), default="min", help="max: spikes fall, as an accuracy's do")
+    add_metrics(parser, "the loss and grad_norm")
+    parser.add_argument(
+        "--sigmas", type=float, default=6.0, metavar="S", help="height in standard deviations; default: %(default)g"
+    )
+    parser.add_argument(
+        "--window",
+        type=int,
+        metavar="N",
+        help="preceding records of the median; default: 1/10 of the records, from 16 to 50",
+    )
+    parser.add_argument(
+        "--mode",
+        choices=("min", "max"),
+        default="min",
+        help="max: spikes point down, as for an accuracy; default: %(default)s",
+    )
     add_json(parser)
 
 
@@ -29,8 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     Raises:
         NotFound: if there is no run.
-        UnknownName: for a metric that one of them does not have.
-        ConfigurationError: for a value that cannot work.
+        UnknownName: for a metric that one of the runs does not log.
+        ConfigurationError: for an invalid value.
     """
     from dataclasses import asdict
     from functools import partial
@@ -40,14 +51,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     from .per_run_results import PerRunResults
 
-    def outstanding(log: TrainingLog) -> list[dict[str, Any]]:
-        usual = [name for name in (log.loss, "grad_norm") if name in log.metrics()]
-        look = partial(find_spikes, window=arguments.window, sigmas=arguments.sigmas, mode=arguments.mode)
-        curves = log.series(arguments.metrics or usual)
-        return [{"run": log.name, "metric": name, **asdict(spike)} for name in curves for spike in look(curves[name])]
+    def spikes(log: TrainingLog) -> list[dict[str, Any]]:
+        default = [name for name in (log.loss, "grad_norm") if name in log.metrics()]
+        find = partial(find_spikes, window=arguments.window, sigmas=arguments.sigmas, mode=arguments.mode)
+        curves = log.series(arguments.metrics or default)
+        return [{"run": log.name, "metric": name, **asdict(spike)} for name in curves for spike in find(curves[name])]
 
-    answers = PerRunResults(open_logs(arguments.runs, arguments.step_key), outstanding)
-    rows = [row for _, of_run in answers.given for row in of_run]
+    results = PerRunResults(open_logs(arguments.runs, arguments.step_key), spikes)
+    rows = [row for _, of_run in results.found for row in of_run]
     if arguments.json:
         print_json(rows)
     elif rows:
@@ -57,13 +68,17 @@ def run(arguments: argparse.Namespace) -> int:
                 Column("metric", "metric"),
                 Column("step", "step", number, True),
                 Column("value", "value", number, True),
-                Column("usual", "usual", number, True),
+                Column("usual", "median", number, True),
                 Column("sigmas", "sigmas", lambda sigmas: f"{sigmas:.0f}", True),
                 Column("records", "records", number, True),
-                Column("recovered", "back?", lambda back: "yes" if back else "no", False, lambda b: "" if b else "red"),
+                Column("recovered", "recovered", _yes_or_no, False, lambda recovered: "" if recovered else "red"),
             ],
             rows,
         )
-    elif answers.given:
-        print("No record stands out.")
-    return answers.status()
+    elif results.found:
+        print("No spikes.")
+    return results.status()
+
+
+def _yes_or_no(recovered: bool) -> str:
+    return "yes" if recovered else "no"

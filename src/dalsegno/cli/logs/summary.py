@@ -1,6 +1,6 @@
-"""Sum runs up: steps, losses, evaluation, gradients, speed, time, restarts, spikes.
+"""Summarize runs: steps, losses, evaluation, gradients, throughput, time, restarts, spikes.
 
-Exit status 2 if one of them cannot be read; the others are summed up all the same.
+Exit status 2 if a run cannot be read; the others are summarized.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ def describe(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     add_runs(parser)
     parser.add_argument(
-        "--format", choices=("text", "json", "md", "one-line"), default="text", help="default: %(default)s"
+        "--format",
+        choices=("text", "json", "md", "one-line"),
+        default="text",
+        help="output format, md being a Markdown table; default: %(default)s",
     )
     add_json(parser)
 
@@ -37,8 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     from .per_run_results import PerRunResults
 
-    answers = PerRunResults(open_logs(arguments.runs, arguments.step_key), TrainingLog.summary)
-    summaries = answers.given
+    results = PerRunResults(open_logs(arguments.runs, arguments.step_key), TrainingLog.summary)
+    summaries = results.found
     if arguments.json or arguments.format == "json":
         print_json([{**asdict(summary), "path": str(log.path)} for log, summary in summaries])
     elif arguments.format == "one-line":
@@ -51,11 +54,11 @@ def run(arguments: argparse.Namespace) -> int:
             if number:
                 print()
             print_facts(summary.run, _facts(summary, log))
-    return answers.status()
+    return results.status()
 
 
 def _facts(summary: Summary, log: TrainingLog) -> list[tuple[str, str]]:
-    """What is known of the run, in the order in which one asks for it."""
+    """Name and text of what the log contains, most wanted first."""
     from dalsegno.cli.tables import NOTHING, moment, number
 
     records = ", ".join(f"{count:,} {kind}" for kind, count in summary.records.items())
@@ -66,10 +69,10 @@ def _facts(summary: Summary, log: TrainingLog) -> list[tuple[str, str]]:
         ("tokens", None if summary.tokens is None else f"{summary.tokens:,.0f}"),
         (summary.loss.name if summary.loss else "loss", _metric(summary.loss)),
         *((metric.name, _metric(metric)) for metric in summary.evaluation),
-        ("gradient norm", _most(summary.grad_norm)),
+        ("gradient norm", _peak(summary.grad_norm)),
         ("learning rate", _change(summary.learning_rate)),
         *((name, number(average)) for name, average in summary.throughput.items()),
-        ("memory", None if summary.peak_mem is None else f"{summary.peak_mem / 2**30:.2f} GiB at most"),
+        ("peak memory", None if summary.peak_mem is None else f"{summary.peak_mem / 2**30:.2f} GiB"),
         ("time", _time(summary)),
         ("last change", None if summary.changed is None else moment(summary.changed)),
         ("spikes", _spikes(summary)),
@@ -83,7 +86,7 @@ def _state(summary: Summary) -> str:
     if not summary.restarts:
         return summary.state
     restarts = f"{summary.restarts} restart{'s' if summary.restarts > 1 else ''}"
-    return f"{summary.state}, {restarts}, {summary.redone_steps:,} steps done twice"
+    return f"{summary.state}, {restarts}, {summary.redone_steps:,} steps repeated"
 
 
 def _metric(metric: MetricSummary | None) -> str | None:
@@ -92,23 +95,23 @@ def _metric(metric: MetricSummary | None) -> str | None:
     if metric is None:
         return None
     best = f", best {number(metric.best)} at step {metric.best_step:,}" if metric.best_step is not None else ""
-    average = f", average {number(metric.average)}" if metric.average is not None else ""
+    mean = f", mean {number(metric.average)}" if metric.average is not None else ""
     wrong = f", {metric.not_finite:,} not finite" if metric.not_finite else ""
-    return f"{number(metric.final)} at step {metric.final_step:,}{best}{average}{wrong}"
+    return f"{number(metric.final)} at step {metric.final_step:,}{best}{mean}{wrong}"
 
 
-def _most(metric: MetricSummary | None) -> str | None:
+def _peak(metric: MetricSummary | None) -> str | None:
     from dalsegno.cli.tables import number
 
     if metric is None or metric.worst is None:
         return None
-    return f"{number(metric.worst)} at most, at step {metric.worst_step:,}; average {number(metric.average)}"
+    return f"max {number(metric.worst)} at step {metric.worst_step:,}, mean {number(metric.average)}"
 
 
 def _change(metric: MetricSummary | None) -> str | None:
     from dalsegno.cli.tables import number
 
-    return None if metric is None else f"{number(metric.first)} at first, {number(metric.final)} at last"
+    return None if metric is None else f"first {number(metric.first)}, last {number(metric.final)}"
 
 
 def _time(summary: Summary) -> str | None:
@@ -126,8 +129,10 @@ def _spikes(summary: Summary) -> str | None:
     if not summary.spikes:
         return None
     highest = sorted(summary.spikes, key=lambda spike: -spike.sigmas)[:SHOWN_SPIKES]
-    told = ", ".join(f"{number(spike.value)} at step {spike.step:,}" for spike in sorted(highest, key=lambda s: s.step))
-    return f"{len(summary.spikes)}: {told}{', …' if len(summary.spikes) > SHOWN_SPIKES else ''}"
+    shown = ", ".join(
+        f"{number(spike.value)} at step {spike.step:,}" for spike in sorted(highest, key=lambda s: s.step)
+    )
+    return f"{len(summary.spikes)}: {shown}{', …' if len(summary.spikes) > SHOWN_SPIKES else ''}"
 
 
 def _one_line(summary: Summary) -> str:
@@ -146,7 +151,7 @@ def _one_line(summary: Summary) -> str:
 
 
 def _markdown(runs: list[tuple[Summary, dict[str, str]]]) -> str:
-    """A table with a column for each run."""
+    """A Markdown table with one column per run."""
     names = list(dict.fromkeys(name for _, facts in runs for name in facts))
     lines = [["", *(summary.run for summary, _ in runs)], ["---"] * (len(runs) + 1)]
     lines += [[name, *(facts.get(name, "") for _, facts in runs)] for name in names]

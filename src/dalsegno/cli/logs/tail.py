@@ -1,7 +1,7 @@
-"""Show the last records of runs, and with -f the new ones as they come; several runs side by side.
+"""Show the last records of runs side by side, and with -f new ones as they are logged.
 
-A log that is cut back while it is followed, since its run goes on from a checkpoint, is followed from there; one that
-goes on in another file, in that one. It ends with Ctrl-C. With --json: a record a line.
+With -f, a log that is rewound because its run resumed from a checkpoint is followed from there, and one that continues
+in another file, in that file; stop with Ctrl-C. With --json: one record per line.
 """
 
 from __future__ import annotations
@@ -24,17 +24,23 @@ if TYPE_CHECKING:
     from dalsegno.logs.values import Record
 
 WIDE = 56
-"""Characters of a run's column where there is no terminal."""
+"""Width of a run's column in a file or pipe, in characters."""
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     add_runs(parser)
-    parser.add_argument("-f", "--follow", action="store_true", help="go on as the logs go on")
-    parser.add_argument("-n", "--lines", type=int, metavar="N", default=10, help="how many of the last; default: 10")
+    parser.add_argument("-f", "--follow", action="store_true", help="keep printing new records until Ctrl-C")
+    parser.add_argument(
+        "-n", "--lines", type=int, metavar="N", default=10, help="last records to print; default: %(default)s"
+    )
     add_metrics(parser)
     parser.add_argument(
-        "--interval", type=float, default=0.2, metavar="SECONDS", help="between two looks; default: %(default)s"
+        "--interval",
+        type=float,
+        default=0.2,
+        metavar="SECONDS",
+        help="time between two reads with -f; default: %(default)s",
     )
     add_json(parser)
 
@@ -43,15 +49,15 @@ def run(arguments: argparse.Namespace) -> int:
     """
     Raises:
         NotFound: if there is no log.
-        ConfigurationError: for a negative number of lines, or an interval that is not over 0.
+        ConfigurationError: for a negative number of lines, or an interval that is not positive.
     """
     from dalsegno.analysis import open_logs
     from dalsegno.analysis.follow import Follower
 
     if arguments.lines < 0:
-        raise ConfigurationError(f"-n {arguments.lines}: needs at least 0")
+        raise ConfigurationError(f"-n {arguments.lines}: must be at least 0")
     if not arguments.interval > 0:
-        raise ConfigurationError(f"--interval {arguments.interval}: needs seconds, a number over 0")
+        raise ConfigurationError(f"--interval {arguments.interval}: must be a positive number of seconds")
     logs = open_logs(arguments.runs, arguments.step_key)
     show = _Json(logs) if arguments.json else _SideBySide(logs, arguments.metrics)
     followers = [Follower(log.source, log.path if log.path.is_dir() else None) for log in logs]
@@ -63,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class _SideBySide:
-    """A column for each run. What comes at one time stands beside each other."""
+    """One column per run; records read at the same time share a line."""
 
     def __init__(self, logs: Sequence[TrainingLog], metrics: Sequence[str] | None) -> None:
         self._metrics = metrics
@@ -75,20 +81,20 @@ class _SideBySide:
             self._print([log.name for log in logs])
 
     def news(self, of_runs: Sequence[Sequence[Record | Cut]]) -> None:
-        """What is new, of each run."""
-        cells = [[text for news in of_run if (text := self._told(news))] for of_run in of_runs]
+        """Print the news of each run."""
+        cells = [[text for news in of_run if (text := self._as_text(news))] for of_run in of_runs]
         for row in zip_longest(*cells, fillvalue=""):
             self._print(row)
 
-    def _told(self, news: Record | Cut) -> str:
-        """Nothing of a record that has none of the metrics."""
-        from .records import told
+    def _as_text(self, news: Record | Cut) -> str:
+        """Empty for a record that has none of the metrics."""
+        from .records import as_words
 
         if not isinstance(news, dict):
-            return "-- replaced --" if news.step is None else f"-- back to step {news.step:,} --"
+            return "-- log replaced --" if news.step is None else f"-- back to step {news.step:,} --"
         if self._metrics and not any(name in news for name in self._metrics):
             return ""
-        return told(news, self._metrics)
+        return as_words(news, self._metrics)
 
     def _print(self, cells: Sequence[str]) -> None:
         from dalsegno.cli.tables import fitted
@@ -97,7 +103,7 @@ class _SideBySide:
         if self._live and not self._alone:
             cells = [fitted(cell, room) for cell in cells]
         elif not self._alone and sum(map(bool, cells)) > 1 and any(len(cell) > room for cell in cells):
-            for place, cell in enumerate(cells):  # unshortened, and in its own line: whose it is shall be seen
+            for place, cell in enumerate(cells):  # each on its own line, so that its column still names its run
                 self._print([*[""] * place, cell])
             return
         print("  ".join(cell.ljust(room) for cell in cells).rstrip(), flush=True)
@@ -112,6 +118,6 @@ class _Json:
 
         for name, of_run in zip(self._names, of_runs, strict=True):
             for news in of_run:
-                told = news if isinstance(news, dict) else {"kind": "cut", "global_step": news.step}
-                print_json_line({"run": name, **told})
+                record = news if isinstance(news, dict) else {"kind": "cut", "global_step": news.step}
+                print_json_line({"run": name, **record})
         sys.stdout.flush()

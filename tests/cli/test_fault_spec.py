@@ -1,4 +1,4 @@
-"""When to kill, as it is written on a command line."""
+"""The text of ``--kill-at`` becomes a fault plan."""
 
 from __future__ import annotations
 
