@@ -49,7 +49,7 @@ def test_a_folder_of_runs(tmp_path: Path) -> None:
     assert runs.frame()["run"].to_list() == ["a", "a", "group/b", "group/b"]
     assert runs.metrics() == ["loss"]
     assert [run.name for run in ds.open_logs([tmp_path, tmp_path / "a"])] == ["a", "group/b", "a (2)"]
-    with pytest.raises(ds.ConfigurationError, match=r"holds 2 runs \(a, group/b\); ask one of them"):
+    with pytest.raises(ds.ConfigurationError, match=r"contains 2 runs \(a, group/b\); choose one of them"):
         runs.metric("loss")
     with pytest.raises(ds.UnknownName, match=r"unknown run in .* 'group/c'; did you mean 'group/b'"):
         runs["group/c"]
@@ -159,8 +159,8 @@ def test_what_was_skipped_in_several_runs(tmp_path: Path) -> None:
         read()
         assert folder.skipped.count == 2
         assert [sentence.split(",")[0] for sentence in folder.skipped.sentences] == [
-            "a: line 3: broken off",
-            "b: line 3: broken off",
+            "a: line 3: torn",
+            "b: line 3: torn",
         ]
 
 

@@ -112,7 +112,7 @@ def test_tensorboard_after_a_restart(tmp_path: Path) -> None:
         *(5 + step / 16 for step in range(5, 12)),
     ]
     assert log.skipped.count == 4
-    assert "4 records from step 5 on, which a restart has replaced" in str(log.skipped)
+    assert "4 records from step 5 on, replaced by a restart" in str(log.skipped)
     assert log.metrics() == ["loss", "text/ignored"]
 
 

@@ -50,7 +50,7 @@ def test_one_run_with_all_that_belongs_to_it() -> None:
     assert axes.get_title(loc="left") == "killed"
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", "loss")
     logged = "as logged (strong: mean of 10)"
-    assert legend(axes) == ["loss", "eval_loss", logged, "logged in vain, done again", "restart", "rollback"]
+    assert legend(axes) == ["loss", "eval_loss", logged, "lost, then repeated", "restart", "rollback"]
     verticals = [line.get_xdata()[0] for line in axes.lines if list(line.get_ydata()) == [0, 1]]
     assert verticals == [4000, 6000]
 
@@ -240,7 +240,7 @@ def test_kinds_of_files(tmp_path: Path) -> None:
     for suffix, begin in begins.items():
         assert picture.save(tmp_path / f"a.{suffix}").read_bytes().startswith(begin)
     assert picture._repr_png_().startswith(begins["png"])
-    with pytest.raises(ConfigurationError, match=r"a\.bmp: pictures end in \.png, \.svg, \.pdf"):
+    with pytest.raises(ConfigurationError, match=r"a\.bmp: must end in \.png, \.svg, \.pdf"):
         picture.save(tmp_path / "a.bmp")
 
 
@@ -266,7 +266,7 @@ def test_what_is_not_installed_is_named_with_its_extra(module: str, draw: Any, m
         return None if name == module else find_spec(name, *rest)
 
     monkeypatch.setattr("dalsegno.analysis.extras.find_spec", without)
-    with pytest.raises(ConfigurationError, match=rf"with {module}, .* pip install 'dalsegno\[analysis\]'"):
+    with pytest.raises(ConfigurationError, match=rf"needs {module}, .* pip install 'dalsegno\[analysis\]'"):
         draw([killed()])
 
 
@@ -301,7 +301,7 @@ def test_a_heatmap() -> None:
 def test_heatmaps_of_little(tmp_path: Path) -> None:
     for values in ([[1.0]], [[0.0], [NAN]], [[5.0, 5.0]]):
         plot_heatmap(parameters(values)).save(tmp_path / "a.png")
-    with pytest.raises(NotFound, match=r"no parameter of a run matches 'head'; there are, for example, blocks\.0"):
+    with pytest.raises(NotFound, match=r"no parameter of a run matches 'head'; its parameters include blocks\.0"):
         plot_heatmap(parameters([[1.0]]), "head")
     with pytest.raises(ConfigurationError, match="not a regular expression"):
         plot_heatmap(parameters([[1.0]]), "(")

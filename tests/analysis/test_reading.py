@@ -156,7 +156,7 @@ def test_what_was_skipped_is_counted_and_told(tmp_path: Path) -> None:
     lines = [sentence.partition(":")[0] for sentence in log.skipped.sentences]
     assert lines == ["line 2", "line 3", "line 4", "line 6"]
     assert "line 4: no number under 'global_step'" in str(log.skipped)
-    assert "line 6: broken off" in str(log.skipped)
+    assert "line 6: torn" in str(log.skipped)
 
 
 def test_many_skipped_lines_are_a_number_and_ten_sentences(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_what_windows_puts_before_a_text(tmp_path: Path) -> None:
 def test_a_step_of_an_unusual_name(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"seen": 64, "loss": 1.0}\n{"seen": 128, "loss": 0.5}\n')
-    with pytest.raises(ds.ConfigurationError, match=r"nothing that looks like a step .* have seen, loss; .*--step-key"):
+    with pytest.raises(ds.ConfigurationError, match=r"no step in its records, .* are: seen, loss; .*--step-key"):
         ds.open_log(path).metrics()
     assert ds.open_log(path, step_key="seen").metric("loss").steps.tolist() == [64, 128]
     with pytest.raises(ds.ConfigurationError, match="no number under 'sen'"):

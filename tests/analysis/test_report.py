@@ -70,11 +70,11 @@ def test_real_runs(tmp_path: Path) -> None:
         "loss diverged at step 10",
         "killed leg began (UTC) from steps",
         "diverged loss unknown nothing to judge: 5 records, all within the warm-up",
-        "Dashed lines are restarts, dotted ones rollbacks",
+        "Dashed vertical lines are restarts, dotted ones rollbacks",
         "The first 8 are shown; dalsegno logs heatmap RUN draws the others.",
         "2 2026-11-21 04:59 leg 1, step 16 16 – 34 2 1 died",
-        "Beside diverged",
-        "What DivergenceDetector would have said, with smoothing 0.3, patience 3, warm-up 10.",
+        "Compared with diverged",
+        "DivergenceDetector replayed with smoothing 0.3, patience 3, warm-up 10.",
         "killed: gradient norm of each parameter",
         "killed: weight norm of each parameter",
         '"run": "pair-a", "rate": 0.05',
@@ -87,10 +87,10 @@ def test_real_runs(tmp_path: Path) -> None:
     charts = {chart["metric"]: chart for chart in page.data["charts"]}
     assert list(charts)[:3] == ["loss", "grad_norm", "learning_rate"]
     assert {curve["metric"] for curve in charts["loss"]["curves"]} == {"loss", "eval_loss"}
-    assert [mark["told"] for mark in page.data["runs"][1]["marks"]] == [
-        "leg 2: went on from step 16, 6 steps done again",
-        "leg 3: went on from step 32, 2 steps done again",
-        "leg 4: went on from step 16, 24 steps done again",
+    assert [mark["label"] for mark in page.data["runs"][1]["marks"]] == [
+        "leg 2: resumed from step 16, 6 steps repeated",
+        "leg 3: resumed from step 32, 2 steps repeated",
+        "leg 4: resumed from step 16, 24 steps repeated",
     ]
 
 
@@ -172,5 +172,5 @@ def test_runs_of_little(tmp_path: Path) -> None:
     ):
         logs = list(open_log(a_run(tmp_path / f"run-{number}", records)))
         assert "Summary" in Page(write_report(logs, tmp_path / "report.html")).text
-    with pytest.raises(ConfigurationError, match="needs a run"):
+    with pytest.raises(ConfigurationError, match="needs at least one run"):
         write_report([], tmp_path / "report.html")

@@ -61,14 +61,14 @@ def test_conditions(text: str, holds: bool) -> None:
 @pytest.mark.parametrize(
     ("text", "place", "told"),
     [
-        ("", 1, "a name expected"),
+        ("", 1, "a field name expected"),
         ("loss", 5, "<, <=, >, >=, == or != expected"),
-        ("loss >", 7, "a number or a text expected"),
-        ("loss > and", 8, "a number or a text expected"),
+        ("loss >", 7, "a number or a string expected"),
+        ("loss > and", 8, "a number or a string expected"),
         ("(loss > 2", 10, "')' expected"),
         ("loss > 2 step < 3", 10, "'and' or 'or' expected"),
         ("loss > 2)", 9, "'and' or 'or' expected"),
-        ('kind == "eval', 9, "not understood"),
+        ('kind == "eval', 9, "unexpected character"),
     ],
 )
 def test_what_is_no_condition(text: str, place: int, told: str) -> None:

@@ -1,6 +1,6 @@
-"""Reading logs afterwards: runs, their metrics and their legs, whatever program wrote them. No torch is imported.
+"""Log analysis: read the runs, metrics and legs in the logs of any program. Does not import torch.
 
-Names are found when they are first used: who sums up a log of a thousand records shall not wait for what draws.
+Names are imported on first use, so that a summary of a short log does not wait for the plotting modules.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from dalsegno.system.lazy_exports import lazy_exports
 
-from .stats.smooth import smooth as smooth  # at once: else the name would be the module's
+from .stats.smooth import smooth as smooth  # eagerly: a lazy name would resolve to the module of that name
 
 if TYPE_CHECKING:
     from .diff import FieldDifference as FieldDifference

@@ -1,4 +1,4 @@
-"""Block: a part of a log, in columns. One is made of records, the other of a Polars frame, for long logs."""
+"""Block: part of a log in columns, backed by records or, for long logs, by a Polars frame."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ if TYPE_CHECKING:
     import polars as pl
 
 KINDS = ("train", "eval", "final", "user")
-"""What a record can be, beside the header. Columns hold the place in this row; any other kind has the one behind it."""
+"""Kinds of records, the header aside. Columns store the index; any other kind has index ``len(KINDS)``."""
 
 WHOLE = 1 << 63
+"""Integers of this magnitude do not fit int64."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """The numbers under one name in n records."""
+    """The numbers under one name in n records, of which m have one."""
 
     present: NDArray[np.bool_] | None
-    """Which records have one: shape (n,); None if all have."""
+    """Records that have a number, shape (n,); None: all."""
     values: NDArray[np.float64]
-    """Of those that have: shape (m,)."""
+    """Their numbers, shape (m,)."""
 
     def at(self, here: NDArray[np.bool_] | None) -> NDArray[np.float64]:
-        """The values in these records (None: in all); NaN where there is none."""
+        """The values of the selected records (None: all), NaN for missing ones."""
         if self.present is None:
             values = self.values
         else:
@@ -41,29 +42,29 @@ class Column:
 
 
 class Block(Protocol):
-    """n records, one below the other, each with a step; the header is none of them."""
+    """n records with a step; never the header."""
 
     def __len__(self) -> int: ...
 
     def kinds(self) -> NDArray[np.uint8]:
-        """Places in :data:`KINDS`: shape (n,)."""
+        """Indices into :data:`KINDS`, shape (n,)."""
         ...
 
     def numeric(self) -> list[str]:
-        """The names under which there are numbers, in the log's order."""
+        """Names that have numbers, in the order of the log."""
         ...
 
     def column(self, name: str) -> Column:
-        """The numbers under one of these names. Texts, lists and truth values are none."""
+        """The numbers under a name of :meth:`numeric`; strings, lists and booleans are skipped."""
         ...
 
     def frame(self) -> pl.DataFrame:
-        """A row a record. A column with any numbers has only these; lists and dicts are JSON text."""
+        """One row per record. A column with any numbers keeps only numbers; lists and dicts become JSON text."""
         ...
 
 
 class RecordBlock:
-    """Made of records."""
+    """A block of records."""
 
     def __init__(self, records: Sequence[Record]) -> None:
         self._records = records
@@ -93,7 +94,7 @@ class RecordBlock:
 
 
 class FrameBlock:
-    """Made of a frame whose column ``kind`` has no nulls."""
+    """A block of a frame whose column ``kind`` has no nulls."""
 
     def __init__(self, frame: pl.DataFrame) -> None:
         self._frame = frame
@@ -127,7 +128,7 @@ class FrameBlock:
 
 
 def concatenate(frames: Sequence[pl.DataFrame]) -> pl.DataFrame:
-    """One below the other. A name under which some have numbers is one of numbers: what others have there is none."""
+    """Stack frames vertically. A column that is numeric in one frame is numeric in all; other values become null."""
     import polars as pl
 
     kinds: dict[str, pl.DataType] = {}
@@ -156,7 +157,7 @@ def _both(one: pl.DataType, other: pl.DataType) -> pl.DataType:
 
 
 def _keeps(kind: pl.DataType, target: pl.DataType) -> bool:
-    """Whether values of one type mean the same in the other."""
+    """Whether a cast from ``kind`` to ``target`` keeps the values."""
     return kind.is_numeric() or not target.is_numeric()
 
 
@@ -169,7 +170,7 @@ def is_number(value: Any) -> bool:
 
 
 def _as_float(value: Any) -> float | None:
-    """None for what is no number; whole numbers beyond all floats are infinite."""
+    """None if ``value`` is not a number; integers beyond the range of floats become infinite."""
     if not is_number(value):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Columns: some of a log's names, in memory, as arrays of numbers."""
+"""Columns: selected names of a log as arrays in memory."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ class Columns:
     """The columns of n records."""
 
     kinds: NDArray[np.uint8]
-    """Places in :data:`dalsegno.analysis.blocks.KINDS`: shape (n,)."""
+    """Indices into :data:`dalsegno.analysis.blocks.KINDS`, shape (n,)."""
     columns: dict[str, Column]
     steps: NDArray[np.int64]
-    """Of all records: shape (n,)."""
+    """Shape (n,)."""
     names: list[str]
-    """All names of numbers in the log, in the order of their first appearance: also of those that are not here."""
+    """All numeric names of the log, in the order of their first appearance, those not in ``columns`` included."""
 
     def count_kinds(self) -> dict[str, int]:
-        """How many records there are of each kind; kinds that no record has are left out."""
+        """Number of records of each kind; kinds without records are left out."""
         counts = np.bincount(self.kinds, minlength=len(KINDS) + 1).tolist()
         return {kind: count for kind, count in zip([*KINDS, "other"], counts, strict=True) if count}
 
     def of_kind(self, name: str, kind: str | None) -> Column:
-        """The numbers under one name in the records of a kind (None: in all)."""
+        """The numbers under one name in the records of a kind (None: all records)."""
         column = self.columns[name]
         if kind is None:
             return column
@@ -40,8 +40,8 @@ class Columns:
 
 
 def read_columns(blocks: Iterable[Block], wanted: Collection[str], also: Callable[[str], bool]) -> Columns:
-    """Read a log once, and keep the columns of these names, and of those that ``also`` is true of. Of the rest only a
-    block at a time is in memory."""
+    """Read a log once and keep the columns in ``wanted`` and those for which ``also`` is true; of the others, memory
+    holds one block at a time."""
     kinds: list[NDArray[np.uint8]] = []
     names: dict[str, None] = {}
     pieces: dict[str, list[tuple[int, Column]]] = {}
@@ -62,9 +62,9 @@ def read_columns(blocks: Iterable[Block], wanted: Collection[str], also: Callabl
 
 
 def _joined(pieces: list[tuple[int, Column]], total: int) -> Column:
-    """One column of all, of ``total`` records; each piece comes with the place of its first record."""
+    """One column of ``total`` records from pieces, each with the index of its first record."""
     values = np.concatenate([piece.values for _, piece in pieces])
-    values.setflags(write=False)  # series show it, and it is kept
+    values.setflags(write=False)  # series share the cached array
     if len(values) == total:
         return Column(None, values)
     present = np.zeros(total, np.bool_)

@@ -1,4 +1,4 @@
-"""Two logs, record by record: everything in which they differ, wall-clock fields aside."""
+"""Differences between two logs, record by record, wall-clock fields aside."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Record = Mapping[str, Any]
 
 
 class Missing:
-    """Stands for a field that a record does not have."""
+    """Value of a field that a record does not have."""
 
     def __repr__(self) -> str:
         return "missing"
@@ -29,29 +29,29 @@ class FieldDifference:
     """A field whose values differ."""
 
     field: str
-    """Fields inside of others have a path: ``norms.head.weight``, ``history[3]``."""
+    """Name, or path of a nested field: ``norms.head.weight``, ``history[3]``."""
     first: Any
     second: Any
 
 
 @dataclass(frozen=True, slots=True)
 class RecordDifference:
-    """Two records that belong together and differ, or one that has no counterpart."""
+    """Two matching records that differ, or a record without a match."""
 
     step: int | None
     """None for records without one, such as headers."""
     kind: str
     fields: tuple[FieldDifference, ...]
-    """Empty if the record is in one log only."""
+    """Empty if only one log has the record."""
     only_in: str | None = None
-    """``"first"`` or ``"second"`` where the other log has no such record."""
+    """``"first"`` or ``"second"`` if the other log lacks the record."""
 
 
 def diff_records(first: Iterable[Record], second: Iterable[Record]) -> Iterator[RecordDifference]:
-    """The differences between two logs, in their order. Memory is that of one step's records.
+    """The differences between two logs, in the order of steps. Memory holds the records of one step.
 
-    Records belong together if they have the same ``global_step`` and ``kind``. What tells the time does not count, see
-    :func:`~dalsegno.logs.is_wall_clock`; numbers must be the same to the last bit and of the same type, NaN equals NaN.
+    Records match if they have the same ``global_step`` and ``kind``. Wall-clock fields are ignored (see
+    :func:`~dalsegno.logs.is_wall_clock`); numbers must have the same type and bits, and NaN equals NaN.
     """
     ours, theirs = (groupby(records, key=_step) for records in (first, second))
     mine, yours = _next(ours), _next(theirs)
@@ -89,7 +89,7 @@ def _fields(mine: Record, yours: Record) -> Iterator[FieldDifference]:
     for name in mine if mine.keys() == yours.keys() else {**mine, **yours}:
         ours, theirs = mine.get(name, MISSING), yours.get(name, MISSING)
         if type(ours) in _PLAIN and _same(ours, theirs):
-            continue  # nearly all of a log
+            continue  # fast path: nearly every field of a log
         if not is_wall_clock(name):
             yield from _inside(name, ours, theirs)
 
@@ -119,7 +119,7 @@ def _same(ours: Any, theirs: Any) -> bool:
 
 
 def _step(record: Record) -> int:
-    """Records without a step come first."""
+    """The step of a record; -1 without one, so that such records come first."""
     step = record.get("global_step")
     return step if isinstance(step, int) else -1
 

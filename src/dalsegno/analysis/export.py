@@ -1,4 +1,4 @@
-"""A log in another format, for other programs."""
+"""Export a log to CSV, Parquet, JSON or TensorBoard."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ def export_log(log: TrainingLog, to: Target, path: Path | BinaryIO) -> None:
     """Write the records of a log.
 
     Args:
-        to: ``csv`` and ``parquet``: a row a record; ``json``: an array of records; ``tensorboard``: an event file, in
-            which evaluation's metrics are under ``eval/``, and those of training under ``train/``.
-        path: a file, by its name or open; for ``tensorboard`` a folder, which may not have event files yet.
+        to: ``csv``, ``parquet``: one row per record; ``json``: an array of records; ``tensorboard``: an event file
+            with evaluation metrics under ``eval/`` and training metrics under ``train/``.
+        path: path or open file; for ``tensorboard`` a directory without event files.
 
     Raises:
-        ConfigurationError: for another format, a folder that has event files, or if Polars, which writes ``csv`` and
+        ConfigurationError: for an unknown format, a directory with event files, or if Polars, which writes ``csv`` and
             ``parquet``, is not installed.
     """
     if to not in TARGETS:
         raise ConfigurationError(f"to is {to!r}; allowed: {', '.join(TARGETS)}")
     if to in ("csv", "parquet"):
-        require_extra("polars", f"{to} is written")
+        require_extra("polars", f"writing {to}")
     if to == "tensorboard":
         if not isinstance(path, Path):
-            raise ConfigurationError("TensorBoard reads folders: give one")
+            raise ConfigurationError("TensorBoard reads directories: pass the path of one")
         _write_events(log.records(), path)
     elif not isinstance(path, Path):
         _WRITERS[to](log, path)
@@ -78,7 +78,7 @@ def _write_events(records: Iterator[Record], folder: Path) -> None:
 
     if any(folder.glob("*tfevents*")):
         raise ConfigurationError(
-            f"{folder}: has event files already; TensorBoard would mix them up; name another folder"
+            f"{folder}: already has event files, which TensorBoard would mix with these; name another directory"
         )
     writer = EventFileWriter(str(folder))
     for record in records:
@@ -92,7 +92,7 @@ def _write_events(records: Iterator[Record], folder: Path) -> None:
 
 
 def _tagged(record: Mapping[str, object]) -> dict[str, float]:
-    """``loss`` is ``train/loss``, ``eval_loss`` is ``eval/loss``."""
+    """``loss`` becomes ``train/loss``, ``eval_loss`` becomes ``eval/loss``."""
     metrics = {name: value for name, value in record.items() if name not in BOOKKEEPING[:3] and is_number(value)}
     if record["kind"] == "eval":
         return {f"eval/{name.removeprefix('eval_')}": float(value) for name, value in metrics.items()}  # type: ignore[arg-type]

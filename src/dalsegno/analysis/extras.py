@@ -1,4 +1,4 @@
-"""What only some people need is installed on demand; who lacks it is told how."""
+"""Optional dependencies: an error that names the extra to install."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dalsegno.system.extras import how_to_install
 def require_extra(module: str, what: str) -> None:
     """
     Args:
-        what: is to be done with it, as the begin of a sentence: "plots are drawn".
+        what: the task that needs it, as the subject of a sentence: "plotting".
 
     Raises:
-        ConfigurationError: if it is not installed.
+        ConfigurationError: if ``module`` is not installed.
     """
     if find_spec(module) is None:
-        raise ConfigurationError(f"{what} with {module}, which is not installed; {how_to_install('analysis')}")
+        raise ConfigurationError(f"{what} needs {module}, which is not installed; {how_to_install('analysis')}")

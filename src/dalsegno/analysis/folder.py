@@ -1,4 +1,4 @@
-"""open_log: from a path to the runs that are there."""
+"""open_log: find the runs under a path."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .formats.source import Skipped, Source, Unreadable
 from .formats.tensorboard import EventFiles
 from .lineage import LegSummary
 from .log import TrainingLog
-from .names import name_of, tell_apart
+from .names import make_names_unique, name_of
 from .series import ParameterSeries, Series
 from .summary import Summary
 
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
     import polars as pl
 
 DEPTH = 4
-"""How many folders below the one that was named runs are looked for."""
+"""Levels of directories below the given one that are searched for runs."""
 
 NOT_RUNS = {"checkpoints", "rewound", "logs"}
 
 
 def open_log(path: str | os.PathLike[str], step_key: str | None = None) -> TrainingLog:
-    """The log in ``path``: a run's folder, a log file, or a folder of runs, which gives a :class:`RunFolder`.
+    """Open the log at ``path``: a run directory, a log file, or a directory of runs, which gives a :class:`RunFolder`.
 
-    Nothing is read yet. All formats that can be read are listed in docs/logs.md.
+    Reads nothing yet. docs/logs.md lists the formats.
 
     Args:
-        step_key: the name of the step in the records, for JSON lines in which it has an unusual one.
+        step_key: key of the step in the records, for JSON lines with an unusual one.
 
     Raises:
-        NotFound: if there is no such path, or no log in it; says what was looked for.
-        ConfigurationError: for a file of no known format.
+        NotFound: if the path does not exist or contains no log; the message lists the files searched for.
+        ConfigurationError: for a file of unknown format.
     """
     path = Path(path)
     if not path.exists():
@@ -50,28 +50,28 @@ def open_log(path: str | os.PathLike[str], step_key: str | None = None) -> Train
         return TrainingLog(name_of(path), path, source_of_file(path, step_key))
     runs = list(_runs_in(path, path, step_key, DEPTH))
     if not runs:
-        raise NotFound(f"{path}: no log in it; looked for {LOOKED_FOR}, here and in the folders below")
+        raise NotFound(f"{path}: no log in it; looked for {LOOKED_FOR}, here and in the directories below")
     return runs[0] if runs[0].path == path else RunFolder(path, runs)
 
 
 def open_logs(paths: Iterable[str | os.PathLike[str]], step_key: str | None = None) -> list[TrainingLog]:
-    """The runs in all of these paths, in order. Of those that have one name, as ``a/run`` and ``b/run``, each is named
-    by so much of its path that no two are the same. Raises as :func:`open_log` does."""
+    """The runs under all paths, in order. Runs of the same name, such as ``a/run`` and ``b/run``, get as much of their
+    path as makes the names unique. Raises as :func:`open_log` does."""
     runs = [run for path in paths for run in open_log(path, step_key)]
-    tell_apart(runs)
+    make_names_unique(runs)
     return runs
 
 
 class RunFolder(TrainingLog):
-    """The logs of several runs in one folder: iterate over them, or take one by its name, ``folder["a"]``. Which runs
-    these are is found out when it is opened; each of them can be asked again as it goes on.
+    """The logs of several runs in one directory: iterate over them, or index by name, ``folder["a"]``. The list of runs
+    is fixed when the directory is opened; each run is read again when its log grows.
 
-    ``records()`` and ``frame()`` go through all runs and add the name as ``run``. Whatever only one run has
-    (a metric's series, legs, a summary) is asked of one run.
+    ``records()`` and ``frame()`` cover all runs and add the name as ``run``. Methods about a single run (series, legs,
+    summary) raise ConfigurationError.
     """
 
     def __init__(self, path: Path, runs: list[TrainingLog]) -> None:
-        super().__init__(path.resolve().name, path, _Nothing(path))
+        super().__init__(path.resolve().name, path, _NoSource(path))
         self.runs = runs
 
     def __iter__(self) -> Iterator[TrainingLog]:
@@ -101,7 +101,7 @@ class RunFolder(TrainingLog):
         return list(dict.fromkeys(name for run in self.runs for name in run.metrics()))
 
     def frame(self) -> pl.DataFrame:
-        require_extra("polars", "frames are made")
+        require_extra("polars", "frame()")
         import polars as pl
 
         self.skipped = Skipped()
@@ -132,18 +132,17 @@ class RunFolder(TrainingLog):
         return cards(self.runs)
 
     def _note(self, run: TrainingLog) -> None:
-        """What the reading of one run has left out."""
-        told = run.skipped
-        for sentence in told.sentences:
+        """Add what was skipped in reading one run."""
+        for sentence in run.skipped.sentences:
             self.skipped.note(f"{run.name}: {sentence}")
-        self.skipped.count += told.count - len(told.sentences)
+        self.skipped.count += run.skipped.count - len(run.skipped.sentences)
 
     def _refuse(self) -> NoReturn:
         names = ", ".join(run.name for run in self.runs)
-        raise ConfigurationError(f"{self.path} holds {len(self.runs)} runs ({names}); ask one of them")
+        raise ConfigurationError(f"{self.path} contains {len(self.runs)} runs ({names}); choose one of them")
 
 
-class _Nothing(Source):
+class _NoSource(Source):
     program = ""
 
     def records(self, skipped: Skipped) -> Iterator[Record]:
@@ -151,7 +150,7 @@ class _Nothing(Source):
 
 
 def _runs_in(root: Path, folder: Path, step_key: str | None, depth: int) -> Iterator[TrainingLog]:
-    """The run that ``folder`` is; otherwise those that its files are, and those in the folders below it."""
+    """``folder`` if it is a run; otherwise its log files, and the runs in the directories below."""
     name = folder.relative_to(root)
     whole = name_of(folder) if folder == root else name.as_posix()
     try:
@@ -164,7 +163,7 @@ def _runs_in(root: Path, folder: Path, step_key: str | None, depth: int) -> Iter
         yield TrainingLog(whole, folder, run)
         return
     below = [run for child in folders for run in _runs_in(root, child, step_key, depth - 1)]
-    if len(loose) == 1 and all(isinstance(run.source, EventFiles) for run in below):  # which are of the same run, then
+    if len(loose) == 1 and all(isinstance(run.source, EventFiles) for run in below):  # event files of the same run
         yield TrainingLog(whole, folder, loose[0])
         return
     for source in loose:
@@ -173,6 +172,6 @@ def _runs_in(root: Path, folder: Path, step_key: str | None, depth: int) -> Iter
 
 
 def _folders_in(folder: Path) -> list[Path]:
-    """Those in which there may be runs."""
+    """Directories that may contain runs."""
     named = (path for path in folder.iterdir() if path.name not in NOT_RUNS and not path.name.startswith("."))
     return sorted(path for path in named if path.is_dir())

@@ -1,4 +1,4 @@
-"""Follower: the last records of a log, and then the new ones as they come; also where the log is cut back under it."""
+"""Follower: the last records of a log, then new ones as they are written, also across a rewind of the log."""
 
 from __future__ import annotations
 
@@ -19,47 +19,46 @@ from .formats.naming import HEADER
 from .formats.source import Skipped, Source
 
 BACKWARDS = 1 << 16
-"""Bytes that are read at a time, from the end of a file towards its beginning."""
+"""Bytes per read, from the end of a file towards its beginning."""
 
 REMEMBERED = 4096
-"""Records whose place in the file is known: as far as a cut can be followed."""
+"""Records whose position in the file is kept: the furthest rewind that can be followed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The log has been cut back, or replaced: what comes next follows this step."""
+    """The log was rewound or replaced; the following records come after this step."""
 
     step: int | None
-    """None if nothing that was seen is left."""
+    """None if no record read so far is left."""
 
 
 class Follower:
-    """Looks at one log again and again.
+    """Polls one log.
 
-    A log with a record a line is read from its end, in a time that does not depend on its length; others are read
-    as a whole whenever they have changed.
+    JSON lines are read from their end, in time independent of the log's length; other formats are read in full
+    whenever they change.
     """
 
     def __init__(self, source: Source, folder: Path | None = None) -> None:
         """
         Args:
-            folder: the run's, whose log may go on in another file, as in ``train-2.jsonl`` or in the newest
-                checkpoint's ``trainer_state.json``; None to stay with this one.
+            folder: the run directory, whose log may continue in another file, such as ``train-2.jsonl`` or the newest
+                checkpoint's ``trainer_state.json``; None: only this file.
         """
         self._folder = folder
         self._reader = _reader(source)
 
     def last(self, count: int) -> list[Record]:
-        """The last ``count`` records that are there now."""
+        """The last ``count`` records."""
         return self._reader.last(count)
 
     def new(self) -> list[Record | Cut]:
-        """What has come since the last call, or since :meth:`last`. Waits for nothing; a file that is gone has
-        nothing new."""
+        """Records and cuts since the last call, or since :meth:`last`. Does not block; empty if the file is gone."""
         return self._reader.new() or self._elsewhere()
 
     def _elsewhere(self) -> list[Record | Cut]:
-        """What is new in the file in which the log goes on, if that is another one by now."""
+        """Records of the file in which the log now continues; empty if that is still the same file."""
         here = self._reader.source
         try:
             source = source_of_run(self._folder, here.step_key) if self._folder else None
@@ -76,7 +75,7 @@ class Follower:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A record that has been read: where it lies, and what it was."""
+    """A record that was read: its byte range and digest."""
 
     begin: int
     end: int
@@ -111,7 +110,7 @@ class _Lines:
             return [*cut, *(record for record in self._read(file.fileno()) if record["kind"] != HEADER)]
 
     def _read(self, descriptor: int) -> Iterator[Record]:
-        """The whole records behind the last one that was read."""
+        """The complete records after the last one read."""
         place = self._end
         data = _from(descriptor, place)
         naming = self.source.naming() if data.strip() else None
@@ -127,7 +126,7 @@ class _Lines:
                 yield record
 
     def _step_back(self, descriptor: int) -> list[Cut]:
-        """Go back to the last record that is still there."""
+        """Return to the last record that is still in the file."""
         before = self._end
         while self._seen:
             last = self._seen[-1]
@@ -170,7 +169,7 @@ def _from(descriptor: int, begin: int) -> bytes:
 
 
 def _begin_of_last_lines(descriptor: int, count: int) -> int:
-    """Where the last ``count`` lines begin; three more, for brackets and what a kill has left."""
+    """Offset of the last ``count`` lines and three more, for brackets and a line torn by a kill."""
     begin, lines = os.fstat(descriptor).st_size, 0
     while begin > 0 and lines <= count + 3:
         piece = min(BACKWARDS, begin)

@@ -1,4 +1,4 @@
-"""How logs show themselves in a notebook: a small table and a curve. Needs nothing but the logs."""
+"""Notebook display of logs: a small HTML table and an SVG curve, without plotting libraries."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .plotting.svg import svg_curve
 from .series import Series
 
 MOST_RUNS = 30
-"""Rows of a table of runs; of further ones only the number is told."""
+"""Most rows in a table of runs; further runs are only counted."""
 
 
 def html_repr(log: Log) -> str:
-    """HTML of one run: what it is, how far it is, and its loss."""
+    """HTML of one run: name, step, and loss with its curve."""
     loss = _loss(log)
     facts = [("run", log.name), *(_facts(loss) if loss else [("records", "none with a loss")])]
     if restarts := log.restarts():
@@ -24,12 +24,12 @@ def html_repr(log: Log) -> str:
     rows = "".join(
         f"<tr><th style='text-align:left'>{escape(what)}</th><td>{escape(it)}</td></tr>" for what, it in facts
     )
-    beside = "display:flex;gap:1.5em;align-items:center;flex-wrap:wrap"
-    return f"<div style='{beside}'><table>{rows}</table>{svg_curve(loss) if loss else ''}</div>"
+    style = "display:flex;gap:1.5em;align-items:center;flex-wrap:wrap"
+    return f"<div style='{style}'><table>{rows}</table>{svg_curve(loss) if loss else ''}</div>"
 
 
 def cards(logs: Sequence[Log]) -> str:
-    """HTML of several runs: a row each."""
+    """HTML of several runs, one row each."""
     head = "".join(f"<th style='text-align:left'>{title}</th>" for title in ("run", "step", "loss", ""))
     rest = f"<p>and {len(logs) - MOST_RUNS} more</p>" if len(logs) > MOST_RUNS else ""
     return f"<table><tr>{head}</tr>{''.join(map(_row, logs[:MOST_RUNS]))}</table>{rest}"
@@ -43,7 +43,7 @@ def _row(log: Log) -> str:
 
 
 def _loss(log: Log) -> Series | None:
-    """None if there is none, or nothing logged of it."""
+    """None if the log has no loss, or no value of it."""
     loss = log.metric(log.loss) if log.loss else None
     return loss if loss is not None and len(loss) else None
 

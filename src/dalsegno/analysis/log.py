@@ -1,4 +1,4 @@
-"""TrainingLog: what one run has logged."""
+"""TrainingLog: the log of one run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .parameters import read_parameters
 from .plotting.view import Limits, View, XAxis
 from .rewound import Restart, Tail, find_restarts, read_tails
 from .series import ParameterSeries, Series
-from .summary import Summary, is_told, summarize
+from .summary import Summary, is_summarized, summarize
 
 if TYPE_CHECKING:
     import polars as pl
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 class TrainingLog:
-    """The log of one run. Nothing is read before it is asked for. What has been read is kept until the file changes: a
-    log that is being written can be asked again, also after it had to go on in another file of the run's folder.
+    """The log of one run, read on demand and cached until its file changes: a log that is still being written can be
+    queried again, also after it continued in another file of the run directory.
 
     ::
 
@@ -42,20 +42,20 @@ class TrainingLog:
         log.metric("loss").values    # an array
         log.frame()                  # a Polars frame
 
-    It comes from :func:`dalsegno.open_log`. ``path`` is the run's folder, or the file that was opened.
+    Created by :func:`dalsegno.open_log`. ``path``: the run directory, or the file that was opened.
     """
 
     def __init__(self, name: str, path: Path, source: Source) -> None:
         self.name = name
         self.path = path
-        self._place = LogLocation(path, source)
+        self._location = LogLocation(path, source)
         self.skipped = Skipped()
-        """What the last reading has left out."""
+        """What the last read skipped."""
         self._columns = read_columns((), (), lambda name: False)
         self._stamp: tuple[int, ...] = ()
 
     def __iter__(self) -> Iterator[TrainingLog]:
-        """Itself: as a folder of runs gives its runs."""
+        """Yields itself, as a directory of runs yields its runs."""
         yield self
 
     def __len__(self) -> int:
@@ -63,19 +63,19 @@ class TrainingLog:
 
     @property
     def source(self) -> Source:
-        """The file, or files, in which the log lies now."""
-        return self._place.source()
+        """The current file or files of the log."""
+        return self._location.source()
 
     @property
     def output_dir(self) -> Path | None:
-        """The run's folder, where there is one with a ``run.json``."""
+        """The run directory, if it has a ``run.json``."""
         path = self.path.resolve()
         folders = [path, path.parent, path.parent.parent]
         return next((folder for folder in folders if (folder / "run.json").is_file()), None)
 
     @property
     def header(self) -> Record:
-        """What the first record says of the run; empty if the log has no header."""
+        """The fields of the header, the first record; empty if the log has none."""
         for record in self.source.records(Skipped()):
             if record["kind"] == HEADER:
                 return {name: value for name, value in record.items() if name not in BOOKKEEPING}
@@ -83,10 +83,10 @@ class TrainingLog:
         return {}
 
     def records(self, kind: str | None = None) -> Iterator[Record]:
-        """The records of one kind (``train``, ``eval``, ``final``, ``user``), or all; never the header.
+        """Yield the records of one kind (``train``, ``eval``, ``final``, ``user``), or all; never the header.
 
-        They are read one by one, and have ``global_step`` and ``kind``, and ``timestamp`` and ``epoch`` where the
-        log knows them, whatever their own program calls these.
+        Each has ``global_step`` and ``kind``, and ``timestamp`` and ``epoch`` if the log has them, under whatever
+        names.
         """
         self.skipped = Skipped()
         for record in self.source.records(self.skipped):
@@ -94,7 +94,7 @@ class TrainingLog:
                 yield record
 
     def metrics(self) -> list[str]:
-        """The names of all numbers that are logged, in the order of their first appearance."""
+        """Names of all logged numbers, in the order of their first appearance."""
         self._read([])
         return [name for name in self._columns.names if name not in BOOKKEEPING]
 
@@ -102,12 +102,12 @@ class TrainingLog:
         """One metric, in the records of one kind or in all.
 
         Raises:
-            UnknownName: if no record has it; names the nearest.
+            UnknownName: if no record has it; suggests the nearest.
         """
         return self.series([name], kind)[name]
 
     def series(self, names: Iterable[str], kind: str | None = None) -> dict[str, Series]:
-        """As :meth:`metric`, for several of them in one reading."""
+        """As :meth:`metric`, for several metrics in one pass over the file."""
         names = list(names)
         if kind is not None and kind not in KINDS:
             raise UnknownName("kind of record", kind, KINDS)
@@ -119,28 +119,28 @@ class TrainingLog:
 
     @property
     def loss(self) -> str | None:
-        """The name of the loss; None if there is none that looks like it."""
+        """Name of the loss; None if no metric has a usual name of a loss."""
         return loss_of(self.metrics())
 
     def frame(self) -> pl.DataFrame:
-        """Everything, a row a record, a column a name.
+        """The whole log: one row per record, one column per name.
 
         Raises:
-            ConfigurationError: if Polars is not installed, which comes with ``dalsegno[analysis]``.
+            ConfigurationError: if Polars is not installed; ``dalsegno[analysis]`` includes it.
         """
-        require_extra("polars", "frames are made")
+        require_extra("polars", "frame()")
         self.skipped = Skipped()
         frame = concatenate([block.frame() for block in self.source.blocks(self.skipped)])
         empty = [name for name in frame.columns if len(frame) and frame[name].null_count() == len(frame)]
         return frame.drop(name for name in empty if name not in BOOKKEEPING)
 
     def legs(self) -> list[Leg]:
-        """The process lives of the run, where it has a ``run.json``."""
+        """The legs of the run as recorded in ``run.json``; empty without one."""
         run = RunFile(self.output_dir).load() if self.output_dir else None
         return run.legs if run else []
 
     def lineage(self) -> list[LegSummary]:
-        """The legs, with what became of what each has done; none where the run has no ``run.json``.
+        """The legs of the run, each with what became of its work; empty without a ``run.json``.
 
         Raises:
             StateMismatch: if that file is damaged, or of a newer format.
@@ -152,24 +152,24 @@ class TrainingLog:
         return summarize_legs(self.output_dir, self.tails(), times, clock.steps)
 
     def summary(self) -> Summary:
-        """The run in some twenty numbers. Takes one reading, and the memory of the columns that it is about."""
-        self._read((), also=is_told)
+        """The run in about twenty numbers. One pass over the file; memory holds only the columns it summarizes."""
+        self._read((), also=is_summarized)
         kinds, legs = self._columns.count_kinds(), self.lineage()
         goal = None if legs or kinds.get("final") else self.header.get("max_steps")
-        told = [name for name in self._columns.columns if is_told(name)]
+        names = [name for name in self._columns.columns if is_summarized(name)]
         return summarize(
             run=self.name,
             program=self.source.program,
             kinds=kinds,
             goal=goal if isinstance(goal, int) else None,
             clock=self._series("global_step"),
-            series=_Asked(told, self._curve),
+            series=_LazySeries(names, self._curve),
             legs=legs,
             skipped=self.skipped.count,
         )
 
     def parameters(self, metric: str) -> ParameterSeries:
-        """``grad_norm``, ``norm`` or ``spectral_norm`` of each parameter, from the logs that lie beside this one.
+        """``grad_norm``, ``norm`` or ``spectral_norm`` of each parameter, from the logs beside this one.
 
         Raises:
             UnknownName: for another metric.
@@ -178,11 +178,11 @@ class TrainingLog:
         return read_parameters(self.source.path.parent, self.name, metric, self.skipped)
 
     def tails(self) -> list[Tail]:
-        """What the run logged in vain: cut off when it went back to a checkpoint, and kept in ``rewound/``."""
+        """Records cut off the log when the run went back to a checkpoint; read from ``rewound/``."""
         return read_tails(self.source.path)
 
     def restarts(self) -> list[Restart]:
-        """Where the run went on in a new leg, or rolled back within one, in the order of time."""
+        """Every start of a new leg and every rollback within one, in the order of time."""
         return find_restarts(self.legs(), self.tails())
 
     def plot(
@@ -196,14 +196,14 @@ class TrainingLog:
         ylim: Limits | None = None,
         ignore_outliers: bool = False,
     ) -> Picture:
-        """Draw metrics, below each other; without any, the loss. Needs ``dalsegno[analysis]``.
+        """Plot metrics, one panel each; default: the loss. Needs ``dalsegno[analysis]``.
 
-        The arguments are those of :class:`View`; the result shows itself in a notebook, and has ``save(path)``.
-        A folder of runs draws all of them over each other.
+        The options are those of :class:`View`; the result displays itself in a notebook and has ``save(path)``.
+        A directory of runs draws all its runs in the same panels.
 
         Raises:
             UnknownName: for a metric that is not logged.
-            ConfigurationError: if matplotlib is not installed, or for a value that cannot work.
+            ConfigurationError: if matplotlib is not installed, or for an invalid value.
         """
         from .plotting.plot import plot_logs
 
@@ -234,13 +234,13 @@ class TrainingLog:
         return replace(self._curve(name, kind), epochs=epochs, times=times)
 
     def _curve(self, name: str, kind: str | None = None) -> Series:
-        """Without epochs and times."""
+        """A series without epochs and times."""
         here, steps = self._columns.of_kind(name, kind), self._columns.steps
         steps = steps if here.present is None else steps[here.present]
         return Series(name=name, run=self.name, steps=steps, values=here.values)
 
     def _read(self, names: Iterable[str], also: Callable[[str], bool] = lambda name: False) -> None:
-        """Have these columns, all others that ``also`` is true of, and the bookkeeping, as they are in the file now."""
+        """Load the columns in ``names``, those for which ``also`` is true and the bookkeeping, unless up to date."""
         stamp = self.source.stamp()
         wanted = {*names, "global_step", "epoch", "timestamp"}
         if stamp == self._stamp:
@@ -254,8 +254,8 @@ class TrainingLog:
         self._stamp = stamp
 
 
-class _Asked(Mapping[str, Series]):
-    """Series that are made when they are asked for, and not kept."""
+class _LazySeries(Mapping[str, Series]):
+    """Series built on access and not kept."""
 
     def __init__(self, names: Sequence[str], make: Callable[[str], Series]) -> None:
         self._names = names

@@ -1,4 +1,4 @@
-"""Place: where a run's log lies, which may become another file while the log is open."""
+"""LogLocation: the current file of a run's log, which may change while the log is open."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from .formats.source import Source
 
 
 class LogLocation:
-    """A run's folder, or one file. A log that had to move goes on in ``train-2.jsonl``; Hugging Face's is written anew
-    into each checkpoint, and the older ones are deleted."""
+    """A run directory, or one file. A log whose file could not be resumed continues in ``train-2.jsonl``; Hugging Face
+    rewrites its log in each checkpoint and deletes older checkpoints."""
 
     def __init__(self, path: Path, source: Source) -> None:
-        """``source``: what was found there."""
+        """``source``: the log found at ``path``."""
         self._path = path
         self._source = source
         self._names: frozenset[Path] = frozenset()
 
     def source(self) -> Source:
-        """What is there now. Looks for another one if files have come or gone."""
+        """The current log; searches again if files were added or removed."""
         names = self._named()
         if names != self._names:
             found = source_of_run(self._path, self._source.step_key)
@@ -29,6 +29,6 @@ class LogLocation:
         return self._source
 
     def _named(self) -> frozenset[Path]:
-        """None for a file, which stays what it is."""
+        """The files of the directory; empty if the path is a file."""
         patterns = ("*", "logs/*", "checkpoint-*/trainer_state.json")
         return frozenset(path for pattern in patterns for path in self._path.glob(pattern))

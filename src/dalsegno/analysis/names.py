@@ -1,4 +1,4 @@
-"""What runs are called: as short as it goes, and no two of them alike."""
+"""Names of runs: short and unique."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Named(Protocol):
 
 
 def name_of(path: Path) -> str:
-    """The run's folder, where the path leads into one; the file otherwise."""
+    """Name of the run directory that ``path`` is or lies in; otherwise the file's stem."""
     path = path.resolve()
     if path.is_dir():
         return path.parent.name if path.name == "logs" else path.name
@@ -23,8 +23,8 @@ def name_of(path: Path) -> str:
     return path.stem
 
 
-def tell_apart(runs: Sequence[Named]) -> None:
-    """Put so many of the folders above before names that are the same; number those that lie in one place."""
+def make_names_unique(runs: Sequence[Named]) -> None:
+    """Prefix equal names with as many parent directories as needed; number equal names in the same directory."""
     above = {id(run): _above(run) for run in runs}
     while alike := [run for run in runs if any(_alike(run, other, above) for other in runs)]:
         for run in alike:
@@ -38,12 +38,12 @@ def tell_apart(runs: Sequence[Named]) -> None:
 
 
 def _alike(run: Named, other: Named, above: Mapping[int, list[str]]) -> bool:
-    """Whether they have one name and lie in different places."""
+    """Whether two runs have the same name in different directories."""
     return run.name == other.name and above[id(run)] != above[id(other)]
 
 
 def _above(run: Named) -> list[str]:
-    """The folders in which what gives the run its name lies, from the outermost."""
+    """The directories above the one that names the run, outermost first."""
     path = run.path.resolve()
     name = run.name.split("/")
     parts = [*path.parts[1:-1], path.name if path.is_dir() else path.stem]

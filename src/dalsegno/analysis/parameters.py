@@ -1,4 +1,4 @@
-"""The logs that lie beside a run's own, with a number for every parameter: gradients' norms, weights' norms."""
+"""Per-parameter logs beside a run's own: gradient norms and weight norms."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ WHERE = {
     "norm": ("parameter_norms", ("norms",)),
     "spectral_norm": ("parameter_norms", ("spectral_norms",)),
 }
-"""From metric to the file's stem, and to the key under which a record has its dictionary."""
+"""Metric → (stem of the file, keys under which a record may have the numbers)."""
 
 
 def read_parameters(folder: Path, run: str, metric: str, skipped: Skipped) -> ParameterSeries:
-    """The log in ``folder`` that has this metric.
+    """Read the log in ``folder`` that has this metric.
 
     Raises:
-        UnknownName: for a metric that is not one of :data:`WHERE`.
+        UnknownName: for a metric that is not in :data:`WHERE`.
         NotFound: if there is no such log.
     """
     if metric not in WHERE:
@@ -54,4 +54,4 @@ def _file(folder: Path, stem: str) -> Path:
     for suffix in (".jsonl", ".json"):
         if (path := folder / f"{stem}{suffix}").exists():
             return path
-    raise NotFound(f"{folder / stem}.jsonl: no such log; a callback writes it, see docs/callbacks.md")
+    raise NotFound(f"{folder / stem}.jsonl: no such log; add the callback that writes it, see docs/callbacks.md")

@@ -1,4 +1,4 @@
-"""Where a run went back: restarts and rollbacks, and what had been logged in vain by then."""
+"""Restarts and rollbacks of a run, and the log tails that were cut off by them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .series import Series
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """What was cut off a log when the run went back: at least one record, in the order in which they were logged."""
+    """At least one record that was cut off a log when the run went back."""
 
     path: Path
     records: tuple[Record, ...]
-    """Each has a ``global_step``."""
+    """In the order in which they were logged; each has a ``global_step``."""
 
     @property
     def first_step(self) -> int:
@@ -33,11 +33,11 @@ class Tail:
 
     @property
     def timestamp(self) -> float:
-        """Of the last record, in UTC seconds; NaN if it has none."""
+        """UTC seconds of the last record; NaN if it has none."""
         return _number(self.records[-1].get("timestamp"))
 
     def series(self, metric: str) -> Series:
-        """A metric as it was logged in vain; empty if it was not."""
+        """A metric in the cut-off records; empty if they do not have it."""
         records = [record for record in self.records if isinstance(record.get(metric), (int, float))]
         return Series(
             name=metric,
@@ -51,14 +51,14 @@ class Tail:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """One time that the run went back, or on in a new process. Steps are counts of finished optimizer steps."""
+    """A restart in a new process, or a rollback. Steps are counts of finished optimizer steps."""
 
     step: int
-    """From where it went on: the checkpoint's step; after a rollback, the step before the first one done again."""
+    """Step it resumed from: the checkpoint's step; for a rollback, the step before the first repeated one."""
     reached: int
-    """How far the log had come; the steps in between were done again. Equal to ``step`` if there were none."""
+    """Last step in the log before it; the steps after ``step`` were repeated. Equal to ``step`` if there were none."""
     leg: int | None
-    """The leg that began, from 2; None for a rollback within a leg."""
+    """Number of the leg that started, from 2; None for a rollback within a leg."""
 
     @property
     def redone(self) -> int:
@@ -66,8 +66,8 @@ class Restart:
 
 
 def read_tails(log: Path) -> list[Tail]:
-    """The archived tails of a log file, oldest first, and before them those of the files in which the log was before it
-    went on in this one (``train-2.jsonl``). One without any record with a step is left out."""
+    """The archived tails of a log file, oldest first, after those of the files that the log continues
+    (``train.jsonl`` for ``train-2.jsonl``). Tails without a record with a step are left out."""
     tails = []
     for path in _archived(log):
         records = [record for record in read_records(path, ReadReport()) if isinstance(record.get("global_step"), int)]
@@ -88,10 +88,10 @@ def _archived(log: Path) -> list[Path]:
 
 
 def find_restarts(legs: Sequence[Leg], tails: Sequence[Tail]) -> list[Restart]:
-    """Every start of a leg but the first, and every rollback, in the order of time.
+    """Every start of a leg after the first, and every rollback, in the order of time.
 
-    A tail belongs to the leg in whose time its last record was logged. If the next leg began before the last one's end,
-    it is what that leg cut off; every other one was cut off by a rollback.
+    A tail belongs to the leg during which its last record was logged. If the next leg started at a step before the end
+    of that leg's last tail, the next leg cut this tail off; every other tail was cut off by a rollback.
     """
     restarts = []
     for index, leg in enumerate(legs):

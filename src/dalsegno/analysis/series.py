@@ -1,4 +1,4 @@
-"""What a metric was, step by step."""
+"""Series: the values of a metric over the steps."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 HUGE = 1e280
-"""Values beyond are drawn as infinite ones are: no scale has room around the largest numbers."""
+"""Larger values are drawn as infinite ones: an axis needs room around its largest number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One metric of one run, in the order in which it was logged. All arrays have the shape (n,)."""
+    """One metric of one run, in logging order. All arrays have shape (n,)."""
 
     name: str
     run: str
@@ -21,9 +21,9 @@ class Series:
     values: NDArray[np.float64]
     """Non-finite values included."""
     epochs: NDArray[np.float64] | None = None
-    """None where the log does not know them; NaN where single records do not."""
+    """None if the log has no epochs; NaN for records without one."""
     times: NDArray[np.float64] | None = None
-    """UTC seconds; None and NaN as for ``epochs``."""
+    """UTC seconds; None and NaN as in ``epochs``."""
 
     def __len__(self) -> int:
         return len(self.values)
@@ -36,7 +36,7 @@ class ParameterSeries:
     name: str
     run: str
     parameters: tuple[str, ...]
-    """Their names, in the order in which the log has them."""
+    """Names, in the order of the log."""
     steps: NDArray[np.int64]
     """Shape (n,)."""
     values: NDArray[np.float64]

@@ -1,4 +1,4 @@
-"""Summary: a run in some twenty numbers."""
+"""Summary: a run in about twenty numbers."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ MEMORY = ("peak_mem",)
 TOKENS = ("tokens", "num_input_tokens_seen", "total_tokens")
 
 RISING = ("accuracy", "acc", "f1", "auc", "bleu", "reward", "precision", "recall")
-"""Parts of names of metrics whose best value is the highest."""
+"""Words in the names of metrics whose best value is the highest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricSummary:
-    """One metric, from the first record to the last. Best, worst and average are of finite values only."""
+    """One metric over the run. Best, worst and average cover finite values only."""
 
     name: str
     records: int
@@ -36,27 +36,27 @@ class MetricSummary:
     final: float
     final_step: int
     best: float | None
-    """The lowest; the highest for metrics whose name says that they should rise. None if no value is finite."""
+    """Lowest value, or highest if the name has a word of :data:`RISING`. None if no value is finite."""
     best_step: int | None
     worst: float | None
     worst_step: int | None
     average: float | None
     not_finite: int
-    """How many of the values are NaN or infinite."""
+    """Number of NaN and infinite values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What a run has come to. None, or empty, is what its log does not tell."""
+    """A run in about twenty numbers; None, or empty, for what its log does not contain."""
 
     run: str
     program: str
-    """Whose format the log has."""
+    """Program whose format the log has."""
     state: State
     records: dict[str, int]
-    """How many of each kind."""
+    """Number of records of each kind."""
     step: int | None
-    """The last one."""
+    """Last step."""
     epoch: float | None
     loss: MetricSummary | None
     evaluation: tuple[MetricSummary, ...]
@@ -64,25 +64,27 @@ class Summary:
     learning_rate: MetricSummary | None
     tokens: float | None
     throughput: dict[str, float]
-    """Averages."""
+    """Mean of each metric of :data:`THROUGHPUT`."""
     peak_mem: float | None
     """Bytes."""
     began: float | None
-    """UTC seconds, as the next one."""
+    """UTC seconds."""
     changed: float | None
+    """UTC seconds of the last record, or of the end of the last leg."""
     training_seconds: float | None
     lost_seconds: float | None
-    """Between the legs."""
+    """Time between legs."""
     restarts: int
     redone_steps: int
+    """Steps that a later leg repeated."""
     spikes: tuple[Spike, ...]
-    """Of the loss."""
+    """Spikes of the loss."""
     skipped: int
-    """Lines, or records, that could not be read."""
+    """Number of lines or records that could not be read."""
 
 
-def is_told(name: str) -> bool:
-    """Whether a summary has a place for this metric."""
+def is_summarized(name: str) -> bool:
+    """Whether a summary includes this metric."""
     others = (*THROUGHPUT, *GRADIENT, *RATE, *MEMORY, *TOKENS)
     return name in LOSSES or name in others or (is_of_evaluation(name) and not is_wall_clock(name))
 
@@ -100,10 +102,10 @@ def summarize(
 ) -> Summary:
     """
     Args:
-        kinds: how many records of each.
-        goal: how many steps there should be, where the log says so; as Hugging Face's, which has no final record.
+        kinds: number of records of each kind.
+        goal: steps to train, if the log records it, as Hugging Face's does, which has no final record.
         clock: steps, epochs and times of all records.
-        series: the metrics that are told. Each is asked for when it is its turn, and then forgotten.
+        series: the metrics to summarize; each is read once and not kept.
     """
     ends, epochs = _ends(clock.times), _ends(clock.epochs)
     step = int(clock.steps.max()) if len(clock) else None
@@ -167,7 +169,7 @@ def summarize_metric(series: Series) -> MetricSummary | None:
 
 
 def _ends(values: NDArray[np.float64] | None) -> list[float]:
-    """The lowest and the highest, NaN left out; empty if there is nothing else."""
+    """Lowest and highest value, NaN ignored; empty if there is no other."""
     ends = [] if values is None else [float(np.fmin.reduce(values)), float(np.fmax.reduce(values))]
     return [] if np.isnan(ends).any() else ends
 

@@ -1,9 +1,9 @@
-"""Conditions on records, as they are typed: ``loss > 3 and step < 500``.
+"""Conditions on records, parsed from text: ``loss > 3 and step < 500``.
 
-A condition compares a name with a number or a text (``kind == eval``), by ``<``, ``<=``, ``>``, ``>=``, ``==`` or
-``!=``; ``and``, ``or``, ``not`` and parentheses put conditions together. ``step`` and ``time`` are short for
-``global_step`` and ``timestamp``. ``nan`` and ``inf`` are numbers, and here ``nan`` equals itself. A record without the
-name, or with a value of the other sort, fulfils no comparison but ``!=``.
+A condition compares a field with a number or a string (``kind == eval``) by ``<``, ``<=``, ``>``, ``>=``, ``==`` or
+``!=``; ``and``, ``or``, ``not`` and parentheses combine conditions. ``step`` and ``time`` are short for
+``global_step`` and ``timestamp``. ``nan`` and ``inf`` are numbers, and ``nan`` equals itself. A record that lacks the
+field, or has a value of another type, satisfies only ``!=``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Holds = Callable[[Mapping[str, Any]], bool]
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """Call it with a record."""
+    """A predicate on records."""
 
     names: tuple[str, ...]
-    """Of what it compares."""
+    """Fields it compares."""
     holds: Holds
 
     def __call__(self, record: Mapping[str, Any]) -> bool:
@@ -51,7 +51,7 @@ _JOINING = ("and", "or", "not")
 def parse_condition(text: str) -> Condition:
     """
     Raises:
-        ConfigurationError: if it is none; says where.
+        ConfigurationError: for a syntax error; the message gives its position.
     """
     parser = _Parser(text, _tokens(text))
     holds = parser.either()
@@ -71,7 +71,7 @@ def _tokens(text: str) -> list[_Token]:
     while text[place:].strip():
         match = _TOKENS.match(text, place)
         if match is None:
-            raise _wrong(text, len(text) - len(text[place:].lstrip()), "not understood")
+            raise _wrong(text, len(text) - len(text[place:].lstrip()), "unexpected character")
         kind = match.lastgroup or ""
         tokens.append(_Token(kind, match[kind], match.start(kind)))
         place = match.end()
@@ -108,9 +108,9 @@ class _Parser:
             inner = self.either()
             self._need("bracket", ")")
             return inner
-        name = self._operand("a name")
+        name = self._operand("a field name")
         compare = _COMPARE[self._need("compare").text]
-        value = _value(self._operand("a number or a text"))
+        value = _value(self._operand("a number or a string"))
         self.names.append(_SHORT.get(name.text, name.text))
         return _comparison(self.names[-1], compare, value)
 
@@ -156,4 +156,4 @@ def _value(token: _Token) -> float | str:
 
 
 def _wrong(text: str, place: int, what: str) -> ConfigurationError:
-    return ConfigurationError(f"condition {text!r}, at character {place + 1}: {what}; such as: loss > 3 and step < 500")
+    return ConfigurationError(f"condition {text!r}, at character {place + 1}: {what}; example: loss > 3 and step < 500")

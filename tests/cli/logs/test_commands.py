@@ -54,7 +54,7 @@ def test_what_cannot_be_read_is_listed_too(one_is_bad: Path, capsys: pytest.Capt
     rows = json.loads(capsys.readouterr().out)
     states = [(row["run"], row["state"]) for row in rows]
     assert states == [("bad", "unreadable"), ("good", "unknown"), ("locked", "unreadable")]
-    assert "nothing that looks like a step" in rows[0]["error"]
+    assert "no step in its records" in rows[0]["error"]
 
 
 @pytest.mark.parametrize("command", ["list", "summary", "detect", "spikes"])
@@ -66,7 +66,7 @@ def test_one_log_that_cannot_be_read_hides_no_other(
     assert "good" in told.out or (command, told.out) == ("spikes", "No spikes.\n")
     bad, locked = told.err.splitlines()
     assert bad.startswith("dalsegno: bad: ")
-    assert "nothing that looks like a step" in bad
+    assert "no step in its records" in bad
     assert locked.startswith("dalsegno: locked: ")
     assert "train.jsonl: cannot be read: " in locked
 
@@ -88,7 +88,7 @@ def test_detect_goes_on_where_a_run_has_no_such_metric(one_is_bad: Path, capsys:
     ("words", "told"),
     [
         (["--step", "x:3"], "--step x:3: write steps as 100:200"),
-        (["--where", "loss >"], "condition 'loss >', at character 7: a number or a text expected"),
+        (["--where", "loss >"], "condition 'loss >', at character 7: a number or a string expected"),
         (["--metrics", "los"], "unknown metric of killed 'los'; did you mean 'loss'?"),
         (["--where", "step > 3 and los < 9"], "unknown metric of killed 'los'; did you mean 'loss'?"),
     ],
@@ -117,9 +117,9 @@ def test_what_was_skipped_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[
     path = tmp_path / "train.jsonl"
     path.write_text('{"global_step": 1, "loss": 2.0}\n{"glo')
     assert main(["logs", "show", str(path)]) == 0
-    assert "dalsegno: skipped 1: line 2: broken off" in capsys.readouterr().err
+    assert "dalsegno: skipped 1: line 2: torn" in capsys.readouterr().err
     main(["logs", "summary", str(path)])
-    assert "1: line 2: broken off" in capsys.readouterr().out
+    assert "1: line 2: torn" in capsys.readouterr().out
 
 
 def test_lineage_of_a_log_without_legs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""The formats of logs, one file each: how a file becomes records."""
+"""Log formats, one module each: read a file as records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which log a path holds."""
+"""Detect the format of a log file, and find the log of a run directory."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ from .tensorboard import EventFiles, event_files
 from .trainer_state import TrainerState
 
 LOOKED_FOR = (
-    "logs/train.jsonl, trainer_logs.json, trainer_state.json (in checkpoint-* too), metrics.csv, event files of "
-    "TensorBoard, and *.jsonl or *.json whose records have a step"
+    "logs/train.jsonl, trainer_logs.json, trainer_state.json (also in checkpoint-*), metrics.csv, TensorBoard event "
+    "files, and *.jsonl or *.json whose records have a step"
 )
 
 BEGINNING = 1 << 16
-"""Bytes by which a file's format is told."""
+"""Bytes read to detect a file's format."""
 
 FEW = 5
-"""Records of which one must have a step, in a file whose name does not say that it is a log."""
+"""Leading records of which one must have a step, in a file without a log's name."""
 
 _SIDE_LOG = re.compile(r"(gradient|parameter)_norms(-\d+)?\.jsonl?")
 _OWN_LOG = re.compile(r"train(-\d+)?\.jsonl?")
 
 
 def source_of_file(path: Path, step_key: str | None = None) -> Source:
-    """
+    """The log in a file, by its name and first bytes.
+
     Raises:
-        ConfigurationError: if it is of no known format.
+        ConfigurationError: if the format is unknown.
     """
     try:
         beginning = _beginning(path).lstrip(b"\xef\xbb\xbf \t\r\n")
@@ -48,17 +49,17 @@ def source_of_file(path: Path, step_key: str | None = None) -> Source:
     if path.name == "trainer_state.json" or (beginning.startswith(b"{") and b'"log_history"' in beginning):
         return TrainerState(path)
     if beginning.startswith(b"["):
-        return JsonLines(path, step_key) if _a_record_a_line(beginning[1:]) else JsonArray(path, step_key)
+        return JsonLines(path, step_key) if _has_line_per_record(beginning[1:]) else JsonArray(path, step_key)
     if beginning.startswith(b"{") or not beginning:
         return JsonLines(path, step_key)
     raise ConfigurationError(
         f"{path}: not a log that dalsegno can read; it reads JSON lines and arrays, trainer_state.json, metrics.csv "
-        "and event files of TensorBoard"
+        "and TensorBoard event files"
     )
 
 
 def loose_sources(folder: Path, step_key: str | None = None) -> list[Source]:
-    """The files of a folder that may each be a log, although their names do not say so."""
+    """Files in a directory whose contents are a log, although their names are not those of one."""
     for place in (folder / "logs", folder):
         loose = [path for path in _json_files(place) if _has_steps(path, step_key)]
         if loose:
@@ -67,7 +68,7 @@ def loose_sources(folder: Path, step_key: str | None = None) -> list[Source]:
 
 
 def source_of_run(folder: Path, step_key: str | None = None) -> Source | None:
-    """The log of a run's folder; None if it is none."""
+    """The log of a run directory; None if ``folder`` is not one."""
     own = [path for place in (folder / "logs", folder) for path in _json_files(place) if _OWN_LOG.fullmatch(path.name)]
     if own:
         return source_of_file(max(own, key=lambda path: numbered(path.stem)), step_key)
@@ -100,14 +101,15 @@ def _beginning(path: Path) -> bytes:
         return file.read(BEGINNING)
 
 
-def _a_record_a_line(beginning: bytes) -> bool:
-    """Whether an array's bracket stands alone in its line, and the next line holds a whole record."""
+def _has_line_per_record(beginning: bytes) -> bool:
+    """Whether an array's bracket is alone on its line and the next line is a whole record."""
     bracket, _, rest = beginning.partition(b"\n")
     return not bracket.strip() and any(True for _ in decode_lines(rest.lstrip().splitlines()[:1], 1, Skipped()))
 
 
 def _has_steps(path: Path, step_key: str | None) -> bool:
-    """Whether a file of any name is a log: data sets are JSON lines, too. Who cannot read it has to be told so."""
+    """Whether the records of a file have steps; data sets are JSON lines as well. True for an unreadable file, so that
+    opening it reports the error."""
     try:
         beginning = _beginning(path)
     except OSError:

@@ -1,6 +1,6 @@
-"""JSON arrays of any layout: also those whose records spread over several lines. Held in memory as text, while read.
+"""JSON arrays of any layout, such as records over several lines. The text is held in memory while it is read.
 
-The array may lack its end, or break off inside of a record.
+The array may lack its end, or end within a record.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _DECODER = json.JSONDecoder()
 
 
 class JsonArray(Source):
-    """Arguments and errors as those of :class:`JsonLines`."""
+    """Arguments and errors as for :class:`JsonLines`."""
 
     program = "JSON array"
 
@@ -39,14 +39,14 @@ class JsonArray(Source):
 
 
 def decode_array(text: str, begin: int, skipped: Skipped) -> Iterator[Record]:
-    """The records of the array whose bracket stands before ``begin``, up to its end, or to where it breaks off."""
+    """The records of the array whose bracket precedes ``begin``, up to its end or to the first invalid record."""
     number = 0
     while (begin := _skip(text, begin)) < len(text) and text[begin] != "]":
         number += 1
         try:
             value, begin = _DECODER.raw_decode(text, begin)
         except (ValueError, RecursionError) as error:
-            skipped.note(f"record {number}, which begins at character {begin + 1}: {error}; the rest is not read")
+            skipped.note(f"record {number}, at character {begin + 1}: {error}; the rest is not read")
             return
         if isinstance(value, dict):
             yield from_json(value)

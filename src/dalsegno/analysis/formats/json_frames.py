@@ -1,10 +1,9 @@
-"""FrameReader: lines of JSON as Polars frames, ten times as fast as one by one, and only if nothing is lost by it.
+"""FrameReader: JSON lines as Polars frames, ten times as fast as record by record, and only if nothing is lost.
 
-Polars is told the types of all names that have been seen so far. It refuses values of other types, but leaves out names
-it has not been told of, which shows in the number of quotation marks: two for each name, and two for each text. And it
-takes anything for a text where it expects one, which shows in what that says. Where there are more marks in the file,
-which nulls do not explain, or where Polars refuses the lines (torn ones), they have to be read one by one. Of NaN and
-infinite numbers it knows nothing: see ``stand_ins``.
+Polars gets a schema of all names seen so far. It rejects values of other types, but silently drops names missing from
+the schema; the number of quotation marks reveals them: two per name and two per string. It also accepts any value as a
+string; the contents reveal that. Lines with unexplained quotation marks (nulls aside), or that Polars rejects (torn
+ones), are read one by one instead. Polars cannot read NaN and infinite numbers: see ``nonfinite``.
 """
 
 from __future__ import annotations
@@ -22,56 +21,56 @@ from dalsegno.logs.reader import record_in
 from dalsegno.logs.values import Record
 
 from .naming import BOOKKEEPING, HEADER, Naming, is_of_evaluation, moment
-from .nonfinite import Counts, put_in, take_out
+from .nonfinite import Counts, insert_placeholders, restore_values
 
 if TYPE_CHECKING:
     import polars as pl
 
 THREADS = 3
-"""Chunks that are read at the same time: Polars keeps all processors busy only in the middle of one."""
+"""Chunks read in parallel: Polars uses all processors only in the middle of a chunk."""
 
 SAMPLES = 12
-"""Lines of each chunk from which names and types are learnt."""
+"""Lines of each chunk that are parsed for names and types."""
 
 PART = 1 << 20
-"""Bytes of the parts of a chunk in which Polars refuses something: only one of them is then read one by one."""
+"""Bytes of the parts into which a rejected chunk is split, so that only the rejected parts are read one by one."""
 
 PIECE = 1 << 20
-"""Bytes that are looked through at a time: they stay in the processor's cache."""
+"""Bytes counted at a time, so that they stay in the processor's cache."""
 
 NO_TEXT = r"^(?:[-+.0-9eE]+|-?Infinity|NaN|true|false)$|^[\[{]"
-"""What looks like a text to Polars and may be none: a number, a truth value, a list or a dict."""
+"""Strings in a Polars column that may have been another JSON value: a number, boolean, list or dict."""
 
 Types = Mapping[str, type]
-"""By name: bool, int, float, or str, which stands for all else."""
+"""Name → bool, int, float, or str for everything else."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Whole lines of a log."""
+    """Complete lines of a log."""
 
     lines: bytes
     frame: pl.DataFrame | None
-    """Their records, under our names, without headers; None if they have to be read one by one."""
+    """Their records under dalsegno's names, without headers; None if they must be read one by one."""
 
 
 class FrameReader:
-    """Reads one chunk after the other, and learns names and types as it goes."""
+    """Reads chunks in order and extends its schema on the way."""
 
     def __init__(self, naming: Naming) -> None:
         self._naming = naming
         self._types: dict[str, type] = {}
 
     def read(self, chunks: Iterable[bytes]) -> Iterator[Part]:
-        """All of the chunks, in their order. They hold whole lines each."""
+        """Read chunks of complete lines; yields their parts in order."""
         threads = ThreadPoolExecutor(THREADS, "log reader")
         ahead: deque[Future[tuple[list[Part], Types]]] = deque()
         try:
             for place, chunk in enumerate(chunks):
-                if place:  # all lines of the first one are looked at anyhow
+                if place:  # the first chunk, without a schema, is parsed for names in full
                     self.learn(_samples(chunk))
                 ahead.append(threads.submit(_read_chunk, chunk, dict(self._types), self._naming))
-                if place == 0 or len(ahead) > THREADS:  # what the first one teaches, the others shall know
+                if place == 0 or len(ahead) > THREADS:  # the others need the schema of the first
                     yield from self._learnt(ahead.popleft())
             while ahead:
                 yield from self._learnt(ahead.popleft())
@@ -79,7 +78,7 @@ class FrameReader:
             threads.shutdown(cancel_futures=True)
 
     def learn(self, records: Iterable[Record]) -> None:
-        """Take notice of the names and types in ``records``."""
+        """Add the names and types of ``records`` to the schema."""
         for record in records:
             if record.get("kind") != HEADER:
                 types = {name: _type_of(value) for name, value in record.items() if value is not None}
@@ -92,7 +91,7 @@ class FrameReader:
 
 
 def _read_chunk(chunk: bytes, types: Types, naming: Naming) -> tuple[list[Part], Types]:
-    """The chunk, as one part if possible, and what is known of the types by then."""
+    """The chunk, as one part if possible, and the types known afterwards."""
     frame, types = _read(chunk, types, naming)
     if frame is not None or len(chunk) <= PART:
         return [Part(chunk, frame)], types
@@ -107,17 +106,17 @@ def _read_chunk(chunk: bytes, types: Types, naming: Naming) -> tuple[list[Part],
 
 
 def _read(lines: bytes, types: Types, naming: Naming) -> tuple[pl.DataFrame | None, Types]:
-    bare, stand_ins = put_in(_without_array(lines))
-    frame = _complete(bare, types, stand_ins)
+    bare, placeholders = insert_placeholders(_without_array(lines))
+    frame = _complete(bare, types, placeholders)
     if frame is None:
-        bare, stand_ins = put_in(_without_headers(_without_array(lines)))
+        bare, placeholders = insert_placeholders(_without_headers(_without_array(lines)))
         types = _joined(types, _all_types(bare))
-        frame = _complete(bare, types, stand_ins)
+        frame = _complete(bare, types, placeholders)
     return (None if frame is None else _renamed(frame, naming)), types
 
 
-def _complete(lines: bytes, types: Types, stand_ins: Counts) -> pl.DataFrame | None:
-    """All that is in the lines; None if there is something that Polars refuses, or leaves out."""
+def _complete(lines: bytes, types: Types, placeholders: Counts) -> pl.DataFrame | None:
+    """The frame of the lines; None if Polars rejects or drops something."""
     import polars as pl
 
     kinds: dict[type, Any] = {int: pl.Int64, float: pl.Float64, bool: pl.Boolean, str: pl.String}
@@ -134,12 +133,12 @@ def _complete(lines: bytes, types: Types, stand_ins: Counts) -> pl.DataFrame | N
     unexplained = count_byte(lines, b'"') - 2 * cells
     if unexplained and unexplained != 2 * _nulls(lines, frame, texts):
         return None
-    return take_out(frame, stand_ins)
+    return restore_values(frame, placeholders)
 
 
 def _nulls(lines: bytes, frame: pl.DataFrame, texts: list[pl.Series]) -> int:
-    """How many there are in the lines; 0 if some may be none, or if there are quotation marks within texts."""
-    if b"\\" in lines and b'\\"' in lines:  # what is one byte long is found ten times as fast
+    """Number of nulls in the lines; 0 if it is uncertain, as with escaped quotation marks."""
+    if b"\\" in lines and b'\\"' in lines:  # a single byte is found ten times as fast
         return 0
     if any("null" in name for name in frame.columns):
         return 0
@@ -147,7 +146,7 @@ def _nulls(lines: bytes, frame: pl.DataFrame, texts: list[pl.Series]) -> int:
 
 
 def _all_types(lines: bytes) -> Types:
-    """Has Polars look at all lines for names, which takes three times as long as to read them."""
+    """Let Polars infer names and types from all lines, which takes three times as long as reading them."""
     import polars as pl
 
     types: dict[Any, type] = {pl.Int64: int, pl.Float64: float, pl.Boolean: bool}
@@ -159,7 +158,7 @@ def _all_types(lines: bytes) -> Types:
 
 
 def _renamed(frame: pl.DataFrame, naming: Naming) -> pl.DataFrame | None:
-    """None if a name of ours is already another's, or a record has no step."""
+    """The frame under dalsegno's names; None if one of these is taken, or a record has no step."""
     renames = naming.renames()
     if any(ours in frame.columns for ours in renames.values()):
         return None
@@ -175,19 +174,19 @@ def _renamed(frame: pl.DataFrame, naming: Naming) -> pl.DataFrame | None:
 
 
 def _are_steps(column: pl.Series) -> bool:
-    """Whether steps can be counted by all of them: see :mod:`dalsegno.analysis.formats.naming`."""
+    """Whether all values are valid steps: see :mod:`dalsegno.analysis.formats.naming`."""
     if column.null_count() or not column.dtype.is_numeric():
         return False
     return column.dtype.is_integer() or bool((column.is_finite() & (column.abs() < float(WHOLE))).all())
 
 
 def _in_pieces_alike(frame: pl.DataFrame) -> pl.DataFrame:
-    """Polars copies a frame whose columns are not in the same pieces when it is worked with, be it as long as a log."""
+    """Rechunk a frame whose columns are chunked differently: Polars would copy all of it on each operation."""
     return frame.rechunk() if len(set(frame.n_chunks("all"))) > 1 else frame
 
 
 def _with_seconds(frame: pl.DataFrame) -> pl.DataFrame:
-    """Times that are texts as UTC seconds."""
+    """Convert times given as strings to UTC seconds."""
     import polars as pl
 
     if frame.schema.get("timestamp") != pl.String:
@@ -197,24 +196,24 @@ def _with_seconds(frame: pl.DataFrame) -> pl.DataFrame:
 
 
 def _kind(frame: pl.DataFrame) -> pl.Expr:
-    """As :func:`dalsegno.analysis.formats.naming.kind_of`, for a whole frame."""
+    """:func:`dalsegno.analysis.formats.naming.kind_of` for a whole frame."""
     import polars as pl
 
     names = frame.columns
     metrics = [name for name in names if name not in BOOKKEEPING]
     of_training = [name for name in metrics if not is_of_evaluation(name)]
     of_evaluation = [name for name in metrics if is_of_evaluation(name)]
-    said = pl.col("kind") if frame.schema.get("kind") == pl.String else pl.lit(None, pl.String)
-    if _say_their_kind(frame, of_training) and "train_runtime" not in names:
-        return said.fill_null("train")
+    given = pl.col("kind") if frame.schema.get("kind") == pl.String else pl.lit(None, pl.String)
+    if _rest_is_training(frame, of_training) and "train_runtime" not in names:
+        return given.fill_null("train")
     kind = pl.when(_any(of_evaluation) & ~_any(of_training)).then(pl.lit("eval")).otherwise(pl.lit("train"))
     if "train_runtime" in names:
         kind = pl.when(pl.col("train_runtime").is_not_null()).then(pl.lit("final")).otherwise(kind)
-    return pl.coalesce(said, kind)
+    return pl.coalesce(given, kind)
 
 
-def _say_their_kind(frame: pl.DataFrame, of_training: list[str]) -> bool:
-    """Whether all records that do not say their kind have the metric of training that most have: as in our own logs."""
+def _rest_is_training(frame: pl.DataFrame, of_training: list[str]) -> bool:
+    """Whether all records without a kind have the most frequent training metric, as in dalsegno's own logs."""
     most = min(of_training, key=lambda name: frame[name].null_count(), default=None)
     if most is None:
         return False
@@ -229,14 +228,14 @@ def _any(names: list[str]) -> pl.Expr:
 
 
 def count_byte(data: bytes, byte: bytes) -> int:
-    """How often it is there: as ``data.count(byte)``, but fast where it is everywhere."""
+    """``data.count(byte)``, but fast for a frequent byte."""
     view = memoryview(data)
     pieces = (np.frombuffer(view[begin : begin + PIECE], np.uint8) for begin in range(0, len(data), PIECE))
     return sum(int(np.count_nonzero(piece == ord(byte))) for piece in pieces)
 
 
 def _without_array(chunk: bytes) -> bytes:
-    """The lines of an array as lines of their own: without brackets and commas."""
+    """The lines of an array as JSON lines, without brackets and commas."""
     lines = chunk
     if lines.startswith(b"["):
         lines = lines[1:]
@@ -247,7 +246,7 @@ def _without_array(chunk: bytes) -> bytes:
 
 
 def _without_headers(lines: bytes) -> bytes:
-    """Their names are nowhere else: a column for each would be empty in all of the log."""
+    """Drop header lines: their names occur nowhere else, and each would be an empty column."""
     kept, begin, place = [], 0, 0
     while (place := lines.find(b'"header"', place)) >= 0:
         first, place = lines.rfind(b"\n", 0, place) + 1, lines.find(b"\n", place) + 1 or len(lines)
@@ -263,7 +262,7 @@ def _is_header(line: bytes) -> bool:
 
 
 def _samples(lines: bytes) -> list[Record]:
-    """Records from all over the chunk, the last one too."""
+    """Records spread over the chunk, the last one included."""
     begins = {lines.rfind(b"\n", 0, place) + 1 for place in range(0, len(lines), max(1, len(lines) // SAMPLES))}
     begins.add(lines.rfind(b"\n", 0, max(0, len(lines) - 1)) + 1)
     ends = ((begin, lines.find(b"\n", begin)) for begin in sorted(begins))
@@ -289,7 +288,7 @@ def _joined(some: Types, others: Types) -> dict[str, type]:
 
 
 def _both(one: type, other: type) -> type:
-    """The type under which both can be read, or which refuses the other: numbers are never read as anything else."""
+    """The type that reads both, or rejects one of them: a number is never read as anything else."""
     if one == other:
         return one
     return float if {one, other} & {int, float} else str

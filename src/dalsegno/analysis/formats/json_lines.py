@@ -1,7 +1,7 @@
-"""JSON, a record a line: dalsegno's own logs, Forgather's ``trainer_logs.json``, and those of many other programs.
+"""JSON lines: dalsegno's own logs, Forgather's ``trainer_logs.json``, and those of many other programs.
 
-The lines may be those of an array; its brackets may be missing, its last record broken off. The file may be written
-while it is read: what comes after the reading has reached the end is left for the next one.
+The lines may be those of an array, whose brackets may be missing and whose last record may be torn. The file may grow
+while it is read: records after the end that was reached are left for the next read.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from .naming import FIRST, HEADER, Naming, no_step
 from .source import Skipped, Source
 
 CHUNK = 8 << 20
-"""Bytes that are read at a time."""
+"""Bytes per read."""
 
 FIRST_CHUNK = CHUNK >> 6
-"""Bytes that are read first: most new names come up in them, and what has new names is read several times."""
+"""Bytes of the first read: most names appear there, and a chunk with new names is read several times."""
 
 GROWTH = 4
-"""By what factor a chunk is larger than the one before it, up to ``CHUNK``."""
+"""Ratio of successive chunk sizes, up to ``CHUNK``."""
 
 BEGINNING = 1 << 16
-"""Bytes that are read to see what names the records have."""
+"""Bytes read to find the names of the records."""
 
 LONG = 4 << 20
-"""Bytes from which on it is worth it to import Polars, which takes as long as Python's json takes for this much."""
+"""Least file size in bytes to use Polars, whose import takes as long as Python's json for this much."""
 
 
 class JsonLines(Source):
     """
     Args:
-        step_key: the name of the step in each record, where it is an unusual one.
+        step_key: key of the step in each record, if it is an unusual one.
 
     Raises:
-        ConfigurationError: while it is read, if the records have no step.
+        ConfigurationError: on reading, if the records have no step.
     """
 
     program = "JSON lines"
@@ -75,7 +75,7 @@ class JsonLines(Source):
             begin += len(part.lines)
 
     def naming(self) -> Naming:
-        """How this log's records are to be read: from the first one that has a step."""
+        """The naming of this log, from its first record with a step."""
         first: Record = {}
         for _, record in zip(range(FIRST), self._raw(), strict=False):
             if record.get("kind") != HEADER:
@@ -92,10 +92,10 @@ class JsonLines(Source):
 
 
 def read_chunks(path: Path, size: int = CHUNK) -> Iterator[bytes]:
-    """Whole lines, about ``size`` bytes at a time; at last a line that has no end, if there is one.
+    """Yield complete lines, about ``size`` bytes at a time, and finally a line without an end, if there is one.
 
     Raises:
-        NotFound: if there is no such file.
+        NotFound: if the file does not exist.
     """
     try:
         file = path.open("rb", buffering=0)
@@ -109,9 +109,9 @@ def read_chunks(path: Path, size: int = CHUNK) -> Iterator[bytes]:
 
 
 def _read_lines(descriptor: int, begin: int, wanted: int) -> bytes:
-    """Whole lines, up to ``wanted`` bytes if that is enough for one; the rest of the file if that has no end of a line.
+    """Complete lines, up to ``wanted`` bytes or one line; the rest of the file if no line ends in it.
 
-    Where the last line ends is looked for before they are read: to cut bytes off is to copy the others.
+    Finds the end of the last line before reading: cutting bytes off afterwards would copy the others.
     """
     look = min(wanted, BEGINNING)
     before_end = os.pread(descriptor, look, begin + wanted - look)
@@ -125,7 +125,7 @@ def _read_lines(descriptor: int, begin: int, wanted: int) -> bytes:
 
 
 def _count_lines(path: Path, begin: int, end: int) -> int:
-    """How many end between these bytes. Only where some have to be told by number are those before them counted."""
+    """Number of line ends between two offsets; needed only for the line numbers of skipped lines."""
     with path.open("rb") as file:
         file.seek(begin)
         pieces = (file.read(min(BEGINNING, end - place)) for place in range(begin, end, BEGINNING))
@@ -133,12 +133,12 @@ def _count_lines(path: Path, begin: int, end: int) -> int:
 
 
 def decode_lines(lines: Iterable[bytes], number: int, skipped: Skipped) -> Iterator[tuple[int, Record]]:
-    """The records in lines, each with the number of its line. What holds no record is noted."""
+    """The records in lines, each with its line number. Lines that are not records are noted."""
     for place, line in enumerate(lines, start=number):
         try:
             record = record_in(line)
         except ValueError as error:
-            torn = "" if line.endswith(b"\n") else "broken off, "
+            torn = "" if line.endswith(b"\n") else "torn, "
             skipped.note(f"line {place}: {torn}{error}")
             continue
         if record is not None:
@@ -146,7 +146,7 @@ def decode_lines(lines: Iterable[bytes], number: int, skipped: Skipped) -> Itera
 
 
 def named(records: Iterable[tuple[int, Record]], naming: Naming, skipped: Skipped) -> Iterator[Record]:
-    """The records under our names; those without a step are noted."""
+    """The records under dalsegno's names; those without a step are noted."""
     for place, record in records:
         renamed = naming.apply(record)
         if renamed is None:

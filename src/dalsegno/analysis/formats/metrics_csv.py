@@ -1,4 +1,4 @@
-"""``metrics.csv`` of Lightning's CSVLogger: a row a record, empty where a record has no such metric."""
+"""``metrics.csv`` of Lightning's CSVLogger: one row per record, empty cells for missing metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .source import Skipped, Source
 class MetricsCsv(Source):
     """
     Raises:
-        ConfigurationError: while it is read, if it has no column that looks like a step.
+        ConfigurationError: on reading, if it has no column with the name of a step.
     """
 
     program = "Lightning"
@@ -42,12 +42,12 @@ class MetricsCsv(Source):
 
 
 def _whole_lines(file: Iterable[str], skipped: Skipped) -> Iterator[str]:
-    """A last line without an end may be half a number: it is left out."""
+    """Drop a last line without a line end: its last number may be incomplete."""
     for number, line in enumerate(file, start=1):
         if line.endswith("\n"):
             yield line
         else:
-            skipped.note(f"line {number}: broken off")
+            skipped.note(f"line {number}: torn")
 
 
 def _value(text: str) -> int | float | str:

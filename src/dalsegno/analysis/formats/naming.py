@@ -1,4 +1,4 @@
-"""What other programs call step, time, epoch and kind."""
+"""Naming: the names that programs use for step, time, epoch, kind and loss."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ LOSSES = (
     *("loss", "train_loss", "train/loss", "training_loss", "loss/train", "train/loss_step", "train_loss_step"),
     *("train_loss_epoch", "eval_loss", "val_loss", "val/loss"),
 )
-"""Under which names a loss is looked for, in this order."""
+"""Names of a loss, in the order of preference."""
 
 HEADER = "header"
-"""The kind of a record that says what is true of the whole run."""
+"""Kind of the record with the settings of the run."""
 
 EVALUATIONS = ("eval", "val", "valid", "validation", "test", "dev")
 
 BOOKKEEPING = ("timestamp", "kind", "global_step", "epoch")
-"""What every record has beside its metrics."""
+"""Fields of a record that are not metrics."""
 
 FIRST = 100
-"""Records among which the first one must be that has a step."""
+"""Leading records among which one must have a step."""
 
 EARLY = 1e8
-"""UTC seconds of 1973: a smaller ``time`` is no time of day, but how long something took."""
+"""UTC seconds in 1973: a smaller ``time`` is a duration, not a timestamp."""
 
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """How one log says what every record says; None: not at all."""
+    """The names that one log uses; None for what it does not log."""
 
     step: str
     time: str | None
@@ -48,33 +48,33 @@ class Naming:
 
     @classmethod
     def of(cls, record: Mapping[str, Any], step_key: str | None = None) -> Naming | None:
-        """The names in a record of the log; None if it has no step."""
+        """The naming of a record; None if it has no step."""
         step = _first((step_key,) if step_key else STEPS, record)
         times = [name for name in TIMES if moment(record.get(name)) is not None]
         return cls(step, next(iter(times), None), _first(EPOCHS, record)) if step else None
 
     def renames(self) -> dict[str, str]:
-        """From this log's names to ours, where they differ."""
+        """This log's names → dalsegno's, where they differ."""
         pairs = {self.step: "global_step", self.time: "timestamp", self.epoch: "epoch"}
         return {name: ours for name, ours in pairs.items() if name is not None and name != ours}
 
     def apply(self, record: Record) -> Record | None:
-        """The record under our names, with its kind; None if it has no step, unless it is the header."""
+        """The record under dalsegno's names, with its kind; None if it has no step and is not the header."""
         if record.get("kind") == HEADER:
             return record
         renames = self.renames()
-        if renames:  # what already has the name is kept beside it: some count both "step" and "global_step"
+        if renames:  # a field that already has the name gets a suffix: some programs log "step" and "global_step"
             taken = {ours: f"{ours}_" for ours in renames.values()}
             record = {renames.get(name) or taken.get(name, name): value for name, value in record.items()}
         if not _is_step(record.get("global_step")):
             return None
-        if isinstance(said := record.get("timestamp"), str) and (seconds := moment(said)) is not None:
+        if isinstance(time := record.get("timestamp"), str) and (seconds := moment(time)) is not None:
             record = {**record, "timestamp": seconds}
         return record if record.get("kind") in KINDS else {**record, "kind": kind_of(record)}
 
 
 def moment(value: Any) -> float | None:
-    """A time of day in UTC seconds; None if it is none. Texts are read as ISO 8601, those without a zone as UTC."""
+    """A timestamp in UTC seconds; None if it is not one. Strings are read as ISO 8601, by default in UTC."""
     if isinstance(value, str):
         try:
             time = datetime.fromisoformat(value)
@@ -85,7 +85,7 @@ def moment(value: Any) -> float | None:
 
 
 def kind_of(record: Record) -> str:
-    """``train``, ``eval`` or ``final``, for a record that does not say: by the names of its metrics."""
+    """The kind of a record; without one, ``train``, ``eval`` or ``final`` by the names of its metrics."""
     if isinstance(kind := record.get("kind"), str):
         return kind
     if "train_runtime" in record:
@@ -101,12 +101,12 @@ def is_of_evaluation(name: str) -> bool:
 
 
 def loss_of(names: Container[str]) -> str | None:
-    """The name of the loss among these; None if there is none that looks like it."""
+    """The preferred name of a loss among these; None if there is none."""
     return next((name for name in LOSSES if name in names), None)
 
 
 def _is_step(value: Any) -> bool:
-    """Whether steps can be counted so: not by NaN, nor by more than an array of integers holds."""
+    """Whether a value is a valid step: a number, not NaN, that fits int64."""
     return is_number(value) and abs(value) < WHOLE
 
 
@@ -115,7 +115,7 @@ def _first(names: tuple[str, ...], record: Mapping[str, Any]) -> str | None:
 
 
 def no_step(path: Path, names: Iterable[str], step_key: str | None) -> str:
-    """What to say of a log whose records have these names."""
-    wanted = f"no number under {step_key!r}" if step_key else "nothing that looks like a step"
-    have = ", ".join(names) or "nothing"
-    return f"{path}: {wanted} in its records, which have {have}; name the step with step_key= (--step-key)"
+    """Error message for a log whose records have these names."""
+    wanted = f"no number under {step_key!r}" if step_key else "no step"
+    have = ", ".join(names) or "no fields"
+    return f"{path}: {wanted} in its records, whose fields are: {have}; name the step with step_key= (--step-key)"

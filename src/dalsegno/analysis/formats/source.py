@@ -1,4 +1,4 @@
-"""Source: a log file, whatever program wrote it."""
+"""Source: a log file of any format."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from dalsegno.logs.values import Record
 from .naming import HEADER
 
 SENTENCES = 10
-"""How many of the things left out are told one by one."""
+"""Most skipped lines or records that are described."""
 
 BATCH = 4096
-"""Records that are held as objects at the same time."""
+"""Records held as objects at a time."""
 
 
 @dataclass(slots=True)
 class Skipped:
-    """What a reading left out."""
+    """Lines or records that a read skipped."""
 
     count: int = 0
     sentences: list[str] = field(default_factory=list)
-    """The first ten, a sentence each."""
+    """Descriptions of the first ten."""
 
     def note(self, sentence: str, count: int = 1) -> None:
         self.count += count
@@ -44,23 +44,23 @@ class Skipped:
 
 
 class Source(ABC):
-    """One log. Its records have the names that dalsegno's own have: ``timestamp`` (UTC seconds), ``kind``,
-    ``global_step``, ``epoch``; and each has a ``kind``, also those of training."""
+    """One log. Its records use dalsegno's names: ``timestamp`` (UTC seconds), ``kind`` (in every record),
+    ``global_step``, ``epoch``."""
 
     program: ClassVar[str]
-    """Whose format it is."""
+    """Program that writes the format."""
 
     def __init__(self, path: Path, step_key: str | None = None) -> None:
         self.path = path
         self.step_key = step_key
-        """The name of the step in its records; None where it is one of the usual ones."""
+        """Key of the step in its records; None: one of the usual names."""
 
     @abstractmethod
     def records(self, skipped: Skipped) -> Iterator[Record]:
-        """One record after the other, in the file's order; what cannot be one is noted in ``skipped``."""
+        """Yield the records in the order of the file; what is not a record is noted in ``skipped``."""
 
     def blocks(self, skipped: Skipped) -> Iterator[Block]:
-        """The same in columns, a part of the log at a time, and without the header."""
+        """Yield the records as columns, a part of the log at a time, without the header."""
         records = (record for record in self.records(skipped) if record["kind"] != HEADER)
         while batch := list(islice(records, BATCH)):
             yield RecordBlock(batch)
@@ -70,16 +70,16 @@ class Source(ABC):
         return self.path.stat().st_mtime
 
     def stamp(self) -> tuple[int, ...]:
-        """Changes when the log does."""
+        """A value that changes when the log does."""
         status = self.path.stat()
         return (status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 class Unreadable(Source):
-    """A file or folder that may hold a log, and that the system does not let us open.
+    """A file or directory that may be a log and cannot be opened.
 
     Raises:
-        ConfigurationError: whatever is asked of it.
+        ConfigurationError: from each method.
     """
 
     program = "unreadable"
@@ -89,14 +89,14 @@ class Unreadable(Source):
         self._error = error
 
     def records(self, skipped: Skipped) -> Iterator[Record]:
-        self._tell()
+        self._fail()
 
     def changed(self) -> float:
-        self._tell()
+        self._fail()
 
     def stamp(self) -> tuple[int, ...]:
-        self._tell()
+        self._fail()
 
-    def _tell(self) -> NoReturn:
+    def _fail(self) -> NoReturn:
         error = self._error
         raise ConfigurationError(f"{error.filename or self.path}: cannot be read: {error.strerror or error}")

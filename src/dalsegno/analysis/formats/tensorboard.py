@@ -1,4 +1,4 @@
-"""TensorBoard's event files: scalars only. The framing is read here, the events by tensorboard's own classes."""
+"""Scalars of TensorBoard event files. The framing is parsed here, the events by tensorboard's own classes."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from dalsegno.logs.values import Record
 from .naming import kind_of
 from .source import Skipped, Source
 
-_LENGTH = struct.Struct("<QI")  # of the event in bytes, and a checksum of that
+_LENGTH = struct.Struct("<QI")  # length of the event in bytes, checksum of the length
 _CHECKSUM = 4
 FIRST = 5
-"""Events of a file among which the one is that says from which step on it replaces older files."""
+"""Leading events of a file that are searched for the step from which it replaces older files."""
 
-_LONGEST = 1 << 30  # bytes; a longer event is no event
+_LONGEST = 1 << 30  # bytes; a larger length means a damaged file
 
 _PREFIXES = {"train": "", "eval": "eval_"}
-"""Of Hugging Face's tags, and ours: ``train/loss`` is ``loss``, ``eval/loss`` is ``eval_loss``."""
+"""Tags of Hugging Face and dalsegno: ``train/loss`` is ``loss``, ``eval/loss`` is ``eval_loss``."""
 
 
 class EventFiles(Source):
-    """All event files of one folder, in the order of their names, which begin with the time.
+    """All event files of one directory, in the order of their names, which start with the time.
 
-    Scalars that follow each other with the same step are one record. A file that a restarted program has begun with
-    the step from which on older files do not count has its way.
+    Consecutive scalars of the same step are one record. A file whose first events announce a restart at some step
+    replaces the older files from that step on.
     """
 
     program = "TensorBoard"
@@ -44,9 +44,7 @@ class EventFiles(Source):
                 else:
                     yield record
             if replaced:
-                skipped.note(
-                    f"{path.name}: {replaced} records from step {end} on, which a restart has replaced", replaced
-                )
+                skipped.note(f"{path.name}: {replaced} records from step {end} on, replaced by a restart", replaced)
 
     def stamp(self) -> tuple[int, ...]:
         status = [path.stat() for path in event_files(self.path)]
@@ -54,7 +52,7 @@ class EventFiles(Source):
 
 
 def event_files(path: Path) -> list[Path]:
-    """The event files in a folder, or the one that ``path`` is."""
+    """The event files in a directory; ``path`` itself if it is a file."""
     return [path] if path.is_file() else sorted(path.glob("*tfevents*"))
 
 
@@ -79,7 +77,7 @@ def _records(path: Path, skipped: Skipped) -> Iterator[Record]:
 
 
 def _name_of(tag: str) -> tuple[str, str | None]:
-    """The metric's name, and what keeps records of different kinds apart; None for the epoch, which every kind has."""
+    """The metric's name, and the group that separates records of different kinds (None for the epoch, in all kinds)."""
     group, slash, name = tag.partition("/")
     if not slash or group not in _PREFIXES:
         group, name = "", tag
@@ -99,7 +97,7 @@ def _scalar(value: Any) -> float | None:
 
 
 def _restart_step(path: Path) -> int | None:
-    """The step from which on a restart has replaced what came before; None if there was none."""
+    """The step from which this file replaces older ones; None if it does not."""
     from tensorboard.compat.proto.event_pb2 import SessionLog
 
     for _, event in zip(range(FIRST), _events(path, Skipped()), strict=False):
@@ -118,9 +116,9 @@ def _events(path: Path, skipped: Skipped) -> Iterator[Any]:
             length = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else _LONGEST
             body = file.read(length + _CHECKSUM) if length < _LONGEST else b""
             if len(body) < length + _CHECKSUM:
-                skipped.note(f"{path.name}: broken off at byte {place}")
+                skipped.note(f"{path.name}: torn at byte {place}")
                 return
             try:
                 yield Event.FromString(body[:length])
             except DecodeError as error:
-                skipped.note(f"{path.name}: the event at byte {place}: {error}")
+                skipped.note(f"{path.name}: event at byte {place}: {error}")

@@ -1,4 +1,4 @@
-"""``trainer_state.json`` of Hugging Face's Trainer: its ``log_history``, also where the file is broken off."""
+"""``trainer_state.json`` of Hugging Face's Trainer: its ``log_history``, also of a torn file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NAMING = Naming("step", None, "epoch")
 
 
 class TrainerState(Source):
-    """The header is what the state says beside its history: ``max_steps``, ``train_batch_size`` …"""
+    """The header contains the other fields of the state: ``max_steps``, ``train_batch_size`` …"""
 
     program = "Hugging Face"
 
@@ -38,12 +38,14 @@ class TrainerState(Source):
 
 
 def _header(text: str) -> Record:
-    """What is told once; empty if the file is broken off."""
+    """Scalar fields of the state; empty if the file is torn."""
     try:
         state = json.loads(text)
     except (ValueError, RecursionError):
         return {}
-    told = (bool, int, float, str)
+    scalar = (bool, int, float, str)
     return {
-        name: value for name, value in state.items() if isinstance(value, told) and name not in ("global_step", "epoch")
+        name: value
+        for name, value in state.items()
+        if isinstance(value, scalar) and name not in ("global_step", "epoch")
     }

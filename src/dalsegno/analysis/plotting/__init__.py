@@ -1,1 +1,1 @@
-"""Pictures of curves: with matplotlib, in a terminal, as SVG."""
+"""Plots of metrics: with matplotlib, in a terminal, as SVG."""

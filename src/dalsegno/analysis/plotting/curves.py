@@ -1,4 +1,4 @@
-"""What there is to draw: panels of curves, ready for any kind of paper."""
+"""Panels of curves, computed from logs, independent of the drawing backend."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from .view import View
 Floats = NDArray[np.float64]
 
 TOKENS = ("tokens", "tokens_seen", "num_input_tokens_seen", "num_tokens", "total_tokens", "consumed_tokens")
-"""How programs call the number of tokens so far."""
+"""Names of the number of tokens so far, in various programs."""
 MOST_DOTS = 200
-"""Evaluations that are drawn as single points; more of them make a line."""
+"""Most evaluations drawn as dots; more are drawn as a line."""
 MOST_TITLE = 60
-"""Characters of the names of two runs that make a title."""
+"""Longest title of the names of two runs, in characters."""
 UNITS_OF_TIME = ((2 * 3600.0, "hours", 3600.0), (120.0, "minutes", 60.0), (0.0, "seconds", 1.0))
-"""From how many seconds on time is told in which unit, and how many seconds that has."""
+"""(least duration in seconds, unit, seconds per unit)."""
 LABELS = {
     "tok_per_sec": "tokens per second",
     "peak_mem": "peak memory (bytes)",
     "learning_rate": "learning rate",
     "grad_norm": "gradient norm",
     "max_grad_norm": "largest gradient norm",
-    "mfu": "part of the hardware's peak used",
+    "mfu": "model FLOPs utilization",
 }
 
 
 class Log(Protocol):
-    """What of a TrainingLog is needed to draw it."""
+    """The part of a TrainingLog that drawing needs."""
 
     @property
     def name(self) -> str: ...
@@ -53,7 +53,7 @@ class Log(Protocol):
     def metric(self, name: str) -> Series: ...
 
     def series(self, names: Iterable[str]) -> Mapping[str, Series]:
-        """Several in one reading, which are then kept."""
+        """Read several metrics in one pass and cache them."""
         ...
 
     def tails(self) -> Sequence[Tail]: ...
@@ -70,20 +70,20 @@ class Curve:
     colour: str
     x: Floats
     values: Floats
-    """As they were logged."""
+    """As logged."""
     smoothed: Floats | None
-    """None where they are few, or shall not be smoothed."""
+    """Moving mean; None if not smoothed."""
     window: int
-    """Records whose mean a smoothed value is; 1: not smoothed."""
+    """Records in the moving mean; 1: not smoothed."""
     dotted: bool
-    """Evaluations: few, each a point of its own."""
-    beside: bool
-    """Not the metric that was asked for, but the evaluation that goes with it."""
+    """Drawn as dots: evaluations, if they are few."""
+    is_companion: bool
+    """An evaluation metric drawn with the requested training metric."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LostCurve:
-    """What was logged and then cut off. Arrays have shape (n,)."""
+    """Records that were cut off the log. Arrays have shape (n,)."""
 
     x: Floats
     values: Floats
@@ -94,16 +94,16 @@ class Mark:
     """A restart or rollback, on the x axis."""
 
     x: float
-    """Where the run went on."""
+    """Position at which the run resumed."""
     reached: float
-    """How far it had come before."""
+    """Last position before."""
     rollback: bool
     colour: str
 
 
 @dataclass(slots=True)
 class Panel:
-    """Curves in one pair of axes."""
+    """Curves in one coordinate system."""
 
     metric: str
     title: str
@@ -111,7 +111,7 @@ class Panel:
     y_label: str
     curves: list[Curve] = field(default_factory=list)
     lost: list[LostCurve] = field(default_factory=list)
-    """Only where the panel has one run."""
+    """Only in a panel of one run."""
     marks: list[Mark] = field(default_factory=list)
 
     @property
@@ -120,17 +120,17 @@ class Panel:
 
 
 def panels(logs: Sequence[Log], metrics: Sequence[str] | None, view: View, *, compare: bool) -> list[list[Panel]]:
-    """Rows of panels: a row a metric; in it all runs in one panel, or, without ``compare``, one panel a run.
+    """Rows of panels, one per metric: with ``compare`` one panel for all runs, otherwise one panel per run.
 
-    With a metric of training go those of evaluation that measure the same: with ``loss`` ``eval_loss``.
+    A training metric is drawn with its evaluation metrics: ``loss`` with ``eval_loss``.
 
     Args:
-        metrics: None: the loss, under whatever name each run has for it, or else the first metric there is.
+        metrics: None: the loss, under each run's own name for it, or else the first metric.
 
     Raises:
-        UnknownName: for a metric that none of the logs has.
-        NotFound: if there is nothing to draw at all.
-        ConfigurationError: if the logs do not know what runs to the right.
+        UnknownName: for a metric that no log has.
+        NotFound: if there is nothing to draw.
+        ConfigurationError: if a log does not have the quantity of the x axis.
     """
     chosen = [[metric] * len(logs) for metric in metrics] if metrics else [_losses(logs)]
     known = {name for log in logs for name in log.metrics()}
@@ -154,14 +154,14 @@ def panels(logs: Sequence[Log], metrics: Sequence[str] | None, view: View, *, co
 
 
 def value_label(metric: str, view: View) -> str:
-    """A metric in words, with its unit where it is known."""
+    """Axis label of a metric, with its unit if known."""
     if view.perplexity and _is_loss(metric):
         return "perplexity" if metric == "loss" else f"perplexity ({metric})"
     return LABELS.get(metric, metric)
 
 
 def value_range(curves: Sequence[Curve], view: View) -> tuple[float, float] | None:
-    """From where to where the values go that shall be seen, without air around them; None if there are none."""
+    """Range of the values to show, without margins; None without values."""
     drawn = [curve.values[np.isfinite(curve.values) & ((curve.values > 0) | (not view.log))] for curve in curves]
     values = np.concatenate([np.empty(0), *drawn])
     if not len(values):
@@ -171,7 +171,7 @@ def value_range(curves: Sequence[Curve], view: View) -> tuple[float, float] | No
 
 
 def evaluations_of(metric: str, names: Sequence[str]) -> list[str]:
-    """Of ``names`` those that measure the same as ``metric`` does, in evaluation: of ``loss``, ``eval_loss``."""
+    """Evaluation metrics among ``names`` that measure what ``metric`` does: for ``loss``, ``eval_loss``."""
     if is_of_evaluation(metric):
         return []
     measure = metric.removeprefix("train").lstrip("_/")
@@ -180,12 +180,12 @@ def evaluations_of(metric: str, names: Sequence[str]) -> list[str]:
 
 
 def unit_of_time(longest: float) -> tuple[str, float]:
-    """In which so many seconds are told, and its own seconds."""
+    """Unit for durations up to ``longest`` seconds, and its length in seconds."""
     return next((name, unit) for least, name, unit in UNITS_OF_TIME if longest >= least)
 
 
 class _Axis:
-    """How one run's steps become places on the x axis."""
+    """Maps the steps of one run to positions on the x axis."""
 
     def __init__(self, log: Log, view: View, longest: float) -> None:
         self.log = log
@@ -211,21 +211,21 @@ class _Axis:
             raise _no_axis(self.log, self._view.x)
         return known if self._view.x == "epoch" else (known - self._began) / self._unit
 
-    def of_steps(self, steps: Floats, beside: Series) -> Floats:
-        """Of any steps, from those of a series."""
-        x = self.of(beside)
+    def of_steps(self, steps: Floats, reference: Series) -> Floats:
+        """Positions of any steps, interpolated between those of a series."""
+        x = self.of(reference)
         known = np.isfinite(x)
-        return np.interp(steps, beside.steps[known], x[known])
+        return np.interp(steps, reference.steps[known], x[known])
 
 
 def _panel(label: str, title: str, runs: Sequence[tuple[_Axis, str, str]], view: View) -> Panel:
-    """``runs``: each with the metric that is drawn of it, and its colour."""
+    """``runs``: axis, metric and colour of each."""
     panel = Panel(runs[0][1], title, runs[0][0].label, label)
     for axis, metric, run_colour in runs:
         here = axis.log.metrics()
         for name in [metric, *evaluations_of(metric, here)]:
             if name in here:
-                panel.curves.append(_curve(axis.log.metric(name), axis, view, run_colour, beside=name != metric))
+                panel.curves.append(_curve(axis.log.metric(name), axis, view, run_colour, is_companion=name != metric))
         if metric in here:
             panel.marks += _marks(axis, axis.log.metric(metric), run_colour)
         if metric in here and len(runs) == 1:
@@ -233,7 +233,7 @@ def _panel(label: str, title: str, runs: Sequence[tuple[_Axis, str, str]], view:
     return panel
 
 
-def _curve(series: Series, axis: _Axis, view: View, run_colour: str, *, beside: bool) -> Curve:
+def _curve(series: Series, axis: _Axis, view: View, run_colour: str, *, is_companion: bool) -> Curve:
     values = _seen(series, view)
     window = automatic_window(len(values)) if view.smooth is None else view.smooth
     dotted = is_of_evaluation(series.name) and len(values) <= MOST_DOTS
@@ -249,7 +249,7 @@ def _curve(series: Series, axis: _Axis, view: View, run_colour: str, *, beside: 
         smoothed=None if smoothed is None else smoothed[placed],
         window=1 if smoothed is None else window,
         dotted=dotted,
-        beside=beside,
+        is_companion=is_companion,
     )
 
 
@@ -271,7 +271,7 @@ def _lost(axis: _Axis, metric: str, view: View) -> list[LostCurve]:
 
 
 def _seen(series: Series, view: View) -> Floats:
-    """The values that are drawn."""
+    """The values to draw."""
     values = series.values
     if view.perplexity and _is_loss(series.name):
         with np.errstate(over="ignore"):
@@ -286,7 +286,7 @@ def _title(logs: Sequence[Log]) -> str:
 
 
 def _losses(logs: Sequence[Log]) -> list[str]:
-    """What each of them calls its loss; where none has one, the first metric there is."""
+    """Name of each log's loss; if no log has one, the first metric of any."""
     losses = [log.loss for log in logs]
     usual = next((loss for loss in losses if loss), None)
     usual = usual or next((name for log in logs for name in log.metrics()), None)
@@ -310,19 +310,19 @@ def _tokens(log: Log) -> Series:
 
 
 def _read_at_once(log: Log, metrics: Sequence[str]) -> None:
-    """Let a long log be read once, not once for each metric."""
+    """Read a log once for all metrics."""
     here = log.metrics()
     wanted = [name for metric in metrics for name in (metric, *evaluations_of(metric, here)) if name in here]
     log.series(dict.fromkeys([*wanted, *_clock_of(log), *(name for name in TOKENS if name in here)]))
 
 
 def _clock_of(log: Log) -> list[str]:
-    """The metric whose records tell when the run began and ended; none if there are none."""
+    """Name of the metric whose records give the start and end of the run; empty without metrics."""
     return [log.loss] if log.loss else log.metrics()[:1]
 
 
 def _times(log: Log) -> Floats:
-    """Of its records, in UTC seconds, at least one."""
+    """UTC seconds of the log's records, at least one."""
     for name in _clock_of(log):
         times = log.metric(name).times
         if times is not None and np.isfinite(times).any():
@@ -335,4 +335,4 @@ def _seconds(log: Log) -> float:
 
 
 def _no_axis(log: Log, x: str, hint: str = "") -> ConfigurationError:
-    return ConfigurationError(f"x is {x!r}, and {log.name} does not log it{hint}; take another one")
+    return ConfigurationError(f"x is {x!r}, and {log.name} does not log it{hint}; choose another x")

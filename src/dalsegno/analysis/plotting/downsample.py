@@ -1,4 +1,4 @@
-"""Which points of a long curve to draw, so that it looks as if all were drawn."""
+"""Downsampling: the points of a long curve that give the same picture as all of them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from numpy.typing import NDArray
 
 
 def downsample(values: NDArray[np.float64], buckets: int) -> NDArray[np.int64]:
-    """The indices to keep, ascending: all where there are few, else at most five of each of ``buckets`` stretches.
+    """Indices to keep, ascending: all if there are few, else at most five in each of ``buckets`` stretches.
 
-    These are a stretch's first and last, its lowest and highest, and the first that is not finite: no spike is lost,
-    and a line through them covers the pixels that the line through all would (the idea of M4, Jugel et al. 2014).
+    These are a stretch's first, last, lowest, highest and first non-finite value, so that no spike is lost and the line
+    covers the same pixels as the line through all points (M4, Jugel et al. 2014).
 
     Args:
-        values: shape (n,), in the order in which they are drawn.
-        buckets: at least 1; the width of the picture in pixels, say.
+        values: shape (n,), in drawing order.
+        buckets: at least 1, such as the width of the picture in pixels.
     """
     n = len(values)
     if n <= 5 * buckets:
@@ -28,20 +28,20 @@ def downsample(values: NDArray[np.float64], buckets: int) -> NDArray[np.int64]:
 
 
 def lone(values: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Which values no line leads to: finite ones without a finite neighbour, as the first record of a run is. (n,)."""
+    """Finite values without a finite neighbour, to which no line leads. Shape (n,)."""
     finite = np.pad(np.isfinite(values), 1)
     found: NDArray[np.bool_] = finite[1:-1] & ~finite[:-2] & ~finite[2:]
     return found
 
 
 def _landmarks(stretches: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Of each row its first, last, lowest, highest and first non-finite value, as indices into all rows in a line."""
+    """First, last, lowest, highest and first non-finite value of each row, as indices into the flattened array."""
     rows, size = stretches.shape
     finite = np.isfinite(stretches)
     first = np.arange(0, rows * size, size)
     columns = [
         np.where(finite, stretches, np.inf).argmin(axis=1),
         np.where(finite, stretches, -np.inf).argmax(axis=1),
-        finite.argmin(axis=1),  # 0, the first, where all are finite
+        finite.argmin(axis=1),  # index 0, the first value, if all are finite
     ]
     return np.concatenate([first, first + size - 1, *(first + column for column in columns)])

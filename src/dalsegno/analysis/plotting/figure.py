@@ -1,4 +1,4 @@
-"""Panels on paper, with matplotlib."""
+"""Panels as a matplotlib figure."""
 
 from __future__ import annotations
 
@@ -25,39 +25,40 @@ from .view import View
 FORMATS = ("png", "svg", "pdf")
 DPI = 144
 BUCKETS = 1200
-"""Stretches into which a curve is divided: about the pixels that it is wide."""
+"""Stretches of a downsampled curve: about its width in pixels."""
 INK = "#333333"
 ABREAST = 4
-"""Panels beside each other; further ones stand below."""
+"""Most panels in a line; further ones go below."""
 WIDTH = 9.0
-"""Of a picture of one panel, in inches."""
+"""Width of a picture of one panel, in inches."""
 MOST_INSIDE, LONGEST_INSIDE = 9, 44
-"""Entries of a legend inside of the axes, and characters of one; what is more stands below the picture."""
+"""Most entries of a legend inside the axes, and most characters of one; larger legends go below the picture."""
 LONGEST = 90
-"""Characters of a run's name in a legend; longer ones lose their middle."""
+"""Most characters of a run's name in a legend; longer names lose their middle."""
 
 _LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (6, 1.5, 1, 1.5)))
-"""Of the first runs, and of those that have their colours again."""
+"""Line styles: one for each time that the palette repeats."""
 _STYLES: dict[bool, tuple[int, tuple[int, int]]] = {False: (0, (5, 3)), True: (0, (1, 2))}
+"""Line styles of restarts and rollbacks."""
 _SHAPES = {False: "^", True: "<"}
-"""Of restarts and of rollbacks."""
+"""Markers of restarts and rollbacks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A figure that can be saved, and shows itself in a notebook."""
+    """A figure that can be saved and displays itself in a notebook."""
 
     figure: Figure
 
     def save(self, path: str | Path) -> Path:
-        """Write a file of the kind that its suffix says: ``.png``, ``.svg`` or ``.pdf``; gives its path back.
+        """Write ``path``, in the format of its suffix: ``.png``, ``.svg`` or ``.pdf``; returns the path.
 
         Raises:
             ConfigurationError: for another suffix.
         """
         path = Path(path)
         if path.suffix[1:].lower() not in FORMATS:
-            raise ConfigurationError(f"{path}: pictures end in {', '.join(f'.{each}' for each in FORMATS)}")
+            raise ConfigurationError(f"{path}: must end in {', '.join(f'.{each}' for each in FORMATS)}")
         undated = {"CreationDate": None} if path.suffix.lower() == ".pdf" else {"Date": None}
         self.figure.savefig(path, dpi=DPI, metadata=None if path.suffix.lower() == ".png" else undated)
         return path
@@ -69,7 +70,7 @@ class Picture:
 
 
 def draw(rows: Sequence[Sequence[Panel]], view: View) -> Picture:
-    """Rows of panels, below each other; those of a row share their scales, those of a column their x axis."""
+    """Draw rows of panels. Panels of a row share the y axis, those of a column the x axis."""
     lines = list(_folded(rows))
     columns = max(len(line.panels) for line in lines)
     width = WIDTH if columns == 1 else 4.6 * columns
@@ -100,18 +101,19 @@ def draw(rows: Sequence[Sequence[Panel]], view: View) -> Picture:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """Panels beside each other."""
+    """Panels in one line of the figure."""
 
     panels: Sequence[Panel]
     row: Sequence[Panel]
-    """These, and those of the same metric in other lines: they share the scale of values."""
+    """All panels of the metric, those in other lines included; they share the y axis."""
     first: bool
-    """Of the metrics of these runs."""
+    """Whether this is the first metric of these runs."""
     last: bool
+    """Whether this is the last metric of these runs."""
 
 
 def _folded(rows: Sequence[Sequence[Panel]]) -> Iterator[_Line]:
-    """The rows, where they are too long the first panels of each, then the next ones of each."""
+    """Break rows that are too long: the first panels of each row, then the next ones of each."""
     for begin in range(0, max(map(len, rows)), ABREAST):
         for number, row in enumerate(rows):
             yield _Line(row[begin : begin + ABREAST], row, number == 0, number == len(rows) - 1)
@@ -145,23 +147,23 @@ def _draw_panel(axes: Axes, panel: Panel, view: View, legend: Sequence[Line2D], 
 
 
 def plain(value: float, _: int | None) -> str:
-    """A place on an axis: ``25,000``, ``0.5``."""
+    """Tick label: ``25,000``, ``0.5``."""
     return f"{value:,.0f}" if value == round(value) else f"{value:g}"
 
 
 def shortened(text: str, most: int) -> str:
-    """Without its middle, if it is longer."""
+    """``text`` without its middle if it has more than ``most`` characters."""
     half = max(1, (most - 1) // 2)
     return text if len(text) <= most else f"{text[:half]}…{text[-half:]}"
 
 
 def _line_of(number: int) -> Any:
-    """The style of a run's line, by its number in the panel."""
+    """Line style of a run, by its number in the panel."""
     return _LINES[number // len(RUNS) % len(_LINES)]
 
 
 def _draw_curve(axes: Axes, curve: Curve, style: Any, wider: float) -> None:
-    """``wider``, in points, lets a run be seen below one that is the same."""
+    """``wider``: additional line width in points, so that a run shows below an identical one."""
     kept = downsample(curve.values, BUCKETS)
     x, values = curve.x[kept], curve.values[kept]
     if curve.dotted:
@@ -181,7 +183,7 @@ def _draw_curve(axes: Axes, curve: Curve, style: Any, wider: float) -> None:
 
 
 def _draw_marks(axes: Axes, panel: Panel) -> None:
-    """Lines through a panel of one run; where there are several, ticks of their colours above the x axis."""
+    """Vertical lines in a panel of one run; otherwise markers in the run's colour above the x axis."""
     for mark in panel.marks:
         if len(panel.runs) == 1:
             axes.axvline(mark.x, color=INK, linewidth=0.9, alpha=0.6, linestyle=_STYLES[mark.rollback], zorder=0)
@@ -191,7 +193,7 @@ def _draw_marks(axes: Axes, panel: Panel) -> None:
 
 
 def _draw_broken(axes: Axes, curves: Sequence[Curve]) -> None:
-    """Crosses along the upper edge where a value is not finite; those that would touch are one."""
+    """Crosses along the upper edge for non-finite values; crosses that would touch are merged."""
     for curve in curves:
         x = curve.x[~np.isfinite(curve.values)]
         if len(x):
@@ -202,7 +204,7 @@ def _draw_broken(axes: Axes, curves: Sequence[Curve]) -> None:
 
 
 def _legend(panel: Panel) -> list[Line2D]:
-    """The runs by their colours; then, once each, what all have in common."""
+    """Legend entries of the runs, then of the elements they share."""
     curves, marks = panel.curves, panel.marks
     runs = panel.runs
     handles = []
@@ -223,7 +225,7 @@ def _legend(panel: Panel) -> list[Line2D]:
         mean = f"mean of {' to '.join(f'{window:,}' for window in dict.fromkeys([windows[0], windows[-1]]))}"
         handles.append(Line2D([], [], color=INK, linewidth=0.8, alpha=0.45, label=f"as logged (strong: {mean})"))
     if panel.lost:
-        handles.append(Line2D([], [], color=LOST, linewidth=5, alpha=0.45, label="logged in vain, done again"))
+        handles.append(Line2D([], [], color=LOST, linewidth=5, alpha=0.45, label="lost, then repeated"))
     for rollback, name in ((False, "restart"), (True, "rollback")):
         if any(mark.rollback == rollback for mark in marks):
             if len(runs) == 1:
@@ -237,23 +239,23 @@ def _legend(panel: Panel) -> list[Line2D]:
 
 
 def _is_long(legend: Sequence[Line2D]) -> bool:
-    """Too long to stand in the way of curves."""
+    """Whether a legend is too long for the inside of the axes."""
     return len(legend) > MOST_INSIDE or any(len(str(handle.get_label())) > LONGEST_INSIDE for handle in legend)
 
 
 def _outside(handles: Sequence[Line2D]) -> list[Line2D]:
-    """Those of all panels, each once: a legend of the whole picture."""
+    """Distinct entries of all panels, for a legend of the whole figure."""
     return list({str(handle.get_label()): handle for handle in handles}.values())
 
 
 def _legend_columns(handles: Sequence[Line2D], width: float) -> int:
-    """How many entries stand beside each other, in so many inches."""
+    """Number of legend columns that fit ``width`` inches."""
     longest = max((len(str(handle.get_label())) for handle in handles), default=0)
     return max(1, int(width / (0.075 * longest + 0.55)))
 
 
 def _scale_values(places: list[Axes], line: _Line, view: View) -> None:
-    """The scale that the panels of a row share; and how many values lie outside of it, said in each."""
+    """Set the y axis shared by a row, and annotate each panel with the number of values outside it."""
     curves = [curve for panel in line.row for curve in panel.curves]
     span = value_range(curves, view) or ((1.0, 10.0) if view.log else None)
     if span is not None:
@@ -270,9 +272,9 @@ def _scale_values(places: list[Axes], line: _Line, view: View) -> None:
         here = [curve.values[(curve.x >= left) & (curve.x <= right)] for curve in panel.curves]
         values = np.concatenate([np.empty(0), *(each[np.isfinite(each)] for each in here)])
         outside = [(int((values > high).sum()), "above"), (int((values < low).sum()), "below")]
-        told = ", ".join(f"{count:,} {where}" for count, where in outside if count)
-        if told:
-            axes.annotate(f"not shown: {told}", (1, 1), xycoords="axes fraction", ha="right", va="bottom", fontsize=8)
+        hidden = ", ".join(f"{count:,} {where}" for count, where in outside if count)
+        if hidden:
+            axes.annotate(f"not shown: {hidden}", (1, 1), xycoords="axes fraction", ha="right", va="bottom", fontsize=8)
 
 
 def _with_air(low: float, high: float, *, log: bool) -> tuple[float, float]:

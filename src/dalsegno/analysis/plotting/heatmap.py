@@ -1,4 +1,4 @@
-"""plot_heatmap: one number for each parameter, over the steps."""
+"""plot_heatmap: one number per parameter over the steps."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ TITLES = {"grad_norm": "gradient norm", "norm": "weight norm", "spectral_norm": 
 
 
 def matching(series: ParameterSeries, pattern: str | None) -> ParameterSeries:
-    """Only the parameters in whose name the regular expression ``pattern`` is found; None: all.
+    """The parameters whose names contain a match of the regular expression ``pattern``; None: all.
 
     Raises:
-        ConfigurationError: if it is no regular expression.
-        NotFound: if no parameter is left.
+        ConfigurationError: for an invalid regular expression.
+        NotFound: if no parameter matches.
     """
     try:
         found = [index for index, name in enumerate(series.parameters) if re.search(pattern or "", name)]
@@ -28,27 +28,27 @@ def matching(series: ParameterSeries, pattern: str | None) -> ParameterSeries:
         raise ConfigurationError(f"{pattern!r} is not a regular expression: {error}") from error
     if not found:
         examples = ", ".join(series.parameters[:5])
-        raise NotFound(f"no parameter of {series.run} matches {pattern!r}; there are, for example, {examples}")
+        raise NotFound(f"no parameter of {series.run} matches {pattern!r}; its parameters include {examples}")
     names = tuple(series.parameters[index] for index in found)
     return ParameterSeries(series.name, series.run, names, series.steps, series.values[:, found])
 
 
 def plot_heatmap(series: ParameterSeries, pattern: str | None = None) -> Picture:
-    """Parameters from top to bottom in the order of the model, steps to the right, a logarithmic scale of colours.
+    """Draw parameters from top to bottom in the order of the model, steps to the right, on a logarithmic colour scale.
 
-    Zero and what is not finite stays white.
+    Zero and non-finite values stay white.
 
     Args:
-        pattern: a regular expression; only parameters in whose name it is found.
+        pattern: a regular expression; draws only parameters whose names contain a match.
 
     Raises:
-        ConfigurationError: if matplotlib is not installed, or for a broken pattern.
-        NotFound: if no parameter matches, or nothing has been logged.
+        ConfigurationError: if matplotlib is not installed, or for an invalid pattern.
+        NotFound: if no parameter matches, or the log is empty.
     """
     series = matching(series, pattern)
     if not len(series.steps):
         raise NotFound(f"{series.run}: its log of parameters has no records yet")
-    require_extra("matplotlib", "plots are drawn")
+    require_extra("matplotlib", "plotting")
     from .heatmap_figure import heatmap_figure
 
     return heatmap_figure(series, TITLES.get(series.name, series.name))

@@ -1,4 +1,4 @@
-"""A heatmap on paper, with matplotlib."""
+"""A heatmap as a matplotlib figure."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dalsegno.analysis.series import ParameterSeries
 from .figure import INK, Picture, plain
 
 ROW = 0.17
-"""Inches for a parameter whose name can be read."""
+"""Height of a labelled parameter, in inches."""
 MOST_NAMED = 90
-"""Parameters with a name each; of more, some are named."""
+"""Most labelled parameters; of more, every n-th is labelled."""
 
 
 def heatmap_figure(series: ParameterSeries, title: str) -> Picture:
-    """One run's ``series``, of which there is at least one step and one parameter."""
+    """Draw the ``series`` of one run, with at least one step and one parameter."""
     rows = len(series.parameters)
     figure = Figure(figsize=(9.5, 1.6 + ROW * min(max(rows, 6), MOST_NAMED)), layout="constrained")
     axes = figure.subplots()
@@ -47,7 +47,7 @@ def heatmap_figure(series: ParameterSeries, title: str) -> Picture:
 
 
 def _borders(steps: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The borders of the columns, half way between the steps: shape (n + 1,)."""
+    """Borders of the columns, midway between the steps. Shape (n + 1,)."""
     if len(steps) == 1:
         return np.array([steps[0] - 0.5, steps[0] + 0.5])
     middles = (steps[:-1] + steps[1:]) / 2

@@ -1,15 +1,15 @@
-"""The colours of every picture: told apart by all kinds of colour vision, on white and on dark grey."""
+"""Colours of all plots: distinct for every kind of colour vision, on white and on dark grey."""
 
 from __future__ import annotations
 
 RUNS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#7F7F7F")
-"""One a run, in this order and then again: the colours that Okabe and Ito chose (2008), but for black and yellow, which
-drown in a background; a brown and a grey, which differ from the others in lightness, stand in for them."""
+"""Colours of the runs, in this order and then repeated: the palette of Okabe and Ito (2008), but for black and yellow,
+which have too little contrast with a background; replaced by a brown and a grey of other lightness."""
 
 LOST = "#E69F00"
-"""What a killed leg had done in vain."""
+"""Records that were cut off the log."""
 
 
 def colour(index: int) -> str:
-    """Of the run with this number, from 0."""
+    """Colour of a run, by its index."""
     return RUNS[index % len(RUNS)]

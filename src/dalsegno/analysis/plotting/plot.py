@@ -1,4 +1,4 @@
-"""plot_logs: curves of runs, as a picture or in the terminal."""
+"""plot_logs, sketch_logs: curves of runs as a picture or in the terminal."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 def plot_logs(
     logs: Sequence[Log], metrics: Sequence[str] | None = None, view: View | None = None, *, compare: bool = False
 ) -> Picture:
-    """Draw metrics of runs: a row a metric, a column a run; with ``compare`` all runs over each other.
+    """Plot metrics of runs: one row per metric, one column per run; with ``compare`` all runs in one panel.
 
     Args:
-        metrics: None: the loss. With a metric of training go those of evaluation that measure the same.
-        view: what runs to the right, smoothing, scales.
+        metrics: None: the loss. A training metric is drawn with its evaluation metrics.
+        view: x axis, smoothing, scales.
 
     Raises:
-        UnknownName: for a metric that none of the logs has.
-        NotFound: if there is nothing to draw at all.
-        ConfigurationError: if matplotlib is not installed, or a log does not know what runs to the right.
+        UnknownName: for a metric that no log has.
+        NotFound: if there is nothing to draw.
+        ConfigurationError: if matplotlib is not installed, or a log does not have the quantity of the x axis.
     """
     view = view or View()
-    require_extra("matplotlib", "plots are drawn")
+    require_extra("matplotlib", "plotting")
     from .figure import draw
 
     return draw(panels(logs, metrics, view, compare=compare), view)
@@ -44,12 +44,12 @@ def sketch_logs(
     width: int = 80,
     colours: bool = False,
 ) -> str:
-    """As :func:`plot_logs`, in braille for a terminal of ``width`` columns; all panels stand below each other.
+    """As :func:`plot_logs`, as text in braille dots for a terminal of ``width`` columns, one panel below the other.
 
-    Without colours, runs in one panel are drawn as letters. Raises as :func:`plot_logs` does.
+    Without colours, the runs of a panel are drawn as letters. Raises as :func:`plot_logs` does.
     """
     view = view or View()
-    require_extra("plotille", "plots in a terminal are drawn")
+    require_extra("plotille", "plotting in a terminal")
     from .terminal import sketch
 
     return sketch(panels(logs, metrics, view, compare=compare), view, width=width, colours=colours)

@@ -1,4 +1,4 @@
-"""A curve as a picture of a few kilobytes that any web page can hold, without any library."""
+"""A curve as an inline SVG element of a few kilobytes, without plotting libraries."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .ticks import nice_ticks, tick_label
 Floats = NDArray[np.float64]
 
 LEFT, RIGHT, TOP, BOTTOM = 48, 8, 8, 20
-"""Room around the curve for its labels, in pixels."""
+"""Margins for the labels, in pixels."""
 
 
 def svg_curve(series: Series, *, width: int = 460, height: int = 150, labelled: bool = True) -> str:
-    """A series as an SVG element: smoothed, over a faint line of what was logged. Empty if no value can be drawn.
+    """A series as an SVG element: the smoothed line over a faint one of the logged values; empty without finite values.
 
-    Its texts have the colour of the text around it, so that it can be read on light and on dark pages.
+    Text takes the colour of the surrounding page, so that it is readable in light and dark mode.
     """
     finite = np.abs(series.values) <= HUGE
     if not finite.any():
@@ -43,7 +43,7 @@ def svg_curve(series: Series, *, width: int = 460, height: int = 150, labelled: 
 
 
 class _Frame:
-    """From steps and values (at least one, finite) to pixels."""
+    """Maps steps and values (finite, at least one) to pixels."""
 
     def __init__(self, steps: Floats, values: Floats, width: int, height: int, labelled: bool) -> None:
         self.values = values
@@ -58,7 +58,7 @@ class _Frame:
         points = zip(self._steps[kept].tolist(), values[kept].tolist(), strict=True)
         path = " ".join(f"{self._x(step):.1f},{self._y(value):.1f}" for step, value in points)
         if len(kept) == 1:
-            path = f"{path} {path}"  # a line to itself is a dot
+            path = f"{path} {path}"  # a line from a point to itself draws a dot
         return f"<polyline points='{path}' fill='none' stroke='{colour(0)}' {style}/>"
 
     def labels(self) -> str:

@@ -1,4 +1,4 @@
-"""Panels in a terminal: dots of braille, as wide as the terminal, in the colours of the pictures."""
+"""Panels as text for a terminal, in braille dots and the colours of the pictures."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Floats = NDArray[np.float64]
 Colour = tuple[int, int, int] | None
 
 ROWS = 18
-"""Lines that a panel is high."""
+"""Height of a panel in lines."""
 LEAST_WIDTH = 40
 FAINT = (120, 120, 120)
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-"""What tells runs apart where there are no colours."""
+"""Markers of the runs where there are no colours."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """The part of the plane that is seen; heights are logarithms where the scale is."""
+    """Visible range; ``low`` and ``high`` are base-10 logarithms if ``log``."""
 
     left: float
     right: float
@@ -43,7 +43,7 @@ class _Scale:
 
 
 def sketch(rows: Sequence[Sequence[Panel]], view: View, *, width: int, colours: bool) -> str:
-    """The panels below each other, as text of ``width`` columns."""
+    """All panels, one below the other, as text of ``width`` columns."""
     drawn = [_sketch_panel(panel, view, max(width, LEAST_WIDTH), colours) for panels in rows for panel in panels]
     return "\n\n".join(drawn)
 
@@ -68,8 +68,8 @@ def _sketch_panel(panel: Panel, view: View, width: int, colours: bool) -> str:
                 _line(canvas, scale, curve.x, curve.values, FAINT, width)
     letters = len(panel.runs) > 1 and not colours
     for curve in panel.curves:
-        if letters and curve.beside:
-            continue  # letters cannot tell evaluation from training
+        if letters and curve.is_companion:
+            continue  # a run's letter cannot show both training and evaluation
         _draw_curve(canvas, scale, curve, panel.runs, width, colours)
     lines = canvas.plot("\n").split("\n")
     rows = {ROWS - 1 - _row(scale, value): label for value, label in labels.items()}
@@ -108,7 +108,7 @@ def _draw_curve(
 
 
 def _line(canvas: plotille.Canvas, scale: _Scale, x: Floats, values: Floats, colour: Colour, width: int) -> None:
-    kept = downsample(values, 2 * width)  # a character is two dots wide
+    kept = downsample(values, 2 * width)  # a braille character is two dots wide
     places, heights = x[kept].tolist(), scale.height(values[kept]).tolist()
     for left, right, from_height, to_height in zip(places, places[1:], heights, heights[1:], strict=False):
         seen = scale.left <= left and right <= scale.right
@@ -130,14 +130,14 @@ def _scale(panel: Panel, view: View) -> _Scale | None:
     return _Scale(left - side, right + side, low - air, high + air, view.log)
 
 
-def _limits(found: tuple[float, float], wished: tuple[float | None, float | None] | None) -> tuple[float, float]:
-    low, high = wished or (None, None)
+def _limits(found: tuple[float, float], wanted: tuple[float | None, float | None] | None) -> tuple[float, float]:
+    low, high = wanted or (None, None)
     low, high = found[0] if low is None else low, found[1] if high is None else high
     return low, max(low, high)
 
 
 def _value_labels(scale: _Scale) -> dict[float, str]:
-    """Height to text, a few of them."""
+    """Height → label, a few of them."""
     if scale.log:
         return {math.log10(tick): f"{tick:g}" for tick in log_ticks(10**scale.low, 10**scale.high, 5)}
     ticks = nice_ticks(scale.low, scale.high, 5)
@@ -146,7 +146,7 @@ def _value_labels(scale: _Scale) -> dict[float, str]:
 
 
 def _row(scale: _Scale, height: float) -> int:
-    """From the bottom."""
+    """Line of a height, counted from the bottom."""
     return min(ROWS - 1, int((height - scale.low) / (scale.high - scale.low) * ROWS))
 
 

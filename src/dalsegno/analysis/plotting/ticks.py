@@ -1,15 +1,15 @@
-"""Round numbers along an axis."""
+"""Ticks: round numbers along an axis."""
 
 from __future__ import annotations
 
 import math
 
 LEAST = 1e-300
-"""Between ticks that are nearer, there are too few numbers to choose from."""
+"""Least distance of ticks; below it floats are too sparse."""
 
 
 def nice_ticks(low: float, high: float, most: int) -> list[float]:
-    """At most ``most`` multiples of 1, 2 or 5 times a power of ten, from ``low`` to ``high``, both finite."""
+    """Multiples of 1, 2 or 5 times a power of ten between finite ``low`` and ``high``, about ``most`` of them."""
     rough = (high - low) / most
     if not rough > LEAST:
         return [low]
@@ -20,8 +20,8 @@ def nice_ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def log_ticks(low: float, high: float, most: int) -> list[float]:
-    """Powers of ten from ``low`` to ``high``, both over 0; with 2 and 5 times these, where there are few, and as
-    :func:`nice_ticks` has them within a narrow range."""
+    """Powers of ten between positive ``low`` and ``high``; with multiples of them if these are few, and those of
+    :func:`nice_ticks` in a narrow range."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for factors in ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 5), (1,)):
         found = [factor * 10.0**power for power in powers for factor in factors if low <= factor * 10.0**power <= high]
@@ -33,7 +33,7 @@ def log_ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def tick_label(value: float, step: float) -> str:
-    """With the digits that tell it from its neighbour: ``0.25``, ``1,500``, ``2e+09``."""
+    """Label with the digits that distinguish neighbouring ticks: ``0.25``, ``1,500``, ``2e+09``."""
     if (value or step < 1e-15) and not 1e-4 <= abs(value) < 1e7:
         return f"{value:.3g}"
     digits = max(0, -math.floor(math.log10(step) + 1e-9)) if step > 0 else 0

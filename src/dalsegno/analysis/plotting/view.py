@@ -1,4 +1,4 @@
-"""View: how curves are looked at, wherever they are drawn."""
+"""View: axes and smoothing of a plot, for every backend."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ Limits = tuple[float | None, float | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """
+    """Axes and smoothing of a plot.
+
     Raises:
-        ConfigurationError: for a value that cannot work.
+        ConfigurationError: for an invalid value.
     """
 
     x: XAxis = "step"
-    """What runs to the right. Time is wall clock from a run's first record on, pauses between legs included."""
+    """Quantity of the x axis. Time is wall-clock time since a run's first record, pauses between legs included."""
     smooth: int | None = None
-    """Records to average; 1: none; None: a hundredth of them, and none of logs under 200."""
+    """Records in the moving mean; 1: none; None: 1/100 of them, no smoothing below 200 records."""
     log: bool = False
-    """A logarithmic scale of values; what is not over 0 is not drawn."""
+    """Logarithmic y axis; values that are not positive are not drawn."""
     perplexity: bool = False
-    """e to the loss in place of the loss."""
+    """Plot exp(loss) in place of the loss."""
     xlim: Limits | None = None
-    """From where to where, in units of the x axis; None on one side: as far as there is something."""
+    """Range of the x axis in its unit; None for an end: that of the data."""
     ylim: Limits | None = None
+    """Range of the y axis, as ``xlim``."""
     ignore_outliers: bool = False
-    """Let the scale of values be that of the middle 98 of 100 of them."""
+    """Scale the y axis to the middle 98% of the values."""
 
     def __post_init__(self) -> None:
         if self.x not in get_args(XAxis):

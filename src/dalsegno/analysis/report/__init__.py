@@ -1,7 +1,7 @@
-"""One file that tells all of some runs: tables, and curves that can be zoomed, hovered, toggled and smoothed.
+"""Report on runs as one HTML file: tables, and curves to zoom, hover, toggle and smooth.
 
-It needs no network, and nothing but a browser. A policy in its head lets no script run but its own, known by its hash:
-names from a log are texts, whatever they look like.
+Needs a browser and no network. Its Content-Security-Policy allows only its own script, by hash, so that a name in a log
+is never executed, whatever it contains.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .payload import payload
 
 MOST_BYTES = 5_000_000
 POINTS = 200_000
-"""In all curves together; fewer if the file would get too big."""
+"""Points in all curves together; fewer if the file would exceed :data:`MOST_BYTES`."""
 MOST_HEATMAPS = 8
 
 
@@ -42,18 +42,18 @@ def write_report(
     title: str | None = None,
     settings: DetectorSettings | None = None,
 ) -> Path:
-    """Write a report of runs, at most 5 MB, into one HTML file; gives its path back.
+    """Write a report on runs, at most 5 MB, as one HTML file; returns its path.
 
     Args:
-        path: replaced if it is there.
+        path: overwritten if it exists.
         title: None: the names of the runs.
-        settings: of the detector whose verdict is told.
+        settings: of the divergence detector.
 
     Raises:
-        ConfigurationError: without a run, or if so many are given that 5 MB cannot hold them.
+        ConfigurationError: without a run, or if the runs do not fit into 5 MB.
     """
     if not logs:
-        raise ConfigurationError("a report needs a run")
+        raise ConfigurationError("a report needs at least one run")
     names = [log.name for log in logs]
     page = _page(logs, title or (" and ".join(names) if len(names) < 3 else f"{len(names)} runs"), settings)
     filesystem.replace_durably(Path(path), page.encode())
@@ -62,7 +62,7 @@ def write_report(
 
 def _page(logs: Sequence[TrainingLog], title: str, settings: DetectorSettings | None) -> str:
     for log in logs:
-        log.series(log.metrics())  # all of it in one reading, which is then kept
+        log.series(log.metrics())  # one pass over the file, cached for all that follows
     heatmaps = list(islice(_heatmaps(logs), MOST_HEATMAPS + 1))
     more, heatmaps = len(heatmaps) > MOST_HEATMAPS, heatmaps[:MOST_HEATMAPS]
     places = [f"{each.run}: {TITLES[each.name]} of each parameter" for each in heatmaps]
@@ -92,11 +92,11 @@ def _page(logs: Sequence[TrainingLog], title: str, settings: DetectorSettings | 
         if len(page.encode()) <= MOST_BYTES:
             return page
         points //= 4
-    raise ConfigurationError(f"{len(logs)} runs do not fit into a report of 5 MB; give fewer of them")
+    raise ConfigurationError(f"{len(logs)} runs do not fit into a report of 5 MB; pass fewer runs")
 
 
 def _inert(data: str) -> str:
-    """JSON that no parser of HTML takes for anything but text."""
+    """JSON escaped so that an HTML parser reads it as text."""
     for character in "<>&\u2028\u2029":
         data = data.replace(character, f"\\u{ord(character):04x}")
     return data

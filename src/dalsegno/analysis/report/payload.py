@@ -1,4 +1,4 @@
-"""What the script of a report draws, as JSON: small, and without losing a spike."""
+"""Data for the script of a report, as JSON: downsampled without losing a spike."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from dalsegno.analysis.series import ParameterSeries, Series
 Floats = NDArray[np.float64]
 
 SHOWN_FIRST = ("grad_norm", "learning_rate")
-"""Beside the loss: charts that are seen before anybody has chosen."""
+"""Charts shown initially, beside the loss."""
 LEAST_RECORDS = 2
-"""That make a curve."""
+"""Least records of a curve."""
 PLACES = 400
-"""Points from which other axes are interpolated."""
+"""Most points from which another x axis is interpolated."""
 LEVELS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-"""The colours of a heatmap, from its lowest value to its highest; a dot is no value."""
+"""Colour levels of a heatmap, from its lowest value to its highest; a dot is a missing value."""
 MOST_ROWS, MOST_COLUMNS = 400, 200
 
 
 def payload(logs: Sequence[TrainingLog], heatmaps: Sequence[ParameterSeries], points: int) -> dict[str, Any]:
     """
     Args:
-        points: how many there may be, about, in all curves together.
+        points: approximate limit on the points of all curves together.
     """
     charts = [_chart(metric, logs) for metric in _charted(logs)]
     curves = sum(len(series) for _, series in charts)
@@ -50,23 +50,23 @@ def payload(logs: Sequence[TrainingLog], heatmaps: Sequence[ParameterSeries], po
 
 
 def _run(log: TrainingLog, run_colour: str, unit: float) -> dict[str, Any]:
-    """``unit``: of time, in seconds."""
+    """``unit``: unit of time, in seconds."""
     marks = [_mark(each) for each in log.restarts()]
     return {"name": log.name, "colour": run_colour, "marks": marks, "axes": _axes(log, unit)}
 
 
 def _charted(logs: Sequence[TrainingLog]) -> list[str]:
-    """A chart for each metric, but for evaluations that go into another one; losses first."""
+    """Metrics with a chart: all but evaluation metrics drawn in another chart; losses first."""
     names = list(dict.fromkeys(name for log in logs for name in log.metrics()))
-    beside = {other for name in names for other in evaluations_of(name, names)}
-    chosen = [name for name in names if name not in beside and any(_is_curve(log, name) for log in logs)]
+    companions = {other for name in names for other in evaluations_of(name, names)}
+    chosen = [name for name in names if name not in companions and any(_is_curve(log, name) for log in logs)]
     losses = [log.loss for log in logs if log.loss in chosen]
     first = dict.fromkeys([*losses, *(name for name in SHOWN_FIRST if name in chosen)])
     return [name for name in (*first, *(name for name in chosen if name not in first)) if name is not None]
 
 
 def _is_curve(log: TrainingLog, name: str) -> bool:
-    """Not what is told once, at the end of a run."""
+    """Whether a metric has several records, unlike those logged once at the end of a run."""
     return name in log.metrics() and len(log.metric(name)) >= LEAST_RECORDS
 
 
@@ -97,7 +97,7 @@ def _curve(run: int, series: Series, buckets: int) -> dict[str, Any]:
 
 
 def _means(values: Floats, begins: NDArray[np.int64]) -> Floats:
-    """Of each stretch, of what is finite in it; NaN where nothing is."""
+    """Mean of the finite values of each stretch; NaN if there are none."""
     finite = np.isfinite(values)
     counts = np.add.reduceat(finite.astype(np.int64), begins)
     sums = np.add.reduceat(np.where(finite, values, 0.0), begins)
@@ -105,20 +105,20 @@ def _means(values: Floats, begins: NDArray[np.int64]) -> Floats:
 
 
 def _clock(log: TrainingLog) -> Series | None:
-    """What tells where steps lie on the other axes."""
+    """The series that maps steps to epochs and times."""
     names = log.metrics()
     clock = log.metric(log.loss or names[0]) if names else None
     return clock if clock is not None and len(clock) else None
 
 
 def _seconds(clock: Series) -> float:
-    """From the first record to the last, as far as times are known."""
+    """Seconds from the first record with a time to the last."""
     times = np.empty(0) if clock.times is None else clock.times[np.isfinite(clock.times)]
     return float(np.ptp(times)) if len(times) else 0.0
 
 
 def _axes(log: TrainingLog, unit: float) -> dict[str, Any]:
-    """Where steps lie on the other axes, as far as the log knows."""
+    """Positions of steps on the other axes that the log has."""
     names, clock = log.metrics(), _clock(log)
     if clock is None:
         return {}
@@ -143,14 +143,14 @@ def _places(steps: NDArray[np.int64], places: Floats) -> dict[str, Any]:
 
 
 def _mark(restart: Restart) -> dict[str, Any]:
-    again = f", {restart.redone:,} steps done again" if restart.redone else ""
+    repeated = f", {restart.redone:,} steps repeated" if restart.redone else ""
     what = "rollback" if restart.leg is None else f"leg {restart.leg}"
-    told = f"{what}: went on from step {restart.step:,}{again}"
-    return {"step": restart.step, "rollback": restart.leg is None, "told": told}
+    label = f"{what}: resumed from step {restart.step:,}{repeated}"
+    return {"step": restart.step, "rollback": restart.leg is None, "label": label}
 
 
 def _heatmap(series: ParameterSeries) -> dict[str, Any]:
-    """Of more rows or columns than can be seen, the largest of neighbours."""
+    """The heatmap at visible resolution: the largest of neighbouring values."""
     values = np.where(np.isfinite(series.values) & (series.values > 0), series.values, 0.0).T
     across, down = -(-values.shape[1] // MOST_COLUMNS), -(-values.shape[0] // MOST_ROWS)
     values = np.maximum.reduceat(values, np.arange(0, values.shape[1], across), axis=1)
@@ -175,11 +175,11 @@ def _heatmap(series: ParameterSeries) -> dict[str, Any]:
 
 
 def _packed(steps: NDArray[np.int64]) -> list[int]:
-    """As differences: small numbers take few characters."""
+    """Steps as differences, which take fewer characters."""
     packed: list[int] = np.diff(steps, prepend=0).tolist()
     return packed
 
 
 def _rounded(values: Floats, digits: int = 6) -> list[float | None]:
-    """Six digits are more than a screen can show; None for what is not finite."""
+    """Values with six significant digits, more than a screen resolves; None for non-finite ones."""
     return [float(f"{value:.{digits}g}") if np.isfinite(value) else None for value in values.tolist()]

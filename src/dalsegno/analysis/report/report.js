@@ -1,9 +1,9 @@
 "use strict";
-// The curves and heatmaps of a report. All data lies in #data as JSON; every text from it is set as text, never as HTML.
+// Curves and heatmaps of a report. The data is JSON in #data; every string of it is inserted as text, never as HTML.
 
 const data = JSON.parse(document.getElementById("data").textContent);
-const SMOOTHING = [0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2]; // parts of a curve's records
-const MOST_TOLD = 12; // curves beside the pointer
+const SMOOTHING = [0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2]; // windows as fractions of a curve's records
+const MOST_LISTED = 12; // curves in the tooltip
 const HEIGHT = 260, TOP = 10, RIGHT = 12, BOTTOM = 34;
 const view = { axis: "step", smooth: 2, log: false, range: null, hidden: new Set(), shown: new Set() };
 const charts = [];
@@ -19,7 +19,7 @@ function element(name, attributes = {}, ...children) {
 
 // --- data ------------------------------------------------------------------------------------------------------
 
-// Steps travel as differences.
+// Steps are stored as differences.
 function steps(packed) {
   let sum = 0;
   return packed.map((difference) => (sum += difference));
@@ -37,7 +37,7 @@ for (const run of data.runs) {
   for (const axis of Object.values(run.axes)) axis.steps = steps(axis.steps);
 }
 
-// Where a step lies on the chosen axis: between the places that the run's log tells.
+// Position of a step on the chosen axis, interpolated between the known places.
 function place(run, step) {
   const axis = data.runs[run].axes[view.axis];
   if (view.axis === "step") return step;
@@ -48,7 +48,7 @@ function place(run, step) {
   return axis.places[left] + part * (axis.places[right] - axis.places[left]);
 }
 
-// The first index whose value is over the given one.
+// First index whose value is greater than the given one.
 function after(sorted, value) {
   let low = 0, high = sorted.length;
   while (low < high) {
@@ -58,7 +58,7 @@ function after(sorted, value) {
   return low;
 }
 
-// Moving means, reaching no further ahead than back; of the means of stretches where the log is long.
+// Moving means whose window reaches no further ahead than back; for long logs, of the means of stretches.
 function smoothed(curve) {
   const width = Math.round(SMOOTHING[view.smooth] * curve.means.length);
   if (width < 2 || curve.dots) return null;
@@ -78,7 +78,7 @@ function smoothed(curve) {
 
 // --- numbers ---------------------------------------------------------------------------------------------------
 
-function told(value) {
+function format(value) {
   if (value === null || value === undefined) return "not finite";
   if (value && (Math.abs(value) >= 1e7 || Math.abs(value) < 1e-4)) return value.toExponential(3).replace(/\.?0+e/, "e");
   return Number.isInteger(value) ? value.toLocaleString("en") : String(Number(value.toPrecision(5)));
@@ -121,7 +121,7 @@ class Chart {
     this.svg.addEventListener("dblclick", () => zoom(null));
   }
 
-  // What is to be seen: each curve's points [x, y] on the chosen axis.
+  // The visible lines, with points [x, y, step] on the chosen axis.
   lines() {
     const lines = [];
     for (const curve of this.spec.curves) {
@@ -166,7 +166,7 @@ class Chart {
     bottom -= air; top += air;
     const back = (value) => (view.log ? 10 ** value : value);
     const rows = view.log ? logTicks(back(bottom), back(top)) : ticks(bottom, top, 5);
-    const LEFT = Math.max(30, 10 + 6.5 * Math.max(...rows.map((value) => told(value).length)));
+    const LEFT = Math.max(30, 10 + 6.5 * Math.max(...rows.map((value) => format(value).length)));
     const X = (x) => LEFT + (x - left) / (right - left) * (width - LEFT - RIGHT);
     const Y = (y) => HEIGHT - BOTTOM - (flat(y) - bottom) / (top - bottom) * (HEIGHT - TOP - BOTTOM);
     this.scale = { left, right, LEFT, X, Y };
@@ -181,11 +181,11 @@ class Chart {
     const { X, Y, LEFT } = this.scale;
     for (const value of rows) {
       this.svg.append(element("line", { class: "grid", x1: LEFT, x2: this.width - RIGHT, y1: Y(value), y2: Y(value) }),
-        element("text", { x: LEFT - 6, y: Y(value) + 4, "text-anchor": "end" }, told(value)));
+        element("text", { x: LEFT - 6, y: Y(value) + 4, "text-anchor": "end" }, format(value)));
     }
     for (const value of columns) {
       const anchor = X(value) > this.width - 30 ? "end" : "middle";
-      this.svg.append(element("text", { x: X(value), y: HEIGHT - BOTTOM + 15, "text-anchor": anchor }, told(value)));
+      this.svg.append(element("text", { x: X(value), y: HEIGHT - BOTTOM + 15, "text-anchor": anchor }, format(value)));
     }
     this.svg.append(element("text", { x: this.width - RIGHT, y: HEIGHT - 4, "text-anchor": "end" }, data.axes[view.axis]));
   }
@@ -199,7 +199,7 @@ class Chart {
         if (!(x >= this.scale.LEFT && x <= this.width - RIGHT)) continue;
         const line = element("line", { class: mark.rollback ? "mark rollback" : "mark", x1: x, x2: x, y1: TOP, y2: HEIGHT - BOTTOM });
         if (data.runs.length > 1) line.style.stroke = data.runs[run].colour;
-        line.append(element("title", {}, mark.told));
+        line.append(element("title", {}, mark.label));
         this.svg.append(line);
       }
     }
@@ -207,7 +207,7 @@ class Chart {
 
   line({ curve, faint, strong, points }) {
     const { X, Y } = this.scale, colour = data.runs[curve.run].colour;
-    const wider = data.runs.length > 3 || faint ? 0 : data.runs.length - 1 - curve.run; // seen below one that is the same
+    const wider = data.runs.length > 3 || faint ? 0 : data.runs.length - 1 - curve.run; // shows below an identical run
     const seen = thinned(points, this.width);
     let path = "", pen = false;
     for (const [x, y] of seen) {
@@ -265,25 +265,25 @@ class Chart {
     const across = this.scale.X(nearest[0]);
     this.hover.append(element("line", { class: "cross", x1: across, x2: across, y1: TOP, y2: HEIGHT - BOTTOM }));
     this.hover.setAttribute("visibility", "visible");
-    this.tell(nearest, this.near(rows, event), across);
+    this.showTip(nearest, this.near(rows, event), across);
   }
 
-  // Of many curves those that are nearest to the pointer.
+  // The curves nearest to the pointer, if there are many.
   near(rows, event) {
-    if (rows.length <= MOST_TOLD) return rows;
+    if (rows.length <= MOST_LISTED) return rows;
     const box = this.svg.getBoundingClientRect(), height = (event.clientY - box.top) / box.height * HEIGHT;
     const distance = ([, point]) => (point[1] === null || (view.log && point[1] <= 0) ? Infinity : Math.abs(this.scale.Y(point[1]) - height));
-    return [...rows].sort((one, other) => (distance(one) < distance(other) ? -1 : distance(one) > distance(other) ? 1 : 0)).slice(0, MOST_TOLD);
+    return [...rows].sort((one, other) => (distance(one) < distance(other) ? -1 : distance(one) > distance(other) ? 1 : 0)).slice(0, MOST_LISTED);
   }
 
-  tell(nearest, rows, across) {
-    const where = view.axis === "step" ? "" : `${data.axes[view.axis]} ${told(nearest[0])}, `;
+  showTip(nearest, rows, across) {
+    const where = view.axis === "step" ? "" : `${data.axes[view.axis]} ${format(nearest[0])}, `;
     this.tip.replaceChildren(element("div", { class: "quiet" }, `${where}step ${nearest[2].toLocaleString("en")}`));
     for (const [{ curve }, point] of rows) {
       const swatch = element("span", { class: "swatch" });
       swatch.style.background = data.runs[curve.run].colour;
       const name = data.runs.length > 1 ? `${data.runs[curve.run].name}${curve.dots ? `, ${curve.metric}` : ""}` : curve.metric;
-      this.tip.append(element("div", {}, swatch, `${name}: ${told(point[1])}`));
+      this.tip.append(element("div", {}, swatch, `${name}: ${format(point[1])}`));
     }
     const others = this.drawn.filter((each) => !each.faint && each.points.length).length - rows.length;
     if (others) this.tip.append(element("div", { class: "quiet" }, `and ${others} more`));
@@ -312,7 +312,7 @@ class Chart {
   }
 }
 
-// Of points that fall on one pixel the first, the last, the lowest and the highest, and a gap if there is one.
+// Of the points on one pixel: the first, last, lowest and highest, and a gap if there is one.
 function thinned(points, width) {
   if (points.length <= 4 * width) return points;
   const size = points.length / width, kept = [];
@@ -359,10 +359,10 @@ function buildControls() {
   const axis = document.getElementById("axis");
   for (const [name, label] of Object.entries(data.axes)) axis.append(element("option", { value: name }, label));
   axis.addEventListener("change", () => { view.axis = axis.value; zoom(null); });
-  const smooth = document.getElementById("smooth"), tell = document.getElementById("smooth-told");
-  const say = () => { tell.textContent = view.smooth ? `${SMOOTHING[view.smooth] * 100} %` : "none"; };
-  smooth.addEventListener("input", () => { view.smooth = Number(smooth.value); say(); redraw(); });
-  say();
+  const smooth = document.getElementById("smooth"), value = document.getElementById("smooth-value");
+  const showValue = () => { value.textContent = view.smooth ? `${SMOOTHING[view.smooth] * 100} %` : "none"; };
+  smooth.addEventListener("input", () => { view.smooth = Number(smooth.value); showValue(); redraw(); });
+  showValue();
   document.getElementById("log").addEventListener("change", (event) => { view.log = event.target.checked; redraw(); });
   document.getElementById("reset").addEventListener("click", () => zoom(null));
   data.runs.forEach((run, index) => {
@@ -411,15 +411,15 @@ function buildHeatmap(place) {
     row.style.height = row.style.lineHeight = `${height}px`;
     names.append(row);
   });
-  const below = element("div", { class: "below" }, element("span", {}, `step ${told(spec.steps[0])}`),
-    element("output", {}, `${told(spec.low)} to ${told(spec.high)}, log scale`), element("span", {}, told(spec.steps[columns - 1])));
+  const below = element("div", { class: "below" }, element("span", {}, `step ${format(spec.steps[0])}`),
+    element("output", {}, `${format(spec.low)} to ${format(spec.high)}, log scale`), element("span", {}, format(spec.steps[columns - 1])));
   canvas.addEventListener("pointermove", (event) => {
     const box = canvas.getBoundingClientRect();
     const x = Math.min(columns - 1, Math.max(0, Math.floor((event.clientX - box.left) / box.width * columns)));
     const y = Math.min(rows - 1, Math.max(0, Math.floor((event.clientY - box.top) / box.height * rows)));
     const level = LEVELS.indexOf(spec.rows[y][x]);
-    const value = level < 0 ? "no value" : `≈ ${told(Number((spec.low * (spec.high / spec.low) ** (level / (LEVELS.length - 1))).toPrecision(2)))}`;
-    below.children[1].textContent = `${spec.parameters[y]}, step ${told(spec.steps[x])}: ${value}`;
+    const value = level < 0 ? "no value" : `≈ ${format(Number((spec.low * (spec.high / spec.low) ** (level / (LEVELS.length - 1))).toPrecision(2)))}`;
+    below.children[1].textContent = `${spec.parameters[y]}, step ${format(spec.steps[x])}: ${value}`;
   });
   place.append(names, canvas, below);
 }

@@ -1,4 +1,4 @@
-"""The parts of a report that are tables: plain HTML, complete without any script."""
+"""Tables of a report: plain HTML, without scripts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from dalsegno.analysis.summary import MetricSummary, Summary
 from dalsegno.logs.values import to_json
 
 LEAST_RECORDS = 2
-"""To be compared: one number at the end is no curve."""
+"""Least common records for a comparison."""
 MOST_SPIKES = 20
-"""Of each run and metric: the tallest."""
+"""Most spikes of one run and metric; the tallest are shown."""
 
 Cell = str | tuple[str, str]
-"""A text; or one with the class of its cell: ``number``, ``bad``, ``good``, ``long``."""
+"""Text, or (text, CSS class): ``number``, ``bad``, ``good``, ``long``."""
 
 
 def summary_table(summaries: Sequence[Summary]) -> str:
@@ -59,12 +59,12 @@ def summary_table(summaries: Sequence[Summary]) -> str:
                 (f"{summary.peak_mem / 2**30:.2f} GiB" if summary.peak_mem else "", "number"),
             ]
         )
-    more = ["run", "began (UTC)", "training", "lost", "restarts", "steps done twice", "speed", "peak memory"]
+    more = ["run", "began (UTC)", "training", "lost", "restarts", "steps repeated", "speed", "peak memory"]
     return _section("Summary", _table(head, rows, coloured=True) + "<p></p>" + _table(more, times, coloured=True))
 
 
 def lineage_tables(logs: Sequence[TrainingLog]) -> str:
-    """Of runs that were restarted, and of those that somebody or something ended."""
+    """The legs of runs that were restarted, or ended for a recorded reason."""
     parts = []
     for log in logs:
         legs = log.lineage()
@@ -75,7 +75,7 @@ def lineage_tables(logs: Sequence[TrainingLog]) -> str:
 
 
 def comparison_table(logs: Sequence[TrainingLog]) -> str:
-    """Each run beside the first, by the losses that both have."""
+    """Each run compared with the first, by the losses of both."""
     first, rows = logs[0], []
     for other in logs[1:]:
         shared = [name for name in first.metrics() if name in other.metrics() and name.endswith("loss")]
@@ -89,10 +89,10 @@ def comparison_table(logs: Sequence[TrainingLog]) -> str:
             rows.append([other.name, metric, (f"{found.records:,}", "number"), differs, parts, *ends])
     if not rows:
         return ""
-    head = ["run", "metric", "compared", "first difference", "parts at", f"end of {first.name}", "end of this one"]
-    note = "They part where the mean difference first leaves the noise of both curves for a while. The ends are means."
+    head = ["run", "metric", "compared", "differs at", "separates at", f"end of {first.name}", "end of this run"]
+    note = "Curves separate where their mean difference leaves the noise of both for a while. The ends are means."
     table = _table([*head, "difference", "noise"], rows)
-    return _section(f"Beside {first.name}", f'<p class="quiet">{note}</p>{table}')
+    return _section(f"Compared with {first.name}", f'<p class="quiet">{note}</p>{table}')
 
 
 def verdict_table(logs: Sequence[TrainingLog], settings: DetectorSettings) -> str:
@@ -111,8 +111,8 @@ def verdict_table(logs: Sequence[TrainingLog], settings: DetectorSettings) -> st
         f"baseline smoothing {settings.baseline_smoothing:g}" if settings.baseline_smoothing is not None else "",
         f"smoothing {settings.smoothing:g}, patience {settings.patience}, warm-up {settings.warmup}",
     ]
-    note = f'<p class="quiet">What DivergenceDetector would have said, with {", ".join(filter(None, limits))}.</p>'
-    table = _table(["run", "metric", "verdict", "at", "because"], rows)
+    note = f'<p class="quiet">DivergenceDetector replayed with {", ".join(filter(None, limits))}.</p>'
+    table = _table(["run", "metric", "verdict", "at", "reason"], rows)
     return _section("Divergence", note + table) if rows else ""
 
 
@@ -123,7 +123,7 @@ def spikes_table(logs: Sequence[TrainingLog]) -> str:
             found = find_spikes(log.metric(metric))
             tallest = sorted(found, key=lambda spike: -spike.sigmas)[:MOST_SPIKES]
             rows += [_spike(log.name, metric, spike) for spike in sorted(tallest, key=lambda spike: spike.step)]
-    head = ["run", "metric", "step", "value", "usual", "standard deviations", "records", "back to usual"]
+    head = ["run", "metric", "step", "value", "median", "standard deviations", "records", "recovered"]
     return _section("Spikes", _table(head, rows)) if rows else ""
 
 
@@ -133,11 +133,11 @@ def headers(logs: Sequence[TrainingLog]) -> str:
         for log in logs
         if log.header
     ]
-    return _section("What the runs say of themselves", "".join(parts)) if parts else ""
+    return _section("Log headers", "".join(parts)) if parts else ""
 
 
 def heatmap_places(labels: Sequence[str], *, more: bool) -> str:
-    """Where the script draws them. ``more``: there are others, for which the report has no room."""
+    """Elements into which the script draws heatmaps. ``more``: whether there are others, which are left out."""
     place = '<h3>{}</h3><div class="heat" data-heatmap="{}"></div>'
     places = [place.format(escape(label), number) for number, label in enumerate(labels)]
     note = f"The first {len(labels)} are shown; dalsegno logs heatmap RUN draws the others."
@@ -171,7 +171,7 @@ def _section(title: str, content: str) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[Cell]], *, coloured: bool = False) -> str:
-    """``coloured``: each row begins with the colour of its run."""
+    """``coloured``: each row starts with the colour of its run."""
     lines = []
     first: Sequence[Cell] = ()
     for number, row in enumerate(rows):

@@ -1,1 +1,1 @@
-"""Statistics of curves: smoothing, spikes, comparison of runs, detection of divergence."""
+"""Statistics of metrics: smoothing, spikes, comparison of runs, divergence detection."""

@@ -1,4 +1,4 @@
-"""Two runs, step by step: where do they part, and how far apart are they at the end?"""
+"""Comparison of two runs, step by step: where the curves separate, and their difference at the end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Floats = NDArray[np.float64]
 Steps = NDArray[np.int64]
 
 SECOND_DIFFERENCE = math.sqrt(math.pi / 2 / 6)
-"""From the mean absolute second difference of independent normal noise to its standard deviation."""
+"""Factor from the mean absolute second difference of independent normal noise to its standard deviation."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,11 +25,11 @@ class Alignment:
     """One metric of two runs at the same steps. Arrays have shape (n,)."""
 
     steps: Steps
-    """Ascending, none twice."""
+    """Strictly ascending."""
     first: Floats
     second: Floats
     interpolated: bool
-    """Whether the runs logged at other steps, so that the values between are read off a straight line."""
+    """Whether the runs logged at different steps, so that one of them is linearly interpolated."""
 
     @property
     def difference(self) -> Floats:
@@ -40,37 +40,38 @@ class Alignment:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What is to say of one metric of two runs. Steps are None where there is no such step."""
+    """Result of comparing one metric of two runs. A step is None if there is no such step."""
 
     records: int
-    """How many steps were compared."""
+    """Number of compared steps."""
     interpolated: bool
     window: int
-    """Records that were averaged to see through the noise."""
+    """Records averaged to reduce noise."""
     differs_at: int | None
-    """First step at which the values are not the same number."""
+    """First step with different values."""
     parts_at: int | None
-    """First step from which on the mean difference stayed out of the noise for more than half a window."""
+    """First step at which the curves separate: the mean difference stays outside the noise for more than half a
+    window."""
     last_step: int | None
-    """The last step that both have. The four figures below are means of the last window before it."""
+    """Last common step. The next three figures are means over the last window before it."""
     first: float
     second: float
     difference: float
     """Second minus first."""
     noise: float
-    """Standard error of ``difference``, from the runs' own noise."""
+    """Standard error of ``difference``, estimated from the noise of both curves."""
 
     @property
     def same(self) -> bool:
-        """Whether both hold the same numbers at all compared steps."""
+        """Whether the values are equal at all compared steps."""
         return self.records > 0 and self.differs_at is None
 
 
 def align(first: Series, second: Series) -> Alignment:
-    """Bring two series to the same steps.
+    """Align two series on common steps.
 
-    Of a step that was logged twice the last value counts. The steps are those that both have; if these are less than
-    half of what the sparser one has in common range, its steps in that range, and the denser one is interpolated.
+    The last value of a repeated step is used. The steps are those in both series; if these are fewer than half of the
+    sparser series' steps within the common range, the latter are used and the denser series is interpolated.
     """
     (steps_a, a), (steps_b, b) = _each_step_once(first), _each_step_once(second)
     common, in_a, in_b = np.intersect1d(steps_a, steps_b, assume_unique=True, return_indices=True)
@@ -87,17 +88,17 @@ def align(first: Series, second: Series) -> Alignment:
 def compare_series(first: Series, second: Series, *, window: int | None = None, sigmas: float = 4.0) -> Comparison:
     """Compare one metric of two runs.
 
-    They part where the mean difference over a window leaves ``sigmas`` standard errors and stays outside for more than
-    half a window. The standard error comes from the noise of the two curves themselves (their second differences, so
-    that a steep curve is not taken for a noisy one), and it is that of independent noise: of runs that see the same
-    data, it says when they have visibly parted, ``differs_at`` when they began to. A value that is finite in only one
-    of them parts them at once.
+    The curves separate where the mean difference over a window exceeds ``sigmas`` standard errors for more than half a
+    window. The standard error is estimated from the second differences of both curves, so that a steep curve does not
+    count as noisy, and assumes independent noise: for runs on the same data, ``parts_at`` is where they visibly
+    separate, ``differs_at`` where they start to. They separate at once where only one value is finite.
 
     Args:
-        window: records to average; None: a twentieth of those compared, from 1 to 50.
+        window: records to average; None: 1/20 of the compared ones, from 1 to 50.
+        sigmas: threshold in standard errors.
 
     Raises:
-        ConfigurationError: for a window under 1, or sigmas that are not over 0.
+        ConfigurationError: for a window below 1, or sigmas that are not positive.
     """
     if window is not None and window < 1:
         raise ConfigurationError(f"window is {window!r}; allowed: at least 1 record")
@@ -131,7 +132,7 @@ def compare_series(first: Series, second: Series, *, window: int | None = None, 
 
 
 def _each_step_once(series: Series) -> tuple[Steps, Floats]:
-    """Steps and values, ascending; of equal steps the last."""
+    """Steps and values in ascending order; the last value of a repeated step."""
     order = np.argsort(series.steps, kind="stable")
     steps, values = series.steps[order], series.values[order]
     last = np.append(np.diff(steps) != 0, True)[: len(steps)]
@@ -147,7 +148,7 @@ def _noise(values: Floats, window: int) -> Floats:
 
 
 def _lasting(outside: NDArray[np.bool_], records: int) -> NDArray[np.bool_]:
-    """Where a stretch of at least so many in a row begins."""
+    """Where a stretch of at least ``records`` in a row starts."""
     edges = np.diff(outside.astype(np.int8), prepend=0, append=0)
     begins, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
     lasting = np.zeros(len(outside), dtype=np.bool_)

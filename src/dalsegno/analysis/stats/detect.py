@@ -1,4 +1,4 @@
-"""When would the detector have stopped this run? Its own mathematics, over past logs."""
+"""Replay of the divergence detector over a past run."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .divergence import Divergence, Mode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DetectorSettings:
-    """What :class:`~dalsegno.analysis.stats.divergence.Divergence` is built with, under the same names and defaults.
+    """Arguments of :class:`~dalsegno.analysis.stats.divergence.Divergence`, with the same names and defaults.
 
     Raises:
-        ConfigurationError: for a value that cannot work.
+        ConfigurationError: for an invalid value.
     """
 
     smoothing: float = 0.3
@@ -29,46 +29,46 @@ class DetectorSettings:
         self.build()
 
     def build(self) -> Divergence:
-        """A detector that has seen nothing yet."""
+        """A new detector."""
         return Divergence(**asdict(self))
 
 
 @dataclass(frozen=True, slots=True)
 class Firing:
-    """One divergence that was found."""
+    """One detected divergence."""
 
     step: int
     observation: int
-    """From 1."""
+    """Counted from 1."""
     value: float
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Detection:
-    """What a detector says of one run."""
+    """Result of a replay."""
 
     observations: int
     judged: int
-    """Observations after the warm-up; those within it are judged only if they are not finite."""
+    """Observations after the warm-up; during it only non-finite ones are judged."""
     firings: tuple[Firing, ...]
-    """All of them: a run that goes on after the first one may diverge again."""
+    """All of them: a run that continues may diverge again."""
 
     @property
     def fired(self) -> Firing | None:
-        """The first one, where the run would have ended."""
+        """The first firing, at which the run would have ended."""
         return self.firings[0] if self.firings else None
 
     @property
     def reason(self) -> str | None:
-        """Why it fired; or why it could not have."""
+        """Why the detector fired, or why it could not."""
         if self.fired is not None:
             return self.fired.reason
         return None if self.judged else f"nothing to judge: {self.observations} records, all within the warm-up"
 
 
 def detect_divergence(series: Series, settings: DetectorSettings | None = None) -> Detection:
-    """Show a detector one value after the other, as ``DivergenceDetector`` would have seen them."""
+    """Feed a series to a detector as ``DivergenceDetector`` would have."""
     settings = settings or DetectorSettings()
     divergence = settings.build()
     firings = []

@@ -1,15 +1,15 @@
-"""When a training run has diverged: the mathematics, for a live run and for reading a log alike.
+"""Divergence: the detection rule of ``DivergenceDetector``, for live runs and for past logs.
 
-Observations x are smoothed, ``s = a·x + (1 − a)·s`` (the first one is s itself), and s is compared with a *baseline*:
-the lowest s so far or, with ``baseline_smoothing``, a second and slower moving average, which forgets old bests. An
-observation is *bad* if s has left the baseline far enough. What is far enough is said in the unit of the observations
-(``threshold``), as a factor of the baseline (``relative_threshold``), or, where neither is given, measured: s has lost
-a quarter of all that was gained since the first observation, and both s and the newest x have left the baseline by
-more than 12 standard deviations of the noise of s. That rule has no unit: it judges a loss and a million times that
-loss alike, and a single spike, which moves s for a while, is over for it with the next x.
+Observations x are smoothed, ``s = a·x + (1 − a)·s`` (starting with s = x), and s is compared with a *baseline*: the
+lowest s so far or, with ``baseline_smoothing``, a second, slower moving average that forgets old bests. An observation
+is *bad* if s exceeds the baseline by a limit: a distance in the unit of the observations (``threshold``), a factor of
+the baseline (``relative_threshold``), or, with neither, an adaptive limit: s has lost a quarter of the gain since the
+first observation, and both s and the newest x exceed the baseline by more than 12 standard deviations of the noise of
+s. The adaptive limit has no unit: it treats a loss and a million times that loss alike. A single spike, which moves s
+for a while, stops being bad with the next x.
 
-After ``warmup`` observations, ``patience`` bad ones in a row are a divergence; NaN or infinity is one at once, and
-never enters s. With ``mode="max"`` (an accuracy) all is mirrored: the baseline is the highest, and falling is bad.
+After ``warmup`` observations, ``patience`` bad ones in a row are a divergence; NaN or infinity is one at once and never
+enters s. ``mode="max"`` (an accuracy) mirrors everything: the baseline is the highest s, and falling is bad.
 """
 
 from __future__ import annotations
@@ -26,27 +26,26 @@ from dalsegno.stateful import schema
 Mode = Literal["min", "max"]
 
 LOST = 0.25
-"""The part of what was gained that a run loses when it diverges, where no threshold says otherwise."""
+"""Adaptive limit: fraction of the gain since the first observation."""
 
 NOISE = 12.0
-"""And more than so many standard deviations of the noise of s. docs/callbacks/divergence-detector.md says how both were
-found."""
+"""Adaptive limit: standard deviations of the noise of s. docs/callbacks/divergence-detector.md derives both."""
 
 _NOISE_SMOOTHING = 0.05
-_LARGEST_STEP = 4.0  # times the usual one: a larger one counts for no more in the noise
-_FEWEST = 5  # observations from which on there is a usual step
+_LARGEST_STEP = 4.0  # cap on a step in the noise estimate, as a multiple of the usual step
+_FEWEST = 5  # observations after which the usual step is known
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one observation has led to."""
+    """Result of one observation."""
 
     diverged: bool
     smoothed: float
     best: float
     bad_in_a_row: int
     reason: str
-    """Why it counts as a divergence, for people to read; empty where it does not."""
+    """Why it is a divergence, in words; empty if it is not."""
 
 
 class DivergenceState(TypedDict):
@@ -60,25 +59,24 @@ class DivergenceState(TypedDict):
 
 
 class Divergence:
-    """Observes one number again and again, and says when it has diverged.
+    """Observes a sequence of numbers and reports when it diverges.
 
     Args:
-        smoothing: weight a of the newest observation, 0 < a ≤ 1; 1 means no smoothing.
-        threshold: bad from this distance between s and the baseline on, in the unit of the observations; None: not
-            used.
-        relative_threshold: bad from ``baseline · relative_threshold`` on, a factor over 1; None: not used. Where the
-            baseline is negative, the distance is the same part of its magnitude: baseline + |baseline| · (factor − 1).
-        patience: how many bad observations in a row it takes, at least 1.
-        warmup: how many observations, from the first on, only move s and the baseline.
-        mode: ``"min"`` for numbers that should fall, ``"max"`` for those that should rise.
-        baseline_smoothing: weight of the newest observation in a baseline that is a moving average too, over 0 and
-            under ``smoothing``: a slow rise is forgiven, a fast one is not. None: the baseline is the best s so far.
+        smoothing: weight a of the newest observation, 0 < a ≤ 1; 1: no smoothing.
+        threshold: least bad distance between s and the baseline, in the unit of the observations; None: not used.
+        relative_threshold: least bad s as a factor of the baseline, over 1; None: not used. For a negative baseline the
+            limit is baseline + |baseline| · (factor − 1).
+        patience: bad observations in a row that are a divergence, at least 1.
+        warmup: first observations, which only move s and the baseline.
+        mode: ``"min"`` for numbers that should fall, ``"max"`` for numbers that should rise.
+        baseline_smoothing: the baseline is a moving average with this weight of the newest observation, over 0 and
+            below ``smoothing``: it tolerates a slow rise, not a fast one. None: the baseline is the best s so far.
 
-    After a divergence the counter of bad observations starts over: it takes ``patience`` new ones to have the next.
-    So a run that goes on from the checkpoint of a stop is not stopped again for what had stopped it.
+    A divergence resets the count of bad observations: the next one takes ``patience`` new ones. So a run that resumes
+    from the checkpoint of a stop is not stopped again for the same observations.
 
     Raises:
-        ConfigurationError: for a value that cannot work.
+        ConfigurationError: for an invalid value.
     """
 
     def __init__(
@@ -119,16 +117,16 @@ class Divergence:
         self._warmup = warmup
         self._sign = 1.0 if mode == "min" else -1.0
         self._baseline_smoothing = baseline_smoothing
-        self._smoothed: float | None = None  # this and what follows mirrored for "max": small is good
+        self._smoothed: float | None = None  # from here on mirrored for "max", so that low is good
         self._best = math.inf
         self._first = math.inf
         self._newest = math.inf
-        self._step = 0.0  # the usual distance of an observation from the one before it
+        self._step = 0.0  # mean distance between successive observations
         self._observations = 0
         self._bad_in_a_row = 0
 
     def observe(self, value: float) -> Verdict:
-        """Take the next observation."""
+        """Process the next observation."""
         value = float(value)
         if not math.isfinite(value):
             self._bad_in_a_row = 0
@@ -166,11 +164,11 @@ class Divergence:
         self._newest = x
 
     def _limit_passed(self) -> str:
-        """The limit that s has passed, in words; empty where it has not."""
+        """The limit that s exceeds, in words; empty if it exceeds none."""
         assert self._smoothed is not None
         distance = self._smoothed - self._best
         if self._threshold is None and self._relative_threshold is None:
-            distance = min(distance, self._newest - self._best)  # one spike moves s for a while; the next x is back
+            distance = min(distance, self._newest - self._best)  # a spike moves s for a while, but not the next x
             is_far = distance > max(LOST * (self._first - self._best), NOISE * self._noise())
             return f"a quarter of what it had gained since {self._sign * self._first:.6g}" if is_far else ""
         if self._threshold is not None and distance >= self._threshold:
@@ -181,8 +179,8 @@ class Divergence:
         return ""
 
     def _noise(self) -> float:
-        """The standard deviation of s where only noise moves it: that of normally distributed observations is √π/2 of
-        their mean distance from each other, and an exponential average of them has √(a / (2 − a)) of it."""
+        """Standard deviation of s under noise alone: for normal observations it is √π/2 times their mean distance
+        from each other, and an exponential average reduces it by the factor √(a / (2 − a))."""
         return math.sqrt(math.pi) / 2 * self._step * math.sqrt(self._smoothing / (2 - self._smoothing))
 
     def _verdict(self, reason: str) -> Verdict:
@@ -202,10 +200,10 @@ class Divergence:
         }
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on where :meth:`state_dict` was taken.
+        """Restore the state of :meth:`state_dict`.
 
         Raises:
-            StateMismatch: if ``state`` is none of its kind.
+            StateMismatch: if ``state`` is not a state of a divergence.
         """
         schema.check(state, DivergenceState, "the state of a divergence")
         self._smoothed, self._best = state["smoothed"], state["best"]
@@ -214,7 +212,7 @@ class Divergence:
 
 
 def migrated(state: dict[str, Any]) -> dict[str, Any]:
-    """The state of a detector that knew no noise. Where no threshold is given it fires, as that one did by default,
+    """Migrate a state from before the adaptive limit. Without a threshold the detector then fires, as its default was,
     when the average has risen by 1, until the run has gained more."""
     best, smoothed = state["best"], state["smoothed"]
     return {**state, "first": best + 1 / LOST, "newest": math.inf if smoothed is None else smoothed, "step": 0.0}

@@ -1,4 +1,4 @@
-"""A curve without its noise: moving means in one pass, however wide the window."""
+"""Smoothing: centered moving means in linear time for any window."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ Floats = NDArray[np.float64]
 
 
 def smooth(values: Floats, window: int) -> Floats:
-    """The mean around each value: ``window // 2`` values to either side, and itself. Shape (n,), as ``values``.
+    """Centered moving mean over ``window // 2`` values on either side. Shape (n,), as ``values``.
 
-    At the beginning it reaches no further ahead than back, so that a steep start stays where it is; at the end it goes
-    as far as there is something. What is not finite is left out; where nothing else is there, the mean is NaN.
+    At the start the window reaches no further ahead than back, so that a steep start is not shifted; at the end it is
+    cut off. Non-finite values are left out; the mean of no finite value is NaN.
 
     Raises:
-        ConfigurationError: if ``window`` is under 1.
+        ConfigurationError: if ``window`` is below 1.
     """
     if window < 1:
         raise ConfigurationError(f"smooth is {window!r}; allowed: a number of records, at least 1 (1: none)")
@@ -25,7 +25,7 @@ def smooth(values: Floats, window: int) -> Floats:
     finite = np.isfinite(values)
     scale = 4.0 * window
     if window > 1 and np.abs(values).max(initial=0, where=finite) > np.finfo(np.float64).max / scale:
-        return smooth(values / scale, window) * scale  # else their sums would be more than any float
+        return smooth(values / scale, window) * scale  # the sums would overflow
     lengths = _window_lengths(len(values), half)
     if finite.all():
         return _window_sums(values, half) / lengths
@@ -35,14 +35,14 @@ def smooth(values: Floats, window: int) -> Floats:
 
 
 def mean(values: Floats) -> float:
-    """Of all of them: NaN if one is. Finite if they are, however large."""
+    """Mean of all values: NaN if one is NaN; finite if all are, however large."""
     with np.errstate(over="ignore", invalid="ignore"):
         found = values.mean()
         return float(found if np.isfinite(found) or not np.isfinite(values).all() else (values / len(values)).sum())
 
 
 def automatic_window(records: int) -> int:
-    """How many records to smooth over if nobody says: a hundredth of them, none below 200."""
+    """Default smoothing window: 1/100 of the records, no smoothing below 200."""
     return 1 if records < 200 else max(5, records // 100)
 
 
@@ -54,9 +54,9 @@ def _window_lengths(n: int, half: int) -> NDArray[np.int64]:
 def _window_sums(values: Floats, half: int) -> Floats:
     """Sums over windows of 2·half + 1.
 
-    Not as differences of one long cumulative sum: a single value of 1e30 would wipe out all that follow it. Blocks of
-    a window's length are summed from their begin on and from their end back, and a window is the end of one and the
-    begin of the next (van Herk 1992, who did so for minima). So a sum holds nothing but what is in its window.
+    Not differences of one cumulative sum, in which a single value of 1e30 would wipe out all later ones. Instead,
+    blocks of the window's length are summed cumulatively from both ends, and a window is the end of one block plus the
+    start of the next (van Herk 1992, for minima), so that a sum contains only values of its window.
     """
     n, width = len(values), 2 * half + 1
     sums = np.empty(n)

@@ -1,4 +1,4 @@
-"""Where a metric jumps out of its noise, and comes back or does not."""
+"""Spikes: records far outside the noise of a metric, and whether it recovers."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from .divergence import Mode
 Floats = NDArray[np.float64]
 
 MAD_TO_SIGMA = 1.4826
-"""From a median absolute deviation to the standard deviation of normal noise that has it."""
+"""Factor from the median absolute deviation of normal noise to its standard deviation."""
 LEAST_NOISE = 1e-3
-"""Noise is taken for no less than this part of the usual value: a metric that stands still has no spikes of 1e-9."""
+"""Least noise, as a fraction of the median: a constant metric has no spikes of 1e-9."""
 AT_ONCE = 1 << 10
-"""Windows that are looked at at a time: each is a copy of its part of the log. So few stay in the processor's cache."""
+"""Windows processed at a time. Each is a copy of its part of the log; this many fit the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spike:
-    """Some records in a row that stand out."""
+    """Consecutive records outside the noise."""
 
     step: int
-    """Of the record that stands out the most."""
+    """Step of the most extreme record."""
     value: float
     usual: float
-    """The median of the records before."""
+    """Median of the records before it."""
     sigmas: float
-    """How far from it, in standard deviations of the noise there; infinite where the value is not finite."""
+    """Distance from the median in standard deviations of the noise; infinite if the value is not finite."""
     first_step: int
     last_step: int
     records: int
-    """From ``first_step`` to ``last_step``."""
+    """Number of records from ``first_step`` to ``last_step``."""
     recovered: bool
-    """Whether the record after it is back where the metric was before it."""
+    """Whether the next record is within the noise before the spike."""
 
 
 def find_spikes(
@@ -50,16 +50,17 @@ def find_spikes(
 ) -> list[Spike]:
     """The spikes of a metric, in the order of its steps.
 
-    A record stands out if it lies more than ``sigmas`` standard deviations beyond the median of the records before
-    it. Median and deviation (from the median absolute deviation, which spikes do not move) are those of ``window``
-    records, taken anew every half window. What is not finite always stands out.
+    A record belongs to a spike if it is more than ``sigmas`` standard deviations above the median of the preceding
+    records, or not finite. Median and deviation (from the median absolute deviation, which spikes do not affect) cover
+    ``window`` records and are updated every half window.
 
     Args:
-        window: at least 4; None: a tenth of the records, from 16 to 50.
-        mode: ``"min"`` for metrics that should be low: spikes go up. ``"max"``: they go down.
+        window: at least 4; None: 1/10 of the records, from 16 to 50.
+        sigmas: least height in standard deviations.
+        mode: ``"min"`` for metrics that should be low, whose spikes point up; ``"max"``: spikes point down.
 
     Raises:
-        ConfigurationError: for a window under 4, or sigmas that are not over 0.
+        ConfigurationError: for a window below 4, or sigmas that are not positive.
     """
     steps, values = series.steps, series.values
     if window is None:
@@ -97,7 +98,7 @@ def find_spikes(
 
 
 def _usual(values: Floats, window: int) -> tuple[Floats, Floats]:
-    """Median and noise before each record, shape (n,) each: NaN for the first window, which nothing precedes."""
+    """Median and noise before each record, shape (n,) each; NaN in the first window, which no full window precedes."""
     n, stride = len(values), window // 2
     usual, noise = np.full(n, np.nan), np.full(n, np.nan)
     if n <= window:
@@ -120,14 +121,14 @@ def _median_and_noise(windows: Floats) -> tuple[Floats, Floats]:
 
 
 def _medians(rows: Floats) -> Floats:
-    """Of each row, NaN left out; NaN for a row of nothing else.
+    """Median of each row, NaN ignored; NaN for a row of only NaN.
 
-    Sorted whole: processors sort short rows faster than they find what is in their middle. (``np.median`` imports
-    numpy.ma when it is first used, which takes as long as all else of a short log.)
+    Sorts the rows: for short ones faster than a partition. (``np.median`` imports numpy.ma on first use, which takes as
+    long as everything else for a short log.)
     """
     ordered = np.sort(rows, axis=1)  # NaN comes last
     known = rows.shape[1] - np.count_nonzero(np.isnan(ordered), axis=1)
     every = np.arange(len(rows))
     low, high = ordered[every, np.maximum(known - 1, 0) // 2], ordered[every, known // 2]
-    medians: Floats = low / 2 + high / 2  # their sum may be more than any float
+    medians: Floats = low / 2 + high / 2  # low + high may overflow
     return medians

@@ -1,4 +1,4 @@
-"""Detector settings that tell good runs from bad ones, found in the logs of both."""
+"""Sweep: search for the detector settings that best separate good runs from bad ones."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ SMOOTHING = (0.05, 0.1, 0.3, 1.0)
 PATIENCE = (1, 3, 5, 10)
 WARMUP = (10, 50, 2)
 TRIED = 12
-"""How many of the candidates are tried with the detector itself, and handed back."""
+"""Number of candidates that are replayed with the detector itself and returned."""
 
 
 class Limits(TypedDict):
-    """The two arguments of :class:`DetectorSettings` of which one is used."""
+    """The two alternative arguments of :class:`DetectorSettings`; one is None."""
 
     threshold: float | None
     relative_threshold: float | None
@@ -38,18 +38,18 @@ class Limits(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Settings, and how well they tell the runs apart."""
+    """Settings, and how well they separate the runs."""
 
     settings: DetectorSettings
     missed: int
-    """Bad runs in which it would not have fired."""
+    """Bad runs in which the detector does not fire."""
     false_alarms: int
-    """Good runs in which it would have."""
+    """Good runs in which the detector fires."""
     margin: float
-    """How far the threshold may be off: what the least bad run shows over what the worst good run shows, as a factor.
+    """Factor by which the threshold may be off: distance shown by the least bad run over that of the worst good run.
     At most 1 if no threshold separates them; infinite if the bad runs end in NaN."""
     fires_at: float | None
-    """The mean over the bad runs of how far into a run it fires, as a part of its observations."""
+    """Fraction of a run's observations before the detector fires, averaged over the bad runs."""
 
     @property
     def errors(self) -> int:
@@ -57,19 +57,19 @@ class Candidate:
 
 
 def sweep_settings(good: Sequence[Series], bad: Sequence[Series], *, mode: Mode = "min") -> list[Candidate]:
-    """The settings that tell them apart best: fewest errors first, then the widest margin, then the earliest firing.
+    """The best settings: fewest errors first, then the widest margin, then the earliest firing.
 
-    A series is the watched metric of one run. For each smoothing, patience and warm-up, a run *shows* the largest
-    distance from its best that lasted for ``patience`` observations: a detector fires just if its threshold is at
-    most that. So no grid of thresholds is tried: the one that parts the runs best lies in the middle between what the
-    worst good run and the least bad one show. The distances are the detector's own, and the best candidates are then
-    tried with the detector itself.
+    Each series is the watched metric of one run. For each smoothing, patience and warm-up, a run *shows* the largest
+    distance from its best that lasted ``patience`` observations: the detector fires if and only if its threshold is at
+    most that. So there is no grid of thresholds: the best one is midway between the distances shown by the worst good
+    run and the least bad run. Distances come from the detector's own rule, and the best candidates are then replayed
+    with the detector itself.
 
     Raises:
         ConfigurationError: without a run of either kind.
     """
     if not good or not bad:
-        raise ConfigurationError("a sweep needs runs of both kinds: good ones and bad ones")
+        raise ConfigurationError("a sweep needs both good and bad runs")
     drafts = []
     for smoothing in SMOOTHING:
         tracks_good, tracks_bad = ([_Track(series.values, smoothing, mode) for series in runs] for runs in (good, bad))
@@ -80,7 +80,7 @@ def sweep_settings(good: Sequence[Series], bad: Sequence[Series], *, mode: Mode 
                 shown_bad = [track.shown(limit, patience, warmup) for track in tracks_bad]
                 gap = _widest_gap(shown_good, shown_bad)
                 if gap in found:
-                    continue  # a longer warm-up that changes nothing
+                    continue  # this warm-up changes nothing
                 found.add(gap)
                 settings = DetectorSettings(
                     smoothing=smoothing,
@@ -96,7 +96,7 @@ def sweep_settings(good: Sequence[Series], bad: Sequence[Series], *, mode: Mode 
 
 
 class _Track:
-    """How far a run has been from its best at each observation, as the detector counts it."""
+    """Distance of a run from its best at each observation, by the detector's rule."""
 
     def __init__(self, values: Floats, smoothing: float, mode: Mode) -> None:
         divergence = Divergence(smoothing=smoothing, mode=mode)
@@ -109,7 +109,7 @@ class _Track:
         self._all_finite = bool(np.isfinite(values).all())
 
     def shown(self, limit: Limit, patience: int, warmup: int) -> float:
-        """The largest distance at which it would have fired; infinite where it fires at any, 0 where at none."""
+        """Largest threshold at which the detector fires; infinite if it fires at any, 0 if at none."""
         if not self._all_finite:
             return math.inf
         away = self._away[limit][warmup:]
@@ -119,7 +119,7 @@ class _Track:
 
 
 def _widest_gap(good: Sequence[float], bad: Sequence[float]) -> tuple[float, float]:
-    """Between which two distances a threshold makes the fewest errors; of several gaps the widest, as a factor."""
+    """The two distances between which a threshold makes the fewest errors; of several, those with the largest ratio."""
     levels = sorted({0.0, *good, *bad, math.inf})
     return max(pairwise(levels), key=lambda gap: (-_errors(gap, good, bad), _factor(gap[1], gap[0])))
 
@@ -130,7 +130,7 @@ def _errors(gap: tuple[float, float], good: Sequence[float], bad: Sequence[float
 
 
 def _middle(low: float, high: float) -> float:
-    if low == 0:  # the good runs show nothing at all: the usual threshold will do, if the bad ones show more
+    if low == 0:  # the good runs never leave their best: a threshold of 1 suffices if the bad ones show more
         return min(1.0, high / 2)
     return min(2 * low, HUGE) if high == math.inf else math.sqrt(low) * math.sqrt(high)
 
@@ -148,7 +148,7 @@ def _as_arguments(limit: Limit, distance: float) -> Limits:
 
 
 def _rounded(distance: float) -> float:
-    """Three digits are enough for a threshold that people read, and more would only look exact."""
+    """Three significant digits: more would suggest a precision that a threshold does not have."""
     return float(f"{distance:.3g}")
 
 

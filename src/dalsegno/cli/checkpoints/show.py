@@ -109,24 +109,24 @@ def _print(checkpoint: Checkpoint, states: dict[str, list[Any]], tensors: list[d
 
     from dalsegno.cli.tables import Column, print_table, size, visible
 
-    def say(line: str = "") -> None:
+    def show(line: str = "") -> None:
         print(visible(line))  # the contents are not verified
 
     its = checkpoint.manifest
-    say(str(checkpoint.path))
+    show(str(checkpoint.path))
     made_by = f"{its.world_size} rank(s) with dalsegno {its.dalsegno}, torch {its.torch}"
-    say(f"step {its.step}, saved {its.created} by {made_by}")
+    show(f"step {its.step}, saved {its.created} by {made_by}")
     if its.metrics:
-        say(", ".join(f"{name} {value:.5g}" for name, value in its.metrics.items()) + (" (best)" if its.best else ""))
+        show(", ".join(f"{name} {value:.5g}" for name, value in its.metrics.items()) + (" (best)" if its.best else ""))
     for key, each in states.items():
         record = its.components[key]
-        say()
-        say(f"{key}  {record.class_name}, {record.scope}, version {record.version}")
+        show()
+        show(f"{key}  {record.class_name}, {record.scope}, version {record.version}")
         for rank, state in enumerate(each):
             title = f"  rank {rank}: " if len(each) > 1 else "  "
             first, *rest = json.dumps(state, indent=2, ensure_ascii=False).split("\n")
             for line in (title + first, *(f"  {line}" for line in rest)):
-                say(line)
+                show(line)
     if tensors:
         print()
         print_table(

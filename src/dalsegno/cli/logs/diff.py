@@ -47,14 +47,14 @@ def run(arguments: argparse.Namespace) -> int:
     from itertools import islice
 
     from dalsegno.analysis import diff_records, open_log
-    from dalsegno.analysis.names import tell_apart
+    from dalsegno.analysis.names import make_names_unique
     from dalsegno.cli.tables import Column, print_json, print_table
 
     first, second = (open_log(path, arguments.step_key) for path in (arguments.first, arguments.second))
     for log in (first, second):
         if len(log) > 1:
             raise ConfigurationError(f"{log.path} contains {len(log)} runs; name the one to compare")
-    tell_apart((first, second))
+    make_names_unique((first, second))
     found = diff_records(_with_header(first), _with_header(second))
     if arguments.quiet:
         return 1 if any(True for _ in found) else 0

@@ -1,6 +1,6 @@
 """Draw a heatmap of each parameter's gradient or weight norm over the steps.
 
-Reads the logs that GradNormLogger, ParameterNormLogger and WeightNormLogger write beside the run's own log.
+Reads the logs that GradNormLogger and ParameterNormLogger write beside the run's own log.
 """
 
 from __future__ import annotations
