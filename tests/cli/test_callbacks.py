@@ -34,7 +34,7 @@ def test_a_broken_package_hides_no_other(
     assert main(["callbacks", "list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 6
-    assert "'Gone', offered by beats, cannot be imported: ModuleNotFoundError" in lines[-1]
+    assert "'Gone', provided by beats, cannot be imported: ModuleNotFoundError" in lines[-1]
 
 
 def test_one_is_shown_with_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:

@@ -133,8 +133,8 @@ def test_a_broken_one_is_found_out_down_to_tensor_and_record(folder: Path) -> No
     ("words", "complaint"),
     [
         (["own_training:goood"], "unknown function of own_training 'goood'; did you mean 'good'?"),
-        (["own_trainin:good"], "no module 'own_trainin', neither here nor installed"),
-        (["own_training.more:good"], "no module 'own_training.more', neither here nor installed"),
+        (["own_trainin:good"], "no module 'own_trainin', neither in the current directory nor installed"),
+        (["own_training.more:good"], "no module 'own_training.more', neither in the current directory nor installed"),
         (["torn:good"], "torn: cannot be imported\nTraceback"),
         (["own_training"], "'own_training': name the function as module:name"),
         (["own_training:LIMIT"], "unknown function of own_training 'LIMIT'"),

@@ -97,7 +97,7 @@ def test_a_check_prints_every_setting_and_trains_nothing(folder: Path, capsys: p
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["rnu.toml"], "rnu.toml: there is no such file"),
+        (["rnu.toml"], "rnu.toml: no such file"),
         (["run.toml", "--set", "args.max_step=1"], "--set args.max_step=1: unknown argument 'max_step'; did you mean"),
         (["run.toml", "--set", "trainer=own_run:biuld"], "unknown function of own_run 'biuld'; did you mean"),
         (["run.toml", "--from", "nowhere"], "nowhere"),

@@ -118,7 +118,9 @@ def test_what_an_installed_package_offers_has_a_bare_name(plugins: Path) -> None
 
 def test_one_name_of_two_packages_is_no_name(plugins: Path) -> None:
     install(plugins, "beats", JsonLogger="config.sample:Beat", Mine="config.sample:Beat")
-    with pytest.raises(ds.ConfigurationError, match="'JsonLogger' is offered by built-in and beats; say which as mod"):
+    with pytest.raises(
+        ds.ConfigurationError, match="'JsonLogger' is provided by built-in and beats; name one of them as mod"
+    ):
         ds.load_callbacks(["JsonLogger"])
     assert len(ds.load_callbacks(["Mine"])) == 1
 
@@ -126,10 +128,10 @@ def test_one_name_of_two_packages_is_no_name(plugins: Path) -> None:
 def test_a_broken_package_is_named(plugins: Path) -> None:
     install(plugins, "beats", Gone="no_such_module:Beat", Text="config.sample:BUILT")
     with pytest.raises(
-        ds.ConfigurationError, match="'Gone', offered by beats, cannot be imported: ModuleNotFoundError"
+        ds.ConfigurationError, match="'Gone', provided by beats, cannot be imported: ModuleNotFoundError"
     ):
         ds.load_callbacks(["Gone"])
-    with pytest.raises(ds.ConfigurationError, match="'Text', offered by beats, cannot be imported: AttributeError"):
+    with pytest.raises(ds.ConfigurationError, match="'Text', provided by beats, cannot be imported: AttributeError"):
         ds.load_callbacks(["Text"])
 
 
@@ -170,9 +172,9 @@ def test_an_argument_becomes_what_its_annotation_says(argument: str, written: An
         ("every", "three", "every='three'; needs int"),
         ("every", 3.5, "every=3.5; needs int"),
         ("every", True, "every=True; needs int"),
-        ("mode", "louder", "mode='louder'; allowed are 'loud', 'soft'"),
-        ("mode", False, "mode=False; allowed are 'loud', 'soft'; put it in quotes"),
-        ("weight", "1e-3", "weight='1e-3'; needs float; this is text: write it without quotes, and in YAML with a"),
+        ("mode", "louder", "mode='louder'; allowed: 'loud', 'soft'"),
+        ("mode", False, "mode=False; allowed: 'loud', 'soft'; put it in quotes"),
+        ("weight", "1e-3", "weight='1e-3'; needs float; this is a string: write it without quotes, and in YAML with a"),
         ("limit", [], "limit=[]; needs float or None"),
         ("names", "a", "names='a'; needs a list of str"),
         ("names", ["a", 1], "names[1]=1; needs str"),
@@ -185,7 +187,7 @@ def test_an_argument_becomes_what_its_annotation_says(argument: str, written: An
         ("due", 3, "due=3; needs a table with steps, epochs, seconds, minutes or None"),
         ("windows", [{"begin": 1}, {}], "windows[1]={}; Window needs begin"),
         ("windows", [{"begin": "x"}], "windows[0].begin='x'; needs int"),
-        ("colour", "green", "colour='green'; allowed are 'red', 'blue'"),
+        ("colour", "green", "colour='green'; allowed: 'red', 'blue'"),
     ],
 )
 def test_one_that_does_not_fit_is_refused_before_anything_is_built(
@@ -204,14 +206,17 @@ def test_one_that_does_not_fit_is_refused_before_anything_is_built(
     [
         ({"use": "JsonLoger"}, "(JsonLoger): unknown callback 'JsonLoger'; did you mean 'JsonLogger'?"),
         ({"use": "config.sample:Baet"}, "(config.sample:Baet): unknown class of config.sample 'Baet'; did you mean"),
-        ({"use": "config.smple:Beat"}, "(config.smple:Beat): no module 'config.smple', neither here nor installed"),
+        (
+            {"use": "config.smple:Beat"},
+            "(config.smple:Beat): no module 'config.smple', neither in the current directory nor installed",
+        ),
         ({"use": ":Beat"}, "(:Beat): ':Beat': name the class as module:name, such as my_package.hooks:Beat"),
         ({"use": BEAT, "enabled": "no"}, f"({BEAT}): enabled='no'; needs true or false"),
-        ({"use": BEAT, "name": 3}, f"({BEAT}): name=3; needs a text"),
+        ({"use": BEAT, "name": 3}, f"({BEAT}): name=3; needs a string"),
         ({"use": "config.sample:Picky"}, "(config.sample:Picky): size= is missing; needs int"),
         ({"use": "config.sample:Picky", "size": 10}, "(config.sample:Picky): size=10; allowed are 0 to 9"),
-        ({"every": 3}, ": is {'every': 3}; needs {use = \"…\"}, with the name of a callback and its arguments"),
-        (3, ": is 3; needs {use ="),
+        ({"every": 3}, ": is {'every': 3}; must be {use = \"…\"}, with the name of a callback and its arguments"),
+        (3, ": is 3; must be {use ="),
     ],
 )
 def test_an_entry_that_cannot_be(entry: Any, complaint: str) -> None:
@@ -233,7 +238,7 @@ def test_what_a_constructor_raises_goes_up_as_it_is_with_the_place() -> None:
     [
         ([BEAT, BEAT], "the configuration: callbacks: a Beat and a Beat both have the key 'Beat'; set name= on one"),
         (["config.sample:make_nothing"], "the configuration: callbacks: None is"),
-        ({"use": BEAT}, "the configuration, callbacks: needs a list"),
+        ({"use": BEAT}, "the configuration, callbacks: must be a list"),
     ],
 )
 def test_callbacks_that_cannot_be_together(callbacks: Any, complaint: str) -> None:
@@ -252,9 +257,9 @@ def test_callbacks_that_cannot_be_together(callbacks: Any, complaint: str) -> No
         ("a.toml", "a = 1\na = 2\n", "(at line 2, column 6)"),
         ("a.yaml", "callbacks: [", "line 1, column 13"),
         ("a.yaml", "callbacks: !!python/object/apply:os.getcwd []", "could not determine a constructor for the tag"),
-        ("a.yaml", "- JsonLogger", "holds a list; needs a table with names"),
+        ("a.yaml", "- JsonLogger", "contains a list; must be a table with names"),
         ("a.json", '{"callbacks": ', "line 1 column 15"),
-        ("a.ini", "", "a configuration ends in .toml, .yaml, .yml, .json"),
+        ("a.ini", "", "a configuration file must end in .toml, .yaml, .yml, .json"),
     ],
 )
 def test_a_broken_file_is_named_with_the_place(name: str, text: str, complaint: str, tmp_path: Path) -> None:
@@ -266,7 +271,7 @@ def test_a_broken_file_is_named_with_the_place(name: str, text: str, complaint: 
 
 
 def test_no_file(tmp_path: Path) -> None:
-    with pytest.raises(ds.NotFound, match=r"run\.toml: there is no such file"):
+    with pytest.raises(ds.NotFound, match=r"run\.toml: no such file"):
         ds.load_callbacks(tmp_path / "run.toml")
 
 

@@ -59,9 +59,12 @@ def test_a_file_in_toml(tmp_path: Path) -> None:
             {"trainer": "config.sample:biuld"},
             "the configuration, trainer: unknown function of config.sample 'biuld'; did",
         ),
-        ({"trainer": "config.sample:build_alone"}, "the configuration, trainer: takes no args=; write it as def build"),
+        (
+            {"trainer": "config.sample:build_alone"},
+            "the configuration, trainer: has no argument args=; write it as def build",
+        ),
         ({"arg": {}}, "the configuration: unknown key 'arg'; did you mean 'args'?"),
-        ({"args": []}, "the configuration, args: is []; needs a table, [args]"),
+        ({"args": []}, "the configuration, args: is []; must be a table, [args]"),
         ({"args": {}}, "the configuration, args: output_dir= is missing; needs str or Path"),
         (
             {"args": {"output_dir": "a", "max_step": 1}},
@@ -81,7 +84,7 @@ def test_a_file_in_toml(tmp_path: Path) -> None:
         ),
         ({"factory": {"lenght": 1}}, "the configuration, factory: unknown argument 'lenght'; did you mean 'length'?"),
         ({"factory": {"length": "1"}}, "the configuration, factory: length='1'; needs int"),
-        ({"factory": {"args": {}}}, "the configuration, factory.args: is given by its own section, not here"),
+        ({"factory": {"args": {}}}, "the configuration, factory.args: has its own section; remove it here"),
         (
             {"callbacks": [{"use": BEAT, "evry": 1}]},
             "the configuration, callbacks[0] (config.sample:Beat): unknown arg",
@@ -100,7 +103,10 @@ def test_what_cannot_work_is_said_with_its_place(changed: dict[str, Any], compla
     ("function", "complaint"),
     [
         ("build_nothing", "config.sample:build_nothing returned a NoneType, not a trainer"),
-        ("build_without_them", "config.sample:build_without_them built a trainer without the callbacks it was given"),
+        (
+            "build_without_them",
+            "config.sample:build_without_them returned a trainer without the callbacks it was given",
+        ),
     ],
 )
 def test_what_the_function_returns_is_looked_at(function: str, complaint: str, tmp_path: Path) -> None:
@@ -145,10 +151,10 @@ def test_callbacks_are_found_by_class_or_name_and_added(tmp_path: Path) -> None:
         ("arg.max_steps=3", "unknown key in --set arg.max_steps=3: 'arg'; did you mean 'args'?"),
         ("max_steps", "--set max_steps: write it as key=value, such as args.max_steps=100"),
         ("args..x=1", "--set args..x=1: write it as key=value"),
-        ("trainer.x=1", "--set trainer.x=1: 'trainer' is 'config.sample:build' and holds nothing else"),
+        ("trainer.x=1", "--set trainer.x=1: 'trainer' is 'config.sample:build', which has no keys"),
         ("factory.lenght=1", "--set factory.lenght=1: unknown argument 'lenght'; did you mean 'length'?"),
         ("callbacks.Beat=1", "--set callbacks.Beat=1: name the callback and its argument"),
-        ("callbacks.Beat.every=1", "--set callbacks.Beat.every=1: there are 2 of that name; give them name="),
+        ("callbacks.Beat.every=1", "--set callbacks.Beat.every=1: 2 callbacks have that name; set name="),
         ("callbacks.one.evry=1", "--set callbacks.one.evry=1: unknown argument 'evry'; did you mean 'every'?"),
         ("callbacks.JsonLoger.run=b", "--set callbacks.JsonLoger.run=b (JsonLoger): unknown callback 'JsonLoger'; did"),
     ],

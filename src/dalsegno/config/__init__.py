@@ -1,7 +1,7 @@
-"""Config: callbacks and whole runs named in a file. A configuration names code of the user's; it contains none.
+"""Config: build callbacks and whole runs from a file. A configuration names the user's code; it contains none.
 
-Nothing that is read is ever evaluated. Every name and every argument is checked, against the annotations of what it is
-for, before the first callback is built::
+Nothing in a file is evaluated. Every name and argument is checked against the annotations of its target before the
+first callback is built::
 
     trainer = "my_training:build"
     callbacks = [{use = "JsonLogger", run = "baseline"}, {use = "my_pkg.hooks:Beat", every = 10}]

@@ -1,4 +1,4 @@
-"""What a docstring says: of the whole, and of each argument in its ``Args:`` section."""
+"""Parse docstrings: the description, and each argument in the ``Args:`` section."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _ROLE = re.compile(r":\w+:(?=`)")
 
 
 def prose(made: Callable[..., Any]) -> str:
-    """The docstring up to its ``Args:``, without markup that only makers of web pages read."""
+    """The docstring up to its ``Args:``, without reStructuredText roles."""
     lines = (inspect.getdoc(made) or "").splitlines()
     end = next((number for number, line in enumerate(lines) if _ARGUMENTS.match(line)), len(lines))
     return _plain("\n".join(lines[:end]).strip())
 
 
 def summary(made: Callable[..., Any]) -> str:
-    """The first sentence of :func:`prose`; where it leads to a list, with the names that the list explains."""
+    """The first sentence of :func:`prose`; if it introduces a list, with the names that the list explains."""
     first, _, rest = prose(made).partition("\n\n")
     sentence = re.split(r"(?<=\.)\s", " ".join(first.split()), maxsplit=1)[0]
     if not sentence.endswith(":"):
@@ -32,7 +32,7 @@ def summary(made: Callable[..., Any]) -> str:
 
 
 def argument_docs(made: Callable[..., Any]) -> dict[str, str]:
-    """What the ``Args:`` of a class, or those of its constructor, say of each argument."""
+    """Argument → description, from the ``Args:`` of a function, or of a class and its constructor."""
     sources = [made, made.__init__] if isinstance(made, type) else [made]  # type: ignore[misc]
     docs: dict[str, str] = {}
     for source in sources:

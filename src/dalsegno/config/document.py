@@ -1,4 +1,4 @@
-"""A configuration as it is read: tables, and where each thing in them stands."""
+"""Document: the tables of a configuration, and the location of each value for error messages."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dalsegno.logs.values import from_json
 from dalsegno.system.extras import how_to_install
 
 Source = str | Path | Mapping[str, Any]
-"""A TOML, YAML or JSON file, or what could stand in one, as a dict."""
+"""A TOML, YAML or JSON file, or a dict with the same contents."""
 
 
 class Document:
-    """Tables of a file or a dict. What is set later is remembered with who set it, so that messages can say so."""
+    """Tables of a file or a dict. Overrides are kept with their origin, for error messages."""
 
     def __init__(self, name: str, tables: Mapping[str, Any]) -> None:
         self.name = name
@@ -29,18 +29,18 @@ class Document:
     def read(cls, source: Source) -> Document:
         """
         Raises:
-            NotFound: if there is no such file.
-            ConfigurationError: if it is of another kind, or broken; the message has the line.
+            NotFound: if the file does not exist.
+            ConfigurationError: for another suffix, or a syntax error; the message has the line.
         """
         if isinstance(source, Mapping):
             return cls("the configuration", source)
         path = Path(source)
         if path.suffix not in _READERS:
-            raise ConfigurationError(f"{path}: a configuration ends in {', '.join(_READERS)}")
+            raise ConfigurationError(f"{path}: a configuration file must end in {', '.join(_READERS)}")
         try:
             text = path.read_text(encoding="utf-8")
         except (FileNotFoundError, IsADirectoryError) as error:
-            raise NotFound(f"{path}: there is no such file") from error
+            raise NotFound(f"{path}: no such file") from error
         except ValueError as error:
             raise ConfigurationError(f"{path}: {error}") from error
         try:
@@ -48,96 +48,99 @@ class Document:
         except (ValueError, RecursionError) as error:
             raise ConfigurationError(f"{path}: {error}") from error
         if not isinstance(tables, dict):
-            raise ConfigurationError(f"{path}: holds a {type(tables).__name__}; needs a table with names")
+            raise ConfigurationError(f"{path}: contains a {type(tables).__name__}; must be a table with names")
         return cls(str(path), tables)
 
-    def place(self, *path: str | int) -> str:
-        """Where something stands, for messages: in the file, or on the command line."""
+    def location(self, *path: str | int) -> str:
+        """Location of a value, for error messages: in the file, or on the command line."""
         for length in range(len(path), 0, -1):
             if path[:length] in self._set:
                 return self._set[path[:length]]
         return f"{self.name}, {_dotted(path)}" if path else self.name
 
-    def place_of(self, argument: str, *path: str | int, called: str = "") -> str:
-        """Where an argument of the table at ``path`` is given: the table, unless it was set apart from it."""
+    def argument_location(self, argument: str, *path: str | int, called: str = "") -> str:
+        """Location of an argument of the table at ``path``: the table, unless the argument was overridden."""
         inside = (*path, argument)
         if inside in self._set:
             return self._set[inside]
-        return f"{self.place(*path)} ({called})" if called else self.place(*path)
+        return f"{self.location(*path)} ({called})" if called else self.location(*path)
 
     def section(self, name: str) -> dict[str, Any]:
-        """A table of the document; empty where there is none.
+        """A table of the document; empty if missing.
 
         Raises:
-            ConfigurationError: if there is something else under that name.
+            ConfigurationError: if the value of that name is not a table.
         """
         table = self.tables.get(name, {})
         if not isinstance(table, dict):
-            raise ConfigurationError(f"{self.place(name)}: is {table!r}; needs a table, [{name}]")
+            raise ConfigurationError(f"{self.location(name)}: is {table!r}; must be a table, [{name}]")
         return table
 
     def set(self, assignment: str, sections: Iterable[str]) -> None:
-        """``key=value``: a dotted key and a TOML value; what is no TOML value is text.
+        """Apply ``key=value``: a dotted key, and a TOML value or else a string.
 
         A callback is named by its class or its ``name``: ``callbacks.JsonLogger.run=baseline``.
 
         Raises:
-            ConfigurationError: if it is no such thing; UnknownName for a key that leads nowhere.
+            ConfigurationError: for another form.
+            UnknownName: for an unknown key; suggests the nearest.
         """
         key, equals, text = assignment.partition("=")
         words = key.strip().split(".")
-        said = f"--set {assignment}"
+        option = f"--set {assignment}"
         if not equals or not all(words):
-            raise ConfigurationError(f"{said}: write it as key=value, such as args.max_steps=100")
+            raise ConfigurationError(f"{option}: write it as key=value, such as args.max_steps=100")
         if words[0] not in sections:
-            raise UnknownName(f"key in {said}:", words[0], sections)
+            raise UnknownName(f"key in {option}:", words[0], sections)
         path: tuple[str | int, ...] = tuple(words)
         if words[0] == "callbacks":
-            path = self._callback_path(words, said)
+            path = self._callback_path(words, option)
         table: Any = self.tables
         for word in path[:-1]:
             table = table.setdefault(word, {}) if isinstance(table, dict) else table[word]
             if not isinstance(table, (dict, list)):
-                raise ConfigurationError(f"{said}: {word!r} is {table!r} and holds nothing else")
+                raise ConfigurationError(f"{option}: {word!r} is {table!r}, which has no keys")
         table[path[-1]] = _toml_value(text)
-        self._set[path] = said
+        self._set[path] = option
 
     def callbacks(self) -> list[dict[str, Any]]:
         """The entries under ``callbacks``, in which ``"Name"`` is short for ``{use = "Name"}``.
 
         Raises:
-            ConfigurationError: if something else stands there.
+            ConfigurationError: if it is not a list of such entries.
         """
         entries = self.tables.get("callbacks", [])
         if not isinstance(entries, list):
-            raise ConfigurationError(f'{self.place("callbacks")}: needs a list, [{{use = "JsonLogger"}}, …]')
+            raise ConfigurationError(f'{self.location("callbacks")}: must be a list, [{{use = "JsonLogger"}}, …]')
         for index, entry in enumerate(entries):
             if isinstance(entry, str):
                 entries[index] = {"use": entry}
             elif not isinstance(entry, dict) or not isinstance(entry.get("use"), str):
                 raise ConfigurationError(
-                    f"{self.place('callbacks', index)}: is {entry!r}; needs "
+                    f"{self.location('callbacks', index)}: is {entry!r}; must be "
                     '{use = "…"}, with the name of a callback and its arguments'
                 )
         return entries
 
-    def _callback_path(self, words: list[str], said: str) -> tuple[str | int, ...]:
-        """``callbacks.Name.argument``, with the entry's index for its name; a new entry if there is none."""
+    def _callback_path(self, words: list[str], option: str) -> tuple[str | int, ...]:
+        """The path of ``callbacks.Name.argument``, with the index of the entry; adds an entry if there is none."""
         if len(words) < 3:
-            raise ConfigurationError(f"{said}: name the callback and its argument, callbacks.JsonLogger.run=…")
+            raise ConfigurationError(f"{option}: name the callback and its argument, callbacks.JsonLogger.run=…")
         entries = self.callbacks()
         found = [index for index, entry in enumerate(entries) if words[1] in (entry.get("name"), short_name(entry))]
         if len(found) > 1:
-            raise ConfigurationError(f"{said}: there are {len(found)} of that name; give them name=, and use it here")
+            raise ConfigurationError(
+                f"{option}: {len(found)} callbacks have that name; set name= on each in the file, and use that here"
+            )
         if not found:
             self.tables["callbacks"] = [*entries, {"use": words[1]}]
             found = [len(entries)]
-            self._set["callbacks", found[0]] = said
+            self._set["callbacks", found[0]] = option
         return ("callbacks", found[0], *words[2:])
 
 
 def short_name(entry: Mapping[str, Any]) -> str:
-    """The class that an entry uses, without its module."""
+    """Name of the class of an entry, without its module."""
     return str(entry["use"]).rpartition(":")[2]
 
 
@@ -162,7 +165,9 @@ def _read_yaml(text: str) -> Any:
     try:
         import yaml
     except ImportError as error:
-        raise ConfigurationError(f"YAML is read with PyYAML (or write TOML): {how_to_install('yaml')}") from error
+        raise ConfigurationError(
+            f"reading YAML needs PyYAML, which is not installed (TOML needs nothing); {how_to_install('yaml')}"
+        ) from error
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:

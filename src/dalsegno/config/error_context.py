@@ -1,4 +1,4 @@
-"""Where in a configuration something stands, in front of what is said about it."""
+"""error_context: prefix errors with their location in a configuration."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dalsegno.errors import DalsegnoError
 
 
 @contextmanager
-def error_context(place: str) -> Iterator[None]:
-    """What dalsegno complains of in here is said with its place: ``run.toml, callbacks[0] (Beat): …``."""
+def error_context(location: str) -> Iterator[None]:
+    """Prefix the message of a DalsegnoError raised inside: ``run.toml, callbacks[0] (Beat): …``."""
     try:
         yield
     except DalsegnoError as error:
-        error.args = (f"{place}: {error}",)
+        error.args = (f"{location}: {error}",)
         raise

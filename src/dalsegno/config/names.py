@@ -1,4 +1,4 @@
-"""Names of code, ``module:name``. Looking one up imports the module: more a configuration cannot make happen."""
+"""Names of code, ``module:name``. A lookup imports the module: the only code that a configuration can cause to run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from dalsegno.errors import ConfigurationError, UnknownName
 
 
 def find_named(text: str, what: str, example: str) -> Any:
-    """The thing at the top of a module that ``text`` names, ``module:name``; ``what`` it is, for messages.
+    """The callable ``module:name`` at the top level of a module.
+
+    Args:
+        what: kind of object, for error messages.
+        example: valid ``text``, for error messages.
 
     Raises:
-        ConfigurationError: if ``text`` is no such name, or the module cannot be imported.
-        UnknownName: if the module has nothing callable of that name; the message names the nearest.
+        ConfigurationError: if ``text`` is not ``module:name``, or the module cannot be imported.
+        UnknownName: if the module has no callable of that name; suggests the nearest.
     """
     module_name, colon, name = text.partition(":")
     if not (module_name and colon and name):
@@ -23,7 +27,9 @@ def find_named(text: str, what: str, example: str) -> Any:
         module = importlib.import_module(module_name)
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
-            raise ConfigurationError(f"no module {error.name!r}, neither here nor installed") from error
+            raise ConfigurationError(
+                f"no module {error.name!r}, neither in the current directory nor installed"
+            ) from error
         raise ConfigurationError(f"{module_name}: cannot be imported\n{traceback.format_exc()}") from error
     found = {key: value for key, value in vars(module).items() if callable(value)}
     if name not in found:

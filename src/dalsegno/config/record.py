@@ -1,4 +1,4 @@
-"""config.json: with which settings a run is trained."""
+"""config.json: the settings that a run is trained with."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ SINCE = "since_leg"
 
 
 class ConfigRecord(Callback):
-    """Keeps the resolved configuration in ``<output_dir>/config.json``, which can be trained from as it is.
+    """Writes the resolved configuration to ``<output_dir>/config.json``, which ``dalsegno train`` accepts.
 
-    A leg with other settings than the one before moves the file to ``config.json.0001`` and so on, and writes its own.
+    A leg whose settings differ from the previous leg's moves the file to ``config.json.0001`` (``.0002``, …) first.
     """
 
     makes_wishes = False
@@ -38,11 +38,11 @@ class ConfigRecord(Callback):
         former, since = _former(path)
         if former == settings:
             return
-        if former is not None and _without_place(former) != _without_place(settings):
+        if former is not None and _without_paths(former) != _without_paths(settings):
             since = None
             aside = filesystem.numbered(path.parent, path.name)
             filesystem.rename(path, aside)
-            logger.warning("the configuration is not that of the last leg, which is now in %s", aside)
+            logger.warning("the configuration differs from the previous leg's, which is now in %s", aside)
         if since is None:
             run = RunFile(path.parent).load()
             since = run.legs[-1].leg if run and run.legs else 1
@@ -51,7 +51,7 @@ class ConfigRecord(Callback):
 
 
 def _former(path: Path) -> tuple[dict[str, Any] | None, Any]:
-    """The settings in the file, and since which leg; None without a file. What cannot be read is other settings."""
+    """The settings in the file and their first leg; (None, None) without a file, ({}, None) for an unreadable one."""
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -63,8 +63,8 @@ def _former(path: Path) -> tuple[dict[str, Any] | None, Any]:
     return {key: value for key, value in content.items() if key != SINCE}, content.get(SINCE)
 
 
-def _without_place(settings: dict[str, Any]) -> dict[str, Any]:
-    """A run that was moved, or whose path was relative once, has the same settings."""
+def _without_paths(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings without the run's paths: a run that was moved has the same settings."""
     args = settings.get("args")
     if not isinstance(args, dict):
         return settings

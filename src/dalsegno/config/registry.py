@@ -1,4 +1,4 @@
-"""What ``use`` may name: the built-in callbacks, those that installed packages offer, and ``module:Class``."""
+"""Registry of callbacks for ``use``: built-in ones, those of installed packages, and ``module:Class``."""
 
 from __future__ import annotations
 
@@ -14,55 +14,57 @@ from dalsegno.events.callback import Callback
 from .names import find_named
 
 GROUP = "dalsegno.callbacks"
-"""The group of entry points under which a package offers its callbacks."""
+"""Entry-point group under which a package provides callbacks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A callback that can be used by its bare name."""
+    """A callback that can be used by its short name."""
 
     name: str
     origin: str
-    """``built-in``, or the package that offers it."""
+    """``built-in``, or the package that provides it."""
     _load: Callable[[], Any]
 
     def load(self) -> Callable[..., Any]:
-        """The class, or the function that makes one.
+        """The class, or a function that builds the callback.
 
         Raises:
-            ConfigurationError: if the package that offers it cannot be imported, or offers something else.
+            ConfigurationError: if it cannot be imported from its package, or is not callable.
         """
         try:
             made = self._load()
         except Exception as error:
             raise ConfigurationError(
-                f"{self.name!r}, offered by {self.origin}, cannot be imported: {type(error).__name__}: {error}"
+                f"{self.name!r}, provided by {self.origin}, cannot be imported: {type(error).__name__}: {error}"
             ) from error
         if not callable(made):
-            raise ConfigurationError(f"{self.name!r}, offered by {self.origin}, is a {type(made).__name__}, no class")
+            raise ConfigurationError(
+                f"{self.name!r}, provided by {self.origin}, is a {type(made).__name__}, not a class"
+            )
         return made  # type: ignore[no-any-return]
 
 
 def entries() -> list[Entry]:
-    """Every callback with a bare name: the built-in ones, then those of packages."""
-    return [*_builtins(), *(_offered(entry) for entry in sorted(entry_points(group=GROUP), key=lambda each: each.name))]
+    """Every callback with a short name: built-in ones, then those of packages."""
+    return [*_builtins(), *(_provided(each) for each in sorted(entry_points(group=GROUP), key=lambda each: each.name))]
 
 
 def find_callback(use: str) -> Callable[..., Any]:
-    """The class that ``use`` names: a bare name, or ``module:Class``.
+    """The class that ``use`` names: a short name, or ``module:Class``.
 
     Raises:
-        UnknownName: if there is none; the message names the nearest.
-        ConfigurationError: if it cannot be imported, or two packages offer the same name.
+        UnknownName: for an unknown name; suggests the nearest.
+        ConfigurationError: if it cannot be imported, or two packages provide the same name.
     """
     if ":" in use:
         return find_named(use, "class", "my_package.hooks:Beat")  # type: ignore[no-any-return]
-    found = [offer for offer in entries() if offer.name == use]
+    found = [entry for entry in entries() if entry.name == use]
     if not found:
-        raise UnknownName("callback", use, {offer.name for offer in entries()})
+        raise UnknownName("callback", use, {entry.name for entry in entries()})
     if len(found) > 1:
-        origins = " and ".join(offer.origin for offer in found)
-        raise ConfigurationError(f"{use!r} is offered by {origins}; say which as module:Class")
+        origins = " and ".join(entry.origin for entry in found)
+        raise ConfigurationError(f"{use!r} is provided by {origins}; name one of them as module:Class")
     return found[0].load()
 
 
@@ -73,5 +75,5 @@ def _builtins() -> Iterator[Entry]:
             yield Entry(name, "built-in", lambda found=found: found)  # type: ignore[misc]
 
 
-def _offered(entry: EntryPoint) -> Entry:
+def _provided(entry: EntryPoint) -> Entry:
     return Entry(entry.name, entry.dist.name if entry.dist else entry.module, entry.load)

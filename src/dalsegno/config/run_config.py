@@ -1,4 +1,4 @@
-"""A whole run from a configuration: which function builds the trainer, with which settings and callbacks."""
+"""RunConfig: a run from a configuration: the function that builds the trainer, its settings and callbacks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dalsegno.events.callback import Callback
 from dalsegno.logs.values import to_json
 
 from .document import Document, Source
-from .entries import Entry, build_callbacks, read_entries
+from .entries import CallbackEntry, build_callbacks, read_entries
 from .error_context import error_context
 from .names import find_named
 from .record import SINCE, ConfigRecord
@@ -26,7 +26,7 @@ _HANDED_OVER = ("args", "callbacks")
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """A run as a file describes it::
+    """A run described by a file::
 
         trainer = "my_training:build"    # build(args, callbacks, **factory) returns the trainer
 
@@ -34,26 +34,26 @@ class RunConfig:
         [factory]                        # further arguments of build
         [[callbacks]]                    # use = "…", and arguments
 
-    Read it with :meth:`read`; then everything in it has been checked, and nothing is built.
+    :meth:`read` checks the whole file and builds nothing.
     """
 
     source: str
     trainer: str
     args: TrainingArguments
     factory: dict[str, Any]
-    entries: list[Entry]
+    entries: list[CallbackEntry]
     settings: dict[str, Any]
-    """All of it with every default, as ``config.json`` keeps it."""
+    """The whole configuration with every default, as in ``config.json``."""
     _build: Callable[..., Any]
 
     @classmethod
     def read(cls, source: Source, overrides: Iterable[str] = ()) -> RunConfig:
-        """From a TOML, YAML or JSON file or a dict; ``overrides`` are ``key=value``, as on the command line.
+        """Read a TOML, YAML or JSON file or a dict; ``overrides`` are ``key=value``, as for ``--set``.
 
         Raises:
-            NotFound: if there is no such file.
-            ConfigurationError: for whatever cannot work; the message says where it stands.
-            UnknownName: for a name that nobody knows; the message names the nearest.
+            NotFound: if the file does not exist.
+            ConfigurationError: for an invalid value; the message gives its location.
+            UnknownName: for an unknown name; suggests the nearest.
         """
         document = Document.read(source)
         for assignment in overrides:
@@ -75,18 +75,18 @@ class RunConfig:
         return cls(document.name, trainer, args, factory, entries, settings, build)
 
     def as_json(self) -> str:
-        """Every setting, as :meth:`read` takes it."""
+        """Every setting as JSON, which :meth:`read` accepts."""
         return json.dumps(to_json(self.settings), indent=2, allow_nan=False)
 
     def callbacks(self) -> list[Callback]:
-        """The callbacks, newly built, with one that keeps the settings in the run's ``config.json``."""
+        """Build the callbacks, and one that writes the settings to the run's ``config.json``."""
         return [*build_callbacks(self.entries, self.source), ConfigRecord(self.settings)]
 
     def build(self) -> Any:
-        """The trainer, newly built.
+        """Build the trainer.
 
         Raises:
-            ConfigurationError: if what the function returns is no trainer, or does not have the callbacks.
+            ConfigurationError: if the function returns something else, or a trainer without the callbacks.
         """
         callbacks = self.callbacks()
         trainer = self._build(args=self.args, callbacks=callbacks, **self.factory)
@@ -96,7 +96,7 @@ class RunConfig:
         for callback in callbacks:
             if callback not in present:
                 raise ConfigurationError(
-                    f"{self.trainer} built a trainer without the callbacks it was given: {EXAMPLE}"
+                    f"{self.trainer} returned a trainer without the callbacks it was given; write it as {EXAMPLE}"
                 )
         return trainer
 
@@ -106,31 +106,32 @@ def _find_build(document: Document) -> tuple[str, Callable[..., Any]]:
     if not isinstance(name, str):
         given = "is missing" if name is None else f"is {name!r}"
         raise ConfigurationError(
-            f"{document.place('trainer')}: {given}; name the function that builds the trainer, "
+            f"{document.location('trainer')}: {given}; name the function that builds the trainer, "
             'trainer = "my_training:build"'
         )
-    with error_context(document.place("trainer")):
+    with error_context(document.location("trainer")):
         return name, find_named(name, "function", "my_training:build")
 
 
 def _read_factory(document: Document, build: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arguments for the function beside args and callbacks, checked; and as settings, with the defaults."""
-    with error_context(document.place("trainer")):
+    """The checked arguments of the function beside args and callbacks; and as settings, with the defaults."""
+    with error_context(document.location("trainer")):
         signature = signature_of(build)
         for name in _HANDED_OVER:
             if name not in signature and not signature.takes_others:
-                raise ConfigurationError(f"takes no {name}=; write it as {EXAMPLE}")
+                raise ConfigurationError(f"has no argument {name}=; write it as {EXAMPLE}")
     for name in _HANDED_OVER:
         signature.pop(name, None)
     written = document.section("factory")
     if wrong := [name for name in _HANDED_OVER if name in written]:
-        raise ConfigurationError(f"{document.place('factory', wrong[0])}: is given by its own section, not here")
-    arguments = signature.check(written, lambda name: document.place_of(name, "factory"))
+        raise ConfigurationError(f"{document.location('factory', wrong[0])}: has its own section; remove it here")
+    arguments = signature.check(written, lambda name: document.argument_location(name, "factory"))
     return arguments, signature.defaults() | written
 
 
 def _read_args(document: Document) -> TrainingArguments:
     written = document.section("args")
-    arguments = signature_of(TrainingArguments).check(written, lambda name: document.place_of(name, "args"), MEANT)
-    with error_context(document.place("args")):
+    signature = signature_of(TrainingArguments)
+    arguments = signature.check(written, lambda name: document.argument_location(name, "args"), MEANT)
+    with error_context(document.location("args")):
         return TrainingArguments(**arguments)

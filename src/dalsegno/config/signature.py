@@ -1,4 +1,4 @@
-"""What a class or a function can be given: names, annotations, defaults, and what its docstring says of each."""
+"""Signature: the arguments of a class or function, with annotations, defaults and descriptions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dalsegno.errors import ConfigurationError, UnknownName
 from .docstrings import argument_docs
 from .error_context import error_context
 from .type_hints import hints_of
-from .values import Misfit, coerce, describe
+from .values import Mismatch, coerce, describe
 
 _PLAIN = (bool, int, float, str, type(None))
 _NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
@@ -21,13 +21,13 @@ _NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One that can be given by its name."""
+    """An argument that can be passed by name."""
 
     name: str
     annotation: Any
     default: Any
     doc: str
-    """What the docstring says of it; empty where it says nothing."""
+    """Description in the docstring; empty without one."""
 
     @property
     def required(self) -> bool:
@@ -35,56 +35,61 @@ class Argument:
 
 
 class Signature(dict[str, Argument]):
-    """The arguments by their names, in their order."""
+    """Name → argument, in order."""
 
     def __init__(self, arguments: list[Argument], others: Any, unnamed: str | None) -> None:
-        """``others``: the annotation of ``**kwargs``, ``Parameter.empty`` if there are none; ``unnamed``: a required
-        parameter that has no name to be given by."""
+        """
+        Args:
+            others: annotation of ``**kwargs``; ``Parameter.empty`` without any.
+            unnamed: a required positional-only parameter; None without any.
+        """
         super().__init__((argument.name, argument) for argument in arguments)
         self.others = others
         self.takes_others = others is not Parameter.empty
         self._unnamed = unnamed
 
     def defaults(self) -> dict[str, Any]:
-        """Of the arguments that have one, as far as a file could hold it."""
+        """The defaults that a file can represent."""
         return {each.name: each.default for each in self.values() if isinstance(each.default, _PLAIN)}
 
     def check(
-        self, given: Mapping[str, Any], place: Callable[[str], str], meant: Mapping[str, str] | None = None
+        self, given: Mapping[str, Any], location: Callable[[str], str], meant: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
-        """``given`` as the annotations want it; ``place`` says where an argument of that name stands.
+        """Check ``given`` against the annotations and coerce its values.
 
-        ``meant``: other words for names that there are.
+        Args:
+            location: gives the location of an argument, for error messages.
+            meant: known wrong name → right name.
 
         Raises:
-            UnknownName: for a name that is none of them; the message names the nearest.
-            ConfigurationError: for a value that does not fit, and for one that is missing.
+            UnknownName: for an unknown argument; suggests the nearest.
+            ConfigurationError: for a value of the wrong type, or a missing argument.
         """
         for name in given:
             if name not in self and not self.takes_others:
-                with error_context(place(name)):
+                with error_context(location(name)):
                     raise UnknownName("argument", name, self, meant)
         if self._unnamed is not None:
-            raise ConfigurationError(f"{place('')}: its parameter {self._unnamed!r} cannot be given by name")
+            raise ConfigurationError(f"{location('')}: its parameter {self._unnamed!r} cannot be passed by name")
         for argument in self.values():
             if argument.required and argument.name not in given:
                 raise ConfigurationError(
-                    f"{place(argument.name)}: {argument.name}= is missing; needs {describe(argument.annotation)}"
+                    f"{location(argument.name)}: {argument.name}= is missing; needs {describe(argument.annotation)}"
                 )
-        return {name: self._fitting(name, value, place(name)) for name, value in given.items()}
+        return {name: self._coerce(name, value, location(name)) for name, value in given.items()}
 
-    def _fitting(self, name: str, value: Any, place: str) -> Any:
+    def _coerce(self, name: str, value: Any, location: str) -> Any:
         try:
             return coerce(value, self[name].annotation if name in self else self.others)
-        except Misfit as misfit:
-            raise ConfigurationError(f"{place}: {name}{misfit}") from misfit
+        except Mismatch as mismatch:
+            raise ConfigurationError(f"{location}: {name}{mismatch}") from mismatch
 
 
 def signature_of(made: Callable[..., Any]) -> Signature:
-    """Of a class's constructor, or of a function.
+    """The signature of a class's constructor, or of a function.
 
     Raises:
-        ConfigurationError: for something built in, whose signature cannot be seen.
+        ConfigurationError: for a built-in without a signature.
     """
     function = _constructor(made) if isinstance(made, type) else made
     if function is None:
@@ -92,7 +97,7 @@ def signature_of(made: Callable[..., Any]) -> Signature:
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except ValueError as error:
-        raise ConfigurationError(f"{made!r}: nobody can see what it takes") from error
+        raise ConfigurationError(f"{made!r}: its signature cannot be inspected; wrap it in a function") from error
     if isinstance(made, type):
         parameters = parameters[1:]
     hints, docs = hints_of(function), argument_docs(made)

@@ -1,4 +1,4 @@
-"""Annotations of a function, resolved one by one, so that one which only a type checker can resolve spoils no other."""
+"""Annotations of a function, resolved one by one, so that one that only a type checker can resolve affects no other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Name to annotation; those that cannot be resolved are left out."""
+    """Name → annotation; annotations that cannot be resolved are left out."""
     module = sys.modules.get(getattr(function, "__module__", ""))
     names = getattr(function, "__globals__", vars(module) if module else {})
     resolved: dict[str, Any] = {}

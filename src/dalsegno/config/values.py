@@ -1,4 +1,4 @@
-"""Values of a configuration, and the annotations that they must fit."""
+"""Coercion of configuration values to annotations."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _LISTS: dict[Any, Callable[[list[Any]], Any]] = {
 _TABLES = (dict, Mapping, MutableMapping)
 
 
-class Misfit(Exception):
-    """A value does not fit its annotation: where inside of it, what stands there, and what would fit."""
+class Mismatch(Exception):
+    """A value does not match its annotation. Has the path inside the value, the value there, and what is needed."""
 
     def __init__(self, value: object, needs: str, path: str = "") -> None:
         super().__init__(f"{path}={value!r}; {needs}")
@@ -33,40 +33,40 @@ class Misfit(Exception):
         self.needs = needs
         self.path = path
 
-    def inside(self, step: str) -> Misfit:
-        """The same, seen from the container."""
-        return Misfit(self.value, self.needs, step + self.path)
+    def inside(self, step: str) -> Mismatch:
+        """The same mismatch, seen from the container."""
+        return Mismatch(self.value, self.needs, step + self.path)
 
 
 def coerce(value: Any, annotation: Any) -> Any:
-    """``value`` as ``annotation`` wants it: numbers, text, lists and tables are what a file can hold.
+    """Convert ``value``, a number, string, list or table of a file, to the type of ``annotation``.
 
-    A table becomes a dataclass, a list a tuple or a set, text a path or a member of an enumeration. What an annotation
-    says in a way that cannot be resolved is not checked.
+    A table becomes a dataclass, a list a tuple or set, a string a path or enum member. An annotation that cannot be
+    resolved is not checked.
 
     Raises:
-        Misfit: if it does not fit.
+        Mismatch: if the value does not match.
     """
     annotation = _plain(annotation)
     kind, inner = get_origin(annotation) or annotation, get_args(annotation)
     if kind in _UNCHECKED or isinstance(kind, (str, ForwardRef, TypeVar)):
         return value
     if kind is Literal:
-        return _choose(value, inner)
+        return _coerce_literal(value, inner)
     if kind in (Union, types.UnionType):
-        return _fit_one(value, inner)
+        return _coerce_union(value, inner)
     if is_dataclass(kind) and isinstance(kind, type) and isinstance(value, Mapping):
-        return _fill(value, kind)
+        return _build_dataclass(value, kind)
     if isinstance(value, (list, tuple)) and (kind in _LISTS or kind is tuple):
-        return _fit_list(list(value), kind, inner)
+        return _coerce_list(list(value), kind, inner)
     if isinstance(value, Mapping) and kind in _TABLES:
         of_key, of_value = inner or (Any, Any)
         return {_key(key, of_key): _at(f"[{key!r}]", each, of_value) for key, each in value.items()}
-    return _fit_single(value, kind, describe(annotation))
+    return _coerce_scalar(value, kind, describe(annotation))
 
 
 def _plain(annotation: Any) -> Any:
-    """The annotation itself, behind ``Annotated``, ``NewType`` and aliases."""
+    """The annotation behind ``Annotated``, ``NewType`` and aliases."""
     while True:
         if get_origin(annotation) is Annotated:
             annotation = get_args(annotation)[0]
@@ -78,13 +78,13 @@ def _plain(annotation: Any) -> Any:
             return annotation
 
 
-def _fit_single(value: Any, kind: Any, needed: str) -> Any:
+def _coerce_scalar(value: Any, kind: Any, needed: str) -> Any:
     if kind is None:
         kind = types.NoneType
     if kind is float and type(value) is int:
         return float(value)
     if isinstance(value, bool) and kind in (int, float):
-        raise Misfit(value, f"needs {needed}")
+        raise Mismatch(value, f"needs {needed}")
     if isinstance(kind, type):
         if isinstance(value, kind) and not (isinstance(value, (str, bytes)) and kind in _LISTS):
             return value
@@ -92,86 +92,85 @@ def _fit_single(value: Any, kind: Any, needed: str) -> Any:
             return kind(value)
         if issubclass(kind, Enum):
             return _member(value, kind)
-    raise Misfit(value, f"needs {needed}{_hint(value, kind)}")
+    raise Mismatch(value, f"needs {needed}{_hint(value, kind)}")
 
 
 def _member(value: Any, kind: type[Enum]) -> Enum:
     for member in kind:
         if value in (member.value, member.name):
             return member
-    raise Misfit(value, f"allowed are {', '.join(repr(member.value) for member in kind)}")
+    raise Mismatch(value, f"allowed: {', '.join(repr(member.value) for member in kind)}")
 
 
-def _choose(value: Any, allowed: tuple[Any, ...]) -> Any:
+def _coerce_literal(value: Any, allowed: tuple[Any, ...]) -> Any:
     for each in allowed:
         if type(each) is type(value) and each == value:
             return each
-    raise Misfit(value, f"allowed are {', '.join(map(repr, allowed))}{_hint(value, type(allowed[0]))}")
+    raise Mismatch(value, f"allowed: {', '.join(map(repr, allowed))}{_hint(value, type(allowed[0]))}")
 
 
-def _fit_one(value: Any, members: tuple[Any, ...]) -> Any:
+def _coerce_union(value: Any, members: tuple[Any, ...]) -> Any:
     if type(value) in members:
         return value
     tables = [member for member in members if is_dataclass(_plain(member))]
     if isinstance(value, Mapping) and len(tables) == 1:
         return coerce(value, tables[0])
-    misfits = []
+    mismatches = []
     for member in members:
         try:
             return coerce(value, member)
-        except Misfit as misfit:
-            misfits.append(misfit)
-    deepest = max(misfits, key=lambda misfit: len(misfit.path))
-    if deepest.path:  # one member is of the right kind, and something inside is not
+        except Mismatch as mismatch:
+            mismatches.append(mismatch)
+    deepest = max(mismatches, key=lambda mismatch: len(mismatch.path))
+    if deepest.path:  # the container matches this member, and one of its values does not
         raise deepest
     wanted = " or ".join(describe(member) for member in members)
-    raise Misfit(value, f"needs {wanted}{_hint(value, *members)}")
+    raise Mismatch(value, f"needs {wanted}{_hint(value, *members)}")
 
 
-def _fit_list(values: list[Any], kind: Any, inner: tuple[Any, ...]) -> Any:
+def _coerce_list(values: list[Any], kind: Any, inner: tuple[Any, ...]) -> Any:
     if kind is not tuple:
         of = inner[0] if inner else Any
         return _LISTS[kind]([_at(f"[{index}]", each, of) for index, each in enumerate(values)])
     if inner[1:] == (...,) or not inner:
         return tuple(_at(f"[{index}]", each, inner[0] if inner else Any) for index, each in enumerate(values))
     if len(values) != len(inner):
-        raise Misfit(values, f"needs {len(inner)} values, {', '.join(map(describe, inner))}")
+        raise Mismatch(values, f"needs {len(inner)} values, {', '.join(map(describe, inner))}")
     return tuple(_at(f"[{index}]", each, of) for index, (each, of) in enumerate(zip(values, inner, strict=True)))
 
 
-def _fill(table: Mapping[str, Any], kind: type) -> Any:
-    """A dataclass from a table."""
+def _build_dataclass(table: Mapping[str, Any], kind: type) -> Any:
     known = {field.name: field for field in fields(kind) if field.init}
     hints = hints_of(kind.__init__)  # type: ignore[misc]
     for key in table:
         if key not in known:
-            raise Misfit(dict(table), str(UnknownName(f"key for {kind.__name__}:", key, known)))
+            raise Mismatch(dict(table), str(UnknownName(f"key for {kind.__name__}:", key, known)))
     for name, field in known.items():
         if name not in table and field.default is MISSING and field.default_factory is MISSING:
-            raise Misfit(dict(table), f"{kind.__name__} needs {name}")
+            raise Mismatch(dict(table), f"{kind.__name__} needs {name}")
     arguments = {key: _at(f".{key}", value, hints.get(key, Any)) for key, value in table.items()}
     try:
         return kind(**arguments)
     except ConfigurationError as error:
-        raise Misfit(dict(table), str(error)) from error
+        raise Mismatch(dict(table), str(error)) from error
 
 
 def _at(step: str, value: Any, annotation: Any) -> Any:
     try:
         return coerce(value, annotation)
-    except Misfit as misfit:
-        raise misfit.inside(step) from None
+    except Mismatch as mismatch:
+        raise mismatch.inside(step) from None
 
 
 def _key(key: Any, annotation: Any) -> Any:
     try:
         return coerce(key, annotation)
-    except Misfit as misfit:
-        raise Misfit(key, f"as a key, {misfit.needs}") from None
+    except Mismatch as mismatch:
+        raise Mismatch(key, f"as a key, {mismatch.needs}") from None
 
 
 def _hint(value: Any, *kinds: Any) -> str:
-    """What YAML has made of something that its writer meant otherwise."""
+    """Hint at a YAML value that was parsed as another type than its author meant."""
     if isinstance(value, bool) and str in kinds:
         return f"; put it in quotes (YAML reads an unquoted {'yes or on' if value else 'no or off'} as {value})"
     if isinstance(value, str) and (float in kinds or int in kinds):
@@ -179,7 +178,7 @@ def _hint(value: Any, *kinds: Any) -> str:
             float(value)
         except ValueError:
             return ""
-        return "; this is text: write it without quotes, and in YAML with a point, 1.0e-3"
+        return "; this is a string: write it without quotes, and in YAML with a decimal point, 1.0e-3"
     return ""
 
 
