@@ -73,7 +73,9 @@ def test_a_difference_is_exit_status_1(
     assert main(["demo", "--steps", "12", "--out", str(tmp_path)]) == 1
     text = capsys.readouterr().out
     assert "THE RUNS DIFFER." in text
-    assert re.search(r"while saving step (\d+), before write \d of \d+\n.*partial checkpoint.*step-0*\1\.partial\n", text)
+    assert re.search(
+        r"while saving step (\d+), before write \d of \d+\n.*partial checkpoint.*step-0*\1\.partial\n", text
+    )
     assert re.search(r"^weights +28 tensors +\S+: [\d,]+ of [\d,]+ elements differ", text, re.MULTILINE)
     assert not (tmp_path / "reference" / "left over").exists()
     assert (tmp_path / "mine.txt").exists()

@@ -353,7 +353,7 @@ def test_arguments_of_the_trainer(tmp_path: Path) -> None:
 
 
 def test_a_fault_plan_with_two_moments() -> None:
-    with pytest.raises(ConfigurationError, match="give one of event=, operation=, seconds="):
+    with pytest.raises(ConfigurationError, match="give exactly one of event=, operation=, seconds="):
         FaultPlan(event=Event.STEP_END, seconds=1.0)
 
 

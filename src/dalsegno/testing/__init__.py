@@ -1,6 +1,6 @@
-"""Tools to prove that a run survives being killed: for dalsegno's own tests, and for those of its users.
+"""Test tools: show that a killed run resumes exactly. Used by dalsegno's own tests, and for those of its users.
 
-``assert_resume_equivalent(factory, kill_at=[...])`` is the one to begin with.
+Start with ``assert_resume_equivalent(factory, kill_at=[...])``.
 """
 
 from .compare import Comparison, Row, compare_runs

@@ -1,7 +1,7 @@
-"""Two runs, held against each other: every tensor, every component's state, every log record.
+"""compare_runs: compare every tensor, every component's state and every log record of two runs.
 
-Only what tells the time may differ: ``timestamp``, ``tok_per_sec``, ``mfu``, ``peak_mem``, ``*_runtime``,
-``*_per_second``, the seconds trained, and, since these stand in the logs as text, the length of the logs in bytes.
+Only wall-clock values may differ: ``timestamp``, ``tok_per_sec``, ``mfu``, ``peak_mem``, ``*_runtime``,
+``*_per_second``, the training time, and the length of the logs in bytes, since logs contain these as text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dalsegno.checkpoint import Checkpoint, CheckpointManager, read_tensors, sav
 from dalsegno.errors import NotFound
 from dalsegno.logs import EventPosition, Position, is_wall_clock, read_records
 
-_CLOCK = "clock"  # the component that holds the seconds trained
+_CLOCK = "clock"  # component with the training time
 _TITLES = {
     "model": "weights",
     "optimizer": "optimizer",
@@ -31,12 +31,12 @@ _TITLES = {
     "trainer": "trainer",
     "meter": "sums between logs",
 }
-"""What some components are to a reader; their rows come first, in this order."""
+"""Titles of components, whose rows come first, in this order."""
 _BYTES = {
     frozenset(Position.__dataclass_fields__): {"offset", "tail"},
     frozenset(EventPosition.__dataclass_fields__): {"files"},
 }
-"""What is not compared of the places that logs have come to: bytes, which depend on the clock and the legs."""
+"""Fields of saved log positions that are not compared: byte counts, which depend on wall-clock values and legs."""
 
 
 Tensors = dict[str, dict[str, torch.Tensor]]
@@ -44,15 +44,15 @@ Tensors = dict[str, dict[str, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One thing that was compared."""
+    """The comparison of one component or log."""
 
     what: str
-    """A component's key, or a log."""
+    """Key of the component, or name of the log."""
     count: int
-    """How many tensors, values or records."""
+    """Number of tensors, values or records."""
     unit: str
     difference: str | None = None
-    """The first difference; None: there is none."""
+    """The first difference; None without any."""
 
     @property
     def identical(self) -> bool:
@@ -60,7 +60,7 @@ class Row:
 
     @property
     def title(self) -> str:
-        """``what`` in words."""
+        """Readable form of ``what``."""
         if self.what in _TITLES:
             return _TITLES[self.what]
         return self.what.replace("callbacks.", "callback ").replace("logs/", "log ")
@@ -68,7 +68,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The whole comparison."""
+    """The comparison of two runs."""
 
     rows: list[Row]
 
@@ -80,7 +80,7 @@ class Comparison:
         return self.table()
 
     def table(self) -> str:
-        """As text, a line each under a header."""
+        """A header and one line per row, as text."""
         lines = [("compared", "count", "", "result")]
         for row in self.rows:
             unit = row.unit if row.count != 1 else row.unit.removesuffix("s")
@@ -90,15 +90,15 @@ class Comparison:
 
 
 def compare_runs(first: str | Path, second: str | Path, *, ignoring: Collection[str] = ()) -> Comparison:
-    """The newest checkpoints of two output folders, and all their logs.
+    """Compare the newest checkpoints and all logs of two runs.
 
     Args:
-        first: an output folder.
-        second: another one.
-        ignoring: values of components that may differ, as ``"trainer.best_model_checkpoint"``.
+        first: output directory of a run.
+        second: output directory of the other run.
+        ignoring: values of components that may differ, such as ``"trainer.best_model_checkpoint"``.
 
     Raises:
-        NotFound: if one has no checkpoint.
+        NotFound: if one of them has no checkpoint.
     """
     first, second = Path(first), Path(second)
     ours, theirs = _newest(first), _newest(second)
@@ -116,7 +116,7 @@ def _newest(output_dir: Path) -> Checkpoint:
 
 
 def _place(row: Row) -> tuple[int, str]:
-    """Where among the rows of state; of two for one component, tensors stay before values."""
+    """Sort key of the rows of state; the sort is stable, so a component's tensors stay before its values."""
     titled = list(_TITLES)
     return (titled.index(row.what) if row.what in titled else len(titled), row.what)
 
@@ -152,7 +152,7 @@ def _logs(ours: Path, theirs: Path) -> Iterator[Row]:
 
 
 def _log_names(output_dir: Path) -> set[str]:
-    """Every log of a run, wherever it lies; what was rewound is none any more."""
+    """Paths of all logs of a run, those in ``rewound/`` excluded."""
     names = {path.relative_to(output_dir) for path in output_dir.rglob("*.json*")} - {Path("run.json")}
     return {name.as_posix() for name in names if not {"rewound", "checkpoints"} & set(name.parts)}
 
@@ -164,7 +164,7 @@ def _record_difference(mine: Mapping[str, Any] | None, yours: Mapping[str, Any] 
 
 
 def _first_difference(mine: Any, yours: Any, where: str) -> str | None:
-    """Where two trees of state differ first, and how; None where they are the same, bit by bit."""
+    """Path and values of the first difference between two trees of state; None if they are equal bit by bit."""
     if type(mine) is not type(yours):
         return f"{where}: {_short(mine)} and {_short(yours)}"
     if isinstance(mine, Mapping):

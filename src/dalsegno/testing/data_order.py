@@ -1,4 +1,4 @@
-"""DataOrder: a callback that knows every batch a run was trained on, in order."""
+"""DataOrder: a callback that digests every training batch, in order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class DataOrderState(TypedDict):
 
 
 class DataOrder(Callback):
-    """Its state is the number of batches and a digest of all of them: equal digests, equal data in equal order."""
+    """Its state is the number of batches and a digest of them: equal digests mean the same data in the same order."""
 
     makes_wishes = False
     state_scope = "per_rank"
@@ -44,7 +44,7 @@ class DataOrder(Callback):
 
     @classmethod
     def reshard(cls, states: list[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
-        """A digest goes on from all the former ones."""
+        """Each rank continues from the concatenated digests of all former ranks."""
         merged = {"batches": states[0]["batches"], "digest": "".join(state["digest"] for state in states)}
         return [merged] * world_size
 

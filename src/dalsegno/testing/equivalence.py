@@ -1,4 +1,4 @@
-"""Kill a run, resume it, and show that it is as if it had never been killed."""
+"""check_resume, assert_resume_equivalent: kill a run, resume it, and compare it with an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .processes import start_ranks, values
 
 
 class Trains(Protocol):
-    """A Trainer, or whatever else brings a run to its end from where it is."""
+    """A Trainer, or another object whose ``train()`` resumes a run and trains it to its end."""
 
     def train(self) -> TrainResult | None: ...
 
 
 Factory = Callable[[Path], Trains]
-"""Builds the trainer of a run in the given folder, model and data included: the same each time it is called. It must
-stand at the top of a module, so that other processes can import it."""
+"""Builds the trainer of a run in the given directory, with model and data, the same way at each call. Must be at the
+top level of a module, so that other processes can import it."""
 
 
 def check_resume(
@@ -38,21 +38,22 @@ def check_resume(
     seed: int = 0,
     say: Callable[[str], None] = lambda line: None,
 ) -> Comparison:
-    """Run ``factory``'s trainer uninterrupted, and killed at each of the moments and resumed; then compare.
+    """Train once without interruption, and once killed by each plan in turn and resumed; then compare the two runs.
 
-    Every leg is a process of its own, or one for each rank. A moment that a leg does not live to see passes by.
+    Every leg is a new process, or one per rank. A plan is skipped if its leg finishes first.
 
     Args:
-        kill_at: a moment for each leg that is to be killed; None: two at random, between steps and in a save.
+        factory: builds the trainer in the given directory.
+        kill_at: one plan for each leg to kill; None: two at random, between two steps and during a save.
         folder: gets the two runs, ``reference`` and ``killed``.
-        world_size: ranks, joined over gloo.
-        timeout: seconds for each leg.
-        seed: of the random moments.
-        say: told what happens, a line at a time.
+        world_size: number of ranks, joined over gloo.
+        timeout: time limit of each leg, in seconds.
+        seed: seed of the random plans.
+        say: called with each line of progress.
 
     Raises:
-        RankFailed: if a leg ends with an error of its own, or takes too long.
-        ConfigurationError: if none of the moments came.
+        RankFailed: if a leg raises or exceeds its time limit.
+        ConfigurationError: if no leg was killed.
     """
     reference, killed = folder / "reference", folder / "killed"
     trace = _leg(factory, reference, None, world_size, timeout)
@@ -78,11 +79,10 @@ def assert_resume_equivalent(
     timeout: float = 300.0,
     folder: Path | None = None,
 ) -> None:
-    """As :func:`check_resume`, in a temporary folder unless one is given.
+    """Assert that :func:`check_resume` finds no difference; ``folder`` None: in a temporary directory.
 
     Raises:
-        AssertionError: if anything differs, with the table of all that was compared, down to the first differing
-            record and tensor.
+        AssertionError: if anything differs, with the table of the comparison and the first differing record and tensor.
     """
     with _folder(folder) as place:
         comparison = check_resume(factory, kill_at, folder=place, world_size=world_size, timeout=timeout)
@@ -92,7 +92,7 @@ def assert_resume_equivalent(
 def _leg(
     factory: Factory, output_dir: Path, plan: FaultPlan | None, world_size: int, timeout: float
 ) -> EventTrace | None:
-    """One leg, and what rank 0 went through; None if it was killed (there the plan is armed) or stopped in time."""
+    """Run one leg; returns rank 0's trace, or None if the plan, armed on rank 0, killed or stopped it."""
     outcomes = start_ranks(_train, world_size, factory, output_dir, plan).wait(timeout)
     if outcomes[0].was_killed and plan is not None:
         return None

@@ -1,4 +1,4 @@
-"""FaultPlan: the moment at which a process sends itself a signal: SIGKILL, as an out-of-memory killer would."""
+"""FaultPlan: a process sends itself a signal at a given point, by default SIGKILL, as an out-of-memory killer would."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ from dalsegno.system import filesystem
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """Exactly one of the three.
+    """Where to kill a process: exactly one of ``event``, ``operation`` and ``seconds``.
 
     Args:
         event: kill when this event fires for the ``count``-th time.
         operation: kill before the ``count``-th file operation of this kind (``write``, ``fsync``, ``rename``,
             ``mkdir``, ``unlink``, ``truncate``, or ``any``) on a path that contains ``path``.
-        seconds: kill this long after the plan is armed: wherever that happens to be.
-        sends: another signal than SIGKILL, SIGTERM for one, as a cluster sends it that wants its machine back.
+        seconds: kill this long after the plan is armed.
+        sends: the signal; SIGTERM, for example, as a cluster sends before it takes a machine back.
+
+    Raises:
+        ConfigurationError: for none or several of the three, or a count below 1.
     """
 
     event: Event | None = None
@@ -40,12 +43,12 @@ class FaultPlan:
 
     def __post_init__(self) -> None:
         if sum(each is not None for each in (self.event, self.operation, self.seconds)) != 1:
-            raise ConfigurationError(f"{self}: give one of event=, operation=, seconds=")
+            raise ConfigurationError(f"{self}: give exactly one of event=, operation=, seconds=")
         if self.count < 1:
-            raise ConfigurationError(f"FaultPlan(count={self.count}): counts from 1")
+            raise ConfigurationError(f"FaultPlan(count={self.count}): must be at least 1")
 
     def arm(self) -> Callable[[], None]:
-        """From now on, this process is going to be struck. What is returned disarms the plan again."""
+        """Activate the plan in this process. Returns a function that deactivates it."""
         if self.event is not None:
             return register_global_callback(_KillAtEvent(self.event, self.count, self._strike)).remove
         if self.operation is not None:
@@ -95,7 +98,7 @@ class _KillAtEvent(Callback):
 class _KillAtOperation:
     def __init__(self, operation: str, count: int, path: str, strike: Strike) -> None:
         self._operation, self._count, self._path, self._strike = operation, count, path, strike
-        self._seen = itertools.count(1)  # one step each, whatever the thread: saves have one of their own
+        self._seen = itertools.count(1)  # next() is atomic: saves write on a thread of their own
 
     def __call__(self, operation: str, path: Path) -> None:
         is_meant = self._operation in ("any", operation) and self._path in str(path)

@@ -1,4 +1,4 @@
-"""Breaks: a leg is saved at a place of the run, and ends right there, so that the next leg resumes from that place."""
+"""Breaks: save a checkpoint at a given step and end the leg there, so that the next leg resumes from that step."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from dalsegno.events.registration import register_global_callback
 from .event_trace import EventTrace
 
 How = Literal["kill", "stop"]
-"""By SIGKILL, once the checkpoint is published and a step more is done; or by SIGTERM, which saves."""
+"""``kill``: SIGKILL, once the checkpoint is published and one more step is done; ``stop``: SIGTERM, which saves."""
 
 Moment = Literal["inside", "last step", "end"]
 """After a step in the middle of an epoch; after its last step, before ``on_epoch_end``; after ``on_epoch_end``."""
 
 Pattern = Sequence[Sequence[tuple[Moment, How]]]
-"""The breaks of each epoch, from the first on."""
+"""The breaks of each epoch, starting with the first."""
 
 THOROUGH: tuple[Pattern, ...] = (
     (
@@ -40,26 +40,26 @@ THOROUGH: tuple[Pattern, ...] = (
         (("inside", "kill"), ("end", "stop")),
     ),
 )
-"""Over both, the middle and the end of each epoch are killed and stopped, on either side of ``on_epoch_end``."""
+"""Together they kill and stop in the middle and at the end of each epoch, before and after ``on_epoch_end``."""
 
 BRIEF: tuple[Pattern, ...] = (
     ((("inside", "kill"),), (("end", "stop"),), (("end", "kill"),), (("inside", "stop"),)),
     ((("end", "kill"),), (("inside", "stop"),), (("last step", "stop"),), (("inside", "kill"),)),
 )
-"""One break in each epoch, for who tries many runs."""
+"""One break in each epoch, to check many runs quickly."""
 
-_PATIENCE = 60.0  # seconds that a save may take
+_SAVE_TIMEOUT = 60.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Break:
-    """One place at which a run is broken off, and how."""
+    """One interruption of a run."""
 
     epoch: int
-    """From 1."""
+    """Counted from 1."""
     moment: Moment
     step: int
-    """The finished steps of the checkpoint that the next leg resumes from."""
+    """Finished steps of the checkpoint from which the next leg resumes."""
     how: How
 
     @property
@@ -87,9 +87,9 @@ def breaks_of(trace: EventTrace, pattern: Pattern) -> Iterator[Break]:
 
 
 class Milestones(Callback):
-    """Asks for a checkpoint at each break of a run, and breaks the leg off at one of them.
+    """Requests a checkpoint at each break of a run, and ends the leg at one of them.
 
-    Every leg of the run has it, so that none saves where another does not.
+    Every leg of the run has this callback, so that all legs save at the same steps.
     """
 
     def __init__(self, breaks: Collection[Break], breaks_off: Break | None) -> None:
@@ -98,7 +98,7 @@ class Milestones(Callback):
         self._break = breaks_off
 
     def start(self) -> None:
-        """From now on."""
+        """Register in this process."""
         register_global_callback(self)
 
     def on_step_end(self, ctx: Any) -> None:
@@ -124,14 +124,14 @@ class Milestones(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _kill(self, ctx: Any) -> None:
-        """A step after the break, with its records written and nothing saved of it."""
+        """Kill one step after the break, whose records are written and not saved."""
         wanted = self._break
         if wanted is None or wanted.how != "kill" or ctx.state.global_step <= wanted.step or collectives.rank():
             return
         published = CheckpointManager(ctx.args.directory).path_of(wanted.step)
-        deadline = time.monotonic() + _PATIENCE
-        while not published.exists():  # it is being written beside this very step
+        deadline = time.monotonic() + _SAVE_TIMEOUT
+        while not published.exists():  # a background save
             if time.monotonic() > deadline:
-                raise RankFailed(f"{published}: asked for, and not there after {_PATIENCE:g} s")
+                raise RankFailed(f"{published}: requested, and not saved after {_SAVE_TIMEOUT:g} s")
             time.sleep(0.001)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,7 +1,7 @@
-"""Ranks as real processes: started in a tenth of a second, joined over gloo, killed with real signals.
+"""run_ranks, start_ranks: ranks as real processes, started in 0.1 s, joined over gloo.
 
-They are forked from a server process that has torch loaded already. Functions and arguments travel to them by pickle,
-as with ``multiprocessing``: a function must be importable, that is, stand at the top of a module.
+They are forked from a server process that has torch loaded. Functions and arguments are pickled, as in
+``multiprocessing``: a function must be at the top level of an importable module.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dalsegno.errors import RankFailed
 
 T = TypeVar("T")
 
-_GRACE = 20.0  # seconds in which the other ranks may end by themselves once one has failed
+_GRACE = 20.0  # seconds that the other ranks have to end once one has failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,11 @@ class Outcome:
 
     rank: int
     exit_code: int
-    """0, the number it exited with, or minus the signal that killed it."""
+    """Exit status, or minus the number of the signal that killed it."""
     value: Any = None
-    """What the function returned."""
+    """Return value of the function."""
     error: str | None = None
-    """The traceback of what it raised."""
+    """Traceback of the exception it raised."""
 
     @property
     def was_killed(self) -> bool:
@@ -48,21 +48,21 @@ class Outcome:
 
 
 class Ranks:
-    """Processes that run one function, each as a rank of one job."""
+    """Processes that run a function as the ranks of one job."""
 
     def __init__(self, function: Callable[..., Any], world_size: int, args: tuple[Any, ...]) -> None:
         context = multiprocessing.get_context("forkserver")
-        # The first optimizer that a process builds imports torch._dynamo, which takes a second.
+        # The first optimizer of a process imports torch._dynamo, which takes a second.
         context.set_forkserver_preload(["dalsegno.training.trainer", "dalsegno.testing", "torch._dynamo"])
         self._folder = tempfile.TemporaryDirectory(prefix="dalsegno-ranks-")
-        meeting_place = Path(self._folder.name) / "store"
+        store = Path(self._folder.name) / "store"
         self._processes: list[ForkServerProcess] = []
         self._pipes: list[Connection] = []
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
                 target=_run_rank,
-                args=(rank, world_size, str(meeting_place), dict(os.environ), theirs, function, args),
+                args=(rank, world_size, str(store), dict(os.environ), theirs, function, args),
             )
             process.start()
             theirs.close()
@@ -78,12 +78,12 @@ class Ranks:
         return any(process.is_alive() for process in self._processes)
 
     def wait(self, timeout: float = 300.0) -> list[Outcome]:
-        """Wait until all have ended; once one has failed, the others have a short time left.
+        """Wait for all ranks to end; after a failure, the others have 20 s.
 
-        Whatever breaks the wait off, Ctrl-C for one, none of them is left behind.
+        No process is left behind, whatever ends the wait (Ctrl-C, for example).
 
         Raises:
-            RankFailed: if they take longer than ``timeout`` seconds. They are killed then.
+            RankFailed: after ``timeout`` seconds; the ranks are killed.
         """
         try:
             return self._outcomes(timeout)
@@ -99,7 +99,7 @@ class Ranks:
             ready = wait(waiting, max(0.0, left))
             if not ready:
                 raise RankFailed(
-                    f"no end after {timeout:g} s; ended: {sorted(outcomes)} of {len(self._processes)} ranks"
+                    f"timeout after {timeout:g} s; ended: ranks {sorted(outcomes)} of {len(self._processes)}"
                 )
             for pipe in ready:
                 rank = self._pipes.index(cast(Connection, pipe))
@@ -113,7 +113,7 @@ class Ranks:
         try:
             value, error = self._pipes[rank].recv()
         except EOFError:
-            error = None  # it was killed before it could say anything
+            error = None  # killed before it could send anything
         process = self._processes[rank]
         process.join()
         return Outcome(rank, process.exitcode or 0, value, error)
@@ -129,25 +129,25 @@ class Ranks:
 
 
 def start_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> Ranks:
-    """Run ``function(*args)`` in ``world_size`` new processes; with more than one, joined in a gloo process group."""
+    """Run ``function(*args)`` in ``world_size`` new processes, joined in a gloo process group if there are several."""
     return Ranks(function, world_size, args)
 
 
 def run_ranks(function: Callable[..., T], world_size: int, *args: Any, timeout: float = 300.0) -> list[T]:
-    """As :func:`start_ranks`, to the end. What each rank returned.
+    """Run ``function(*args)`` on ``world_size`` ranks and wait; returns each rank's return value.
 
     Raises:
-        RankFailed: if one raised or was killed, with the tracebacks; or after ``timeout`` seconds.
+        RankFailed: if a rank raised or was killed, with the tracebacks; or after ``timeout`` seconds.
     """
     return [cast(T, value) for value in values(start_ranks(function, world_size, *args).wait(timeout))]
 
 
 def values(outcomes: Sequence[Outcome]) -> list[Any]:
-    """What each rank returned.
+    """Return value of each rank.
 
     Raises:
-        RankFailed: if one raised or was killed: with what there is to say of each that did, since the error of one is
-            often only that it has lost another.
+        RankFailed: if a rank raised or was killed, with the error of every failed rank: that of one is often only the
+            loss of another.
     """
     failed = [outcome for outcome in outcomes if outcome.exit_code != 0]
     if failed:
@@ -160,7 +160,7 @@ def values(outcomes: Sequence[Outcome]) -> list[Any]:
 def _run_rank(
     rank: int,
     world_size: int,
-    meeting_place: str,
+    store: str,
     environment: dict[str, str],
     pipe: Connection,
     function: Callable[..., Any],
@@ -171,19 +171,19 @@ def _run_rank(
     import torch.distributed as dist
     from tqdm import tqdm
 
-    tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system, which a killed process would leave behind
+    tqdm.set_lock(threading.RLock())  # its default is a system semaphore, which a killed process would leak
     multiprocessing.set_start_method("fork", force=True)  # data loader workers are then children that notice its death
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no rank outlives the program that started it
-    np.random.seed()  # forked, all would go on with the server's numbers: a fresh process has its own
+    np.random.seed()  # a forked process would otherwise continue the server's random numbers
     os.environ.clear()
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    torch.set_num_threads(1)  # the same sums in the same order, however busy the machine is
+    torch.set_num_threads(1)  # the same order of summation under any load
     value, error = None, None
     try:
         if world_size > 1:
             dist.init_process_group(
                 "gloo",
-                init_method=f"file://{meeting_place}",
+                init_method=f"file://{store}",
                 rank=rank,
                 world_size=world_size,
                 timeout=timedelta(seconds=120),
@@ -197,4 +197,4 @@ def _run_rank(
     pipe.close()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0 if error is None else 1)  # no clean-up that could hang on ranks that are gone
+    os._exit(0 if error is None else 1)  # skips teardown that could hang on dead ranks

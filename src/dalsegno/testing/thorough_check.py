@@ -1,4 +1,4 @@
-"""A run broken off in each of its first epochs, by kill and by stop, on one rank and on two; and what became of it."""
+"""check_resume_thoroughly: interrupt a run in each of its first epochs, by kill and by stop, on one rank and on two."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ from .interruptions import THOROUGH, Break, Milestones, Pattern, breaks_of
 from .processes import Outcome, start_ranks, values
 
 _OF_EXTRA_SAVES = ("trainer.best_model_checkpoint",)
-"""What may differ from a run that saves elsewhere: of two equal runs, only one may have saved at the best step."""
+"""Values that depend on where a run saves: of two equal runs, only one may have saved at the best step."""
 
 
 class Verdict(enum.StrEnum):
-    """What became of a run that was broken off, beside one that was not."""
+    """Result of comparing an interrupted run with an uninterrupted one."""
 
     EXACT = "exact"
-    """The same, bit by bit."""
+    """Equal, bit by bit."""
     REFUSED = "refused"
-    """A leg ended with an error of dalsegno's own before its first step."""
+    """A leg raised a dalsegno error before its first step."""
     SAID = "said"
-    """Not the same; a warning had said so before a leg's first step."""
+    """Different, and a warning before a leg's first step announced it."""
     DIFFERENT = "different"
-    """Not the same, and nobody was told; or a leg ended with an error."""
+    """Different without a warning, or a leg failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One run, broken off at these places in turn, on that many ranks."""
+    """One run, interrupted at each of its breaks in turn."""
 
     world_size: int
     breaks: tuple[Break, ...]
-    """None: the run was refused before anything could be broken off."""
+    """Empty: the run was refused before the first break."""
     verdict: Verdict
     words: str = ""
-    """Of the refusal, the warning or the error."""
+    """Message of the refusal, warning or error, or the first difference."""
     comparison: Comparison | None = None
-    """With the uninterrupted run, where both came to their end."""
+    """Comparison with the uninterrupted run, if both finished."""
 
     def __str__(self) -> str:
         where = ", ".join(map(str, self.breaks)) or "from the beginning"
@@ -59,7 +59,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class _Leg:
-    """How a leg went, as its rank 0 tells it."""
+    """Result of a leg, from one of its ranks."""
 
     trace: EventTrace
     refusal: str | None
@@ -75,23 +75,22 @@ def check_resume_thoroughly(
     timeout: float = 300.0,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Trial]:
-    """Break a run off in each of its first four epochs, resume it each time, and compare it with one left alone.
+    """Interrupt a run in each of its first four epochs, resume it each time, and compare it with an uninterrupted one.
 
-    For each number of ranks, one run is left alone, and two are broken off: in the middle and at the end of each
-    epoch, by SIGKILL and by SIGTERM in turn. At each break a checkpoint is taken, so that the next leg resumes right
-    there.
+    For each number of ranks, one run is uninterrupted, and two are interrupted: in the middle and at the end of each
+    epoch, by SIGKILL and by SIGTERM in turn. Each break saves a checkpoint, so that the next leg resumes right there.
 
     Args:
         factory: builds the trainer, as for :func:`check_resume`.
-        folder: gets the runs, a folder for each number of ranks.
-        world_sizes: ranks, joined over gloo.
-        patterns: where and how a run is broken off; one run for each.
-        find_out_which: where a run comes out different, break another off at each of its places alone.
-        timeout: seconds for each leg.
+        folder: gets the runs, in one directory per number of ranks.
+        world_sizes: numbers of ranks, joined over gloo.
+        patterns: where and how to interrupt; one run for each pattern.
+        find_out_which: if a run is not exact, interrupt further runs at each of its breaks alone.
+        timeout: time limit of each leg, in seconds.
         say: called with each line of progress.
 
     Raises:
-        RankFailed: if the run that is left alone ends with an error of its own.
+        RankFailed: if the uninterrupted run fails.
     """
     trials: list[Trial] = []
     for world_size in world_sizes:
@@ -106,19 +105,19 @@ def _ranks(world_size: int) -> str:
     return f"{world_size} rank{'s' * (world_size > 1)}"
 
 
-def _said(output_dir: Path) -> Path:
-    """Where the legs of a run leave what was said before their first step: a killed one can leave it nowhere else."""
+def _warnings_file(output_dir: Path) -> Path:
+    """File for warnings before a leg's first step; a killed leg cannot return them."""
     return output_dir.with_suffix(".said")
 
 
 def worst(trials: Sequence[Trial]) -> Verdict:
-    """Of several verdicts, the one that matters."""
+    """The worst verdict of several trials."""
     return max((trial.verdict for trial in trials), key=list(Verdict).index)
 
 
 @dataclass(slots=True)
 class _Bench:
-    """One number of ranks: its uninterrupted run, and the runs held against it."""
+    """The uninterrupted run on one number of ranks, and the runs compared with it."""
 
     factory: Factory
     folder: Path
@@ -146,7 +145,7 @@ class _Bench:
             alone = [self._trial(next(names), [each]) for each in breaks]
             yield from alone
             if worst(alone) is Verdict.EXACT:
-                yield whole  # only together they make a difference
+                yield whole  # only the breaks together make a difference
 
     def _trial(self, name: str, breaks: Sequence[Break]) -> Trial:
         def trial(verdict: Verdict, words: str = "", comparison: Comparison | None = None) -> Trial:
@@ -158,18 +157,18 @@ class _Bench:
                 if leg is not None and leg.refusal is not None:
                     return trial(Verdict.REFUSED, leg.refusal)
         except RankFailed as error:
-            return trial(Verdict.DIFFERENT, f"a leg ended with an error: {error}")
+            return trial(Verdict.DIFFERENT, f"a leg failed: {error}")
         comparison = compare_runs(self.folder / "reference", self.folder / name, ignoring=_OF_EXTRA_SAVES)
         if comparison.identical:
             return trial(Verdict.EXACT, comparison=comparison)
-        for said in (_said(self.folder / "reference"), _said(self.folder / name)):
-            if said.exists():
-                return trial(Verdict.SAID, said.read_text().strip(), comparison)
+        for warnings in (_warnings_file(self.folder / "reference"), _warnings_file(self.folder / name)):
+            if warnings.exists():
+                return trial(Verdict.SAID, warnings.read_text().strip(), comparison)
         difference = next(row.difference for row in comparison.rows if row.difference is not None)
         return trial(Verdict.DIFFERENT, difference, comparison)
 
     def _leg(self, name: str, breaks: Sequence[Break], breaks_off: Break | None) -> _Leg | None:
-        """One leg; None if it was killed, as it was meant to be."""
+        """Run one leg; None if it was killed as planned."""
         args = (self.factory, self.folder / name, tuple(breaks), breaks_off)
         outcomes = start_ranks(_train, self.world_size, *args).wait(self.timeout)
         if breaks_off is not None and outcomes[0].was_killed:
@@ -178,13 +177,13 @@ class _Bench:
 
 
 def _refused(outcomes: Sequence[Outcome]) -> _Leg | None:
-    """The leg of a rank that was refused; the others may have ended with the loss of it."""
+    """The result of a rank that was refused; other ranks may have failed because they lost it."""
     legs = [cast(_Leg, each.value) for each in outcomes if each.value is not None]
     return next((leg for leg in legs if leg.refusal is not None), None)
 
 
 def _train(factory: Factory, output_dir: Path, breaks: Sequence[Break], breaks_off: Break | None) -> _Leg:
-    recorder, beginning = EventRecorder(), _Beginning(_said(output_dir))
+    recorder, beginning = EventRecorder(), _Beginning(_warnings_file(output_dir))
     Milestones(breaks, breaks_off).start()
     recorder.start()
     beginning.start()
@@ -199,25 +198,25 @@ def _train(factory: Factory, output_dir: Path, breaks: Sequence[Break], breaks_o
 
 
 class _Beginning(Callback):
-    """Listens until a leg's first step for a warning that a resumed run will be another one."""
+    """Records a warning, before a leg's first step, that the resumed run will differ."""
 
     makes_wishes = False
 
-    def __init__(self, said: Path) -> None:
-        self._said = said
+    def __init__(self, warnings: Path) -> None:
+        self._warnings = warnings
         self.is_over = False
 
     def start(self) -> None:
-        """From now on."""
+        """Register in this process."""
         register_global_callback(self)
         handler = logging.Handler(logging.WARNING)
-        handler.emit = self._hear  # type: ignore[method-assign]
+        handler.emit = self._record  # type: ignore[method-assign]
         logging.getLogger("dalsegno").addHandler(handler)
 
     def on_step_begin(self, ctx: Context) -> None:
         self.is_over = True
 
-    def _hear(self, record: logging.LogRecord) -> None:
+    def _record(self, record: logging.LogRecord) -> None:
         if getattr(record, NOT_EXACT, False) and not self.is_over:
-            self._said.parent.mkdir(parents=True, exist_ok=True)
-            self._said.write_text(record.getMessage())
+            self._warnings.parent.mkdir(parents=True, exist_ok=True)
+            self._warnings.write_text(record.getMessage())

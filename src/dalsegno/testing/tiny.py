@@ -1,4 +1,4 @@
-"""Models and data so small that a test is over in a second, and random enough that it can fail."""
+"""Models and data small enough for a test of a second, and random enough to detect an inexact resume."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.utils.data import Dataset
 
 
 class TinyRegression(nn.Module):
-    """Two layers with dropout, so that a random generator that is not restored shows. Returns the loss."""
+    """Two layers with dropout, which reveals an unrestored random generator. Returns the loss."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class _Pairs(Dataset[dict[str, Tensor]]):
 
 
 def tiny_regression_data(length: int = 100, seed: int = 0) -> Dataset[dict[str, Tensor]]:
-    """``length`` samples ``{"x": (8,), "y": (1,)}``, a pure function of ``seed``."""
+    """``length`` samples ``{"x": (8,), "y": (1,)}``, determined by ``seed``."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(length, 8, generator=generator)
     return _Pairs(x, x.sum(1, keepdim=True) + 0.1 * torch.randn(length, 1, generator=generator))
@@ -57,7 +57,7 @@ class _Block(nn.Module):
 
 
 class TinyLanguageModel(nn.Module):
-    """A decoder-only transformer with tied embeddings, on bytes. Returns the mean loss of predicting the next one."""
+    """A decoder-only transformer with tied embeddings, over bytes. Returns the mean cross-entropy of the next byte."""
 
     def __init__(
         self,
