@@ -149,7 +149,7 @@ def test_export_to_tensorboard_and_read_again(tmp_path: Path, capsys: pytest.Cap
         assert other.metric(name).steps.tolist() == mine.metric(name).steps.tolist()
         assert other.metric(name).values.tolist() == pytest.approx(mine.metric(name).values.tolist(), rel=1e-6)
         assert other.metric(name).times is not None
-    assert "has event files already" in error(capsys, "export", run, "--to", "tensorboard", "-o", folder)
+    assert "already has event files" in error(capsys, "export", run, "--to", "tensorboard", "-o", folder)
 
 
 def test_events_without_times_are_not_of_1970(tmp_path: Path) -> None:
