@@ -313,9 +313,9 @@ def replayed(length: int) -> ResumableLoader:
 def test_places_that_do_not_fit() -> None:
     of_map, of_stream = train_loader(list(range(9)), batch_size=2), train_loader(StatefulStream(9), batch_size=2)
     next(iter(of_stream))
-    with pytest.raises(StateMismatch, match="one in a map dataset, but now the data is a dataset or loader with a"):
+    with pytest.raises(StateMismatch, match="in a map dataset, but now the data is a dataset or loader with its own"):
         of_stream.load_state_dict(of_map.state_dict())
-    with pytest.raises(StateMismatch, match="with a state_dict of its own, but now the data is a map dataset"):
+    with pytest.raises(StateMismatch, match="with its own state_dict, but now the data is a map dataset"):
         of_map.load_state_dict(of_stream.state_dict())
     long, short = replayed(9), replayed(4)
     for _ in long:
@@ -342,7 +342,7 @@ def test_data_that_cannot_work() -> None:
         resumable_loader(StatefulDataLoader([], 2))
     with pytest.raises(ConfigurationError, match="NoLength has __getitem__ but no length"):
         train_loader(NoLength(), batch_size=2)
-    with pytest.raises(ConfigurationError, match="a int is no dataset: it needs"):
+    with pytest.raises(ConfigurationError, match="a int is not a dataset: it needs"):
         train_loader(3, batch_size=2)
-    with pytest.raises(ConfigurationError, match="a int is no loader"):
+    with pytest.raises(ConfigurationError, match="a int is not a loader"):
         resumable_loader(3)  # type: ignore[arg-type]

@@ -417,4 +417,4 @@ def test_a_stream_that_changes_where_it_ends(caplog: pytest.LogCaptureFixture) -
     travel(make, 2)
     assert not caplog.records
     travel(make, 2, {"epoch 1"})
-    assert "Rounds changes its state where an iterator ends, and a resumed run comes there twice" in caplog.text
+    assert "Rounds changes its state when an iterator ends, which happens twice in a resumed run" in caplog.text

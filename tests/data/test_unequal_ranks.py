@@ -74,7 +74,7 @@ def test_a_rank_that_is_through_waits_on_after_a_resume(
     assert comparison.identical, f"\n{comparison.table()}"
 
 
-REFUSED = r"rank \[0\] is through with the epoch in which the checkpoint was saved, .* resume from another checkpoint"
+REFUSED = r"rank \[0\] had finished the epoch when the checkpoint was saved, .* resume from another checkpoint"
 
 
 def test_where_it_has_not_noticed_yet_the_resume_is_refused(tmp_path: Path) -> None:

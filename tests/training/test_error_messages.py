@@ -143,16 +143,16 @@ PARTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a number for data": (
         {"train_dataset": 7},
-        "a int is no dataset: it needs __len__ and __getitem__, or __iter__; a loader goes to train_dataloader= or "
+        "a int is not a dataset: it needs __len__ and __getitem__, or __iter__; pass a loader as train_dataloader= or "
         "eval_dataloader=",
     ),
     "a loader for data": (
         {"train_dataset": DataLoader(tiny_regression_data(8))},
-        "a DataLoader is a loader, and makes batches already: give it as train_dataloader= or eval_dataloader=",
+        "a DataLoader is a loader, which already yields batches: pass it as train_dataloader= or eval_dataloader=",
     ),
     "a name for data": (
         {"train_dataset": "imdb"},
-        "'imdb' is a text, no dataset; give the dataset that it stands for",
+        "'imdb' is a string, not a dataset; pass the dataset that it names",
     ),
 }
 

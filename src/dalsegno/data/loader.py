@@ -1,4 +1,4 @@
-"""Feed: what a training loop reads its micro-batches from, whatever they come out of."""
+"""ResumableLoader: interface from which a training loop reads its micro-batches, for any kind of data."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from dalsegno.stateful.schema import Count, Form, Must
 
 @dataclass(slots=True)
 class Microbatch:
-    """One forward/backward's worth of data.
+    """The data of one forward and backward pass.
 
-    ``samples`` is how many true samples this rank has in it: 0 where the batch is padding, and weighs nothing.
-    ``global_samples`` is the same over all ranks; None where only a reduction can tell.
+    ``samples`` is the number of true samples on this rank: 0 for a padding batch, which has weight zero.
+    ``global_samples`` is the number over all ranks; None if only a reduction can determine it.
     """
 
     batch: Any
@@ -28,15 +28,16 @@ class Microbatch:
     global_samples: int | None
 
     def pin_memory(self) -> Microbatch:
-        """For a loader whose workers hand out micro-batches: its pinning thread calls this."""
+        """Called by the pinning thread of a loader whose workers return micro-batches."""
         return Microbatch(pin_memory(self.batch), self.samples, self.global_samples)  # type: ignore[no-untyped-call]
 
 
 class ResumableLoader(Protocol):
-    """Micro-batches, epoch by epoch, from any point on.
+    """Micro-batches, epoch by epoch, from any position on.
 
-    Iterating yields the *rest* of the current epoch; after each micro-batch, ``state_dict()`` is the place behind it,
-    however far worker processes have read ahead. The loop calls :meth:`next_epoch` when an epoch is over, early or not.
+    Iterating yields the *rest* of the current epoch; after each micro-batch, ``state_dict()`` is the position behind
+    it, however far worker processes have read ahead. The loop calls :meth:`next_epoch` at the end of an epoch, early or
+    not.
     """
 
     @property
@@ -44,7 +45,7 @@ class ResumableLoader(Protocol):
 
     @property
     def lockstep(self) -> bool:
-        """Whether all ranks come to their last micro-batch together, and know the samples of each over all ranks."""
+        """Whether all ranks reach their last micro-batch together, and know the global number of samples of each."""
         ...
 
     @property
@@ -54,61 +55,61 @@ class ResumableLoader(Protocol):
 
     @property
     def position(self) -> float:
-        """Epochs done, with the current one's fraction; without it where the length is unknown."""
+        """Finished epochs, including the fraction of the current one if its length is known."""
         ...
 
     @property
     def started(self) -> bool:
-        """Whether anything of the current epoch was consumed, in this leg or an earlier one."""
+        """Whether a part of the current epoch was consumed, in this leg or an earlier one."""
         ...
 
     @property
     def spare(self) -> Microbatch | None:
-        """The newest of this epoch, to be gone through at weight zero while other ranks still have some; None where it
-        is not known, or not needed."""
+        """This epoch's last micro-batch, to be repeated at weight zero while other ranks still have data; None if
+        unknown or not needed."""
         ...
 
     def __iter__(self) -> Iterator[Microbatch]: ...
 
     def next_epoch(self) -> None:
-        """Go to the beginning of the next epoch."""
+        """Move to the start of the next epoch."""
         ...
 
     def restart(self) -> None:
-        """Go back to the beginning of the current epoch."""
+        """Move back to the start of the current epoch."""
         ...
 
     def skip(self, samples: int) -> int:
-        """Pass over so many samples of the rest of the current epoch, as if they had been consumed.
+        """Skip ``samples`` samples of the rest of the current epoch, as if they had been consumed.
 
         Returns:
-            How many that were, over all ranks: fewer where the epoch ends; more where only whole micro-batches can be
-            passed over.
+            The number of skipped samples over all ranks: fewer if the epoch ends, more if only whole micro-batches can
+            be skipped.
         """
         ...
 
     def close(self) -> None:
-        """End the worker processes, if there are any. Iterating afterwards starts new ones."""
+        """Stop the worker processes, if any. Iterating again starts new ones."""
         ...
 
     def length(self) -> int | None:
-        """Micro-batches of the current epoch, on this rank; None where it is unknown."""
+        """Return the number of micro-batches of the current epoch on this rank; None if unknown."""
         ...
 
     def microbatches_per_epoch(self) -> int | None:
-        """On the rank that has the most: the same on all ranks. None where it is unknown."""
+        """Return the largest number of micro-batches of any rank; None if unknown."""
         ...
 
     def samples_per_epoch(self) -> int | None:
-        """Over all ranks; None where it is unknown."""
+        """Return the number over all ranks; None if unknown."""
         ...
 
     def samples_per_microbatch(self) -> int | None:
-        """Of a full one, over all ranks; None where a loader does not say."""
+        """Return the number in a full micro-batch, over all ranks; None if unknown."""
         ...
 
     def adapt(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A state that was saved with other data of the same kind, as one of this data: the same place in it."""
+        """Convert a state saved with other data of the same kind to the same position in this data."""
         ...
 
     def state_dict(self) -> Any: ...
@@ -117,7 +118,7 @@ class ResumableLoader(Protocol):
 
 
 class EpochPlace(TypedDict):
-    """How far a loader has come, counted in batches."""
+    """Position of a loader, counted in batches."""
 
     one_stream: bool
     epoch: Count
@@ -126,36 +127,36 @@ class EpochPlace(TypedDict):
     exhausted: bool
     own_generators: NotRequired[dict[str, Any]]
     spare: NotRequired[Any]
-    """This rank's last batch, where it is through with the epoch and other ranks may not be."""
+    """This rank's last batch, if it has finished the epoch and other ranks may not have."""
 
 
 NOT_EXACT = "data_is_not_exact"
-"""True in a log record that says that a resumed run will not read what an uninterrupted one does."""
+"""Key of a log record that warns that a resumed run reads other data than an uninterrupted one."""
 
 KINDS = {
     "map": "a map dataset",
-    "stateful": "a dataset or loader with a state_dict of its own",
-    "replayed": "a dataset or loader without a state_dict, read again from the epoch's beginning",
+    "stateful": "a dataset or loader with its own state_dict",
+    "replayed": "a dataset or loader without a state_dict, read again from the start of the epoch",
 }
 
 
 def or_another_kind(own: Form, kind: str) -> Form:
-    """The form of a feed's state, or anything that a feed of another kind has written: see :func:`expect_kind`."""
+    """Return the schema of a loader's state, or of any other kind's, which :func:`expect_kind` then refuses."""
     others = KINDS.keys() - {kind}
-    return own | Annotated[dict[str, Any], Must("a place in some data", lambda state: state["kind"] in others)]
+    return own | Annotated[dict[str, Any], Must("a position in some data", lambda state: state["kind"] in others)]
 
 
 def expect_kind(state: Mapping[str, Any], kind: str) -> None:
-    """Raise StateMismatch if ``state`` was written by another kind of feed."""
+    """Raise StateMismatch if ``state`` was saved by another kind of loader."""
     if state["kind"] != kind:
         raise StateMismatch(
-            f"the saved position is one in {KINDS.get(state['kind'], state['kind'])}, but now the data is "
-            f"{KINDS[kind]}; resume with the data that the run began with, or start anew"
+            f"the saved position is in {KINDS.get(state['kind'], state['kind'])}, but now the data is "
+            f"{KINDS[kind]}; resume with the original data, or start from scratch"
         )
 
 
 class Counted(NamedTuple):
-    """A sample on its way to the collate function, with what it adds to the two counts of its micro-batch."""
+    """A sample for the collate function, with its contributions to the two counts of its micro-batch."""
 
     value: Any
     samples: int
@@ -164,7 +165,7 @@ class Counted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CountingCollate:
-    """Makes a :class:`Microbatch` of :class:`Counted` samples, so that true counts come along from a worker process."""
+    """Collates :class:`Counted` samples to a :class:`Microbatch`, to return true counts from a worker process."""
 
     collate: Callable[[list[Any]], Any]
 
@@ -174,7 +175,7 @@ class CountingCollate:
 
 
 def plain_batch(batch: Any) -> Any:
-    """The batch as a checkpoint takes it, mappings as dicts; None if it holds anything else."""
+    """Convert a batch to types that a checkpoint supports, mappings to dicts; None if it contains other types."""
     if isinstance(batch, torch.Tensor | np.ndarray | str | bytes | bool | int | float):
         return batch
     if isinstance(batch, Mapping):
@@ -187,7 +188,7 @@ def plain_batch(batch: Any) -> Any:
 
 
 def sample_count(batch: Any) -> int:
-    """How many samples a batch holds: the first dimension of the first tensor in it, else its length, else 1."""
+    """Return the number of samples in a batch: the first dimension of its first tensor, else its length, else 1."""
     tensor = _first_tensor(batch)
     if tensor is not None:
         return tensor.shape[0] if tensor.dim() else 1

@@ -1,4 +1,4 @@
-"""A map dataset, read from any point at once: the state is a place, and nothing has to be read again."""
+"""MapLoader: reads a map dataset from any position at once; resuming reads nothing again."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ class MapState(SamplerState):
 
 
 class MapLoader:
-    """Micro-batches of a map dataset; see :class:`Feed`.
+    """Micro-batches of a map dataset; see :class:`ResumableLoader`.
 
-    ``loader`` is torch's own, over :class:`Samples`, with ``sampler`` for its batches and a generator of its own, so
-    that creating an iterator draws nothing from the global one. The state is the place behind the last micro-batch that
-    was handed out, not the place up to which workers have read: world size, batch size, number of workers may change.
+    ``loader`` is a torch DataLoader over :class:`Samples`, with ``sampler`` for its batches and its own generator, so
+    that creating an iterator draws nothing from the global one. The state is the position behind the last micro-batch
+    that was returned, not the one up to which workers have read; world size, batch size and number of workers may
+    change.
 
-    Generators that the dataset or the collate function owns are saved with the place, per rank. In worker processes
+    Generators that the dataset or the collate function owns are saved with the position, per rank. In worker processes
     :class:`Samples` seeds them instead.
     """
 
@@ -37,8 +38,8 @@ class MapLoader:
     lockstep = True
     spare = None
 
-    # torch's DataLoader, since torchdata's StatefulDataLoader would keep, per micro-batch and worker, a second copy
-    # of a state that we do not need, and takes it back only with the same number of workers.
+    # Not torchdata's StatefulDataLoader: per micro-batch and worker, it would keep a second copy of a state that is not
+    # needed, and could only load it with the same number of workers.
     def __init__(self, loader: DataLoader[Any], sampler: ResumableSampler) -> None:
         ignore_stop_signals(loader)
         self._loader = loader
@@ -51,7 +52,7 @@ class MapLoader:
 
     @property
     def state_scope(self) -> Scope:
-        """The place is the same on all ranks; what a generator of one rank's has drawn is not."""
+        """The position is equal on all ranks; the states of the data's own generators are not."""
         return "per_rank" if self.own_generators.find() else "replicated"
 
     @property
@@ -78,7 +79,7 @@ class MapLoader:
         assert isinstance(samples, Samples)
         if loader.num_workers or loader.pin_memory:
             return iter(loader)
-        # The same as the loader's own iterator, without its bookkeeping: 25 µs a batch (python -m benchmarks loop).
+        # Same as the loader's iterator, without its bookkeeping: saves 25 µs per batch (python -m benchmarks loop).
         collate = loader.collate_fn
         return (collate(samples.fetch(indices)) for indices in self._sampler)
 
@@ -89,7 +90,7 @@ class MapLoader:
         self._cursor = 0
 
     def skip(self, samples: int) -> int:
-        """At once, and exactly; with ``drop_last`` in whole micro-batches, as there are no others."""
+        """Skip in constant time, exactly; with ``drop_last`` in whole micro-batches."""
         whole = self._sampler.global_batch
         wanted = -(-samples // whole) * whole if self._sampler.drop_last else samples
         passed = min(wanted, self._sampler.samples - self._cursor)
@@ -97,7 +98,7 @@ class MapLoader:
         return passed
 
     def close(self) -> None:
-        self._loader._iterator = None  # where torch keeps persistent workers; others end with their iterator
+        self._loader._iterator = None  # torch keeps persistent workers here; other workers end with their iterator
 
     def length(self) -> int:
         return len(self._sampler)
@@ -123,17 +124,17 @@ class MapLoader:
     def check_state(self, state: Any) -> None:
         """
         Raises:
-            StateMismatch: if the place lies in another kind of data, or in a dataset of another length.
+            StateMismatch: if the position belongs to another kind of data, or to a dataset of another length.
         """
         expect_kind(state, "map")
         self._sampler.check_state(state)
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from a saved place.
+        """Continue at a saved position.
 
         Raises:
-            StateMismatch: if it lies in another kind of data, or in a dataset of another length; or if a random
-                generator of the data's that was saved is not there any more.
+            StateMismatch: if it belongs to another kind of data, or to a dataset of another length; or if a saved
+                random generator of the data does not exist any more.
         """
         self.check_state(state)
         self._sampler.load_state_dict(state)
@@ -142,5 +143,5 @@ class MapLoader:
 
     @classmethod
     def reshard(cls, states: Sequence[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
-        """The same place on any number of ranks; of more ranks, several go on with the generators of one."""
+        """Keep the position on any number of ranks; with more ranks, several use the generators of one."""
         return [states[rank % len(states)] for rank in range(world_size)]

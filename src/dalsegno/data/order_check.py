@@ -1,6 +1,6 @@
-"""Where the order of a loader's samples comes from: nowhere but its epoch, a random generator, or nobody knows.
+"""Determines what the order of a loader's samples depends on: only the epoch, a known random generator, or unknown.
 
-Torch's samplers are known. One of the user's own is tried: what it gives first, twice, by the same random generators.
+Torch's samplers are known. A custom sampler is probed: its first indices, twice, with the same random generators.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .generators import OwnGenerators
 Order = Literal["fixed", "drawn", "unknown"]
 
 INDICES = 64
-"""How many indices, or batches of them, two passes are compared by."""
+"""Number of indices, or batches of them, by which two passes are compared."""
 
 _FIXED = {SequentialSampler, DistributedSampler, of_torchdata.StatefulDistributedSampler}
 _DRAWN = {RandomSampler, SubsetRandomSampler, WeightedRandomSampler, of_torchdata.RandomSampler}
@@ -41,9 +41,9 @@ _BATCHES = {BatchSampler, of_torchdata.BatchSampler}
 
 
 def order_of(loader: Any) -> Order:
-    """``fixed``: it depends on the epoch at most. ``drawn``: on random generators that can be found. Else ``unknown``.
+    """``fixed``: depends at most on the epoch. ``drawn``: depends on known random generators. Else ``unknown``.
 
-    The generators, and what samplers have in their attributes, are as before afterwards.
+    Restores the generators, and the attributes of samplers.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return "fixed"
@@ -51,7 +51,7 @@ def order_of(loader: Any) -> Order:
 
 
 def keeps_its_order(loader: Any) -> bool:
-    """Whether a loader with a state finds the same order again by it: what its sampler draws is in it, or is fixed."""
+    """Whether the state of a stateful loader restores its order: what its sampler draws is included, or fixed."""
     if not isinstance(loader, StatefulDataLoader) or isinstance(loader.dataset, IterableDataset):
         return True
     sampler = _sampler(loader)
@@ -69,23 +69,23 @@ def _order_of(sampler: Any) -> Order:
         return _order_of(sampler.sampler)
     if type(sampler) in _FIXED:
         return "fixed"
-    return "drawn" if type(sampler) in _DRAWN else _tried(sampler)
+    return "drawn" if type(sampler) in _DRAWN else _probed_order(sampler)
 
 
-def _tried(sampler: Any) -> Order:
+def _probed_order(sampler: Any) -> Order:
     own = OwnGenerators(sampler=sampler)
     before = own.state_dict()
     try:
-        aside = _copied(sampler)
+        copied = _copied(sampler)
         with preserved_generators():
             passes = []
             for _ in range(2):
                 seed_generators(0)
                 own.load_state_dict(before)
                 untouched = capture_generators()
-                passes.append(list(islice(iter(aside), INDICES)))
+                passes.append(list(islice(iter(copied), INDICES)))
                 was_drawn = digest([untouched, before]) != digest([capture_generators(), own.state_dict()])
-    except Exception:  # training is going to say what is wrong with it
+    except Exception:  # training will raise the same error
         return "fixed"
     finally:
         own.load_state_dict(before)
@@ -95,7 +95,7 @@ def _tried(sampler: Any) -> Order:
 
 
 def _copied(sampler: Any) -> Any:
-    """A copy that may count its passes and shuffle its lists; what it reads from is shared."""
+    """Copy a sampler so that it may count its passes and shuffle its lists; the data that it reads is shared."""
     copied = copy.copy(sampler)
     for name, value in vars(sampler).items():
         if isinstance(value, Sampler):

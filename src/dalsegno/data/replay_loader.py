@@ -151,7 +151,7 @@ class ReplayLoader(UserLoader):
         """
         if state["kind"] == "stateful" and isinstance(self._loader, StatefulDataLoader):
             state = self._converted(state)
-        self._go_to(state, "replayed")
+        self._set_position(state, "replayed")
         if list(state["workers"]) != self._worker_layout():
             raise StateMismatch(
                 "the saved position is one in an iterable dataset read by [workers, global batch] "

@@ -1,4 +1,4 @@
-"""From what a user hands over, a dataset or a loader, to the feed that fits it."""
+"""Builds the loader that fits the user's dataset or loader."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ def train_loader(
     persistent_workers: bool = False,
     multiprocessing_context: StartMethod | None = None,
 ) -> ResumableLoader:
-    """The training data of one rank, read so that it can be gone on with from any micro-batch.
+    """Build the training data of one rank, resumable at any micro-batch.
 
     Args:
-        source: a map dataset (``__len__`` and ``__getitem__``), or an iterable one. An iterable one is not shuffled,
-            and split by taking every ``world_size``-th sample. ``__getitem__(self, index, seed=0)`` asks for a seed.
+        source: a map dataset (``__len__`` and ``__getitem__``), or an iterable one, which is not shuffled, and split by
+            taking every ``world_size``-th sample. ``__getitem__(self, index, seed=0)`` receives a seed.
         batch_size: samples per rank and micro-batch.
-        drop_last: leave out the incomplete micro-batch at an epoch's end; else it is shared, and padded if need be.
-        persistent_workers: for a map dataset; an iterable one gets new worker processes for each epoch, so that
-            their random numbers depend on the epoch alone.
+        drop_last: drop the incomplete micro-batch at the end of an epoch; else it is split, with padding if needed.
+        persistent_workers: for a map dataset only; an iterable one gets new worker processes for each epoch, so that
+            their random numbers depend only on the epoch.
 
     Raises:
-        EmptyDataset: if there is not a single micro-batch in it.
-        ConfigurationError: if ``source`` is no dataset, or an argument is out of range.
+        EmptyDataset: if there is no micro-batch.
+        ConfigurationError: if ``source`` is not a dataset, or an argument is out of range.
     """
     workers = {
         "num_workers": num_workers,
@@ -86,26 +86,26 @@ def train_loader(
 
 
 def resumable_loader(loader: Iterable[Any], *, seed: int = 0, world_size: int = 1) -> ResumableLoader:
-    """The training data from a loader of the user's own, taken as it is: each rank has its own.
+    """Wrap the user's own loader of training data. Each rank has its own loader. Collective.
 
-    One with ``state_dict`` and ``load_state_dict`` goes on by itself, if the order of its samples is in that state;
-    another one is read again up to its place. Collective.
+    A loader with ``state_dict`` and ``load_state_dict`` is resumed by its state, if that determines the order of its
+    samples; any other is read again up to the position.
 
     Raises:
         EmptyDataset: if the loader has length 0.
-        ConfigurationError: if it is nothing that can be iterated.
+        ConfigurationError: if it is not iterable.
     """
     kind = StatefulLoader if isinstance(loader, Stateful) and keeps_its_order(loader) else ReplayLoader
     feed = collectives.run_on_all_ranks(lambda: kind(_iterable(loader), seed=seed, world_size=world_size))
-    feed.tell_length()
+    feed.exchange_lengths()
     return feed
 
 
 class EvalLoader:
-    """The same micro-batches each time it is iterated, from the first to the last; nothing to save.
+    """Yields the same micro-batches in each iteration, from the first to the last; has no state.
 
-    Generators that the data owns begin where they were at first, and afterwards are as before: the training data may
-    have the same ones.
+    Generators that the data owns start with their first state in each iteration and are restored afterwards, because
+    the training data may use the same ones.
     """
 
     def __init__(self, feed: MapLoader | UserLoader) -> None:
@@ -113,7 +113,7 @@ class EvalLoader:
         self._at_first = feed.own_generators.state_dict()
         self._outside: dict[str, Any] = {}
         self.is_evaluated = False
-        """Just now, so that nobody else may read it."""
+        """Whether an evaluation is running, so that nothing else may read the loader."""
 
     @property
     def lockstep(self) -> bool:
@@ -132,7 +132,7 @@ class EvalLoader:
         return self._feed.spare
 
     def length(self) -> int | None:
-        """Micro-batches on this rank; None where it is unknown."""
+        """Return the number of micro-batches on this rank; None if unknown."""
         return self._feed.length()
 
     def __iter__(self) -> Iterator[Microbatch]:
@@ -142,7 +142,7 @@ class EvalLoader:
         return iter(self._feed)
 
     def close(self) -> None:
-        """End the worker processes, if there are any."""
+        """Stop the worker processes, if any."""
         self._feed.close()
         self._feed.own_generators.load_state_dict(self._outside)
         self._outside = {}
@@ -165,11 +165,11 @@ def eval_loader(
     persistent_workers: bool = False,
     multiprocessing_context: StartMethod | None = None,
 ) -> EvalLoader:
-    """The evaluation data of one rank, in order, each sample once over all ranks; arguments as for :func:`train_feed`.
+    """Build the evaluation data of one rank, in order, each sample once over all ranks; see :func:`train_loader`.
 
     Raises:
-        EmptyDataset: if there is not a single sample in it.
-        ConfigurationError: if ``source`` is no dataset, or an argument is out of range.
+        EmptyDataset: if there is no sample.
+        ConfigurationError: if ``source`` is not a dataset, or an argument is out of range.
     """
     workers = {
         "num_workers": num_workers,
@@ -190,7 +190,7 @@ def eval_loader(
 
 
 def resumable_eval_loader(loader: Iterable[Any], *, seed: int = 0, world_size: int = 1) -> EvalLoader:
-    """The evaluation data from a loader of the user's own, taken as it is: each rank has its own."""
+    """Wrap the user's own loader of evaluation data. Each rank has its own loader."""
     return EvalLoader(UserLoader(_iterable(loader), seed=seed, world_size=world_size))
 
 
@@ -214,12 +214,12 @@ def _stream_loader(stream: RankShard, collate: Collate, drop_last: bool, workers
 def _is_stream(source: Any) -> bool:
     if isinstance(source, DataLoader):
         raise ConfigurationError(
-            f"a {type(source).__name__} is a loader, and makes batches already: give it as train_dataloader= or "
+            f"a {type(source).__name__} is a loader, which already yields batches: pass it as train_dataloader= or "
             "eval_dataloader="
         )
     if isinstance(source, (str, bytes)):
-        raise ConfigurationError(f"{source[:80]!r} is a text, no dataset; give the dataset that it stands for")
-    # torch's IterableDataset inherits a __getitem__ that only raises: so it is asked first.
+        raise ConfigurationError(f"{source[:80]!r} is a string, not a dataset; pass the dataset that it names")
+    # torch's IterableDataset inherits a __getitem__ that only raises, so it is checked first.
     if isinstance(source, IterableDataset):
         return True
     if hasattr(source, "__getitem__"):
@@ -227,8 +227,8 @@ def _is_stream(source: Any) -> bool:
     if isinstance(source, Iterable):
         return True
     raise ConfigurationError(
-        f"a {type(source).__name__} is no dataset: it needs __len__ and __getitem__, or __iter__; "
-        "a loader goes to train_dataloader= or eval_dataloader="
+        f"a {type(source).__name__} is not a dataset: it needs __len__ and __getitem__, or __iter__; "
+        "pass a loader as train_dataloader= or eval_dataloader="
     )
 
 
@@ -255,5 +255,5 @@ def _stream_length(source: Any, complete: int) -> int | None:
 
 def _iterable(loader: Any) -> Iterable[Any]:
     if not isinstance(loader, Iterable):
-        raise ConfigurationError(f"a {type(loader).__name__} is no loader: it cannot be iterated")
+        raise ConfigurationError(f"a {type(loader).__name__} is not a loader: it cannot be iterated")
     return loader

@@ -1,4 +1,4 @@
-"""A loader that knows its own place: torchdata's StatefulDataLoader, or anything that does the same."""
+"""StatefulLoader: resumes a loader by its own state, such as torchdata's StatefulDataLoader."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class StatefulPlace(EpochPlace):
 
 
 class StatefulLoader(UserLoader):
-    """Micro-batches of a loader with ``state_dict`` and ``load_state_dict``; its own state is what is saved.
+    """Micro-batches of a loader with ``state_dict`` and ``load_state_dict``, whose own state is saved.
 
-    What is asked of the loader is what torchdata's does: after each batch its state is the place behind that batch;
-    an iterator made after ``load_state_dict`` goes on from there. Where that place is the end of an epoch, the iterator
-    may have nothing left, or begin the next epoch: both are found in the field, and both are understood.
+    The loader must behave like torchdata's: after each batch its state is the position behind that batch; an iterator
+    created after ``load_state_dict`` continues there. If that position is the end of an epoch, the iterator may be
+    exhausted, or start the next epoch: loaders do either, and both are supported.
 
-    Where an epoch is left early, one more micro-batch of it is read and dropped. So the iterator that is left has been
-    in use, also where it was made from a saved state, and the next one begins anew.
+    If an epoch is ended early, one more micro-batch of it is read and dropped. So the abandoned iterator has been used,
+    even if it was created from a saved state, and the next one starts at the beginning.
     """
 
     state_schema = or_another_kind(StatefulPlace, "stateful")
@@ -71,7 +71,7 @@ class StatefulLoader(UserLoader):
         return self._noting_first(iterator)
 
     def _next_epoch_after(self, saved: Any, cut: bool) -> Iterator[Any]:
-        """An iterator over the epoch that follows the one in which, or at whose end, ``saved`` was taken."""
+        """Return an iterator over the epoch after the one in which, or at whose end, ``saved`` was taken."""
         loader = self._loader
         self._announce_epoch(self.epoch - 1 if cut else self.epoch)
         iterator = self._resumed(loader, saved)
@@ -80,18 +80,18 @@ class StatefulLoader(UserLoader):
             self._drop_one(iterator)
         if (
             cut
-            or self._told_the_epoch()
+            or self._epoch_listeners()
             or self._loaded_own
             or self._starts_workers()
             or hasattr(loader, "restart_on_stop_iteration")
         ):
-            # Once more: what was loaded says otherwise, and to look at it has drawn from the loader's generator.
+            # Again: the loaded state contains another epoch, and the first iterator drew from the loader's generator.
             self._announce_epoch(self.epoch)
             iterator = iter(loader)
         return iterator if cut else self._begun(iterator)
 
     def _starts_workers(self) -> bool:
-        """Whether each iterator has worker processes of its own, with the dataset as it is here, and a seed drawn."""
+        """Whether each iterator starts new workers, with the dataset as it is in this process, and draws a seed."""
         return getattr(self._loader, "num_workers", 0) > 0 and not getattr(self._loader, "persistent_workers", False)
 
     def _begun(self, iterator: Iterator[Any]) -> Iterator[Any]:
@@ -142,18 +142,18 @@ class StatefulLoader(UserLoader):
             )
 
     def _check_unchanged(self) -> None:
-        """Say if the stream has changed when it came to the end of the epoch for the second time."""
+        """Warn if the stream changed its state when it reached the end of the epoch for the second time."""
         stream = self._stream()
         if stream is not None and self._loaded_stream not in (None, self._digest()):
             log.warning(
-                "%s changes its state where an iterator ends, and a resumed run comes there twice: from this epoch on "
-                "its data is not that of a run that was never stopped; change the state where an iterator begins",
+                "%s changes its state when an iterator ends, which happens twice in a resumed run: from this epoch on "
+                "its data differs from that of an uninterrupted run; change the state when an iterator starts",
                 type(stream).__name__,
                 extra={NOT_EXACT: True},
             )
 
     def _stream(self) -> Stateful | None:
-        """The dataset, if it is read in this process from its beginning to its end, and has a state."""
+        """Return the dataset if it has a state and is iterated in this process."""
         dataset = getattr(self._loader, "dataset", None)
         dataset = dataset.dataset if isinstance(dataset, RankShard) else dataset
         is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
@@ -161,7 +161,7 @@ class StatefulLoader(UserLoader):
         return dataset if is_stream and is_here and isinstance(dataset, Stateful) else None
 
     def _drop_one(self, iterator: Iterator[Any]) -> None:
-        """Read one more micro-batch of an epoch that was left, without a trace in the random generators."""
+        """Read one more micro-batch of an abandoned epoch, and restore the random generators."""
         own = self.own_generators.state_dict()
         with preserved_generators():
             next(iterator, None)
@@ -173,10 +173,10 @@ class StatefulLoader(UserLoader):
             with keep_exhausted_workers(loader, saved):
                 loader.load_state_dict(saved)
                 return iter(loader)
-        except Exception as error:  # torchdata checks by assertions, and trusts what it is given
+        except Exception as error:  # torchdata validates by assertions, or not at all
             raise StateMismatch(
                 f"the saved state of the {type(loader).__name__} does not fit it: {error!r}; resume with the same "
-                f"number of worker processes (now {getattr(loader, 'num_workers', 'unknown')}), or start anew"
+                f"number of worker processes (now {getattr(loader, 'num_workers', 'unknown')}), or start from scratch"
             ) from error
 
     def next_epoch(self) -> None:
@@ -201,11 +201,11 @@ class StatefulLoader(UserLoader):
         return None if stream is None else digest(stream.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved place.
+        """Continue at a saved position.
 
         Raises:
-            StateMismatch: if it lies in another kind of data; on iterating, if the loader does not take its state back.
+            StateMismatch: if it belongs to another kind of data; on iterating, if the loader rejects its state.
         """
-        self._go_to(state, "stateful")
+        self._set_position(state, "stateful")
         self._cut, self._saved, self._loaded_stream = state["cut"], state["loader"], state.get("stream")
         self._left, self._opened, self._resumed_inside, self._first_of_leg = None, False, False, None

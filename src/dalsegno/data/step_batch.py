@@ -1,11 +1,12 @@
-"""Draw: the micro-batches of one step, and what each of them counts for, agreed between the ranks.
+"""StepBatch: the micro-batches of one step and their weights, agreed across ranks.
 
-A step's loss is the mean over its samples on all ranks. So a micro-batch's own mean loss counts with its weight (its
-samples, or what ``loss_weight`` says) divided by the weight of the whole step, which every rank must know.
+A step's loss is the mean over its samples on all ranks. So a micro-batch's own mean loss is multiplied by its weight
+(its number of samples, or the result of ``loss_weight``) divided by the weight of the whole step, which every rank must
+know.
 
-Where the data come from our sampler, that is known without asking. Where they come from elsewhere, or ``loss_weight``
-weighs them, the ranks tell each other in one small collective per step; a rank that has run out then goes through the
-motions with its last batch, at weight zero, until all have: otherwise the others would wait for it for ever.
+For data of our sampler, that weight is known. For other data, or with ``loss_weight``, the ranks exchange weights in
+one small collective per step. A rank that has run out of data then repeats its last batch at weight zero until all
+ranks have, because the others would otherwise wait for it forever.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from dalsegno.errors import EmptyDataset, StateMismatch
 from . import Microbatch
 
 LossWeight = Callable[[Any], float]
-"""What a batch's mean loss counts for, such as its number of tokens."""
+"""Weight of a batch's mean loss within its step, e.g. its number of tokens."""
 
 
 class Source(Protocol):
-    """A feed, of training or of evaluation."""
+    """A loader of training or evaluation data."""
 
     @property
     def lockstep(self) -> bool: ...
@@ -43,7 +44,7 @@ class Source(Protocol):
     def spare(self) -> Microbatch | None: ...
 
     def length(self) -> int | None:
-        """Micro-batches of the epoch on this rank; None where it is unknown."""
+        """Return the number of micro-batches of the epoch on this rank; None if unknown."""
         ...
 
     def __iter__(self) -> Iterator[Microbatch]: ...
@@ -55,28 +56,28 @@ class StepBatch:
 
     microbatches: list[Microbatch]
     weights: list[float]
-    """Of each micro-batch's mean loss."""
+    """Weights of the micro-batches' mean losses."""
     total: float
-    """The sum of all weights on all ranks."""
+    """Sum of all weights on all ranks."""
     samples: int
-    """On all ranks."""
+    """Number of samples on all ranks."""
     tokens: int
-    """On this rank."""
+    """Number of tokens on this rank."""
     seconds: float
-    """How long this rank has read them, alone."""
+    """Time that this rank spent reading them, without waiting for other ranks."""
     place: float
-    """Behind it, in epochs; the same on all ranks, where each has a loader of its own that of the longest one."""
+    """Position behind the step, in epochs; equal on all ranks. If each rank has its own loader, that of the longest."""
 
     def share(self, index: int) -> float:
-        """The part of the step's loss that this micro-batch makes up; all of them, on all ranks, sum to 1."""
+        """Return this micro-batch's share of the step's loss; the shares of all ranks sum to 1."""
         return self.weights[index] / self.total if self.total else 0.0
 
 
 def iter_steps(feed: Source, size: int, loss_weight: LossWeight | None = None) -> Iterator[StepBatch]:
-    """The rest of the feed's epoch in steps of ``size`` micro-batches; what is left at the end is a smaller one.
+    """Yield the rest of the epoch in steps of ``size`` micro-batches; the last step may be smaller.
 
     Raises:
-        EmptyDataset: if one rank has no batch at all while another has.
+        EmptyDataset: if one rank has no batch while another has one.
     """
     source = iter(feed)
     alone = collectives.world_size() == 1
@@ -90,10 +91,10 @@ def iter_steps(feed: Source, size: int, loss_weight: LossWeight | None = None) -
                 return
             yield _weigh(held, loss_weight, seconds, feed.position)
         else:
-            draw = _weigh_together(held, loss_weight, seconds, feed)
-            if draw is None:
+            step_batch = _weigh_together(held, loss_weight, seconds, feed)
+            if step_batch is None:
                 return
-            yield draw
+            yield step_batch
 
 
 def _weigh(held: list[Microbatch], loss_weight: LossWeight | None, seconds: float, place: float) -> StepBatch:
@@ -111,50 +112,59 @@ def _weigh_together(
 ) -> StepBatch | None:
     weights = [_weight(microbatch, loss_weight) for microbatch in held]
     samples = sum(microbatch.samples for microbatch in held)
-    told = collectives.gather_floats(
-        [sum(weights), samples, len(held), bool(held) or feed.spare is not None, feed.started, *_told(feed)],
+    rows = collectives.gather_floats(
+        [
+            sum(weights),
+            samples,
+            len(held),
+            bool(held) or feed.spare is not None,
+            feed.started,
+            *_position_and_length(feed),
+        ],
         "a step's samples",
     )
-    length = int(max(row[2] for row in told))
+    length = int(max(row[2] for row in rows))
     if length == 0:
         return None
-    if not all(row[3] for row in told):
-        empty = [rank for rank, row in enumerate(told) if not row[3]]
-        if any(told[rank][4] for rank in empty):
+    if not all(row[3] for row in rows):
+        empty = [rank for rank, row in enumerate(rows) if not row[3]]
+        if any(rows[rank][4] for rank in empty):
             raise StateMismatch(
-                f"rank {empty} is through with the epoch in which the checkpoint was saved, other ranks are not, and "
-                "the batch that it repeats until they are is not in the checkpoint (its kind cannot be saved, or "
-                "dalsegno was older); resume from another checkpoint, say of an epoch's end"
+                f"rank {empty} had finished the epoch when the checkpoint was saved, other ranks had not, and the "
+                "batch that it repeats until they have is not in the checkpoint (its type cannot be saved, or the "
+                "checkpoint is older); resume from another checkpoint, e.g. of an epoch's end"
             )
-        raise EmptyDataset(f"no batch at all for rank {empty}, but for others; give each rank a part of the data")
+        raise EmptyDataset(f"rank {empty} has no batch, but others have; give each rank a part of the data")
     padding = Microbatch((held[-1] if held else feed.spare).batch, 0, None)  # type: ignore[union-attr]
     missing = length - len(held)
     return StepBatch(
         held + [padding] * missing,
         weights + [0.0] * missing,
-        sum(row[0] for row in told),
-        int(sum(row[1] for row in told)),
+        sum(row[0] for row in rows),
+        int(sum(row[1] for row in rows)),
         sum(map(_tokens, held)),
         seconds,
-        _place([(row[5], row[6]) for row in told]),
+        _place([(row[5], row[6]) for row in rows]),
     )
 
 
 def agreed_place(feed: Source) -> float:
-    """Where the feed is, in epochs: the same on all ranks. Collective."""
-    return feed.position if feed.lockstep else _place(collectives.gather(_told(feed), "where the data are"))
+    """Return the position in epochs, equal on all ranks. Collective."""
+    return (
+        feed.position if feed.lockstep else _place(collectives.gather(_position_and_length(feed), "where the data are"))
+    )
 
 
-def _told(feed: Source) -> tuple[float, int]:
-    """This rank's position and length; 0, where that is unknown."""
+def _position_and_length(feed: Source) -> tuple[float, int]:
+    """Return this rank's position, and its length (0 if unknown)."""
     return feed.position, feed.length() or 0
 
 
-def _place(told: Sequence[tuple[float, float]]) -> float:
-    """From each rank's position and length: that of the longest; where one is unknown, no more than the epoch is."""
-    if not all(length for _, length in told):
-        return min(position for position, _ in told)
-    return max(told, key=lambda each: each[1])[0]
+def _place(rows: Sequence[tuple[float, float]]) -> float:
+    """Return the position of the longest rank; if a length is unknown, the smallest position."""
+    if not all(length for _, length in rows):
+        return min(position for position, _ in rows)
+    return max(rows, key=lambda each: each[1])[0]
 
 
 def _weight(microbatch: Microbatch, loss_weight: LossWeight | None) -> float:
@@ -164,7 +174,7 @@ def _weight(microbatch: Microbatch, loss_weight: LossWeight | None) -> float:
 
 
 def _tokens(microbatch: Microbatch) -> int:
-    """How many tokens there are: the elements of ``input_ids``, where the batch has them."""
+    """Return the number of tokens: the elements of ``input_ids``, if the batch contains it."""
     if microbatch.samples and isinstance(microbatch.batch, Mapping):
         ids = microbatch.batch.get("input_ids")
         if isinstance(ids, torch.Tensor):

@@ -1,4 +1,4 @@
-"""A loader, read as it is, and its place in an epoch counted."""
+"""UserLoader: reads any loader and counts the position within an epoch."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ END = object()
 
 
 class UserLoader:
-    """Micro-batches of any iterable of batches; see :class:`Feed`.
+    """Micro-batches of any iterable of batches; see :class:`ResumableLoader`.
 
-    By itself it cannot save its place: :class:`StatefulFeed` and :class:`ReplayedFeed` do, each in its own way.
+    It cannot save its position; the subclasses :class:`StatefulLoader` and :class:`ReplayLoader` can.
 
     Args:
-        loader: batches, or :class:`Microbatch` objects with their true counts. Whatever it, its samplers and its
-            dataset have by the name ``set_epoch`` is called with each epoch that begins.
+        loader: yields batches, or :class:`Microbatch` objects with their true counts. ``set_epoch`` of the loader, its
+            samplers and its dataset, if defined, is called at the start of each epoch.
         seed: for the seeds of worker processes, if the loader has no generator.
-        world_size: alone, a rank's samples are everybody's.
-        samples: in an epoch, over all ranks, if known.
-        lockstep: the loaders of all ranks end together, and their micro-batches know their global counts.
-        one_stream: all ranks read the same stream in lockstep, so that the place of one is the place of all.
+        world_size: with 1, this rank's samples are all samples.
+        samples: number per epoch, over all ranks, if known.
+        lockstep: whether the loaders of all ranks end together and their micro-batches have global counts.
+        one_stream: whether all ranks read the same stream in lockstep, so that one rank's position is that of all.
 
     Raises:
         EmptyDataset: if the loader has length 0.
@@ -57,23 +57,23 @@ class UserLoader:
         self._one_stream = one_stream
         if isinstance(loader, DataLoader):
             ignore_stop_signals(loader)
-        # Always for torchdata's: of a generator that its sampler shares, it restores the sampler's draws alone.
+        # torchdata's always gets one: if its sampler shares the generator, it would restore only the sampler's draws.
         if isinstance(loader, DataLoader) and (loader.generator is None or isinstance(loader, StatefulDataLoader)):
             loader.generator = EpochGenerator()
         if self.length() == 0:
-            raise EmptyDataset("the loader has length 0; look at its dataset, its batch size and drop_last")
+            raise EmptyDataset("the loader has length 0; check its dataset, its batch size and drop_last")
         self.own_generators = OwnGenerators(**{"": loader})
         self.epoch = 0
-        self._microbatches = 0  # consumed of this epoch, on this rank
-        self._samples = 0  # consumed of this epoch, over all ranks where that is known
+        self._microbatches = 0  # consumed in this epoch, on this rank
+        self._samples = 0  # consumed in this epoch, over all ranks if known
         self._exhausted = False
         self._iterator: Iterator[Any] | None = None
-        self._loaded_own: dict[str, Any] = {}  # the states of the data's own generators, at the place that was loaded
-        self._lengths: list[int | None] | None = None  # of all ranks' loaders, once they have been told
+        self._loaded_own: dict[str, Any] = {}  # states of the data's own generators at the loaded position
+        self._lengths: list[int | None] | None = None  # of all ranks' loaders, once exchanged
         self.spare: Microbatch | None = None
 
-    def tell_length(self) -> None:
-        """Let all ranks know how long this rank's loader is, since they plan by the longest. Collective."""
+    def exchange_lengths(self) -> None:
+        """Exchange the lengths of all ranks' loaders, since planning uses the longest. Collective."""
         self._lengths = collectives.gather(self.length(), "the lengths of loaders")
 
     @property
@@ -92,26 +92,26 @@ class UserLoader:
             return
         if self._iterator is None:
             self._iterator = self._open()
-        # Not a for loop: asking an iterator for an iterator makes some begin anew.
+        # Not a for loop: some iterators restart when asked for an iterator.
         while (item := next(self._iterator, END)) is not END:
             yield self._count(item)
         self._exhausted, self._iterator = True, None
 
     def _open(self) -> Iterator[Any]:
-        """An iterator over the rest of the epoch."""
+        """Return an iterator over the rest of the epoch."""
         self._announce_epoch(self.epoch)
         return iter(self._loader)
 
     def _announce_epoch(self, epoch: int) -> None:
         loader = self._loader
-        for part in self._told_the_epoch():
+        for part in self._epoch_listeners():
             part.set_epoch(epoch)
         generator = getattr(loader, "generator", None)
         if isinstance(generator, EpochGenerator):
             generator.manual_seed(mix(LOADER, self._seed, epoch))
 
-    def _told_the_epoch(self) -> list[Any]:
-        """Itself, its samplers and its dataset, as far as they want to know the epoch."""
+    def _epoch_listeners(self) -> list[Any]:
+        """Return the loader, its samplers and its dataset, as far as they define ``set_epoch``."""
         parts = [self._loader, *(getattr(self._loader, name, None) for name in ("sampler", "batch_sampler", "dataset"))]
         return [part for part in parts if callable(getattr(part, "set_epoch", None))]
 
@@ -136,7 +136,7 @@ class UserLoader:
         self._exhausted, self._iterator, self.spare = False, None, None
 
     def skip(self, samples: int) -> int:
-        """Read past them, in whole micro-batches; each rank past its share."""
+        """Read past the samples, in whole micro-batches; each rank past its share."""
         passed, rest = 0, iter(self)
         while passed < samples and (microbatch := next(rest, None)) is not None:
             known = microbatch.global_samples
@@ -146,12 +146,12 @@ class UserLoader:
     def close(self) -> None:
         self._iterator = None
         if isinstance(self._loader, DataLoader):
-            self._loader._iterator = None  # where torch keeps persistent workers
+            self._loader._iterator = None  # torch keeps persistent workers here
 
     def length(self) -> int | None:
         try:
             return len(self._loader)  # type: ignore[arg-type]
-        except TypeError:  # no length, or none that is known
+        except TypeError:  # no length, or an unknown one
             return None
 
     def microbatches_per_epoch(self) -> int | None:
@@ -183,13 +183,13 @@ class UserLoader:
         }
 
     def _may_wait_for_others(self) -> bool:
-        """Whether this rank has come to the end of the epoch, as far as is known, and another may not have."""
+        """Whether this rank has finished the epoch, as far as known, and another one may not have."""
         length = self.length()
         is_through = self._exhausted or (length is not None and self._microbatches >= length)
         are_equal = self._lengths is not None and None not in self._lengths and len({*self._lengths}) == 1
         return is_through and not are_equal
 
-    def _go_to(self, state: dict[str, Any], kind: str) -> None:
+    def _set_position(self, state: dict[str, Any], kind: str) -> None:
         expect_kind(state, kind)
         self.epoch, self._exhausted = state["epoch"], state["exhausted"]
         self._microbatches, self._samples = state["microbatches"], state["samples"]
@@ -199,15 +199,15 @@ class UserLoader:
 
     @classmethod
     def reshard(cls, states: Sequence[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
-        """The place for another number of ranks, where all ranks read one stream.
+        """Convert the position to another number of ranks, if all ranks read one stream.
 
         Raises:
-            StateMismatch: for a loader that splits its data by itself.
+            StateMismatch: for a loader that splits its data itself.
         """
         if not states[0]["one_stream"]:
             raise StateMismatch(
                 f"the position in your loader was saved by {len(states)} ranks, now there are {world_size}, and "
-                f"only the loader knows how it splits its data; resume with {len(states)} ranks, or hand over the "
-                "dataset instead of a loader (a map dataset without a state_dict follows any number of ranks)"
+                f"only the loader knows how it splits its data; resume with {len(states)} ranks, or pass the dataset "
+                "instead of a loader (a map dataset without a state_dict supports any number of ranks)"
             )
         return [states[0]] * world_size
