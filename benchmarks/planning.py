@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dalsegno.checkpoint.save import planning
+from dalsegno.checkpoint.state.sharded import TensorsByComponent
 from dalsegno.testing import run_ranks
 
 from .row import Row, duration
@@ -75,7 +76,7 @@ def _ours(world: int, tensors: int, part: int, rounds: int) -> dict[str, float]:
 def _dcp(world: int, tensors: int, part: int, rounds: int) -> tuple[float, int, float]:
     """Seconds of a rank's plan; its bytes; seconds for the whole of all ranks' plans."""
 
-    def planned(state: planning.Tensors) -> SavePlan:
+    def planned(state: TensorsByComponent) -> SavePlan:
         planner = DefaultSavePlanner(flatten_sharded_tensors=False)
         planner.set_up_planner(state, is_coordinator=False)
         return planner.create_local_plan()
@@ -104,10 +105,10 @@ def _median(work: Callable[[], object], rounds: int) -> float:
     return median(seconds)
 
 
-def _as_rank(rank: int, world: int, count: int) -> Callable[[Callable[[planning.Tensors], T]], T]:
+def _as_rank(rank: int, world: int, count: int) -> Callable[[Callable[[TensorsByComponent], T]], T]:
     """Does something with ``count`` tensors, sharded by rows, as that rank of that many."""
 
-    def do(work: Callable[[planning.Tensors], T]) -> T:
+    def do(work: Callable[[TensorsByComponent], T]) -> T:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
         try:
             mesh = init_device_mesh("cpu", (world,))

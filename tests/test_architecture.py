@@ -61,7 +61,7 @@ WITHOUT_TORCH = [
     "analysis.stats.divergence",
     "events.table",
     "events.callback",
-    "checkpoint.listing",
+    "checkpoint.inspect.listing",
     "checkpoint.inspect.json_view",
 ]
 

@@ -16,7 +16,7 @@ from callbacks.grad_norm_ranks import Uneven
 from callbacks.layouts import sentences
 from dalsegno.callbacks import ModelMerge
 from dalsegno.checkpoint import read_tensors
-from dalsegno.checkpoint.listing import verified
+from dalsegno.checkpoint.inspect.listing import newest_verified
 from dalsegno.distributed import collectives
 from dalsegno.events.table import Event
 from dalsegno.testing import FaultPlan, assert_resume_equivalent, run_ranks
@@ -35,12 +35,12 @@ def merging(output_dir: Path, *own: Any, layout: str = "none", **settings: Any) 
 
 
 def means(output_dir: Path, step: int, key: str = "ModelMerge") -> dict[str, Tensor]:
-    return read_tensors(verified(output_dir / f"checkpoints/step-{step:08d}")).get(f"callbacks.{key}", {})
+    return read_tensors(newest_verified(output_dir / f"checkpoints/step-{step:08d}")).get(f"callbacks.{key}", {})
 
 
 def mean_of(output_dir: Path, steps: list[int]) -> dict[str, Tensor]:
     """Of the weights in these checkpoints, in float64."""
-    found = [read_tensors(verified(output_dir / f"checkpoints/step-{step:08d}"))["model"] for step in steps]
+    found = [read_tensors(newest_verified(output_dir / f"checkpoints/step-{step:08d}"))["model"] for step in steps]
     return {name: torch.stack([each[name].double() for each in found]).mean(0) for name in found[0]}
 
 

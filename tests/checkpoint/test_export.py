@@ -149,7 +149,9 @@ def test_a_folder_with_a_configuration_is_taken(small: Path) -> None:
 
 @pytest.mark.parametrize("size", ["five", "5XB", "-1", 0, "0.1B", ""])
 def test_what_is_no_size(small: Path, size: Any) -> None:
-    with pytest.raises(ds.ConfigurationError, match=r"max_shard_size=.*; needs a number of bytes, or a text"):
+    with pytest.raises(
+        ds.ConfigurationError, match=r"max_shard_size: .* is not a number of bytes; use a number or a text like '5GB'"
+    ):
         ds.export_model(small, small / "out", max_shard_size=size)
     assert not (small / "out").exists()
 

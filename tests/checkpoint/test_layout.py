@@ -28,12 +28,12 @@ def kept(layout: FileLayout, tensors: Sequence[torch.Tensor], buffer: Buffer) ->
     """From a copy."""
     buffer.lay_out(layout)
     buffer.copy(tensors, CudaCopies())
-    return TensorFile("some.safetensors", layout.length, buffer.pieces)
+    return TensorFile("some.safetensors", layout.length, buffer.blocks)
 
 
 def live(layout: FileLayout, tensors: Sequence[torch.Tensor], buffer: Buffer) -> TensorFile:
     """From the tensors themselves."""
-    return TensorFile("some.safetensors", layout.length, partial(BounceBuffers().pieces, layout, tensors))
+    return TensorFile("some.safetensors", layout.length, partial(BounceBuffers().blocks, layout, tensors))
 
 
 Source = Callable[[FileLayout, Sequence[torch.Tensor], Buffer], TensorFile]

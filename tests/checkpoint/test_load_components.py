@@ -172,7 +172,7 @@ def test_another_precision_is_cast_and_said(tmp_path: Path) -> None:
     save_file(halved, make(tmp_path / "half") / "model.safetensors")
     told = tuned(tmp_path / "run", tmp_path / "half")
     assert_loaded(told, {name: each.bfloat16().to(each.dtype) for name, each in expected.items()})
-    assert told["report"].notes == ["model: 10 tensor(s) were bfloat16 and are float32 here: cast"]
+    assert told["report"].notes == ["model: cast 10 tensor(s) from bfloat16 to float32"]
 
 
 @pytest.mark.parametrize("there", ["model.", ""])

@@ -131,7 +131,7 @@ def test_where_none_is_whole_the_run_does_not_begin_anew(tmp_path: Path) -> None
         with pytest.raises(DamagedCheckpoint) as raised:
             manager.find()
         told = str(raised.value).splitlines()
-        assert told[0] == f"{manager.directory}: no checkpoint is whole:"
+        assert told[0] == f"{manager.directory}: no checkpoint is valid:"
         assert [line.split("step-")[1].split(":")[0] for line in told[1:]] == [
             f"{step:08d}/index.json" for step in (10, 2, 1)
         ]
@@ -338,7 +338,7 @@ def test_files_of_others_are_not_deleted(tmp_path: Path, caplog: pytest.LogCaptu
     (manager.directory / "step-latest").mkdir()
     assert manager.prune() == [manager.path_of(2)]
     assert (manager.path_of(1) / "notes.txt").exists() and (manager.directory / "step-latest").exists()
-    assert "step-00000001 is not deleted: it holds notes.txt" in caplog.text
+    assert "step-00000001 is not deleted: it contains notes.txt" in caplog.text
 
 
 def test_one_timeline(tmp_path: Path) -> None:
@@ -414,7 +414,7 @@ def test_versions(tmp_path: Path) -> None:
     assert checkpoint is not None
     with pytest.raises(StateMismatch, match=r"callbacks\.N: the saved state has version 2") as raised:
         manager.load(checkpoint, [], [Component("callbacks.N", Notes())])
-    assert raised.value.__notes__ == [f"while {checkpoint.path}: callbacks.N was being restored"]
+    assert raised.value.__notes__ == [f"while restoring {checkpoint.path}: callbacks.N"]
 
 
 def test_what_a_load_state_dict_raises_names_its_component(tmp_path: Path) -> None:

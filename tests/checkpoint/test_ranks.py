@@ -71,7 +71,7 @@ def test_another_number_of_ranks(tmp_path: Path) -> None:
     run_ranks(jobs.save_states, 2, tmp_path)
     ((_, mine, report),) = run_ranks(jobs.load_states, 1, tmp_path, 2)
     assert mine == ["rank 0", "rank 1"]
-    assert report.notes == ["callbacks.Mine: its 2 states became 1"]
+    assert report.notes == ["callbacks.Mine: resharded from 2 to 1 states"]
     with pytest.raises(
         RankFailed,
         match=r"StateMismatch: callbacks\.Gone: its state is per rank and was saved by 2 ranks",

@@ -32,7 +32,7 @@ def test_any_box_into_anything(folder: Path, shape: list[int], dtype: torch.dtyp
     """Whatever the shape, the box, and the target's type and strides; also where few rows are read at once."""
     whole = (torch.arange(torch.Size(shape).numel()) % 7).to(dtype).reshape(shape)
     layout = FileLayout.of([TensorChunk("other", torch.float64, (3,), (0,), (3,)), TensorChunk.entire("it", whole)])
-    file = TensorFile("file", layout.length, lambda: BounceBuffers().pieces(layout, [torch.ones(3).double(), whole]))
+    file = TensorFile("file", layout.length, lambda: BounceBuffers().blocks(layout, [torch.ones(3).double(), whole]))
     file.write_to(folder, int)
     stored = StoredFile(folder / "file")
     assert torch.equal(stored.tensor(layout.spans[1], dtype, shape), whole)

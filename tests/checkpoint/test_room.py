@@ -27,7 +27,7 @@ from support.heavy import (
 )
 
 SHORT = re.compile(
-    r"a save in the background needs (\S+ \wB) more memory for a copy of the state, and (\S+ \wB) are available: "
+    r"an async save needs (\S+ \wB) more memory for a copy of the state, and (\S+ \wB) are available: "
     r"checkpoints are written while training waits"
 )
 

@@ -77,9 +77,9 @@ def picture(folder: Path) -> dict[str, Any]:
 def test_list_tells_of_each(trained: Path, checkpoints: Command) -> None:
     rows = checkpoints.json("list", trained)
     assert [(row["step"], row["ranks"], row["condition"]) for row in rows] == [
-        (4, 1, "whole"),
-        (6, 1, "whole"),
-        (8, 1, "whole"),
+        (4, 1, "valid"),
+        (6, 1, "valid"),
+        (8, 1, "valid"),
     ]
     for row in rows:
         assert row["size"] == sum(
@@ -109,10 +109,10 @@ def test_list_marks_what_is_not_whole(run: Path, checkpoints: Command) -> None:
     rows = {Path(row["path"]).name: row for row in checkpoints.json("list", run, status=1)}
     assert {name: row["condition"] for name, row in rows.items()} == {
         "step-00000004": "damaged",
-        "step-00000005.damaged": "set aside",
-        "step-00000006": "whole",
+        "step-00000005.damaged": "quarantined",
+        "step-00000006": "valid",
         "step-00000007": "damaged",
-        "step-00000008": "whole",
+        "step-00000008": "valid",
         "step-00000009.partial": "partial",
     }
     assert rows["step-00000004"]["problem"] == "shared.json: No such file or directory"
@@ -124,7 +124,7 @@ def test_list_marks_what_is_not_whole(run: Path, checkpoints: Command) -> None:
 def test_list_verifies_if_asked(run: Path, checkpoints: Command) -> None:
     assert [row["condition"] for row in checkpoints.json("list", run, "--verify")] == ["verified"] * 3
     flip_a_byte(checkpoint_of(run, 6) / "model/shard-00000.safetensors")
-    assert [row["condition"] for row in checkpoints.json("list", run)] == ["whole"] * 3
+    assert [row["condition"] for row in checkpoints.json("list", run)] == ["valid"] * 3
     rows = checkpoints.json("list", run, "--verify", status=1)
     assert [row["condition"] for row in rows] == ["verified", "damaged", "verified"]
     assert "shard-00000.safetensors: has checksum" in rows[1]["problem"]

@@ -12,7 +12,7 @@ import pytest
 from dalsegno.analysis import open_log
 from dalsegno.checkpoint import read_tensors, saved_states
 from dalsegno.checkpoint.format.manifest import _checksum_of
-from dalsegno.checkpoint.listing import list_checkpoints, verified
+from dalsegno.checkpoint.inspect.listing import list_checkpoints, newest_verified
 from dalsegno.errors import RankFailed
 from dalsegno.logs import RunFile, read_records
 from dalsegno.testing import run_ranks
@@ -71,7 +71,7 @@ def test_on_another_number_of_ranks(kept: Any) -> None:
 
 def test_what_a_newer_version_of_the_same_format_has_added_is_ignored(kept: Any) -> None:
     folder, expected = kept
-    for path in (folder / "run.json", verified(folder).path / "manifest.json"):
+    for path in (folder / "run.json", newest_verified(folder).path / "manifest.json"):
         content = json.loads(path.read_bytes()) | {"added": [1]}
         if content.pop("xxh3", None):
             content["xxh3"] = _checksum_of(content)
@@ -85,18 +85,18 @@ def test_what_a_newer_version_of_the_same_format_has_added_is_ignored(kept: Any)
 
 def test_one_of_a_newer_format_is_refused_and_left_alone(kept: Any) -> None:
     folder, _ = kept
-    path = verified(folder).path / "manifest.json"
+    path = newest_verified(folder).path / "manifest.json"
     content = json.loads(path.read_bytes()) | {"format": 99}
     del content["xxh3"]
     path.write_text(json.dumps(content | {"xxh3": _checksum_of(content)}))
     with pytest.raises(RankFailed, match=r"StateMismatch: .*manifest\.json: has format 99; this dalsegno reads up to"):
         run_ranks(run.last_leg, 1, folder, "none")
-    assert [found.condition for found in list_checkpoints(folder)] == ["newer"]
+    assert [found.status for found in list_checkpoints(folder)] == ["newer"]
 
 
 def test_it_can_be_looked_at(kept: Any) -> None:
     folder, expected = kept
-    checkpoint = verified(folder)
+    checkpoint = newest_verified(folder)
     assert (checkpoint.step, checkpoint.manifest.world_size) == (run.SAVED, expected["world_size"])
     model = read_tensors(checkpoint)["model"]
     assert {name: each.tolist() for name, each in model.items()} == {

@@ -72,7 +72,7 @@ def test_per_rank_states_follow_the_ranks_where_their_callback_says_how(tmp_path
     killed(2, tmp_path, "shared", 12, 5)
     (told,) = run_ranks(leg, 1, tmp_path, "shared", 6)
     assert told["loaded"] == {"Steps": 4, "Own": 44}
-    assert "callbacks.Own: its 2 states became 1" in told["report"].notes
+    assert "callbacks.Own: resharded from 2 to 1 states" in told["report"].notes
     back = run_ranks(leg, 2, tmp_path, "shared", 8)
     assert [rank["loaded"] for rank in back] == [{"Steps": 6, "Own": 46}, {"Steps": 6, "Own": 0}]
 

@@ -17,7 +17,7 @@ import pytest
 import dalsegno as ds
 from dalsegno.checkpoint import CheckpointManager
 from dalsegno.checkpoint.save import async_save
-from dalsegno.system import filesystem
+from dalsegno.system import filesystem, progress
 from support.listeners import Listener
 from support.small import small_trainer
 
@@ -32,7 +32,7 @@ def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
             assert answers.wait(60)
 
     monkeypatch.setattr(filesystem, "watcher", hang)
-    monkeypatch.setattr(async_save, "_SAY_EVERY", 0.05)
+    monkeypatch.setattr(progress, "REPORT_EVERY", 0.05)
     monkeypatch.setattr(async_save, "_GRACE", 0.2)
     yield answers
     answers.set()
@@ -82,9 +82,9 @@ def test_it_is_said_how_far_it_is(tmp_path: Path, hung: threading.Event, way: st
 def test_a_disk_that_takes_nothing_is_not_waited_for_for_ever(
     tmp_path: Path, hung: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    impatient = Waited(lambda: monkeypatch.setattr(async_save, "STUCK", 0.0))
+    impatient = Waited(lambda: monkeypatch.setattr(progress.Progress, "idle", async_save.STUCK))
     logging.getLogger("dalsegno").addHandler(impatient)
-    with pytest.raises(ds.SaveFailed, match="step-00000004: no byte was written in 0 minutes; it is given up"):
+    with pytest.raises(ds.SaveFailed, match="step-00000004: no byte was written for 10 minutes; it is cancelled"):
         small_trainer(tmp_path, max_steps=4, save_steps=2).train()
     logging.getLogger("dalsegno").removeHandler(impatient)
     hung.set()  # when the disk answers again, nothing comes of it any more
@@ -99,8 +99,7 @@ def test_a_disk_that_takes_nothing_is_not_waited_for_for_ever(
 SCRIPT = """
 import signal, sys, threading
 from pathlib import Path
-from dalsegno.system import filesystem
-from dalsegno.checkpoint.save import async_save
+from dalsegno.system import filesystem, progress
 from support.listeners import Listener
 from support.small import small_trainer
 
@@ -117,7 +116,7 @@ def press_ctrl_c(ctx):
         signal.raise_signal(signal.SIGINT)
 
 filesystem.watcher = hang
-async_save._SAY_EVERY = 0.05
+progress.REPORT_EVERY = 0.05
 small_trainer(Path(sys.argv[1]), Listener({"on_step_end": press_ctrl_c}), max_steps=1_000_000, save_steps=4).train()
 """
 

@@ -224,7 +224,7 @@ def test_a_run_without_a_whole_checkpoint_begins_anew_only_if_it_is_told_to(tmp_
     for path in (tmp_path / "checkpoints").iterdir():
         flip_a_bit(path)
     for _ in range(2):
-        with pytest.raises(DamagedCheckpoint, match="no checkpoint is whole") as raised:
+        with pytest.raises(DamagedCheckpoint, match="no checkpoint is valid") as raised:
             logged(tmp_path, max_steps=4).train()
         assert raised.value.__notes__ == [
             "resume_from_checkpoint=False starts anew, and moves all that is there into rewound/"

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: save, find, load, keep. All ranks call every method, in the same order."""
+"""Checkpoints of a run: save, find, load, delete. All ranks call every method, in the same order."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from dalsegno.policies.retention import Entry, Keep, staying
 from dalsegno.stateful.component import Component, State
 from dalsegno.system import filesystem
 
-from . import checkpoint_dir
-from .compatibility import Value
+from .format import checkpoint_dir, names
 from .format.manifest import Checkpoint, FileRecord
 from .format.sidecar import SavedState
-from .listing import CheckpointStatus, list_checkpoints
+from .inspect.listing import CheckpointStatus, list_checkpoints
+from .load.compatibility import Value
 from .load.restore import restore
 from .load.states import LoadReport, SavedStates, unclaimed_states
 from .save.async_save import AsyncSave, BufferPrefault
-from .save.saving import Snapshotter, manifest_of
+from .save.snapshot import Snapshotter
 from .state.sharded import ShardedState
 
 logger = logging.getLogger("dalsegno")
 
 
 class CheckpointManager:
-    """Everything under ``<output_dir>/checkpoints``.
+    """The directory ``<output_dir>/checkpoints``.
 
     Args:
         output_dir: the run's directory.
-        keep: which checkpoints :meth:`prune` leaves; None leaves all.
+        keep: policy that :meth:`prune` applies; None keeps all checkpoints.
     """
 
     def __init__(self, output_dir: Path, *, keep: Keep | None = None) -> None:
-        self.directory = Path(output_dir) / "checkpoints"
+        self.directory = Path(output_dir) / names.CHECKPOINTS
         self._keep = keep
-        self._stage = Snapshotter()
+        self._snapshotter = Snapshotter()
         self._carried: Mapping[str, SavedState] = {}
-        self._has_said_broken = False
-        self._trusted: Path | None = None  # verified, or written, by this process last
-        self._flight: AsyncSave | None = None  # the newest
-        self._preparation: BufferPrefault | None = None
+        self._has_warned_nonfinite = False
+        self._trusted: Path | None = None  # the checkpoint that this process verified or wrote last
+        self._newest_save: AsyncSave | None = None
+        self._prefault: BufferPrefault | None = None
 
     def path_of(self, step: int) -> Path:
-        """Where the checkpoint of that step is, or would be."""
-        return checkpoint_dir.path_of(self.directory, step)
+        """Path of the checkpoint of ``step``, whether it exists or not."""
+        return names.checkpoint_path(self.directory, step)
 
     def save(
         self,
@@ -59,21 +59,21 @@ class CheckpointManager:
         metrics: Mapping[str, float] | None = None,
         is_best: bool = False,
     ) -> Path:
-        """As :meth:`launch`, and wait until it is published.
+        """As :meth:`save_async`, but wait until the checkpoint is published.
 
         Returns:
             The checkpoint's directory.
 
         Raises:
-            CannotSave: on every rank, if a state holds what cannot be saved.
-            SaveFailed: on every rank, if it did not get to the disk. No half checkpoint stays.
+            CannotSave: on every rank, if a state cannot be saved.
+            SaveFailed: on every rank, if it could not be written. No partial checkpoint remains.
             ConfigurationError: if there is a checkpoint of that step.
         """
-        flight = self.save_async(step, sharded, components, metrics=metrics, is_best=is_best, background=False)
-        flight.join()
-        if flight.failure is not None:
-            raise flight.failure
-        return flight.path
+        save = self.save_async(step, sharded, components, metrics=metrics, is_best=is_best, background=False)
+        save.join()
+        if save.failure is not None:
+            raise save.failure
+        return save.path
 
     def save_async(
         self,
@@ -88,133 +88,127 @@ class CheckpointManager:
         published: Callable[[], object] = int,
         settled: Callable[[], object] = int,
     ) -> AsyncSave:
-        """Take every state, and send it on its way to the disk; what the policy does not keep is deleted afterwards.
+        """Capture every state and write it in the background; then delete checkpoints that the policy does not keep.
 
-        One save at a time is on its way: this waits for the one before.
+        Waits for the previous save first: one save at a time is in progress.
 
         Args:
             step: finished steps; there must be no checkpoint of that step yet.
             sharded: model and optimizer.
-            components: everything else that has a state.
-            metrics: of the last evaluation, for policies and people.
+            components: everything else with a state.
+            metrics: of the evaluation at this step, for policies and users.
             is_best: whether no earlier checkpoint was better.
-            is_finite: whether the weights are not known to hold NaN or infinity on this rank.
-            background: go on as soon as the state is copied. False: when it is published, or has failed; that takes no
-                memory for a copy.
-            published: called on rank 0, on another thread, once it is published.
-            settled: the same, once what is not kept has been deleted too.
+            is_finite: whether this rank's weights are not known to contain NaN or infinity.
+            background: return once the state is copied. False: return once the checkpoint is published or the save
+                has failed; takes no memory for a copy.
+            published: called on rank 0, on another thread, after publication.
+            settled: called on rank 0, on another thread, after the deletions.
 
         Raises:
-            CannotSave: on every rank, if a state holds what cannot be saved.
+            CannotSave: on every rank, if a state cannot be saved.
             ConfigurationError: if there is a checkpoint of that step.
         """
         self.settle()
         final = self.path_of(step)
-        is_there, is_broken = collectives.all_reduce_max(
+        exists, is_nonfinite = collectives.all_reduce_max(
             [collectives.rank() == 0 and final.exists(), not is_finite], "where to save"
         )
-        if is_there:
+        if exists:
             raise ConfigurationError(f"{final}: there is a checkpoint of this step already; it is not overwritten")
-        if is_broken and collectives.rank() == 0 and not self._has_said_broken:
-            self._has_said_broken = True
+        if is_nonfinite and collectives.rank() == 0 and not self._has_warned_nonfinite:
+            self._has_warned_nonfinite = True
             logger.warning(
-                "step %d: NaN or infinity is in the weights; no good checkpoint is deleted for one of these", step
+                "step %d: the weights contain NaN or infinity; no finite checkpoint is deleted for such a one", step
             )
-        captured = self._stage.capture(sharded, components, self._carried, copy=background)
+        snapshot = self._snapshotter.capture(sharded, components, self._carried, copy=background)
 
-        def publish() -> None:
+        def note_published() -> None:
             self._trusted = final.resolve()
             published()
 
-        def thin_out() -> None:
+        def delete_unkept() -> None:
             try:
-                self._delete_what_is_not_kept()
+                self._delete_unkept()
             finally:
                 settled()
 
-        self._flight = AsyncSave(
-            captured,
+        self._newest_save = AsyncSave(
+            snapshot,
             final,
             step=step,
             is_best=is_best,
-            manifest_of=functools.partial(manifest_of, step, captured, metrics or {}, is_best, not is_broken),
-            published=publish,
-            afterwards=thin_out,
+            manifest_of=functools.partial(snapshot.manifest, step, metrics or {}, is_best, not is_nonfinite),
+            published=note_published,
+            afterwards=delete_unkept,
         )
-        return self._flight
+        return self._newest_save
 
     def prepare(self, sharded: Sequence[ShardedState]) -> None:
-        """Make room in memory for the first save, on another thread, so that it takes no longer than the next.
+        """Allocate the buffers of the first save in the background, so that it takes no longer than the next one.
 
-        To be called once the optimizer has its state. Collective.
+        Call once the optimizer has its state. Collective.
         """
-        if self._flight is None and self._preparation is None:
-            self._preparation = BufferPrefault(self._stage.prepare(sharded))
+        if self._newest_save is None and self._prefault is None:
+            self._prefault = BufferPrefault(self._snapshotter.prepare(sharded))
 
     def settle(self) -> None:
-        """Wait until no thread of a save is at work any more: before anything else touches memory or folders."""
-        if self._preparation is not None:
-            self._preparation.stop()
-        if self._flight is not None:
-            self._flight.join()
+        """Wait for the background threads, before anything else touches buffers or directories."""
+        if self._prefault is not None:
+            self._prefault.stop()
+        if self._newest_save is not None:
+            self._newest_save.join()
 
     def amend(self, step: int, *, metrics: Mapping[str, float], is_best: bool) -> None:
-        """Note in the manifest of that step's checkpoint what an evaluation has said of it since it was published."""
+        """Replace metrics and ``is_best`` in the manifest of the checkpoint of ``step``, which is published."""
         path = self.path_of(step)
         collectives.from_rank_zero(lambda: checkpoint_dir.amend(path, metrics, is_best))
 
     def check_serializable(self, sharded: Sequence[ShardedState], components: Sequence[Component]) -> None:
-        """Take every state as a save does, and write nothing: what cannot be saved is better known before hours of
-        training. Collective.
+        """Capture every state as a save does, but write nothing, to find before training what cannot be saved.
+        Collective.
 
         Args:
             sharded: model and optimizer.
-            components: everything else that has a state.
+            components: everything else with a state.
 
         Raises:
-            CannotSave: on every rank, if a state holds what cannot be saved, or the ranks hold different tensors.
+            CannotSave: on every rank, if a state cannot be saved or the ranks hold different tensors.
         """
-        self._stage.rehearse(sharded, components)
+        self._snapshotter.check_serializable(sharded, components)
 
     def find(self, path: Path | None = None, *, strict: bool = False) -> Checkpoint | None:
-        """The newest checkpoint whose every byte is what its manifest says; the ranks share the reading, file by file.
+        """The newest checkpoint whose every byte matches its manifest; each rank reads some of the files.
 
-        If newer ones are damaged, they are renamed to ``step-….damaged``, with a warning that says what is wrong with
-        each. That happens once a good one is found: where there is none, nothing is moved, so that the next attempt
-        finds what this one did, and does not begin at step 0. With a ``path``, exactly that checkpoint, of this run or
-        another.
+        Newer, damaged checkpoints are renamed to ``step-….damaged``, each with a warning that names the damage. That
+        happens once a valid one is found. If there is none, nothing is renamed, so that the next attempt finds the
+        same and does not start at step 0. With a ``path``, exactly that checkpoint, of this run or another.
 
         Args:
-            path: of the checkpoint that is wanted.
-            strict: if the newest one is damaged, that is an error, and nothing is moved.
+            path: of the requested checkpoint.
+            strict: raise if the newest checkpoint is damaged, and rename nothing.
 
         Returns:
             None if no ``path`` is given and there is no checkpoint.
 
         Raises:
-            NotFound: if there is no ``path``.
-            DamagedCheckpoint: if the one at ``path`` is, or all are.
-            OSError: if one cannot be read, which is no damage: nothing is moved.
+            NotFound: if ``path`` does not exist.
+            DamagedCheckpoint: if the one at ``path`` is damaged, or all are.
+            OSError: if one cannot be read, which is not damage: nothing is renamed.
         """
         self.settle()
         if path is not None:
             return self._verified(path)
-        damaged: dict[Path, DamagedCheckpoint] = {}
-        for candidate in collectives.from_rank_zero(functools.partial(checkpoint_dir.newest_first, self.directory)):
-            try:
-                found = self._verified(candidate)
-            except DamagedCheckpoint as error:
-                if strict:
-                    raise DamagedCheckpoint(f"{error} (strict: no other checkpoint is used in its place)") from error
-                damaged[candidate] = error
-            else:
-                for other, reason in damaged.items():
-                    collectives.from_rank_zero(functools.partial(checkpoint_dir.quarantine, other, reason))
-                return found
-        if damaged:
+        paths = collectives.from_rank_zero(functools.partial(checkpoint_dir.newest_first, self.directory))
+        found, damaged = checkpoint_dir.first_valid(paths[:1] if strict else paths, self._verified)
+        if strict and damaged:
+            (error,) = damaged.values()
+            raise DamagedCheckpoint(f"{error} (strict: no other checkpoint is used in its place)") from error
+        if found is None and damaged:
             reasons = "".join(f"\n  {error}" for error in damaged.values())
-            raise DamagedCheckpoint(f"{self.directory}: no checkpoint is whole:{reasons}")
-        return None
+            raise DamagedCheckpoint(f"{self.directory}: no checkpoint is valid:{reasons}")
+        for other, error in damaged.items():
+            collectives.from_rank_zero(functools.partial(checkpoint_dir.quarantine, other, error))
+        return found
 
     def load(
         self,
@@ -227,22 +221,22 @@ class CheckpointManager:
         allowed: Collection[str] = (),
         adapt: Mapping[str, Callable[[State], State]] | None = None,
     ) -> LoadReport:
-        """Restore everything from a checkpoint that :meth:`find` gave.
+        """Restore everything from a checkpoint that :meth:`find` returned.
 
-        States that no component takes are kept, and go into every checkpoint from now on.
+        States that no component claims are kept, and go into every later checkpoint.
 
         Args:
-            checkpoint: where from.
+            checkpoint: the verified checkpoint.
             sharded: model and optimizer.
-            components: everything else that has a state.
-            strict_callbacks: refuse a state that finds no callback, and a callback that finds no state.
-            settings: what the run is trained with now, to be compared with what is saved under that key.
-            allowed: which changes are not refused: see :data:`dalsegno.checkpoint.compatibility.REFUSED`.
-            adapt: by a component's key, a function that its saved state goes through before it is loaded.
+            components: everything else with a state.
+            strict_callbacks: refuse a saved state without its callback, and a callback without a saved state.
+            settings: the run's present settings, compared with those saved under that key.
+            allowed: changes that are not refused: see :data:`dalsegno.checkpoint.load.compatibility.REFUSED`.
+            adapt: by component key, a function applied to the saved state before it is loaded.
 
         Raises:
-            StateMismatch: before anything is changed, if a state does not fit what it is for.
-            DamagedCheckpoint: if a file holds what dalsegno cannot have written.
+            StateMismatch: before anything is changed, if a state does not fit its component.
+            DamagedCheckpoint: if a file has content that dalsegno cannot have written.
         """
         saved = SavedStates(checkpoint)
         report = restore(
@@ -258,45 +252,37 @@ class CheckpointManager:
         return report
 
     def entries(self) -> list[Entry]:
-        """All that are whole at a glance, oldest first, as policies see them. Others are left out, with a warning."""
+        """Valid checkpoints, by file sizes alone, oldest first, as policies see them. Logs and skips others."""
         return collectives.from_rank_zero(self._entries)
 
     def archive_after(self, step: int | None, into: Path) -> list[Path]:
-        """Move the checkpoints later than ``step`` (None: all) to ``into``, newest first: their timeline is left.
+        """Move the checkpoints later than ``step`` (None: all) to ``into``, newest first: their timeline is abandoned.
 
         Returns:
-            Where they are now.
+            Their new paths.
         """
 
         def move() -> list[Path]:
-            moved = []
-            for path in checkpoint_dir.newest_first(self.directory, after=-1 if step is None else step):
-                filesystem.make_directory(into)
-                target = into / path.name
-                if target.exists():
-                    target = filesystem.numbered(into, path.name)
-                filesystem.rename(path, target)
-                filesystem.fsync_directory(self.directory)
-                moved.append(target)
-            return moved
+            paths = checkpoint_dir.newest_first(self.directory, after=-1 if step is None else step)
+            return [checkpoint_dir.archive(path, into) for path in paths]
 
         self.settle()
         return collectives.from_rank_zero(move)
 
     def prune(self) -> list[Path]:
-        """Delete what the policy does not keep; never the newest, the last verified one, or files that are not ours.
+        """Delete what the policy does not keep; never the newest, the last verified one, or foreign files.
 
-        One that is damaged at a glance (a file is missing, or has another size) stays, and does not count: another one
-        is kept in its place.
+        A checkpoint with a missing file or a file of another size stays and does not count: another one is kept in its
+        place.
 
         Returns:
             The deleted checkpoints.
         """
         self.settle()
-        return collectives.from_rank_zero(self._delete_what_is_not_kept)
+        return collectives.from_rank_zero(self._delete_unkept)
 
     def remove_partial(self) -> None:
-        """Remove what an interrupted save or deletion has left. Only the process that owns the run may call this."""
+        """Remove what an interrupted save or deletion left. Only the holder of the run's lock may call this."""
 
         def remove() -> None:
             for path in checkpoint_dir.partial(self.directory):
@@ -309,35 +295,35 @@ class CheckpointManager:
         for found in list_checkpoints(self.directory) if checkpoint_dir.newest_first(self.directory) else []:
             if found.entry is not None:
                 entries.append(found.entry)
-            elif found.condition in (CheckpointStatus.DAMAGED, CheckpointStatus.UNREADABLE, CheckpointStatus.NEWER):
+            elif found.status in (CheckpointStatus.DAMAGED, CheckpointStatus.UNREADABLE, CheckpointStatus.NEWER):
                 logger.warning("%s is left out: %s", found.path.name, found.problem)
         return entries
 
-    def _delete_what_is_not_kept(self) -> list[Path]:
+    def _delete_unkept(self) -> list[Path]:
         if self._keep is None:
             return []
         entries = self._entries()
         kept = staying(self._keep, entries)
-        doomed = [self.path_of(entry.step) for entry in entries if entry.step not in kept]
-        return [path for path in doomed if path.resolve() != self._trusted and checkpoint_dir.delete(path)]
+        unkept = [self.path_of(entry.step) for entry in entries if entry.step not in kept]
+        return [path for path in unkept if path.resolve() != self._trusted and checkpoint_dir.delete(path)]
 
     def _verified(self, path: Path) -> Checkpoint:
-        checkpoint = collectives.from_rank_zero(lambda: checkpoint_dir.opened(path))
-        collectives.run_on_all_ranks(lambda: checkpoint.verify(_share(checkpoint.manifest.files)))
+        checkpoint = collectives.from_rank_zero(lambda: checkpoint_dir.open_checkpoint(path))
+        collectives.run_on_all_ranks(lambda: checkpoint.verify(_files_of_this_rank(checkpoint.manifest.files)))
         self._trusted = path.resolve()
         return checkpoint
 
 
-def _share(sizes: Mapping[str, FileRecord]) -> list[str]:
-    """The files that this rank reads: each, from the largest on, goes to the rank that has the least to read so far.
+def _files_of_this_rank(files: Mapping[str, FileRecord]) -> list[str]:
+    """Files that this rank verifies: each file, the largest first, goes to the rank with the fewest bytes so far.
 
-    A checksum is one of a whole file. So where a few ranks have saved and more load, some of them have nothing to read.
+    A checksum covers a whole file. So if fewer ranks saved than load, some ranks have nothing to read.
     """
     loads = [(0, rank) for rank in range(collectives.world_size())]
     mine = []
-    for name in sorted(sizes, key=lambda name: -sizes[name].size):
+    for name in sorted(files, key=lambda name: -files[name].size):
         load, rank = heapq.heappop(loads)
-        heapq.heappush(loads, (load + sizes[name].size, rank))
+        heapq.heappush(loads, (load + files[name].size, rank))
         if rank == collectives.rank():
             mine.append(name)
     return mine

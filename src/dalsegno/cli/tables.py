@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TextIO
 
 from dalsegno.logs.values import to_json
+from dalsegno.system.byte_sizes import format_bytes
 
 NOTHING = "–"
 """Shown for a missing value."""
@@ -62,14 +63,7 @@ def span(seconds: float | None) -> str:
 
 def size(count: int | None) -> str:
     """Bytes: ``512 B``, ``4.1 kB``, ``2.5 GB``."""
-    if count is None:
-        return NOTHING
-    value, unit = float(count), "B"
-    for larger in ("kB", "MB", "GB", "TB", "PB"):
-        if value < 999.5:
-            break
-        value, unit = value / 1000, larger
-    return f"{count} B" if unit == "B" else f"{value:.3g} {unit}"
+    return NOTHING if count is None else format_bytes(count)
 
 
 def fitted(words: str, width: int | None) -> str:

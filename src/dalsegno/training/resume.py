@@ -21,7 +21,7 @@ from dalsegno.checkpoint import (
     load_weights,
     weights_are_at,
 )
-from dalsegno.checkpoint.compatibility import check_allowed
+from dalsegno.checkpoint.load.compatibility import check_allowed
 from dalsegno.checkpoint.remote import Mirror
 from dalsegno.data import ResumableLoader
 from dalsegno.distributed import collectives

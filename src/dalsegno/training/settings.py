@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dalsegno.args import TrainingArguments
-from dalsegno.checkpoint.compatibility import END_OF_SCHEDULE, Change
+from dalsegno.checkpoint.load.compatibility import END_OF_SCHEDULE, Change
 from dalsegno.data import NOT_EXACT, ResumableLoader, TrainingData
 from dalsegno.distributed import collectives
 

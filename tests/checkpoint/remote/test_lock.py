@@ -88,7 +88,7 @@ def test_one_that_was_taken_over_sends_nothing_more(
 
     assert jobs.trainer(URL, tmp_path, 6, Listener({"on_step_end": take_over})).train().reason == "finished"
     assert steps_at(there) == [2]
-    assert f"{URL}: has been taken over by process 4711 on node-17" in caplog.text
+    assert f"{URL}: was taken over by process 4711 on node-17" in caplog.text
     assert "could not be sent: step-00000006, step-00000004" in caplog.text
     assert json.loads(there.read(".lock") or b"") == OF_NODE_17
 

@@ -14,9 +14,10 @@ import pytest
 import dalsegno as ds
 from checkpoint.remote import jobs
 from checkpoint.remote.there import steps_at, training
-from dalsegno.checkpoint import Checkpoint, checkpoint_dir, saved_states
-from dalsegno.checkpoint.listing import list_checkpoints, verified
-from dalsegno.checkpoint.remote import snapshot
+from dalsegno.checkpoint import Checkpoint, saved_states
+from dalsegno.checkpoint.format import checkpoint_dir
+from dalsegno.checkpoint.inspect.listing import list_checkpoints, newest_verified
+from dalsegno.checkpoint.remote import upload_set
 from dalsegno.checkpoint.remote.store import Store
 from support.listeners import Listener
 
@@ -67,7 +68,7 @@ def test_a_damaged_copy_here_is_brought_anew(tmp_path: Path) -> None:
     for step in (2, 4):
         (tmp_path / f"checkpoints/step-{step:08d}/index.json").write_text("{}")
     assert jobs.train(URL, tmp_path, 6)["from"] == 4
-    assert verified(tmp_path).step == 6
+    assert newest_verified(tmp_path).step == 6
 
 
 @pytest.mark.parametrize("name", ["model/shard-00000.safetensors", "shared.json", "manifest.json"])
@@ -95,14 +96,14 @@ def test_when_another_host_has_gone_on_its_timeline_counts(tmp_path: Path) -> No
 def test_logs_go_up_to_where_they_were_at_the_checkpoint(tmp_path: Path) -> None:
     jobs.train(tmp_path, None, 6)
     checkpoint = Checkpoint.open(tmp_path / "checkpoints/step-00000004")
-    taken = snapshot.of_rest(tmp_path, {}, checkpoint)
+    taken = upload_set.of_run_files(tmp_path, {}, checkpoint)
     for name, key in (("logs/train.jsonl", "JsonLogger"), ("logs/array.json", "ArrayLogger")):
         (state,) = saved_states(checkpoint)[f"callbacks.{key}"]
         assert taken.files[name].read_bytes() == (tmp_path / name).read_bytes()[: state["offset"]]
         assert training(taken.files[name])[-1]["global_step"] == 4
     assert taken.files["run.json"].read_bytes() == (tmp_path / "run.json").read_bytes()
-    assert snapshot.of_rest(tmp_path, taken.marks, checkpoint).files == {}
-    again = snapshot.of_rest(tmp_path, taken.marks)
+    assert upload_set.of_run_files(tmp_path, taken.marks, checkpoint).files == {}
+    again = upload_set.of_run_files(tmp_path, taken.marks)
     assert sorted(again.files) == ["logs/array.json", "logs/train.jsonl"]
 
 

@@ -95,7 +95,7 @@ def test_an_outage_ends_no_training_and_costs_no_checkpoint(
     said = [record.getMessage() for record in caplog.records]
     assert sum("could not be written to" in each for each in said) == 1
     assert "could not be sent: step-00000006" in said[-2] and str(tmp_path) in said[-2]
-    assert "its lock could not be given back" in said[-1]
+    assert "its lock could not be released" in said[-1]
     s3.reset()
     assert jobs.train(url, tmp_path, 6)["from"] == 6
     assert steps_at(Store(url)) == [2, 4, 6]
@@ -106,5 +106,5 @@ def test_nothing_is_trained_while_nobody_can_tell_how_far_the_run_is(s3: S3, url
     with pytest.raises(OSError) as raised:
         jobs.train(url, tmp_path, 2)
     notes: Any = raised.value.__notes__
-    assert f"while output_dir={url!r} was looked at; nothing was trained" in notes
+    assert f"while reading output_dir={url!r}; nothing was trained" in notes
     assert not (tmp_path / "checkpoints").exists()

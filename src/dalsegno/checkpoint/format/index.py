@@ -1,11 +1,11 @@
-"""index.json: where each tensor's pieces lie, so that no rank has to read the headers of all files.
+"""index.json: where each tensor's chunks lie, so that no rank has to read the headers of all files.
 
 ::
 
     {"format": 1, "tensors": {"model.weight": {"dtype": "float32", "shape": [4, 2], "pieces": [
         {"file": "model/shard-00000.safetensors", "bytes": [4096, 4112], "offsets": [0, 0], "shape": [2, 2]}, …]}}}
 
-``bytes`` count from the beginning of the file; ``offsets`` and the piece's ``shape`` are its box in the whole tensor.
+``bytes`` count from the beginning of the file; ``offsets`` and the chunk's ``shape`` are its box in the whole tensor.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import torch
 from dalsegno.errors import DamagedCheckpoint
 from dalsegno.stateful.schema import Must, check
 
+from . import names
 from .layout import DTYPES, byte_count, is_shape, name_of
 from .manifest import Checkpoint, read_json
 
-FILE_NAME = "index.json"
 FORMAT = 1
 
 _MOST_CUTS = 8  # dimensions along which a tensor may be spread over ranks
@@ -56,7 +56,7 @@ class IndexFile(TypedDict):
 
 
 @dataclass(frozen=True, slots=True)
-class StoredPiece:
+class StoredChunk:
     """A box of a tensor: ``span`` is its first byte in ``file`` and the byte after its last."""
 
     file: str
@@ -67,11 +67,11 @@ class StoredPiece:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a checkpoint; its pieces fill it exactly."""
+    """A tensor in a checkpoint; its chunks fill it exactly."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: tuple[StoredPiece, ...]
+    chunks: tuple[StoredChunk, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,8 @@ class Index:
                 "dtype": name_of(each.dtype),
                 "shape": each.shape,
                 "pieces": [
-                    {"file": piece.file, "bytes": piece.span, "offsets": piece.offsets, "shape": piece.shape}
-                    for piece in each.pieces
+                    {"file": chunk.file, "bytes": chunk.span, "offsets": chunk.offsets, "shape": chunk.shape}
+                    for chunk in each.chunks
                 ],
             }
             for name, each in self.tensors.items()
@@ -104,7 +104,7 @@ class Index:
         """The index at ``path``.
 
         Raises:
-            DamagedCheckpoint: if a tensor in it is not exactly filled by its pieces, or the file is no index at all.
+            DamagedCheckpoint: if a tensor in it is not exactly filled by its chunks, or the file is no index at all.
         """
         content = read_json(path)
         check(content, IndexFile, str(path), DamagedCheckpoint)
@@ -115,17 +115,17 @@ class Index:
 
 
 def index_of(checkpoint: Checkpoint) -> Index:
-    """The index of a verified checkpoint; every piece lies in one of its files.
+    """The index of a verified checkpoint; every chunk lies in one of its files.
 
     Raises:
         DamagedCheckpoint: if that is not so.
     """
-    path, sizes = checkpoint.file(FILE_NAME), checkpoint.manifest.files
+    path, sizes = checkpoint.file(names.INDEX), checkpoint.manifest.files
     index = Index.read(path)
     for name, stored in index.tensors.items():
-        for piece in stored.pieces:
-            if piece.file not in sizes or piece.span[1] > sizes[piece.file].size:
-                raise DamagedCheckpoint(f"{path}: {name}: bytes {list(piece.span)} are not in {piece.file!r}")
+        for chunk in stored.chunks:
+            if chunk.file not in sizes or chunk.span[1] > sizes[chunk.file].size:
+                raise DamagedCheckpoint(f"{path}: {name}: bytes {list(chunk.span)} are not in {chunk.file!r}")
     return index
 
 
@@ -140,38 +140,38 @@ def split(full_name: str) -> tuple[str, str]:
 
 def _tensor(name: str, entry: TensorEntry) -> StoredTensor:
     dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
-    pieces = tuple(_piece(name, piece, dtype, shape) for piece in entry["pieces"])
-    if not _fill(pieces, shape):
-        raise ValueError(f"the pieces of {name} do not fill it")
-    return StoredTensor(dtype, shape, pieces)
+    chunks = tuple(_chunk(name, chunk, dtype, shape) for chunk in entry["pieces"])
+    if not _fill(chunks, shape):
+        raise ValueError(f"the chunks of {name} do not fill it")
+    return StoredTensor(dtype, shape, chunks)
 
 
-def _fill(pieces: Sequence[StoredPiece], whole: tuple[int, ...]) -> bool:
-    """Whether the pieces, which lie inside of the whole, cover each of its elements once.
+def _fill(chunks: Sequence[StoredChunk], whole: tuple[int, ...]) -> bool:
+    """Whether the chunks, which lie inside of the whole, cover each of its elements once.
 
     They do if they have as many elements, and if of all their corners only those of the whole are there an odd number
-    of times: then an odd number of pieces covers each element, and only one can. So no two of them need be compared.
+    of times: then an odd number of chunks covers each element, and only one can. So no two of them need be compared.
     """
-    full = [piece for piece in pieces if math.prod(piece.shape)]
-    if sum(math.prod(piece.shape) for piece in full) != math.prod(whole):
+    full = [chunk for chunk in chunks if math.prod(chunk.shape)]
+    if sum(math.prod(chunk.shape) for chunk in full) != math.prod(whole):
         return False
-    cut = [dimension for dimension, size in enumerate(whole) if any(piece.shape[dimension] != size for piece in full)]
+    cut = [dimension for dimension, size in enumerate(whole) if any(chunk.shape[dimension] != size for chunk in full)]
     if len(full) <= 1:
         return True
     if len(cut) > _MOST_CUTS:
         return False
     odd: set[tuple[int, ...]] = set()
-    for piece in full:
-        ends = ((piece.offsets[each], piece.offsets[each] + piece.shape[each]) for each in cut)
+    for chunk in full:
+        ends = ((chunk.offsets[each], chunk.offsets[each] + chunk.shape[each]) for each in cut)
         odd.symmetric_difference_update(itertools.product(*ends))
     return odd == set(itertools.product(*((0, whole[each]) for each in cut)))
 
 
-def _piece(name: str, entry: PieceEntry, dtype: torch.dtype, whole: tuple[int, ...]) -> StoredPiece:
+def _chunk(name: str, entry: PieceEntry, dtype: torch.dtype, whole: tuple[int, ...]) -> StoredChunk:
     span, offsets, shape = entry["bytes"], tuple(entry["offsets"]), tuple(entry["shape"])
     inside = len(offsets) == len(shape) == len(whole) and all(
         begin + size <= limit for begin, size, limit in zip(offsets, shape, whole, strict=True)
     )
     if not inside or len(span) != 2 or span[1] - span[0] != byte_count(shape, dtype):
-        raise ValueError(f"a piece of {name} lies outside of it")
-    return StoredPiece(entry["file"], (span[0], span[1]), offsets, shape)
+        raise ValueError(f"a chunk of {name} lies outside of it")
+    return StoredChunk(entry["file"], (span[0], span[1]), offsets, shape)

@@ -110,39 +110,39 @@ class TensorChunk:
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """Where each piece lies in a file: ``spans`` are its first byte and the byte after its last. No gap is between one
-    piece and the next."""
+    """Where each chunk lies in a file: ``spans`` are its first byte and the byte after its last. No gap is between one
+    chunk and the next."""
 
     header: bytes
-    pieces: Sequence[TensorChunk]
+    chunks: Sequence[TensorChunk]
     spans: Sequence[tuple[int, int]]
     length: int
 
     @classmethod
-    def of(cls, pieces: Sequence[TensorChunk]) -> FileLayout:
-        spans: list[tuple[int, int]] = [(0, 0)] * len(pieces)
+    def of(cls, chunks: Sequence[TensorChunk]) -> FileLayout:
+        spans: list[tuple[int, int]] = [(0, 0)] * len(chunks)
         end = 0
-        order = sorted(range(len(pieces)), key=lambda number: -pieces[number].dtype.itemsize)
+        order = sorted(range(len(chunks)), key=lambda number: -chunks[number].dtype.itemsize)
         for number in order:
-            spans[number] = (end, end + pieces[number].size)
-            end += pieces[number].size
-        header = _header([(pieces[number], spans[number]) for number in order])
+            spans[number] = (end, end + chunks[number].size)
+            end += chunks[number].size
+        header = _header([(chunks[number], spans[number]) for number in order])
         size = len(header)
-        return cls(header, pieces, [(size + first, size + last) for first, last in spans], size + end)
+        return cls(header, chunks, [(size + first, size + last) for first, last in spans], size + end)
 
 
 def _header(placed: Sequence[tuple[TensorChunk, tuple[int, int]]]) -> bytes:
-    if any(piece.name == _METADATA for piece, _ in placed):
+    if any(chunk.name == _METADATA for chunk, _ in placed):
         raise CannotSave(f"cannot save a tensor with the name {_METADATA}, which safetensors has for itself; rename it")
     entries: dict[str, Any] = {}
     parts: dict[str, Any] = {}
-    for piece, span in placed:
-        known = SAFETENSORS_NAMES.get(piece.dtype)
-        shape = list(piece.shape) if known else [*piece.shape, piece.dtype.itemsize]
-        entries[piece.name] = {"dtype": known or "U8", "shape": shape, "data_offsets": list(span)}
-        if piece.shape != piece.whole or not known:
-            part = {"offsets": piece.offsets, "shape": piece.whole, "dtype": name_of(piece.dtype)}
-            parts[piece.name] = part
+    for chunk, span in placed:
+        known = SAFETENSORS_NAMES.get(chunk.dtype)
+        shape = list(chunk.shape) if known else [*chunk.shape, chunk.dtype.itemsize]
+        entries[chunk.name] = {"dtype": known or "U8", "shape": shape, "data_offsets": list(span)}
+        if chunk.shape != chunk.whole or not known:
+            part = {"offsets": chunk.offsets, "shape": chunk.whole, "dtype": name_of(chunk.dtype)}
+            parts[chunk.name] = part
     metadata = {"format": "pt"} | ({"parts": json.dumps(parts)} if parts else {})
     text = json.dumps({_METADATA: metadata, **entries}, separators=(",", ":")).encode()
     padding = -(8 + len(text)) % filesystem.PAGE

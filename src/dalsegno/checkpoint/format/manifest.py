@@ -28,8 +28,10 @@ from typing import Any
 import xxhash
 
 from dalsegno.errors import DamagedCheckpoint, NotFound, StateMismatch
+from dalsegno.policies.retention import Entry
 
-FILE_NAME = "manifest.json"
+from . import names
+
 FORMAT = 2
 
 _READ_PIECE = 1 << 20  # bytes: are hashed while they are in the processor's cache
@@ -78,6 +80,11 @@ class Manifest:
     components: Mapping[str, ComponentRecord]
     finite: bool = True
 
+    @property
+    def entry(self) -> Entry:
+        """The checkpoint as retention policies see it."""
+        return Entry(self.step, self.metrics, self.best, self.finite)
+
     def to_bytes(self) -> bytes:
         content = {
             "format": FORMAT,
@@ -110,7 +117,7 @@ class Manifest:
             OSError: if it cannot be read.
             StateMismatch: if it is whole, but of a format that only a newer dalsegno reads.
         """
-        path = directory / FILE_NAME
+        path = directory / names.MANIFEST
         if path.is_file() and path.stat().st_size > _LARGEST:
             raise DamagedCheckpoint(f"{path}: is larger than any manifest")
         return cls._checked(read_json(path), path)
@@ -176,7 +183,7 @@ class Checkpoint:
     @staticmethod
     def is_at(path: Path) -> bool:
         """Whether there is one, whole or not: whether there is a manifest."""
-        return (path / FILE_NAME).exists()
+        return (path / names.MANIFEST).exists()
 
     def verify(self, names: Iterable[str]) -> None:
         """Read these of the manifest's files, several at once, and compare them with what it says.

@@ -23,17 +23,12 @@ from dalsegno.errors import DamagedCheckpoint
 from dalsegno.stateful.component import State
 from dalsegno.stateful.schema import Count, Must, check
 
+from . import names
 from .codec import Arrays, Json, decode, encode
 from .layout import StoredFile, as_bytes
 from .manifest import Checkpoint, ComponentRecord, read_json
 
 FORMAT = 1
-SHARED = "shared"
-
-
-def rank_sidecar(rank: int) -> str:
-    """The name of a rank's sidecar."""
-    return f"rank-{rank:05d}"
 
 
 SidecarEntry = TypedDict(
@@ -114,9 +109,9 @@ def read_sidecar(checkpoint: Checkpoint, name: str) -> dict[str, SavedState]:
     Raises:
         DamagedCheckpoint: if it is not one that dalsegno can have written.
     """
-    path = checkpoint.file(f"{name}.json")
+    path = checkpoint.file(names.sidecar_states(name))
     content = read_json(path)
-    arrays_name = f"{name}.safetensors"
+    arrays_name = names.sidecar_tensors(name)
     stored = StoredFile(checkpoint.file(arrays_name)) if arrays_name in checkpoint.manifest.files else None
     spans = stored.spans() if stored else {}
 

@@ -1,1 +1,1 @@
-"""Looking into checkpoints without a model: contents, differences, and why a checkpoint is kept."""
+"""Inspect checkpoints without a model: listing, contents, differences, and why each is kept."""

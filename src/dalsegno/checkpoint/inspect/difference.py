@@ -1,6 +1,6 @@
-"""What differs between two checkpoints: tensor by tensor, and value by value in the states of everything else.
+"""Differences between two checkpoints: tensor by tensor, and value by value in the other states.
 
-Memory holds one tensor of each at a time.
+Memory holds one tensor of each checkpoint at a time.
 """
 
 from __future__ import annotations
@@ -13,29 +13,28 @@ from typing import Any
 import numpy as np
 import torch
 
-from dalsegno.checkpoint.format import index
+from dalsegno.checkpoint.format import names
 from dalsegno.checkpoint.format.index import Index, StoredTensor
 from dalsegno.checkpoint.format.layout import name_of
 from dalsegno.checkpoint.format.manifest import Checkpoint
-from dalsegno.checkpoint.interchange.export import assembled
 from dalsegno.stateful.component import State
 
-from .contents import saved_states
+from .contents import full_tensor, saved_states
 
 CHUNK = 1 << 20
-"""Elements that are compared as float64 at once."""
+"""Elements compared as float64 at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """A tensor that is not the same, bit by bit.
+    """A tensor that differs in at least one bit.
 
     Attributes:
-        name: ``model.…``; for a tensor in a state, the component's key and the path in it.
-        forms: dtype and shape in the first and in the second; None where it is missing.
-        count: elements that differ, and of how many; None if the forms differ.
-        max_abs: the largest absolute difference; infinite where only one of two is finite.
-        max_rel: the largest difference relative to the larger of the two.
+        name: ``model.…``; for a tensor in a state, the component's key and the path in its state.
+        forms: dtype and shape in each checkpoint; None where the tensor is missing.
+        count: number of elements that differ, and of all; None if the forms differ.
+        max_abs: largest absolute difference; infinite if only one of two elements is finite.
+        max_rel: largest difference relative to the larger of two elements.
     """
 
     name: str
@@ -47,12 +46,12 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True)
 class StateDifference:
-    """A value in a state that is not the same.
+    """A value that differs in a state.
 
     Attributes:
-        component: its key.
-        path: where in the state; of rank-wise states with the rank in front.
-        values: in the first and in the second; :data:`MISSING` where there is none.
+        component: key of the component.
+        path: path in the state; per-rank states have the rank in front.
+        values: value in each checkpoint; :data:`MISSING` where it has none.
     """
 
     component: str
@@ -64,27 +63,27 @@ MISSING = "(missing)"
 
 
 def tensor_differences(first: Checkpoint, second: Checkpoint) -> Iterator[TensorDifference]:
-    """The sharded tensors (model and optimizer) that differ between two verified checkpoints.
+    """Sharded tensors (model and optimizer) that differ between two verified checkpoints.
 
     Raises:
-        DamagedCheckpoint: if an index is not one that dalsegno can have written.
+        DamagedCheckpoint: if an index has content that dalsegno cannot have written.
     """
-    one, other = (Index.read(each.file(index.FILE_NAME)).tensors for each in (first, second))
+    one, other = (Index.read(each.file(names.INDEX)).tensors for each in (first, second))
     for name in _union(one, other):
         forms = (_stored_form(one.get(name)), _stored_form(other.get(name)))
         if forms[0] != forms[1]:
             yield TensorDifference(name, forms)
         elif not _same_bytes(first, one[name], second, other[name]):
-            pair = assembled(name, one[name], first), assembled(name, other[name], second)
+            pair = full_tensor(one[name], first), full_tensor(other[name], second)
             if found := _difference(name, *pair):
                 yield found
 
 
 def state_differences(first: Checkpoint, second: Checkpoint) -> Iterator[StateDifference | TensorDifference]:
-    """What differs in the states of all components between two verified checkpoints.
+    """Differences in the states of all components between two verified checkpoints.
 
     Raises:
-        DamagedCheckpoint: if a sidecar is not one that dalsegno can have written.
+        DamagedCheckpoint: if a sidecar has content that dalsegno cannot have written.
     """
     one, other = saved_states(first), saved_states(second)
     for key in _union(one, other):
@@ -141,9 +140,9 @@ def _form(dtype: torch.dtype, shape: Sequence[int]) -> str:
 
 
 def _same_bytes(first: Checkpoint, one: StoredTensor, second: Checkpoint, other: StoredTensor) -> bool:
-    """Whether the checksums of the files say already that nothing differs: no byte is read."""
-    return one.pieces == other.pieces and all(
-        first.manifest.files[piece.file] == second.manifest.files[piece.file] for piece in one.pieces
+    """Whether the files' checksums prove equality without reading a byte."""
+    return one.chunks == other.chunks and all(
+        first.manifest.files[chunk.file] == second.manifest.files[chunk.file] for chunk in one.chunks
     )
 
 
@@ -162,7 +161,7 @@ def _difference(name: str, one: torch.Tensor, other: torch.Tensor) -> TensorDiff
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """(elements, bytes of one)"""
+    """Shape (elements, bytes per element)."""
     return tensor.contiguous().view(torch.uint8).reshape(tensor.numel(), -1)
 
 

@@ -1,7 +1,7 @@
-"""A checkpoint for people: states without the marks that bring them back bit by bit, and tensors by name. No torch.
+"""States and tensors of a checkpoint as plain JSON, for people. Needs no torch.
 
-``{"$tuple": [1, 2]}`` becomes ``[1, 2]``, a tensor the text ``tensor float32 [3]``. Nothing is decoded that could be
-large or false, so that it may be shown of a checkpoint that nobody has verified.
+``{"$tuple": [1, 2]}`` becomes ``[1, 2]``, a tensor the text ``tensor float32 [3]``. Nothing large or untrustworthy is
+decoded, so that it is safe to show an unverified checkpoint.
 """
 
 from __future__ import annotations
@@ -10,45 +10,45 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from dalsegno.checkpoint.format import names
 from dalsegno.checkpoint.format.manifest import Checkpoint, read_json
 from dalsegno.errors import DamagedCheckpoint
 
 Json = Any
 
 SHORT = 8
-"""How many items of a list, or characters of a text times ten, :func:`shortened` leaves."""
+"""List items that :func:`shortened` keeps; of a text, ten times as many characters."""
 
 
 def readable_states(checkpoint: Checkpoint) -> dict[str, list[Json]]:
-    """Component to its states, as plain JSON: one state, or one for each rank that saved.
+    """Component to its states, as plain JSON: one state, or one per rank that saved.
 
     Raises:
-        DamagedCheckpoint: if a sidecar is not one that dalsegno can have written.
+        DamagedCheckpoint: if a sidecar has content that dalsegno cannot have written.
     """
     states: dict[str, list[Json]] = {key: [] for key in checkpoint.manifest.components}
-    for name in sorted(checkpoint.manifest.files, key=lambda name: (name != "shared.json", name)):
-        if name == "shared.json" or (name.startswith("rank-") and name.endswith(".json")):
-            for key, entry in _entries(checkpoint, name):
-                states.setdefault(key, []).extend(json_view(state) for state in entry["states"])
+    for name in names.sidecars_among(checkpoint.manifest.files):
+        for key, entry in _entries(checkpoint, name):
+            states.setdefault(key, []).extend(json_view(state) for state in entry["states"])
     return states
 
 
 def readable_tensors(checkpoint: Checkpoint) -> dict[str, Json]:
-    """Every sharded tensor, by ``<component>.<name>``: dtype, shape, and where its pieces lie, as the index says.
+    """Every sharded tensor, by ``<component>.<name>``: dtype, shape and chunks, from the index.
 
     Raises:
-        DamagedCheckpoint: if the index is not one that dalsegno can have written.
+        DamagedCheckpoint: if the index has content that dalsegno cannot have written.
     """
-    path = checkpoint.file("index.json")
+    path = checkpoint.file(names.INDEX)
     content = read_json(path)
     try:
         return {name: _tensor(entry) for name, entry in content["tensors"].items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DamagedCheckpoint(f"{path}: is no index ({error!r})") from error
+        raise DamagedCheckpoint(f"{path}: not an index ({error!r})") from error
 
 
 def json_view(json: Json) -> Json:
-    """One value of the codec's JSON, as plain JSON."""
+    """Plain JSON of a value in the codec's JSON."""
     if isinstance(json, list):
         return [json_view(each) for each in json]
     if not isinstance(json, dict):
@@ -58,11 +58,11 @@ def json_view(json: Json) -> Json:
     try:
         return shown(json) if shown else {key: json_view(value) for key, value in json.items()}
     except (ValueError, TypeError, KeyError, struct.error):
-        return json  # not what the codec writes: shown as it is
+        return json  # the codec did not write it: show it as it is
 
 
 def shortened(json: Json) -> Json:
-    """The same with long lists and texts cut, each cut said."""
+    """The same with long lists and texts cut; each cut is marked."""
     if isinstance(json, dict):
         return {key: shortened(value) for key, value in json.items()}
     if isinstance(json, list):
@@ -81,8 +81,8 @@ def _entries(checkpoint: Checkpoint, name: str) -> list[tuple[str, Mapping[str, 
         if all(isinstance(entry["states"], list) for _, entry in entries):
             return entries
     except (TypeError, KeyError, AttributeError) as error:
-        raise DamagedCheckpoint(f"{path}: is no sidecar ({error!r})") from error
-    raise DamagedCheckpoint(f"{path}: is no sidecar")
+        raise DamagedCheckpoint(f"{path}: not a sidecar ({error!r})") from error
+    raise DamagedCheckpoint(f"{path}: not a sidecar")
 
 
 def _tensor(entry: Any) -> Json:
@@ -100,7 +100,7 @@ def _tensor(entry: Any) -> Json:
 
 def _numbers(value: Any, count: int | None = None) -> list[int]:
     if not isinstance(value, list) or count not in (None, len(value)) or any(type(each) is not int for each in value):
-        raise ValueError(f"{value!r} in the place of numbers")
+        raise ValueError(f"{value!r} instead of numbers")
     return value
 
 

@@ -1,20 +1,20 @@
-"""Why a checkpoint stays: by the rules that the run itself has stored, or by others. Needs no torch."""
+"""Why each checkpoint is kept, by the retention rule that the run stored or by another one. Needs no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from dalsegno.args import TrainingArguments
-from dalsegno.checkpoint.listing import CheckpointInfo
+from dalsegno.checkpoint.inspect.listing import CheckpointInfo
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint
 from dalsegno.policies.retention import Entry, Retention, rules_of
 
 from .json_view import readable_states
 
 ALL_STAY = "all stay"
-"""The reason where there is no rule."""
+"""Reason if there is no rule."""
 NEWEST = "newest"
-"""The reason why the newest whole checkpoint stays, whatever the rules say."""
+"""Reason for the newest valid checkpoint, which every rule keeps."""
 
 _SETTINGS = (
     "keep",
@@ -31,7 +31,7 @@ _SETTINGS = (
 
 
 def rule_of_run(found: Sequence[CheckpointInfo]) -> Retention | None:
-    """The rule that the newest whole checkpoint was saved under; None if all stay, or it does not tell."""
+    """Retention rule that the newest valid checkpoint was saved under; None if it keeps all, or cannot be read."""
     checkpoint = next((each.checkpoint for each in reversed(found) if each.entry is not None), None)
     if checkpoint is None:
         return None
@@ -44,11 +44,11 @@ def rule_of_run(found: Sequence[CheckpointInfo]) -> Retention | None:
 
 
 def reasons(rule: Retention | None, entries: Sequence[Entry]) -> dict[int, list[str]]:
-    """By step, which parts of the rule keep a checkpoint, as they are written; none for one that goes.
+    """By step, the parts of the rule that keep the checkpoint, as the user wrote them; empty if none does.
 
     Args:
         rule: None keeps all.
-        entries: the whole checkpoints of a run, oldest first.
+        entries: the valid checkpoints of a run, oldest first.
     """
     if rule is None:
         return {entry.step: [ALL_STAY] for entry in entries}

@@ -1,1 +1,1 @@
-"""Weights as other programs save and load them."""
+"""Weights in the files that other programs save and load."""

@@ -1,6 +1,6 @@
-"""A model's weights as other programs save them: safetensors in a file, or in several with an index. Never a pickle.
+"""Load weights that other programs saved: one safetensors file, or several with an index. Never a pickle.
 
-What ``save_pretrained`` of Hugging Face writes, ``safetensors.torch.save_model``, and dalsegno's own export.
+Reads files of Hugging Face's ``save_pretrained``, of ``safetensors.torch.save_model`` and of dalsegno's own export.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any
 
 import torch
 
-from dalsegno.checkpoint.compatibility import raise_if_incompatible
-from dalsegno.checkpoint.format.index import Index, StoredPiece, StoredTensor
+from dalsegno.checkpoint.format.index import Index, StoredChunk, StoredTensor
 from dalsegno.checkpoint.format.keys import MODEL
 from dalsegno.checkpoint.format.layout import StoredFile
 from dalsegno.checkpoint.format.manifest import Checkpoint, read_json
+from dalsegno.checkpoint.load.compatibility import raise_if_incompatible
+from dalsegno.checkpoint.load.restore import StoredTensors, find_mismatches, restore_sharded
 from dalsegno.checkpoint.load.states import LoadReport
-from dalsegno.checkpoint.load.tensors import StoredTensors, find_mismatches, restore_sharded
 from dalsegno.checkpoint.state.sharded import ModelState
 from dalsegno.distributed import collectives
 from dalsegno.errors import DamagedCheckpoint, NotFound
 
-from .export import INDEX, WHOLE
+from .export import SHARD_INDEX, SINGLE_FILE
 
 _SUFFIX = ".safetensors"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -32,23 +32,23 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The tensors of a model, whole, each in one of ``paths``. Nothing is known of them but what the files say."""
+    """Full tensors of a model, each in one of ``paths``."""
 
     path: Path
     index: Index
     paths: Mapping[str, Path]
 
     def file(self, name: str) -> Path:
-        """The path of the file of that name."""
+        """Path of the file ``name``."""
         return self.paths[name]
 
     @classmethod
     def open(cls, path: Path) -> Weights:
-        """Read the headers of the files at ``path``: a file, or a folder with one, or with several and an index.
+        """Read the headers at ``path``: a file, or a directory with one file, or with several and an index.
 
         Raises:
-            NotFound: if there are no safetensors; the message says what was looked for.
-            DamagedCheckpoint: if a file is cut off, or is not what its index says.
+            NotFound: if there are no safetensors.
+            DamagedCheckpoint: if a file is truncated or does not match the index.
         """
         files, expected = _files_at(path)
         tensors: dict[str, StoredTensor] = {}
@@ -56,11 +56,13 @@ class Weights:
             tensors |= _tensors_in(name, file)
         if expected is not None and expected != tensors.keys():
             odd = sorted(expected ^ tensors.keys())[0]
-            raise DamagedCheckpoint(f"{path / INDEX}: {odd} is not both in the index and in the files that it names")
+            raise DamagedCheckpoint(
+                f"{path / SHARD_INDEX}: {odd} is not both in the index and in the files that it names"
+            )
         return cls(path, Index({f"{MODEL}.{name}": each for name, each in tensors.items()}), files)
 
     def stored_for(self, model: ModelState) -> StoredTensors:
-        """What is to be loaded into ``model``: a tensor that it has under several names may stand under any of them."""
+        """The stored state for ``model``. A tied tensor of the model may be stored under any of its names."""
         there = self.index.of(MODEL)
         tied: dict[str, str] = {}
         for names in model.tied_names():
@@ -75,17 +77,17 @@ class Weights:
 
     def _read(self, name: str) -> torch.Tensor:
         stored = self.index.tensors[f"{MODEL}.{name}"]
-        (piece,) = stored.pieces
-        return StoredFile(self.paths[piece.file]).tensor(piece.span, stored.dtype, stored.shape)
+        (chunk,) = stored.chunks
+        return StoredFile(self.paths[chunk.file]).tensor(chunk.span, stored.dtype, stored.shape)
 
 
 def load_weights(path: Path, model: ModelState, *, allowed: Collection[str] = ()) -> LoadReport:
-    """Load a model from the safetensors at ``path``; each rank reads only its part. Collective.
+    """Load a model from the safetensors at ``path``; each rank reads only its shard. Collective.
 
-    Tensors of another element type are cast, and the report says so.
+    Tensors of another dtype are cast, with a note in the report.
 
     Raises:
-        StateMismatch: before anything is changed, if they do not fit; with ``"model"`` allowed, what fits is loaded.
+        StateMismatch: before anything is changed, if they do not fit; with ``"model"`` allowed, the others are loaded.
         NotFound, DamagedCheckpoint: as :meth:`Weights.open` does.
     """
     weights, report = collectives.from_rank_zero(lambda: Weights.open(path)), LoadReport()
@@ -100,13 +102,13 @@ def load_weights(path: Path, model: ModelState, *, allowed: Collection[str] = ()
 
 
 def weights_are_at(path: Path) -> bool:
-    """Whether weights, and no checkpoint of ours, lie at ``path``."""
-    there = path.suffix == _SUFFIX or (path / WHOLE).exists() or (path / INDEX).exists()
+    """Whether ``path`` contains weights and not a dalsegno checkpoint."""
+    there = path.suffix == _SUFFIX or (path / SINGLE_FILE).exists() or (path / SHARD_INDEX).exists()
     return there and not Checkpoint.is_at(path)
 
 
 def naming_hint(there: Collection[str], here: Collection[str]) -> str | None:
-    """What to say where names differ by what they begin with, as those of a model inside of another one do."""
+    """Hint if the names differ by a prefix, as those of a model inside another module do."""
     for outer, inner, side in ((there, here, "there"), (here, there, "here")):
         prefixes = Counter(
             name[: -len(tail)] for name in outer for tail in _tails(name) if tail in inner and tail not in outer
@@ -114,7 +116,7 @@ def naming_hint(there: Collection[str], here: Collection[str]) -> str | None:
         if prefixes:
             prefix, count = prefixes.most_common(1)[0]
             return (
-                f"{count} of {len(inner)} names would be found with {prefix!r} before them, which those {side} have: "
+                f"{count} of {len(inner)} names would match with the prefix {prefix!r} that those {side} have: "
                 "load into the module that has these names, or rename the tensors"
             )
     return None
@@ -126,32 +128,34 @@ def _tails(name: str) -> list[str]:
 
 
 def _files_at(path: Path) -> tuple[dict[str, Path], set[str] | None]:
-    """The files by name, and the names of tensors that their index promises, if there is one."""
+    """The files by name, and the tensor names in their index, if there is one."""
     if path.is_file() and path.suffix == _SUFFIX:
         return {path.name: path.resolve()}, None
-    if (path / WHOLE).is_file():
-        return {WHOLE: (path / WHOLE).resolve()}, None
-    if (path / INDEX).is_file():
-        where = _weight_map(path / INDEX)
+    if (path / SINGLE_FILE).is_file():
+        return {SINGLE_FILE: (path / SINGLE_FILE).resolve()}, None
+    if (path / SHARD_INDEX).is_file():
+        where = _weight_map(path / SHARD_INDEX)
         return {name: (path / name).resolve() for name in sorted(set(where.values()))}, set(where)
     pickled = [each.name for each in path.glob("*") if each.suffix in _PICKLES] if path.is_dir() else []
-    hint = f"; {pickled[0]} is a pickle, which is never read: save it as safetensors first" if pickled else ""
-    raise NotFound(f"{path}: is no checkpoint, no {_SUFFIX} file, and no folder with {WHOLE} or {INDEX}{hint}")
+    hint = f"; {pickled[0]} is a pickle, which dalsegno never reads: save it as safetensors first" if pickled else ""
+    raise NotFound(
+        f"{path}: not a checkpoint, not a {_SUFFIX} file, not a directory with {SINGLE_FILE} or {SHARD_INDEX}{hint}"
+    )
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    content = read_json(path.resolve())  # a download cache keeps links to files
+    content = read_json(path.resolve())  # a download cache contains links to files
     try:
         where: dict[Any, Any] = content["weight_map"]
         if not all(type(file) is str and "/" not in file and file.endswith(_SUFFIX) for file in where.values()):
-            raise ValueError("a file in it has a name that is none")
+            raise ValueError("it names a file that is not a safetensors file beside it")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise DamagedCheckpoint(f"{path}: is no index of safetensors ({error!r})") from error
+        raise DamagedCheckpoint(f"{path}: not an index of safetensors ({error!r})") from error
     return where
 
 
 def _tensors_in(name: str, path: Path) -> dict[str, StoredTensor]:
     return {
-        tensor: StoredTensor(dtype, shape, (StoredPiece(name, span, (0,) * len(shape), shape),))
+        tensor: StoredTensor(dtype, shape, (StoredChunk(name, span, (0,) * len(shape), shape),))
         for tensor, (dtype, shape, span) in StoredFile(path).entries().items()
     }

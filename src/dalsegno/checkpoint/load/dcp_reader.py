@@ -31,7 +31,7 @@ from torch.futures import Future
 
 from dalsegno.checkpoint.format.index import Index
 from dalsegno.checkpoint.format.layout import StoredFile, as_bytes
-from dalsegno.checkpoint.save.planning import Tensors
+from dalsegno.checkpoint.state.sharded import TensorsByComponent
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import once
 from dalsegno.errors import DamagedCheckpoint, RankFailed, StateMismatch
@@ -45,7 +45,7 @@ class Files(Protocol):
         ...
 
 
-def load(tensors: Tensors, files: Files, index: Index) -> None:
+def load(tensors: TensorsByComponent, files: Files, index: Index) -> None:
     """Fill ``tensors``, in place, whatever the number of ranks that wrote what is stored. Collective.
 
     Each rank reads only what it needs.
@@ -63,10 +63,10 @@ class ShardReader(StorageReader):
     def __init__(self, files: Files, index: Index) -> None:
         self._files = files
         self._index = index
-        self._pieces = {
-            MetadataIndex(name, piece.offsets): piece
+        self._chunks = {
+            MetadataIndex(name, chunk.offsets): chunk
             for name, stored in index.tensors.items()
-            for piece in stored.pieces
+            for chunk in stored.chunks
         }
         self._opened: dict[str, StoredFile] = {}
 
@@ -80,8 +80,8 @@ class ShardReader(StorageReader):
                     TensorProperties(stored.dtype),
                     torch.Size(stored.shape),
                     [
-                        ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.shape))
-                        for piece in stored.pieces
+                        ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.shape))
+                        for chunk in stored.chunks
                     ],
                 )
                 for name, stored in self._index.tensors.items()
@@ -107,17 +107,17 @@ class ShardReader(StorageReader):
         return future
 
     def _fill(self, target: torch.Tensor, item: ReadItem) -> None:
-        piece = self._pieces[item.storage_index]
-        if piece.file not in self._opened:
-            self._opened[piece.file] = StoredFile(self._files.file(piece.file))
+        chunk = self._chunks[item.storage_index]
+        if chunk.file not in self._opened:
+            self._opened[chunk.file] = StoredFile(self._files.file(chunk.file))
         dtype = self._index.tensors[item.storage_index.fqn].dtype
         box = list(zip(item.storage_offsets, item.lengths, strict=True))
         memory = once(target)
         if memory.shape == target.shape:
-            self._opened[piece.file].fill(target, piece.span, dtype, piece.shape, box)
+            self._opened[chunk.file].fill(target, chunk.span, dtype, chunk.shape, box)
             return
         read = torch.empty(target.shape, dtype=dtype)
-        self._opened[piece.file].fill(read, piece.span, dtype, piece.shape, box)
+        self._opened[chunk.file].fill(read, chunk.span, dtype, chunk.shape, box)
         memory.copy_(_repeated_in(read, memory.shape, item.storage_index.fqn))
 
     @classmethod

@@ -1,24 +1,32 @@
-"""A checkpoint loaded into a run, or a part of it: all is compared and prepared before anything is changed."""
+"""Restore a checkpoint, or a part of it: everything is compared and prepared before anything is changed."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from dalsegno.checkpoint.compatibility import Value, raise_if_incompatible
+from dalsegno.checkpoint.format.index import Index, index_of
+from dalsegno.checkpoint.format.keys import SETTINGS
+from dalsegno.checkpoint.format.layout import name_of
 from dalsegno.checkpoint.format.manifest import Checkpoint
-from dalsegno.checkpoint.state.sharded import ShardedState
+from dalsegno.checkpoint.state.sharded import LoadTarget, OptimizerState, ShardedState
 from dalsegno.distributed import collectives
 from dalsegno.errors import StateMismatch
 from dalsegno.stateful.component import Component, State
 
+from . import dcp_reader
+from .compatibility import Change, Value, compare, raise_if_incompatible
+from .dcp_reader import Files
 from .states import (
     LoadReport,
     SavedStates,
+    add_context,
     prepare_components,
     refuse_changed_callbacks,
     restore_components,
 )
-from .tensors import StoredTensors, changed_settings, find_mismatches, restore_sharded
 
 
 def restore(
@@ -53,11 +61,11 @@ def load_parts(
     *,
     allowed: Collection[str] = (),
 ) -> LoadReport:
-    """Restore these only from a verified checkpoint, say the model. Tensors of another type are cast. Collective.
+    """Restore only these parts of a verified checkpoint, such as the model. Casts tensors of another dtype. Collective.
 
     Raises:
-        StateMismatch: before anything is changed, if a state does not fit what it is for.
-        DamagedCheckpoint: if a file holds what dalsegno cannot have written.
+        StateMismatch: before anything is changed, if a state does not fit its component.
+        DamagedCheckpoint: if a file has content that dalsegno cannot have written.
     """
     saved, report = SavedStates(checkpoint), LoadReport()
     stored = StoredTensors.of(saved)
@@ -75,8 +83,8 @@ def _restore(
     report: LoadReport,
     adapt: Mapping[str, Callable[[State], State]],
 ) -> None:
-    """Load what fits, and write into ``report`` what it was."""
-    _expect_scopes(saved, sharded, components)
+    """Load all that fits, and add the outcome to ``report``."""
+    _check_scopes(saved, sharded, components)
     replaced = {change.setting for change in report.changes if change.saved != change.now}  # by another class
     known = [each for each in sharded if each.key in stored.rests and each.key not in replaced]
     report.fresh.extend(each.key for each in sharded if each not in known)
@@ -86,15 +94,117 @@ def _restore(
     restore_components(saved, prepared, report)
 
 
-def _expect_scopes(saved: SavedStates, sharded: Sequence[ShardedState], components: Sequence[Component]) -> None:
+def _check_scopes(saved: SavedStates, sharded: Sequence[ShardedState], components: Sequence[Component]) -> None:
     """
     Raises:
-        StateMismatch: if what is spread over the ranks was saved as what is not, or the other way round.
+        StateMismatch: if a state that was saved as sharded is not sharded now, or the other way round.
     """
-    spread = {each.key for each in sharded}
-    for key in [*spread, *(key for each in components for key in each.keys)]:
-        if key in saved and (saved.record(key).scope == "sharded") != (key in spread):
+    sharded_keys = {each.key for each in sharded}
+    for key in [*sharded_keys, *(key for each in components for key in each.keys)]:
+        if key in saved and (saved.record(key).scope == "sharded") != (key in sharded_keys):
             raise StateMismatch(
                 f"{saved.path}: {key}: was saved as {saved.record(key).scope}, and now its tensors are "
-                f"{'spread over the ranks' if key in spread else 'in its state_dict'}; give it another name"
+                f"{'sharded over the ranks' if key in sharded_keys else 'in its state_dict'}; give it another name"
             )
+
+
+# --- model and optimizer ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensors:
+    """Stored state of model and optimizer, in a checkpoint or in another library's files.
+
+    Attributes:
+        origin: path of the checkpoint or weights, for messages.
+        files: the files of tensors.
+        index: the tensors.
+        rests: non-tensor state of each component, by its key.
+        classes: class name that each component was saved from, where known.
+    """
+
+    origin: Path
+    files: Files
+    index: Index
+    rests: Mapping[str, State]
+    classes: Mapping[str, str]
+
+    @classmethod
+    def of(cls, saved: SavedStates) -> StoredTensors:
+        """Read the index and the rests of a verified checkpoint. Collective."""
+        keys = [key for key in saved if saved.record(key).scope == "sharded"]
+
+        def read() -> StoredTensors:
+            return cls(
+                saved.path,
+                saved.checkpoint,
+                index_of(saved.checkpoint),
+                {key: saved.state(key) for key in keys},
+                {key: saved.record(key).class_name for key in keys},
+            )
+
+        return collectives.run_on_all_ranks(read)
+
+
+def find_mismatches(stored: StoredTensors, sharded: Sequence[ShardedState], *, any_dtype: bool = False) -> list[Change]:
+    """Components that do not fit their stored state, tensor by tensor. ``any_dtype``: another dtype fits too."""
+    found: list[Change] = []
+    for each in sharded:
+        if each.key not in stored.rests:
+            continue
+        was, now = stored.classes.get(each.key, each.class_name), each.class_name
+        rest, where = stored.rests[each.key], f"{stored.origin}: {each.key}"
+        with add_context(where):
+            if _kind(was) == _kind(now):
+                each.check_rest(stored.index, rest, where)
+            lines = each.differences(stored.index, rest, any_dtype=any_dtype)
+        if each.key == OptimizerState.key and _kind(was) != _kind(now):
+            found.append(Change.of_part(each.key, was, now))
+        elif lines and not found:  # an optimizer of a model that does not fit does not fit either
+            found.append(Change.of_part(each.key, now, now, lines))
+    return found
+
+
+def changed_settings(saved: SavedStates, now: Mapping[str, Value]) -> list[Change]:
+    """Settings of the run that differ from those when the checkpoint was saved."""
+    if SETTINGS not in saved:
+        return []
+    with add_context(f"{saved.path}: {SETTINGS}"):
+        return compare(saved.state(SETTINGS), now)
+
+
+def restore_sharded(stored: StoredTensors, sharded: Sequence[ShardedState]) -> list[str]:
+    """Load all that fits, at any number of ranks that saved; returns a note for each cast. Collective."""
+
+    def prepare() -> dict[str, LoadTarget]:
+        targets = {}
+        for each in sharded:
+            with add_context(f"{stored.origin}: {each.key}"):
+                targets[each.key] = each.prepare(stored.index, stored.rests[each.key])
+        return targets
+
+    targets = collectives.run_on_all_ranks(prepare)
+    dcp_reader.load({key: each.tensors for key, each in targets.items()}, stored.files, stored.index)
+
+    def commit() -> None:
+        for key, each in targets.items():
+            with add_context(f"{stored.origin}: {key}"):
+                each.commit()
+
+    collectives.run_on_all_ranks(commit)
+    return [note for key, each in targets.items() for note in _casts(key, each, stored.index)]
+
+
+def _casts(key: str, target: LoadTarget, index: Index) -> list[str]:
+    stored = index.of(key)
+    pairs = Counter((stored[name].dtype, tensor.dtype) for name, tensor in target.tensors.items())
+    return [
+        f"{key}: cast {count} tensor(s) from {name_of(was)} to {name_of(now)}"
+        for (was, now), count in pairs.items()
+        if was != now
+    ]
+
+
+def _kind(class_name: str) -> str:
+    """Class name without the modules between, which a library may rename: ``torch.AdamW``."""
+    return f"{class_name.partition('.')[0]}.{class_name.rpartition('.')[2]}"

@@ -1,4 +1,4 @@
-"""Giving saved states back to components under their keys, and what came of it; whatever is left goes to nobody."""
+"""Non-tensor states of a checkpoint, and restoring components from them under their keys."""
 
 from __future__ import annotations
 
@@ -8,26 +8,28 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dalsegno.checkpoint.compatibility import Change
 from dalsegno.checkpoint.format.keys import CALLBACKS
 from dalsegno.checkpoint.format.manifest import Checkpoint, ComponentRecord
-from dalsegno.checkpoint.format.sidecar import SHARED, SavedState, rank_sidecar, read_sidecar
+from dalsegno.checkpoint.format.names import SHARED, rank_sidecar
+from dalsegno.checkpoint.format.sidecar import SavedState, read_sidecar
 from dalsegno.distributed import collectives
 from dalsegno.errors import DalsegnoError, DamagedCheckpoint, StateMismatch
 from dalsegno.stateful.component import Component, State
 
+from .compatibility import Change
+
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What became of each component when a checkpoint was loaded.
+    """Outcome of a load for each component.
 
     Attributes:
-        restored: keys of those that have their saved state again.
-        fresh: keys of those that the checkpoint knows nothing of; they stay as they were built.
-        carried: keys of saved states that nobody took; they go into the next checkpoints.
-        changes: what the user has changed since the checkpoint was saved: first what was let pass by
-            ``allow_changes=``, then what makes it another course, then the rest.
-        notes: what else is worth saying, a sentence each.
+        restored: keys of components that have their saved state again.
+        fresh: keys of components that the checkpoint does not contain; they stay as built.
+        carried: keys of saved states that no component claimed; they go into the next checkpoints.
+        changes: differences between the checkpoint and the present run: first those that ``allow_changes=`` let
+            pass, then those that make the run inexact, then the rest.
+        notes: further sentences for the user.
     """
 
     restored: list[str] = field(default_factory=list)
@@ -37,7 +39,7 @@ class LoadReport:
     notes: list[str] = field(default_factory=list)
 
     def table(self) -> str:
-        """The report as lines of text; rows without content are left out."""
+        """The report as lines of text, without empty rows."""
         rows = [
             *(("restored", key) for key in self.restored),
             *(("new", key) for key in self.fresh),
@@ -54,7 +56,7 @@ def _rows(change: Change) -> list[tuple[str, str]]:
 
 
 class SavedStates:
-    """The sidecars of a verified checkpoint, each read when it is first asked for."""
+    """The states in the sidecars of a verified checkpoint; each sidecar is read on first use."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -71,19 +73,19 @@ class SavedStates:
         return self.checkpoint.manifest.components[key]
 
     def count(self, key: str) -> int:
-        """How many states there are under ``key``: one, or one for each rank that saved."""
+        """Number of states under ``key``: one, or one per rank that saved."""
         if self.record(key).scope != "per_rank":
             return 1
         shared = self._sidecar(SHARED)
         return len(shared[key].states) if key in shared else self.checkpoint.manifest.world_size
 
     def state(self, key: str, number: int = 0) -> State:
-        """The state of that number."""
+        """State ``number`` under ``key``."""
         sidecar, position = self._sidecar(SHARED), number
         if key not in sidecar:
             sidecar, position = self._sidecar(rank_sidecar(number)), 0
         if key not in sidecar or position >= len(sidecar[key].states):
-            raise DamagedCheckpoint(f"{self.checkpoint.path}: the manifest names {key}, but it is not there")
+            raise DamagedCheckpoint(f"{self.checkpoint.path}: the manifest names {key}, but no sidecar contains it")
         return sidecar[key].states[position]
 
     def all_of(self, key: str) -> SavedState:
@@ -98,11 +100,11 @@ class SavedStates:
 def refuse_changed_callbacks(saved: SavedStates, present: Iterable[Sequence[str]]) -> None:
     """
     Args:
-        saved: what the checkpoint has.
-        present: the keys of each component that is here, the present one first.
+        saved: the checkpoint's states.
+        present: the keys of each component of this run, its present key first.
 
     Raises:
-        StateMismatch: if a callback with a state has come or gone since; all are named.
+        StateMismatch: if a stateful callback was added or removed since the save; names all of them.
     """
     here = [keys for keys in present if keys[0].startswith(CALLBACKS)]
     taken = {key for keys in here for key in keys}
@@ -123,12 +125,14 @@ def prepare_components(
     report: LoadReport,
     adapt: Mapping[str, Callable[[State], State]],
 ) -> list[tuple[Component, State]]:
-    """Each component with the state that it is to be given, as its present version writes it; nothing is loaded yet.
+    """Pair each component with its saved state, upgraded to its present version; nothing is loaded yet. Collective.
 
-    Collective. Writes into ``report`` which had one. ``adapt``: what a component's state goes through, by its key.
+    Args:
+        report: receives the components without a saved state, and notes.
+        adapt: by component key, a function applied to the state.
 
     Raises:
-        StateMismatch: if a state cannot be made to fit.
+        StateMismatch: if a state does not fit.
     """
 
     def prepare() -> list[tuple[Component, State]]:
@@ -138,7 +142,7 @@ def prepare_components(
             if key is None:
                 report.fresh.append(component.key)
                 continue
-            with blaming(f"{saved.path}: {key}"):
+            with add_context(f"{saved.path}: {key}"):
                 state = _state_for(component, saved, key, report)
                 state = adapt[component.key](state) if component.key in adapt else state
                 component.check_fit(state)
@@ -149,15 +153,15 @@ def prepare_components(
 
 
 def restore_components(saved: SavedStates, prepared: Sequence[tuple[Component, State]], report: LoadReport) -> None:
-    """Give each component the state that was prepared for it. Collective.
+    """Load each prepared state into its component. Collective.
 
     Raises:
-        StateMismatch: if one does not take it. Others have theirs by then.
+        StateMismatch: if a component refuses its state. Others have loaded theirs by then.
     """
 
     def restore() -> None:
         for component, state in prepared:
-            with blaming(f"{saved.path}: {component.key}"):
+            with add_context(f"{saved.path}: {component.key}"):
                 component.target.load_state_dict(state)
             report.restored.append(component.key)
 
@@ -167,7 +171,7 @@ def restore_components(saved: SavedStates, prepared: Sequence[tuple[Component, S
 def unclaimed_states(
     saved: SavedStates, components: Sequence[Component], report: LoadReport
 ) -> Mapping[str, SavedState]:
-    """The states that no component takes, for rank 0 to save again. Their keys go into ``report``. Collective."""
+    """States that no component claims, for rank 0 to save again. Adds their keys to ``report``. Collective."""
     taken = {key for component in components for key in component.keys}
     report.carried.extend(key for key in saved if key not in taken and saved.record(key).scope != "sharded")
     return collectives.run_on_all_ranks(
@@ -176,23 +180,23 @@ def unclaimed_states(
 
 
 @contextmanager
-def blaming(where: str) -> Iterator[None]:
-    """What is raised inside names ``where``, a checkpoint and a component in it.
+def add_context(where: str) -> Iterator[None]:
+    """Name ``where``, a checkpoint and a component in it, in what is raised inside.
 
-    A state may be of the right form, and all the same nothing that its component takes. What says nothing about a
-    state (a disk that does not answer, memory that is used up) keeps its type.
+    An arbitrary exception becomes StateMismatch: a state may have the right form and still not fit its component.
+    Errors that say nothing about a state (disk, memory) keep their type and get a note.
     """
     try:
         yield
     except (DalsegnoError, OSError, MemoryError, torch.OutOfMemoryError) as error:
-        error.add_note(f"while {where} was being restored")
+        error.add_note(f"while restoring {where}")
         raise
     except Exception as error:
-        raise StateMismatch(f"{where}: the saved state is not taken back: {type(error).__name__}: {error}") from error
+        raise StateMismatch(f"{where}: the saved state was refused: {type(error).__name__}: {error}") from error
 
 
 def _state_for(component: Component, saved: SavedStates, key: str, report: LoadReport) -> State:
-    """This rank's state, in the component's present version; what is worth saying about it goes into ``report``."""
+    """This rank's state of ``component``, upgraded and resharded; adds notes to ``report``."""
     version, count, world_size = saved.record(key).version, saved.count(key), collectives.world_size()
     if key != component.key:
         report.notes.append(f"{component.key}: found under its former key {key}")
@@ -217,8 +221,8 @@ def _state_for(component: Component, saved: SavedStates, key: str, report: LoadR
     resharded = component.reshard(states, world_size)
     if len(resharded) != world_size:
         raise StateMismatch(
-            f"{component.key}: reshard gave {len(resharded)} states for {world_size} ranks; it must give one for each"
+            f"{component.key}: reshard returned {len(resharded)} states for {world_size} ranks; return one per rank"
         )
     how = getattr(component.target, "reshard_note", "")
-    report.notes.append(f"{component.key}: its {count} states became {world_size}{how and f': {how}'}")
+    report.notes.append(f"{component.key}: resharded from {count} to {world_size} states{how and f': {how}'}")
     return resharded[collectives.rank()]

@@ -1,4 +1,4 @@
-"""A run whose ``output_dir`` is a URL: written here first, sent there in the background, found there by a new host."""
+"""Runs whose ``output_dir`` is a URL: written locally, uploaded in the background, downloaded by a new host."""
 
 from .mirror import Mirror, NoMirror, StoreMirror, mirror_of
 

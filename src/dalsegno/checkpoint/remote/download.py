@@ -1,4 +1,4 @@
-"""Download: what a host finds of a run that another one has gone on with, or that it has never seen."""
+"""Download: fetch a run that another host continued, or that this host has never had."""
 
 from __future__ import annotations
 
@@ -10,34 +10,36 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from dalsegno.checkpoint import checkpoint_dir
-from dalsegno.checkpoint.format.manifest import FILE_NAME, Checkpoint
+from dalsegno.checkpoint.format import checkpoint_dir
+from dalsegno.checkpoint.format.manifest import Checkpoint
+from dalsegno.checkpoint.format.names import CHECKPOINTS, MANIFEST, checkpoint_path, partial_path
 from dalsegno.errors import DamagedCheckpoint
 from dalsegno.logs.archive import free_path
 from dalsegno.system import archive, filesystem
+from dalsegno.system.byte_sizes import format_bytes
 
-from .snapshot import CHECKPOINTS, is_rest
 from .store import Store
 from .upload import steps_in
+from .upload_set import is_run_file
 
 logger = logging.getLogger("dalsegno")
 
-_AT_ONCE = 4  # files
+_THREADS = 4  # files received at once
 
 
 def fetch_newer(store: Store, run: Path, newest_here: int | None) -> int | None:
-    """Put the newest whole checkpoint of the store, and the logs beside it, into ``run``, if it has come further.
+    """Fetch the newest valid checkpoint of the store, and the logs, if the store is ahead of ``run``.
 
-    It has if another host has gone on with the run, which ``run.json`` tells, or if its checkpoint is newer. What is
-    here of a timeline that was left goes to ``rewound/``; nothing is overwritten or deleted.
+    The store is ahead if another host continued the run, as ``run.json`` records, or if its checkpoint is newer. Local
+    files of an abandoned timeline are moved to ``rewound/``; nothing is overwritten or deleted.
 
     Args:
-        store: where from.
-        run: the run's folder here, which this process holds.
-        newest_here: the step of the newest verified checkpoint here; None if there is none.
+        store: the source.
+        run: the run's directory, locked by this process.
+        newest_here: step of the newest verified checkpoint here; None if there is none.
 
     Returns:
-        Its step; None if there is nothing newer.
+        Step of the fetched checkpoint; None if the store is not ahead.
     """
     names = store.sizes()
     is_ahead = _is_ahead(store.read("run.json"), run / "run.json")
@@ -50,16 +52,16 @@ def fetch_newer(store: Store, run: Path, newest_here: int | None) -> int | None:
             logger.warning("%s: the checkpoint of step %d is skipped: %s", store.url, step, error)
             continue
         if is_ahead:
-            _archive_timeline(store, run, step)
+            _archive_timeline(store, run)
         for name in names:
-            if is_rest(name):
+            if is_run_file(name):
                 _fetch_file(store, run, name, is_ahead)
         return step
     return None
 
 
 def _is_ahead(there: bytes | None, here: Path) -> bool:
-    """Whether the run has legs there that are not known here."""
+    """Whether the store's ``run.json`` has legs that the local one lacks."""
     try:
         return bool(_legs(there) - _legs(here.read_bytes() if here.exists() else None))
     except (ValueError, TypeError, KeyError):
@@ -75,33 +77,33 @@ def _legs(record: bytes | None) -> set[tuple[Any, ...]]:
 def _fetch_checkpoint(store: Store, run: Path, step: int) -> None:
     """
     Raises:
-        DamagedCheckpoint: if what is there is not what its manifest says.
+        DamagedCheckpoint: if the store's files do not match its manifest.
     """
-    final = checkpoint_dir.path_of(run / CHECKPOINTS, step)
+    final = checkpoint_path(run / CHECKPOINTS, step)
     inside = f"{CHECKPOINTS}/{final.name}"
-    manifest = store.read(f"{inside}/{FILE_NAME}")
-    if manifest is not None and final.is_dir() and manifest == _content(final / FILE_NAME):
+    manifest = store.read(f"{inside}/{MANIFEST}")
+    if manifest is not None and final.is_dir() and manifest == _content(final / MANIFEST):
         with contextlib.suppress(DamagedCheckpoint):
             here = Checkpoint.open(final)
             here.verify(here.manifest.files)
             return
-    partial = final.with_name(final.name + checkpoint_dir.PARTIAL)
+    partial = partial_path(final)
     filesystem.remove(partial)
     filesystem.make_directory(partial)
     try:
-        filesystem.write_durably(partial / FILE_NAME, manifest or b"")
+        filesystem.write_durably(partial / MANIFEST, manifest or b"")
         checkpoint = Checkpoint.open(partial)
-        size = sum(each.size for each in checkpoint.manifest.files.values())
-        logger.info("bringing %s (%.3g GB) from %s", final.name, size / 1e9, store.url)
-        for parent in {(partial / name).parent for name in checkpoint.manifest.files}:
+        files = checkpoint.manifest.files
+        size = format_bytes(sum(each.size for each in files.values()))
+        logger.info("fetching %s (%s) from %s", final.name, size, store.url)
+        for parent in {(partial / name).parent for name in files}:
             filesystem.make_directory(parent)
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            names = checkpoint.manifest.files
-            for _ in pool.map(lambda name: _receive(store, f"{inside}/{name}", partial / name), names):
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for _ in pool.map(lambda name: _receive(store, f"{inside}/{name}", partial / name), files):
                 pass
-        checkpoint.verify(checkpoint.manifest.files)
+        checkpoint.verify(files)
         if final.exists():
-            _set_behind(run, [final], store.url)
+            _archive(run, [final], store.url)
         filesystem.rename(partial, final)
     except BaseException:
         filesystem.remove(partial)
@@ -111,7 +113,7 @@ def _fetch_checkpoint(store: Store, run: Path, step: int) -> None:
 def _receive(store: Store, name: str, target: Path) -> None:
     """
     Raises:
-        DamagedCheckpoint: if there is no such file.
+        DamagedCheckpoint: if the store has no such file.
     """
     try:
         store.receive(name, target)
@@ -124,25 +126,23 @@ def _receive(store: Store, name: str, target: Path) -> None:
         os.close(descriptor)
 
 
-def _archive_timeline(store: Store, run: Path, step: int) -> None:
-    """What is here, but not there, or not the same there, is of a timeline that another host has left."""
-    dead = []
+def _archive_timeline(store: Store, run: Path) -> None:
+    """Archive local checkpoints that the store lacks or has with other content: another host abandoned them."""
+    abandoned = []
     for path in checkpoint_dir.newest_first(run / CHECKPOINTS):
-        there = store.read(f"{CHECKPOINTS}/{path.name}/{FILE_NAME}")
-        if there is None or there != _content(path / FILE_NAME):
-            dead.append(path)
-    _set_behind(run, dead, store.url)
+        there = store.read(f"{CHECKPOINTS}/{path.name}/{MANIFEST}")
+        if there is None or there != _content(path / MANIFEST):
+            abandoned.append(path)
+    _archive(run, abandoned, store.url)
 
 
-def _set_behind(run: Path, dead: list[Path], url: str) -> None:
-    if not dead:
+def _archive(run: Path, checkpoints: list[Path], url: str) -> None:
+    if not checkpoints:
         return
     place = archive.new_archive_dir(run) / CHECKPOINTS
-    filesystem.make_directory(place)
-    for path in dead:
-        filesystem.rename(path, place / path.name)
-    filesystem.fsync_directory(run / CHECKPOINTS)
-    logger.warning("%d checkpoint(s) here are not those at %s, and are now in %s", len(dead), url, place)
+    for path in checkpoints:
+        checkpoint_dir.archive(path, place)
+    logger.warning("%d checkpoint(s) here differ from those at %s and were moved to %s", len(checkpoints), url, place)
 
 
 def _fetch_file(store: Store, run: Path, name: str, is_ahead: bool) -> None:
@@ -165,8 +165,8 @@ def _begins_with(longer: Path, shorter: Path) -> bool:
     if size > longer.stat().st_size:
         return False
     with longer.open("rb") as one, shorter.open("rb") as other:
-        while piece := other.read(1 << 20):
-            if one.read(len(piece)) != piece:
+        while block := other.read(1 << 20):
+            if one.read(len(block)) != block:
                 return False
     return True
 

@@ -1,7 +1,7 @@
-"""Claim: the name of who trains at a URL, in a file there, as the lock in a folder has it.
+"""Remote lock: a file at the URL that names the process that trains there, like the lock in a local directory.
 
-Nothing there can be held as the kernel holds a lock: what a killed process leaves stays. On this host its process is
-known to be dead; from another one nobody sees that, so it counts, as in a folder that hosts share.
+No kernel holds such a lock: the file of a killed process stays. On the same host its process is known to be dead. From
+another host nobody can tell, so the file counts as held, as in a directory that hosts share.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ FILE_NAME = ".lock"
 
 
 class RemoteLock:
-    """One live process at a time at a URL. Two that begin in the same moment both do; one stops sending then."""
+    """One live process at a time at a URL. If two take it at the same moment, both train, and one stops sending."""
 
-    _held_here: set[str] = set()  # tokens: another life of a container may well have the same host and pid
+    _held_here: set[str] = set()  # tokens: a restarted container may have the same host and pid
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._token: str | None = None
 
     def take(self, *, take_over: bool) -> None:
-        """Hold it from now on.
+        """Take the lock.
 
         Args:
-            take_over: what a process of another host has left does not count.
+            take_over: ignore a lock that a process on another host left.
 
         Raises:
-            Locked: if another process, or this one, holds it, or may do so on another host.
+            Locked: if another process or this one holds the lock, or a process on another host may hold it.
         """
         holder = self._holder()
         if holder is not None:
@@ -49,14 +49,15 @@ class RemoteLock:
     def check(self) -> None:
         """
         Raises:
-            Locked: if it is no longer held: somebody has taken it over.
+            Locked: if another process has taken the lock over.
         """
         holder = self._holder()
         if holder is None or holder.token != self._token:
-            raise Locked(f"{self._store.url}: has been taken over by {holder or 'somebody'} while this one trained")
+            other = holder or "an unknown process"
+            raise Locked(f"{self._store.url}: was taken over by {other} while this process trained")
 
     def drop(self) -> None:
-        """Let go, unless another one holds it by now."""
+        """Release the lock, unless another process holds it by now."""
         token, self._token = self._token, None
         if token is None:
             return

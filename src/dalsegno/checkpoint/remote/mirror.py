@@ -1,8 +1,8 @@
-"""Mirror: keeps what lies at a URL like what lies here, and brings it back to a host that has never seen it.
+"""Mirror: a copy of the run at a URL, kept up to date in the background, and fetched by a new host.
 
-Training never waits for it, and never fails by it: what cannot be sent is tried again until the leg ends, and by the
-next leg. Only leaving waits, as long as something moves. On one host, and where hosts share the folder, rank 0 sends
-what all have written.
+Training never waits for uploads and never fails because of them: what cannot be sent is retried until the leg ends, and
+by the next leg. Only the end of a leg waits, as long as bytes move. Rank 0 sends what all ranks of its host, or of all
+hosts that share the directory, have written.
 """
 
 from __future__ import annotations
@@ -27,46 +27,46 @@ T = TypeVar("T")
 
 
 class Mirror(Protocol):
-    """What a run tells whoever keeps a copy of it elsewhere."""
+    """Keeps a copy of a run elsewhere."""
 
     def claim(self, *, take_over: bool) -> None:
-        """From now on, until :meth:`end`, no other process is to train there. Collective.
+        """Lock the URL until :meth:`end`, so that no other process trains there. Collective.
 
         Args:
-            take_over: what a process of another host has left there does not count.
+            take_over: ignore a lock that a process on another host left.
 
         Raises:
-            Locked: if another one does, or may do so on another host.
-            OSError: if nobody can tell.
+            Locked: if another process holds the lock, or may hold it on another host.
+            OSError: if the lock cannot be read.
         """
         ...
 
     def fetch_newer(self, newest_here: int | None) -> bool:
-        """Bring the newest checkpoint from there, if it has come further than that of step ``newest_here``. Collective.
+        """Fetch the newest checkpoint from the URL if it is ahead of step ``newest_here``. Collective.
 
         Returns:
-            Whether there is a newer one here now.
+            Whether a newer checkpoint was fetched.
 
         Raises:
-            OSError: if nobody can tell: a leg that began all the same could be the run's second one at a time.
+            OSError: if the URL cannot be read. Training all the same could fork the run.
         """
         ...
 
     def begin(self, step: int | None) -> None:
-        """A leg goes on from ``step``; None: from nothing. What lies beyond is of a timeline that was left."""
+        """Start the uploads of a leg that resumes from ``step``; None: from nothing. Archives later checkpoints."""
         ...
 
     def poll(self) -> None:
-        """Something has changed here. From any thread."""
+        """Upload what changed. From any thread; does not wait."""
         ...
 
     def end(self) -> None:
-        """The leg ends: wait until all is there, as long as something moves, and let go. No collective."""
+        """Wait until everything is sent, as long as bytes move, and unlock the URL. No collective."""
         ...
 
 
 class NoMirror:
-    """Nobody keeps a copy."""
+    """Used if ``output_dir`` is not a URL."""
 
     def claim(self, *, take_over: bool) -> None: ...
 
@@ -81,65 +81,65 @@ class NoMirror:
 
 
 def mirror_of(url: str | None, run: Path, keep: Keep | None) -> Mirror:
-    """The mirror at ``url`` of the run in the folder ``run``; without a URL, one that does nothing.
+    """Mirror at ``url`` of the run in the directory ``run``; without a URL, one that does nothing.
 
     Raises:
-        ConfigurationError: if nothing is installed for such a URL.
+        ConfigurationError: if no filesystem for such a URL is installed.
     """
     return NoMirror() if url is None else StoreMirror(Store(url), run, keep)
 
 
 class StoreMirror:
-    """Sends a run to a store."""
+    """Mirrors a run to a store."""
 
     def __init__(self, store: Store, run: Path, keep: Keep | None) -> None:
         self._store = store
         self._run = run
         self._keep = keep
-        self._claim = RemoteLock(store)
-        self._courier: UploadThread | None = None
+        self._lock = RemoteLock(store)
+        self._uploads: UploadThread | None = None
 
     def claim(self, *, take_over: bool) -> None:
-        self._look_at(lambda: self._claim.take(take_over=take_over))
+        self._on_rank_zero(lambda: self._lock.take(take_over=take_over))
 
     def fetch_newer(self, newest_here: int | None) -> bool:
-        return self._look_at(lambda: download.fetch_newer(self._store, self._run, newest_here) is not None)
+        return self._on_rank_zero(lambda: download.fetch_newer(self._store, self._run, newest_here) is not None)
 
-    def _look_at(self, work: Callable[[], T]) -> T:
-        """``work`` on rank 0, before anything is trained."""
+    def _on_rank_zero(self, work: Callable[[], T]) -> T:
+        """Run ``work`` on rank 0 before training starts; an error gets a note with the URL."""
 
         def noted() -> T:
             try:
                 return work()
             except Exception as error:
-                error.add_note(f"while output_dir={self._store.url!r} was looked at; nothing was trained")
+                error.add_note(f"while reading output_dir={self._store.url!r}; nothing was trained")
                 raise
 
         return collectives.from_rank_zero_in_time(noted)
 
     def begin(self, step: int | None) -> None:
         if collectives.rank() == 0:
-            self._courier = UploadThread(Uploader(self._store, self._run, self._keep), self._claim, step)
-            self._courier.start()
+            self._uploads = UploadThread(Uploader(self._store, self._run, self._keep), self._lock, step)
+            self._uploads.start()
 
     def poll(self) -> None:
-        if self._courier is not None:
-            self._courier.wake()
+        if self._uploads is not None:
+            self._uploads.wake()
 
     def end(self) -> None:
-        courier, self._courier = self._courier, None
+        uploads, self._uploads = self._uploads, None
         try:
-            if courier is not None:
-                courier.finish()
+            if uploads is not None:
+                uploads.finish()
         finally:
-            self._let_go()
+            self._unlock()
 
-    def _let_go(self) -> None:
+    def _unlock(self) -> None:
         try:
-            self._claim.drop()
-        except Exception as error:  # whatever a filesystem of others raises
+            self._lock.drop()
+        except Exception as error:  # any exception of a third-party filesystem
             logger.warning(
-                "%s: its lock could not be given back (%s: %s); from another host, take_over_lock=True is needed",
+                "%s: its lock could not be released (%s: %s); from another host, take_over_lock=True is needed",
                 self._store.url,
                 type(error).__name__,
                 error,

@@ -1,4 +1,4 @@
-"""Store: the files of one run at a URL, by their names relative to it. Whatever fsspec knows: s3, gs, memory …"""
+"""Store: the files of one run at a URL, by name relative to the URL. Any filesystem of fsspec: s3, gs, memory, …"""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from dalsegno.errors import ConfigurationError
 from dalsegno.system.extras import how_to_install
 
 PART = 16 << 20
-"""Bytes: a larger file is sent in parts of this size, several at once."""
+"""Bytes. A larger file is sent in parts of this size, several at once."""
 
 Moved = Callable[[int], object]
-"""Told how many more bytes have been sent; what it raises breaks that off."""
+"""Called with the number of bytes that were sent. An exception interrupts the transfer."""
 
 
 class Store:
-    """All methods raise OSError, or what the filesystem at hand raises, if the other side does not do as asked.
+    """All methods raise OSError, or an exception of the filesystem's library, if the remote side fails.
 
     Raises:
-        ConfigurationError: if nothing is installed for such a URL.
+        ConfigurationError: if no filesystem for such a URL is installed.
     """
 
     def __init__(self, url: str) -> None:
@@ -36,36 +36,36 @@ class Store:
             raise ConfigurationError(f"output_dir={url!r}: {error}{extra}") from error
         self._root = root.rstrip("/")
 
-    def sizes(self, folder: str = "") -> dict[str, int]:
-        """Every file below ``folder``, and its bytes."""
+    def sizes(self, directory: str = "") -> dict[str, int]:
+        """Size in bytes of every file below ``directory``."""
         self._system.invalidate_cache()
-        found = self._system.find(self._path(folder) if folder else self._root, detail=True)
+        found = self._system.find(self._path(directory) if directory else self._root, detail=True)
         prefix = f"{self._root}/"
         return {path.removeprefix(prefix): int(info["size"] or 0) for path, info in found.items()}
 
     def read(self, name: str) -> bytes | None:
-        """The content of a small file; None if there is none."""
+        """Content of a small file; None if it does not exist."""
         try:
             return bytes(self._system.cat_file(self._path(name)))
         except FileNotFoundError:
             return None
 
     def write(self, name: str, data: bytes) -> None:
-        """Put a small file there; one of that name is replaced."""
+        """Write a small file, replacing one of that name."""
         self._make_parent(name)
         self._system.pipe_file(self._path(name), data)
 
     def send(self, local: Path, name: str, moved: Moved) -> None:
-        """Put a file here there; one of that name is replaced once the new one is whole."""
+        """Upload a file. A file of that name is replaced once the new one is complete."""
         self._make_parent(name)
         self._system.put_file(str(local), self._path(name), callback=_Moves(moved), chunksize=PART)
 
     def receive(self, name: str, local: Path) -> None:
-        """Put a file from there here."""
+        """Download a file."""
         self._system.get_file(self._path(name), str(local))
 
     def delete(self, names: Iterable[str]) -> None:
-        """In this order; nothing happens where there is none."""
+        """Delete files in this order; missing ones are skipped."""
         for name in names:
             try:
                 self._system.rm_file(self._path(name))
@@ -73,7 +73,7 @@ class Store:
                 continue
 
     def move(self, name: str, target: str) -> None:
-        """Copy on the other side, then delete."""
+        """Copy on the remote side, then delete."""
         self._make_parent(target)
         self._system.copy(self._path(name), self._path(target))
         self._system.rm_file(self._path(name))
@@ -86,7 +86,7 @@ class Store:
 
 
 class _Moves(Callback):  # type: ignore[misc]
-    """fsspec says sometimes how far it is, and sometimes by how much it has advanced."""
+    """fsspec reports sometimes an absolute position, and sometimes an increment."""
 
     def __init__(self, moved: Moved) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Upload: make the other side hold what this one does. Nothing here knows of threads, or tries anything twice.
+"""Upload: make the store contain what the run's directory contains. No threads and no retries here.
 
-What is to be done is read off the two folders each time. So whatever was missed, because the network failed or the
-process was killed, is done the next time, and whatever changes the folder here (saves, prunes, people) is followed.
+Each sync compares the two sides. So it makes up for what was missed, because the network failed or the process was
+killed, and follows every change of the directory: saves, deletions, manual edits.
 """
 
 from __future__ import annotations
@@ -9,113 +9,114 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from dalsegno.checkpoint import checkpoint_dir
-from dalsegno.checkpoint.format.manifest import FILE_NAME, Checkpoint, Manifest
+from dalsegno.checkpoint.format import checkpoint_dir
+from dalsegno.checkpoint.format.manifest import Checkpoint, Manifest
+from dalsegno.checkpoint.format.names import CHECKPOINTS, MANIFEST, checkpoint_path, step_of
 from dalsegno.errors import DamagedCheckpoint, StateMismatch
-from dalsegno.policies.retention import Entry, Keep, staying
+from dalsegno.policies.retention import Keep, staying
 
-from . import snapshot
-from .snapshot import CHECKPOINTS, Marks, Snapshot
+from . import upload_set
 from .store import Moved, Store
+from .upload_set import Marks, UploadSet
 
 logger = logging.getLogger("dalsegno")
 
 
 class Uploader:
-    """Sends a run to its store. To be made before the leg writes anything: what is here then belongs to its timeline.
+    """Sends a run to its store. Create it before the leg writes: existing files then count as this leg's timeline.
 
     Args:
-        store: where to.
-        run: the run's folder here.
-        keep: which checkpoints stay, of those that are only there; None: all. What is deleted here is deleted there.
+        store: the destination.
+        run: the run's directory.
+        keep: policy for checkpoints that only the store has; None keeps all. What is deleted here is deleted there.
     """
 
     def __init__(self, store: Store, run: Path, keep: Keep | None) -> None:
         self.url = store.url
         self.run = run
         self.moved: Moved = int
-        """Told how many more bytes have been sent."""
+        """Called with the number of bytes that were sent."""
         self._store = store
         self._here = run / CHECKPOINTS
         self._keep = keep
         self._there: dict[int, bytes] = {}  # step to manifest
         self._at_first = {step: self._manifest_here(step) for step in self._steps_here()}
-        self._rest_at_first = set(snapshot.names_of_rest(run))
+        self._run_files_at_first = set(upload_set.run_files(run))
         self._were_here = set(self._at_first)
         self._marks: Marks = {}
 
     def archive_timeline(self, step: int | None) -> None:
-        """One timeline: what is there beyond ``step`` (None: everything) is moved to ``rewound/``, unless it was here.
+        """Move what the store has beyond ``step`` (None: everything) to ``rewound/``, unless this host had it too.
 
-        To be called before anything is sent. What a killed upload has left is removed.
+        Call before anything is sent. Removes what a killed upload left.
         """
         names = self._store.sizes()
         self._there = self._manifests(names)
         here = self._at_first
-        dead = {each for each in self._there if (step is None or each > step) and here.get(each) != self._there[each]}
-        moving = [name for each in sorted(dead) for name in _manifest_first(names, each)]
+        abandoned = {
+            each for each in self._there if (step is None or each > step) and here.get(each) != self._there[each]
+        }
+        moving = [name for each in sorted(abandoned) for name in _manifest_first(names, each)]
         if step is None:
-            moving += [name for name in names if snapshot.is_rest(name) and name not in self._rest_at_first]
+            moving += [name for name in names if upload_set.is_run_file(name) and name not in self._run_files_at_first]
         if moving:
-            attic = _free_attic(names)
-            logger.info("%s: %d files of a timeline that was left go to %s", self._store.url, len(moving), attic)
+            archive = _free_archive(names)
+            logger.info("%s: %d files of an abandoned timeline are moved to %s", self._store.url, len(moving), archive)
             for name in moving:
-                self._store.move(name, f"{attic}/{name}")
-        for each in dead:
+                self._store.move(name, f"{archive}/{name}")
+        for each in abandoned:
             del self._there[each]
         steps = {name: _step_in(name) for name in names if name.startswith(f"{CHECKPOINTS}/") and name not in moving}
         torn = [name for name, its in steps.items() if its is not None and its not in self._there]
         self._store.delete(sorted(torn))
 
     def sync(self) -> None:
-        """Send what is new, the newest checkpoint first, and then delete what is gone."""
+        """Send new checkpoints, the newest first, then delete those that were deleted here."""
         while (path := self._next()) is not None:
             try:
                 self._send_checkpoint(path)
-            except FileNotFoundError:  # deleted here before all of it could be linked
+            except FileNotFoundError:  # deleted here before all of its files were linked
                 if path.exists():
                     raise
         self._delete_pruned()
 
-    def sync_rest(self) -> None:
-        """Send whatever belongs to no checkpoint as it is now."""
-        self._send_rest(snapshot.of_rest(self.run, self._marks))
+    def sync_run_files(self) -> None:
+        """Send the files that belong to no checkpoint, as they are now."""
+        self._send_run_files(upload_set.of_run_files(self.run, self._marks))
 
     def missing(self) -> list[str]:
-        """Names of the checkpoints here that are not there."""
-        return [checkpoint_dir.path_of(self._here, step).name for step in self._steps_here() if self._is_missing(step)]
+        """Names of the checkpoints here that the store lacks."""
+        return [checkpoint_path(self._here, step).name for step in self._steps_here() if self._is_missing(step)]
 
     # -- sending ----------------------------------------------------------------------------------------------------
 
     def _next(self) -> Path | None:
-        return next(
-            (checkpoint_dir.path_of(self._here, step) for step in self._steps_here() if self._is_missing(step)), None
-        )
+        return next((checkpoint_path(self._here, step) for step in self._steps_here() if self._is_missing(step)), None)
 
     def _send_checkpoint(self, path: Path) -> None:
-        checkpoint = checkpoint_dir.opened(path)
+        checkpoint = checkpoint_dir.open_checkpoint(path)
         step = checkpoint.step
-        manifest = (path / FILE_NAME).read_bytes()
+        manifest = (path / MANIFEST).read_bytes()
         if step >= max(self._there, default=0):
-            self._send_rest(snapshot.of_rest(self.run, self._marks, checkpoint))
-        taken = snapshot.of_checkpoint(self.run, checkpoint)
-        if step in self._there and _same_files(self._there[step], manifest):  # only what it says of itself is new
-            name = f"{CHECKPOINTS}/{path.name}/{FILE_NAME}"
-            taken = Snapshot({name: taken.files[name]})
+            self._send_run_files(upload_set.of_run_files(self.run, self._marks, checkpoint))
+        files = upload_set.of_checkpoint(self.run, checkpoint)
+        if step in self._there and _same_files(self._there[step], manifest):  # only the manifest was amended
+            name = f"{_prefix_of(step)}{MANIFEST}"
+            files = UploadSet({name: files.files[name]})
         elif step in self._there:
             self._delete(step)
-        self._send(taken)
+        self._send(files)
         self._there[step] = manifest
         self._were_here.add(step)
 
-    def _send_rest(self, taken: Snapshot) -> None:
-        self._send(taken)
-        self._marks |= taken.marks
+    def _send_run_files(self, files: UploadSet) -> None:
+        self._send(files)
+        self._marks |= files.marks
 
-    def _send(self, taken: Snapshot) -> None:
-        for name, path in taken.files.items():
+    def _send(self, files: UploadSet) -> None:
+        for name, path in files.files.items():
             self._store.send(path, name, self.moved)
-        snapshot.discard(self.run)
+        upload_set.discard(self.run)
 
     # -- deleting ---------------------------------------------------------------------------------------------------
 
@@ -123,58 +124,56 @@ class Uploader:
         here = set(self._steps_here())
         gone = (self._were_here - here) & self._there.keys()
         if self._keep is not None:
-            entries = [entry for step in sorted(self._there) if (entry := _entry(self._there[step]))]
-            kept = staying(self._keep, entries)
+            manifests = [_parsed(self._there[step]) for step in sorted(self._there)]
+            kept = staying(self._keep, [manifest.entry for manifest in manifests if manifest is not None])
             gone |= self._there.keys() - here - self._were_here - kept
         newest = max(self._there, default=None)
         for step in sorted(gone - {newest}):
             self._delete(step)
 
     def _delete(self, step: int) -> None:
-        """The manifest goes first: what is left of it at any moment is no checkpoint."""
-        self._store.delete(_manifest_first(self._store.sizes(_folder_of(step)), step))
+        """Deletes the manifest first: a checkpoint is never valid with files missing."""
+        self._store.delete(_manifest_first(self._store.sizes(_prefix_of(step).rstrip("/")), step))
         del self._there[step]
 
-    # -- looking ----------------------------------------------------------------------------------------------------
+    # -- comparing --------------------------------------------------------------------------------------------------
 
     def _steps_here(self) -> list[int]:
         """Newest first."""
-        return [
-            step
-            for path in checkpoint_dir.newest_first(self._here)
-            if (step := checkpoint_dir.step_of(path)) is not None
-        ]
+        return [step for path in checkpoint_dir.newest_first(self._here) if (step := step_of(path)) is not None]
 
     def _is_missing(self, step: int) -> bool:
         return self._there.get(step) != self._manifest_here(step)
 
     def _manifest_here(self, step: int) -> bytes | None:
-        """None if it is gone, or damaged: then it is not sent."""
-        path = checkpoint_dir.path_of(self._here, step)
+        """The store's manifest if the checkpoint here is missing or damaged: then it is not sent."""
+        path = checkpoint_path(self._here, step)
         try:
             Checkpoint.open(path)
-            return (path / FILE_NAME).read_bytes()
+            return (path / MANIFEST).read_bytes()
         except (OSError, StateMismatch):
             return self._there.get(step)
 
     def _manifests(self, names: dict[str, int]) -> dict[int, bytes]:
-        found = {}
-        for name in names:
-            if name.startswith(f"{CHECKPOINTS}/") and name.endswith(f"/{FILE_NAME}"):
-                step, content = _step_in(name), self._store.read(name)
-                if step is not None and content is not None:
-                    found[step] = content
-        return found
+        contents = {step: self._store.read(name) for name, step in _manifests_among(names).items()}
+        return {step: content for step, content in contents.items() if content is not None}
 
 
 def steps_in(names: dict[str, int]) -> list[int]:
-    """The steps of the checkpoints among a store's files, newest first."""
-    found = {_step_in(name) for name in names if name.startswith(f"{CHECKPOINTS}/") and name.endswith(f"/{FILE_NAME}")}
-    return sorted((step for step in found if step is not None), reverse=True)
+    """Steps of the checkpoints among a store's files, newest first."""
+    return sorted(set(_manifests_among(names).values()), reverse=True)
 
 
-def _free_attic(names: dict[str, int]) -> str:
-    """A place that no timeline left here will be sent to."""
+def _manifests_among(names: dict[str, int]) -> dict[str, int]:
+    """Manifests among a store's files, each with the step of its checkpoint."""
+    steps = {
+        name: _step_in(name) for name in names if name.startswith(f"{CHECKPOINTS}/") and name.endswith(f"/{MANIFEST}")
+    }
+    return {name: step for name, step in steps.items() if step is not None}
+
+
+def _free_archive(names: dict[str, int]) -> str:
+    """An archive in the store that no other host's abandoned timeline is in."""
     number = 1
     while any(name.startswith(f"rewound/elsewhere.{number:04d}/") for name in names):
         number += 1
@@ -183,16 +182,16 @@ def _free_attic(names: dict[str, int]) -> str:
 
 def _step_in(name: str) -> int | None:
     parts = name.split("/")
-    return checkpoint_dir.step_of(Path(parts[1])) if len(parts) > 2 else None
+    return step_of(Path(parts[1])) if len(parts) > 2 else None
 
 
-def _folder_of(step: int) -> str:
-    return f"{CHECKPOINTS}/{checkpoint_dir.path_of(Path(), step).name}"
+def _prefix_of(step: int) -> str:
+    return f"{CHECKPOINTS}/{checkpoint_path(Path(), step).name}/"
 
 
 def _manifest_first(names: dict[str, int], step: int) -> list[str]:
-    inside = [name for name in names if name.startswith(f"{_folder_of(step)}/")]
-    return sorted(inside, key=lambda name: (not name.endswith(f"/{FILE_NAME}"), name))
+    inside = [name for name in names if name.startswith(_prefix_of(step))]
+    return sorted(inside, key=lambda name: (not name.endswith(f"/{MANIFEST}"), name))
 
 
 def _same_files(one: bytes, other: bytes) -> bool:
@@ -200,14 +199,9 @@ def _same_files(one: bytes, other: bytes) -> bool:
     return first is not None and second is not None and first.files == second.files
 
 
-def _entry(manifest: bytes) -> Entry | None:
-    its = _parsed(manifest)
-    return None if its is None else Entry(its.step, its.metrics, its.best, its.finite)
-
-
 def _parsed(manifest: bytes) -> Manifest | None:
-    """None if it is damaged, or of a newer format: then nothing can be said of it."""
+    """None if the manifest is damaged or of a newer format."""
     try:
-        return Manifest.parse(manifest, Path(FILE_NAME))
+        return Manifest.parse(manifest, Path(MANIFEST))
     except (DamagedCheckpoint, StateMismatch):
         return None

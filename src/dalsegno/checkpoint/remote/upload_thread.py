@@ -1,12 +1,13 @@
-"""Courier: the thread that sends a run elsewhere during one leg."""
+"""Upload thread: sends a run to its URL during one leg."""
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
 
 from dalsegno.errors import Locked
+from dalsegno.system.byte_sizes import format_bytes
+from dalsegno.system.progress import Progress
 from dalsegno.system.worker import lower_thread_priority
 
 from .lock import RemoteLock
@@ -15,54 +16,48 @@ from .upload import Uploader
 logger = logging.getLogger("dalsegno")
 
 PATIENCE = 60.0
-"""Seconds that leaving waits while nothing at all is sent."""
+"""Seconds without a byte sent after which :meth:`UploadThread.finish` gives up."""
 
-_SAY_EVERY = 5.0  # seconds
-_LONGEST_PAUSE = 60.0  # seconds from one attempt to the next
+_LONGEST_PAUSE = 60.0  # seconds between two attempts
 
 
 class UploadThread:
-    """Sends whatever is new each time it is woken, and tries again what has failed.
+    """Sends what is new each time it is woken, and retries what failed.
 
     Args:
-        uploader: knows what is to be sent, and says how far it is.
-        claim: nothing is sent where another one has taken over.
-        step: the leg goes on from there; None: from nothing.
+        uploader: decides what to send.
+        lock: nothing is sent once another process has taken it over.
+        step: step that the leg resumes from; None if it starts at step 0.
     """
 
-    def __init__(self, uploader: Uploader, claim: RemoteLock, step: int | None) -> None:
+    def __init__(self, uploader: Uploader, lock: RemoteLock, step: int | None) -> None:
         self._uploader = uploader
-        self._claim = claim
+        self._lock = lock
         uploader.moved = self._advance
         self._step = step
         self._awake = threading.Event()
         self._awake.set()
-        self._is_leaving = self._is_given_up = self._has_left_behind = False
+        self._is_finishing = self._is_cancelled = self._has_archived = False
         self._failures = 0  # in a row
-        self._sent = 0  # bytes
-        self._moved = time.monotonic()
-        self._thread = threading.Thread(target=self._work, name="dalsegno-upload", daemon=True)
+        self._progress = Progress()
+        self._thread = threading.Thread(target=self._run, name="dalsegno-upload", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def wake(self) -> None:
-        """Something is new. From any thread."""
+        """Send what is new. From any thread."""
         self._awake.set()
 
     def finish(self) -> None:
-        """Wait until everything is sent, as long as something moves; give up after that, or if this is broken off."""
-        self._is_leaving, self._moved = True, time.monotonic()
+        """Wait until everything is sent, as long as bytes move; cancel after that, or on an exception."""
+        self._is_finishing = True
+        self._progress.advance(0)
         self._awake.set()
-        said = time.monotonic()
         try:
-            while self._thread.is_alive() and time.monotonic() - self._moved < PATIENCE:
-                self._thread.join(0.2)
-                if self._thread.is_alive() and time.monotonic() - said > _SAY_EVERY:
-                    said = time.monotonic()
-                    logger.warning("waiting for %s: %.3f GB sent in this leg", self._uploader.url, self._sent / 1e9)
+            self._progress.wait(self._join, patience=PATIENCE, report=self._report)
         finally:
-            self._is_given_up = True
+            self._is_cancelled = True
             self._awake.set()
         if missing := self._uploader.missing():
             logger.error(
@@ -72,51 +67,58 @@ class UploadThread:
                 self._uploader.run,
             )
 
+    def _join(self, seconds: float) -> bool:
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _report(self) -> None:
+        sent = format_bytes(self._progress.bytes)
+        logger.warning("waiting for %s: %s sent in this leg", self._uploader.url, sent)
+
     # -- on the thread ----------------------------------------------------------------------------------------------
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         lower_thread_priority()
         pause = None
         while True:
             self._awake.wait(pause)
             self._awake.clear()
-            if self._is_given_up:
+            if self._is_cancelled:
                 return
-            is_leaving = self._is_leaving
+            is_finishing = self._is_finishing
             try:
-                self._send(is_leaving)
+                self._send(is_finishing)
             except Locked as error:
                 logger.error("%s; nothing more is sent from here", error)
                 return
-            except Exception as error:  # whatever a filesystem of others raises: training goes on
+            except Exception as error:  # any exception of a third-party filesystem: training continues
                 self._note_failure(error)
-                pause = 1.0 if is_leaving else min(_LONGEST_PAUSE, 2.0 ** min(self._failures, 10))
+                pause = 1.0 if is_finishing else min(_LONGEST_PAUSE, 2.0 ** min(self._failures, 10))
                 continue
             pause, self._failures = None, 0
-            if is_leaving:
+            if is_finishing:
                 return
 
-    def _send(self, is_leaving: bool) -> None:
-        self._claim.check()
-        if not self._has_left_behind:
+    def _send(self, is_finishing: bool) -> None:
+        self._lock.check()
+        if not self._has_archived:
             self._uploader.archive_timeline(self._step)
-            self._has_left_behind = True
+            self._has_archived = True
         self._uploader.sync()
-        if is_leaving:
-            self._uploader.sync_rest()
+        if is_finishing:
+            self._uploader.sync_run_files()
 
     def _advance(self, count: int) -> None:
-        if self._is_given_up:
-            raise InterruptedError("nobody waits for it any longer")
-        self._sent += count
-        self._moved = time.monotonic()
+        if self._is_cancelled:
+            raise InterruptedError("the upload was cancelled")
+        self._progress.advance(count)
 
     def _note_failure(self, error: Exception) -> None:
         self._failures += 1
-        if self._failures == 1 and not self._is_given_up:
+        if self._failures == 1 and not self._is_cancelled:
             kind = type(error).__name__
             logger.warning(
-                "%s: could not be written to (%s: %s); it is tried again, and training goes on",
+                "%s: could not be written to (%s: %s); the upload is retried, and training continues",
                 self._uploader.url,
                 kind,
                 error,

@@ -1,7 +1,7 @@
-"""Who writes what of the tensors that are spread over the ranks.
+"""Plan which rank writes which part of the sharded tensors.
 
-Each rank works it out for itself, for all of them, from what all know alike: a tensor's name, type and shape, and how
-it is spread. So nothing is gathered, however many ranks there are, and all come to the same answer.
+Each rank computes the plan of all ranks from what all know alike: names, dtypes, shapes and placements of the tensors.
+So nothing is gathered, at any number of ranks, and all ranks get the same plan.
 """
 
 from __future__ import annotations
@@ -18,32 +18,31 @@ import xxhash
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from dalsegno.checkpoint.format.index import Index, StoredPiece, StoredTensor
+from dalsegno.checkpoint.format import names
+from dalsegno.checkpoint.format.index import Index, StoredChunk, StoredTensor
 from dalsegno.checkpoint.format.layout import FileLayout, TensorChunk
+from dalsegno.checkpoint.state.sharded import TensorsByComponent
 from dalsegno.distributed import collectives
 from dalsegno.errors import CannotSave
-
-Tensors = dict[str, dict[str, torch.Tensor]]
-"""By component and name; DTensors for what is spread over the ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """A file of one rank: where its tensors lie. ``component`` is whose they are; all of them are of one."""
+    """A file that one rank writes, with tensors of one ``component``."""
 
     name: str
     component: str
     layout: FileLayout
 
-    def tensors(self, of: Tensors) -> list[torch.Tensor]:
-        """This rank's parts, in the order of the layout. Not copies."""
-        its = of[self.component]
-        return [_part(its[piece.name]) for piece in self.layout.pieces]
+    def tensors(self, of: TensorsByComponent) -> list[torch.Tensor]:
+        """This rank's shards in the order of the layout; not copies."""
+        component = of[self.component]
+        return [_local(component[chunk.name]) for chunk in self.layout.chunks]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What this rank writes: a file for each component it has a part of; on rank 0, the index over all ranks' files."""
+    """Files that this rank writes, one per component that it has a shard of; on rank 0, the index of all files."""
 
     files: Sequence[FilePlan]
     index: bytes | None
@@ -51,7 +50,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A part of a tensor, and the ranks that have it."""
+    """A part of a tensor, and the ranks that hold it."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -59,74 +58,73 @@ class Chunk:
 
 
 class ShardLayout:
-    """How a tensor lies over the ranks.
+    """How a tensor is distributed over the ranks.
 
     Attributes:
-        boxes: its parts.
-        elements: of each rank, if no part is on several, else None.
+        chunks: its parts.
+        elements: number of elements on each rank if no chunk is replicated, else None.
     """
 
-    def __init__(self, boxes: Sequence[Chunk]) -> None:
-        self.boxes = boxes
-        self._of_rank = {box.owners[0]: box for box in boxes}
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        self.chunks = chunks
+        self._of_rank = {chunk.owners[0]: chunk for chunk in chunks}
         self.elements: np.ndarray[Any, np.dtype[np.int64]] | None = None
-        if all(len(box.owners) == 1 for box in boxes):
+        if all(len(chunk.owners) == 1 for chunk in chunks):
             self.elements = np.zeros(collectives.world_size(), np.int64)
-            for rank, box in self._of_rank.items():
-                self.elements[rank] = math.prod(box.shape)
+            for rank, chunk in self._of_rank.items():
+                self.elements[rank] = math.prod(chunk.shape)
 
     def assign_writers(
         self, loads: np.ndarray[Any, np.dtype[np.int64]], size: int, rank: int
     ) -> Iterator[tuple[int, Chunk]]:
-        """Who writes what of a tensor with elements of ``size`` bytes; ``loads``, bytes of each rank, grow by that.
+        """Yield writer and chunk, for a tensor with elements of ``size`` bytes; add the bytes to ``loads`` per rank.
 
-        Only what concerns ``rank``, which is everything for rank 0.
+        Only chunks that ``rank`` writes, but all chunks for rank 0.
         """
         if self.elements is not None:
             loads += self.elements * size
             if rank:
-                yield from ((rank, box) for box in [self._of_rank.get(rank)] if box is not None)
+                yield from ((rank, chunk) for chunk in [self._of_rank.get(rank)] if chunk is not None)
             else:
                 yield from self._of_rank.items()
             return
-        for box in self.boxes:
-            writer = box.owners[int(loads[box.owners].argmin())]
-            loads[writer] += math.prod(box.shape) * size
+        for chunk in self.chunks:
+            writer = chunk.owners[int(loads[chunk.owners].argmin())]
+            loads[writer] += math.prod(chunk.shape) * size
             if rank in (0, writer):
-                yield writer, box
+                yield writer, chunk
 
 
-def plan(tensors: Tensors) -> Plan:
-    """Share ``tensors`` among the ranks; what several have is written once, by the one with the least to do.
+def plan(tensors: TensorsByComponent) -> Plan:
+    """Assign each chunk to one rank; a replicated one to the rank with the least to write.
 
-    Takes microseconds for each tensor, on rank 0 for each of each rank: so a plan is kept for as long as
-    :func:`signature` stays the same on all ranks.
+    Takes microseconds per tensor, on rank 0 per tensor and rank. So callers keep a plan as long as :func:`signature`
+    is unchanged on all ranks.
 
     Raises:
-        CannotSave: for a tensor whose parts are yet to be summed up.
+        CannotSave: for a tensor with a partial placement.
     """
     rank, loads = collectives.rank(), np.zeros(collectives.world_size(), np.int64)
     files: list[FilePlan] = []
     stored: dict[str, StoredTensor] = {}
     known: dict[object, ShardLayout] = {}
     for component, its in tensors.items():
-        pieces: dict[int, list[TensorChunk]] = {}
+        chunks: dict[int, list[TensorChunk]] = {}
         for name, tensor in its.items():
             dtype, shape = tensor.dtype, tuple(tensor.shape)
             stored[f"{component}.{name}"] = StoredTensor(dtype, shape, ())
-            for writer, box in _spread(tensor, known).assign_writers(loads, dtype.itemsize, rank):
-                pieces.setdefault(writer, []).append(TensorChunk(name, dtype, box.shape, box.offsets, shape))
+            for writer, chunk in _layout_of(tensor, known).assign_writers(loads, dtype.itemsize, rank):
+                chunks.setdefault(writer, []).append(TensorChunk(name, dtype, chunk.shape, chunk.offsets, shape))
         files += [
-            FilePlan(f"{component}/shard-{writer:05d}.safetensors", component, FileLayout.of(its_pieces))
-            for writer, its_pieces in sorted(pieces.items())
+            FilePlan(names.shard(component, writer), component, FileLayout.of(of_writer))
+            for writer, of_writer in sorted(chunks.items())
         ]
-    own = f"/shard-{rank:05d}.safetensors"
     index = _index(stored, files).to_bytes() if rank == 0 else None
-    return Plan([file for file in files if file.name.endswith(own)], index)
+    return Plan([file for file in files if file.name == names.shard(file.component, rank)], index)
 
 
-def signature(tensors: Tensors) -> object:
-    """Equal for tensors that are laid out and shared alike."""
+def signature(tensors: TensorsByComponent) -> object:
+    """Equal for tensors that have the same plan."""
     return (
         collectives.world_size(),
         [
@@ -142,18 +140,18 @@ def signature(tensors: Tensors) -> object:
     )
 
 
-def check_ranks_match(tensors: Tensors) -> None:
-    """Make sure that all ranks hold the same ones. Collective: one small reduction.
+def check_ranks_match(tensors: TensorsByComponent) -> None:
+    """Check that all ranks hold the same tensors. Collective: one small reduction.
 
     Raises:
-        CannotSave: on every rank, if they do not; names the first that differs.
+        CannotSave: on every rank, if they do not; names the first difference.
     """
-    told = [f"{component}.{line}" for component, its in tensors.items() for line in map(_told, its, its.values())]
-    digest = xxhash.xxh3_64_intdigest("\n".join(told).encode("utf-8", "surrogatepass")) >> 1
+    lines = [f"{component}.{line}" for component, its in tensors.items() for line in map(_described, its, its.values())]
+    digest = xxhash.xxh3_64_intdigest("\n".join(lines).encode("utf-8", "surrogatepass")) >> 1
     highest, lowest = collectives.all_reduce_max([digest, -digest], "what all ranks hold")
     if highest == -lowest:
         return
-    of_zero, *others = collectives.gather(told, "what each rank holds")
+    of_zero, *others = collectives.gather(lines, "what each rank holds")
     number, here, there = next(
         (number, here, there)
         for number, theirs in enumerate(others, start=1)
@@ -161,18 +159,18 @@ def check_ranks_match(tensors: Tensors) -> None:
         if here != there
     )
     raise CannotSave(
-        f"the ranks hold different tensors: rank 0 has {here}, where rank {number} has {there}. All need the same "
-        "ones; what is spread over the ranks must be a DTensor"
+        f"the ranks hold different tensors: rank 0 has {here}, where rank {number} has {there}. All ranks need the "
+        "same ones; a tensor that is sharded over the ranks must be a DTensor"
     )
 
 
-def _told(name: str, tensor: torch.Tensor) -> str:
-    spread = f" {tensor.placements} {tensor.device_mesh.mesh.tolist()}" if isinstance(tensor, DTensor) else ""
-    return f"{name} {list(tensor.shape)} {tensor.dtype}{spread}"
+def _described(name: str, tensor: torch.Tensor) -> str:
+    placement = f" {tensor.placements} {tensor.device_mesh.mesh.tolist()}" if isinstance(tensor, DTensor) else ""
+    return f"{name} {list(tensor.shape)} {tensor.dtype}{placement}"
 
 
-def _spread(tensor: torch.Tensor, known: dict[object, ShardLayout]) -> ShardLayout:
-    """``known`` are those of other tensors, since many are spread alike."""
+def _layout_of(tensor: torch.Tensor, known: dict[object, ShardLayout]) -> ShardLayout:
+    """``known`` caches layouts, since many tensors are sharded alike."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         if shape not in known:
@@ -180,38 +178,38 @@ def _spread(tensor: torch.Tensor, known: dict[object, ShardLayout]) -> ShardLayo
         return known[shape]
     key = (shape, tensor.placements, tensor.device_mesh)
     if key not in known:
-        known[key] = ShardLayout(list(_boxes(tensor)))
+        known[key] = ShardLayout(list(_chunks(tensor)))
     return known[key]
 
 
-def _boxes(tensor: DTensor) -> Iterator[Chunk]:
+def _chunks(tensor: DTensor) -> Iterator[Chunk]:
     mesh = tensor.device_mesh.mesh
     owners: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
     for coordinate in itertools.product(*map(range, mesh.shape)):
         box = box_at(tuple(tensor.shape), tuple(mesh.shape), coordinate, tensor.placements)
         owners.setdefault(box, []).append(int(mesh[coordinate]))
     for (offsets, shape), its_owners in owners.items():
-        if 0 not in shape:  # a rank that got none, since there were too few rows
+        if 0 not in shape:  # there were too few rows for this rank
             yield Chunk(offsets, shape, its_owners)
 
 
 def box_at(
     shape: tuple[int, ...], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...], placements: Sequence[object]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offsets and shape of the part that lies at ``coordinate`` of a mesh.
+    """Offsets and shape of the shard at ``coordinate`` of a mesh.
 
-    As torch cuts: into pieces of the same length, rounded up, so that the last ones may be shorter or empty; one mesh
-    dimension after the other. One with strides (FSDP2 over tensor parallelism) is cut after those that it skips.
+    As torch shards: into parts of equal length, rounded up, so that the last ones may be shorter or empty; one mesh
+    dimension after the other. A strided shard (FSDP2 over tensor parallelism) is cut after those that it skips.
 
     Raises:
-        CannotSave: for a placement that is no replica, and no shard in one piece.
+        CannotSave: for a placement other than Replicate or a contiguous Shard.
     """
     offsets, sizes = [0] * len(shape), list(shape)
     for number in sorted(range(len(placements)), key=lambda number: isinstance(placements[number], _StridedShard)):
         placement = placements[number]
         if isinstance(placement, Replicate):
             continue
-        if not isinstance(placement, Shard | _StridedShard) or not _is_in_one_piece(number, placements, mesh_shape):
+        if not isinstance(placement, Shard | _StridedShard) or not _is_contiguous(number, placements, mesh_shape):
             raise CannotSave(f"cannot save a DTensor with {placement}; redistribute it to Shard or Replicate first")
         dimension = placement.dim
         length = -(-sizes[dimension] // mesh_shape[number])
@@ -221,8 +219,8 @@ def box_at(
     return tuple(offsets), tuple(sizes)
 
 
-def _is_in_one_piece(number: int, placements: Sequence[object], mesh_shape: Sequence[int]) -> bool:
-    """Whether a placement with strides skips just the shards of the mesh dimensions after it."""
+def _is_contiguous(number: int, placements: Sequence[object], mesh_shape: Sequence[int]) -> bool:
+    """Whether a strided placement skips exactly the shards of the mesh dimensions after it."""
     placement = placements[number]
     if not isinstance(placement, _StridedShard):
         return True
@@ -235,14 +233,14 @@ def _is_in_one_piece(number: int, placements: Sequence[object], mesh_shape: Sequ
 
 
 def _index(stored: dict[str, StoredTensor], files: Sequence[FilePlan]) -> Index:
-    pieces: dict[str, list[StoredPiece]] = {name: [] for name in stored}
+    chunks: dict[str, list[StoredChunk]] = {name: [] for name in stored}
     for file in files:
-        for piece, span in zip(file.layout.pieces, file.layout.spans, strict=True):
-            placed = StoredPiece(file.name, span, piece.offsets, piece.shape)
-            pieces[f"{file.component}.{piece.name}"].append(placed)
-    return Index({name: StoredTensor(each.dtype, each.shape, tuple(pieces[name])) for name, each in stored.items()})
+        for chunk, span in zip(file.layout.chunks, file.layout.spans, strict=True):
+            placed = StoredChunk(file.name, span, chunk.offsets, chunk.shape)
+            chunks[f"{file.component}.{chunk.name}"].append(placed)
+    return Index({name: StoredTensor(each.dtype, each.shape, tuple(chunks[name])) for name, each in stored.items()})
 
 
-def _part(tensor: torch.Tensor) -> torch.Tensor:
-    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return part.detach() if part.requires_grad else part
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach() if local.requires_grad else local

@@ -36,14 +36,6 @@ def free_disk(directory: Path) -> int:
     return shutil.disk_usage(directory).free
 
 
-def format_bytes(count: int) -> str:
-    """``1.5 GB`` for 1,500,000,000 bytes."""
-    size, units = float(count), ["B", "kB", "MB", "GB", "TB", "PB"]
-    while size >= 1000 and len(units) > 1:
-        size, units = size / 1000, units[1:]
-    return f"{size:.3g} {units[0]}" if size < 1000 else f"{size:.0f} {units[0]}"
-
-
 def _of_host() -> int | None:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()

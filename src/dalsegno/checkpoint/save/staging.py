@@ -1,9 +1,9 @@
-"""Where the bytes of a checkpoint's file come from: memory that holds a copy, or the tensors themselves.
+"""Staging: where the bytes of a checkpoint's file come from, a copy of the tensors or the live tensors.
 
-A copy lets the training go on while its bytes are on their way. The memory is kept from save to save, since fresh
-pages cost ten times what a copy into them does. Nothing is written before all is copied: with both at once, training
-would stand still for a quarter longer. Where there is no room for a copy, or none is wanted, the tensors are streamed
-as they are, through two small pieces of memory that are kept as well; until that is done nothing may change them.
+With a copy, training continues while the bytes are written. Buffers are kept between saves, since fresh pages cost ten
+times as much as copying into them. Nothing is written before everything is copied: doing both at once would make the
+standstill of training a quarter longer. Where there is no memory for a copy, or none is wanted, live tensors are
+streamed through two small bounce buffers; nothing may change the tensors until that is done.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from dalsegno.system import filesystem
 from .cuda_copies import CudaCopies, pin
 
 Advance = Callable[[int], object]
-"""Told how many more bytes are about to be written. What it raises breaks the writing off."""
+"""Called with the number of bytes that are about to be written. An exception interrupts the write."""
 
-_TOUCHED_AT_ONCE = 2 << 20  # bytes: a huge page, and about a millisecond
+_PREFAULT_BYTES = 2 << 20  # per turn: a huge page, and about a millisecond
 _SMALL = 1 << 15  # elements: torch copies no more than that on the calling thread alone
-_TOGETHER = 1 << 20  # bytes of small tensors: in one call, and still in the processor's cache in the next
+_JOINED_BYTES = 1 << 20  # small tensors per call: still in the processor's cache in the next one
 
 
 class PendingFile(Protocol):
@@ -47,13 +47,13 @@ class PendingFile(Protocol):
         ...
 
     def write_to(self, directory: Path, advance: Advance) -> FileRecord:
-        """Write it, durably, and give its size and checksum."""
+        """Write the file durably, and return its size and checksum."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class InlineFile:
-    """A small file, as its bytes."""
+    """A small file whose bytes are in memory."""
 
     name: str
     data: bytes
@@ -70,45 +70,45 @@ class InlineFile:
 
 @dataclass(frozen=True, slots=True)
 class TensorFile:
-    """A file of tensors, in pieces that go straight to the disk."""
+    """A file of tensors, written directly to the disk block by block, and hashed meanwhile."""
 
     name: str
     length: int
-    pieces: Callable[[], Iterator[memoryview]]
+    blocks: Callable[[], Iterator[memoryview]]
 
     def write_to(self, directory: Path, advance: Advance) -> FileRecord:
         checksum = xxhash.xxh3_128()
 
         def hashed() -> Iterator[memoryview]:
             left = self.length
-            for piece in self.pieces():
-                content = piece[:left]
+            for block in self.blocks():
+                content = block[:left]
                 advance(len(content))
                 checksum.update(content)
                 left -= len(content)
-                yield piece
+                yield block
 
         filesystem.write_direct(directory / self.name, hashed(), self.length)
         return FileRecord(self.length, checksum.hexdigest())
 
 
 class Buffer:
-    """Memory in which a file is put together as it will lie on disk."""
+    """Memory that holds a whole file as it will be on disk."""
 
     def __init__(self) -> None:
         self._memory = memoryview(b"")
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._layout: FileLayout | None = None
         self._places: list[torch.Tensor] = []
-        self._touched = 0  # bytes from the beginning that the kernel has given real memory for
+        self._touched = 0  # bytes from the beginning that have physical memory
         self._pinned: weakref.finalize[..., Buffer] | None = None
 
     def missing(self, layout: FileLayout) -> int:
-        """Bytes of fresh memory that ``layout`` would take."""
+        """Bytes of fresh memory that ``layout`` needs."""
         return layout.length if layout.length > len(self._memory) else 0
 
     def lay_out(self, layout: FileLayout) -> None:
-        """Make room for ``layout``. The header is there then, the tensors are still to come."""
+        """Make room for ``layout`` and write its header. The tensors are still to be copied."""
         if layout is self._layout:
             return
         if self.missing(layout):
@@ -116,33 +116,33 @@ class Buffer:
             self._reserve(layout.length)
         self._memory[: len(layout.header)] = layout.header
         self._places = [
-            self._bytes[slice(*span)].view(piece.dtype).view(piece.shape)
-            for span, piece in zip(layout.spans, layout.pieces, strict=True)
+            self._bytes[slice(*span)].view(chunk.dtype).view(chunk.shape)
+            for span, chunk in zip(layout.spans, layout.chunks, strict=True)
         ]
         self._layout = layout
 
     def prefault(self) -> Iterator[None]:
-        """Have the kernel give the memory, a little at each turn: so that the first copy need not wait for it."""
+        """Touch the memory, a little at each turn, so that the first copy does not wait for page faults."""
         if self._layout is None:
             return
         address = self._bytes.data_ptr()
         self._touched = max(self._touched, len(self._layout.header))
         while self._touched < len(self._memory):
-            count = min(_TOUCHED_AT_ONCE, len(self._memory) - self._touched)
-            ctypes.memset(address + self._touched, 0, count)  # lets other threads run, as no slice assignment does
+            count = min(_PREFAULT_BYTES, len(self._memory) - self._touched)
+            ctypes.memset(address + self._touched, 0, count)  # releases the GIL, as no slice assignment does
             self._touched += count
             yield
         self._pin()
 
-    def copy(self, tensors: Sequence[torch.Tensor], devices: CudaCopies) -> None:
-        """Copy the tensors of the layout to their places, from whatever device and with whatever strides."""
+    def copy(self, tensors: Sequence[torch.Tensor], cuda: CudaCopies) -> None:
+        """Copy the tensors of the layout to their places, from any device and with any strides."""
         assert self._layout is not None
         self._touched = len(self._memory)
         self._pin()
         small: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for place, (begin, end), tensor in zip(self._places, self._layout.spans, tensors, strict=True):
             if tensor.device.type != "cpu":
-                devices.copy(place, tensor)
+                cuda.copy(place, tensor)
             elif tensor.numel() <= _SMALL:
                 small[0].append(place)
                 small[1].append(tensor)
@@ -153,7 +153,7 @@ class Buffer:
         if small[0]:
             torch._foreach_copy_(*small)
 
-    def pieces(self) -> Iterator[memoryview]:
+    def blocks(self) -> Iterator[memoryview]:
         """The file, for a direct write."""
         assert self._layout is not None
         end = _whole_pages(self._layout.length)
@@ -163,7 +163,7 @@ class Buffer:
     def _reserve(self, length: int) -> None:
         if self._pinned is not None:
             self._pinned()
-        self._memory, self._bytes = memoryview(b""), torch.empty(0, dtype=torch.uint8)  # not both at once
+        self._memory, self._bytes = memoryview(b""), torch.empty(0, dtype=torch.uint8)  # free before allocating
         self._memory, self._bytes = _fresh(length)
         self._touched, self._pinned = 0, None
 
@@ -174,13 +174,13 @@ class Buffer:
 
 
 class BounceBuffers:
-    """Two pieces of memory that tensors go through on their way to the disk, as they are: no copy of the whole."""
+    """Two small buffers through which live tensors are streamed to disk without a copy of the whole."""
 
     def __init__(self) -> None:
         self._bounces: list[tuple[memoryview, torch.Tensor]] = []
 
-    def pieces(self, layout: FileLayout, tensors: Sequence[torch.Tensor]) -> Iterator[memoryview]:
-        """The file of these tensors, for a direct write. One file at a time."""
+    def blocks(self, layout: FileLayout, tensors: Sequence[torch.Tensor]) -> Iterator[memoryview]:
+        """The file of ``tensors``, for a direct write. One file at a time."""
         self._bounces = self._bounces or [_fresh(filesystem.DIRECT_PIECE) for _ in range(2)]
         number, filled = 0, 0
         for raw in _in_file_order(layout, tensors):
@@ -202,20 +202,20 @@ class BounceBuffers:
 
 
 def _in_file_order(layout: FileLayout, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The bytes of the file; small tensors several at a time.
+    """The bytes of the file, several small tensors at a time.
 
-    Small ones are put together in one call of torch's: whoever writes would else wait between his pieces for a thread
-    that is busy with a thousand small ones.
+    Small tensors are joined by one torch call: the writing thread would otherwise wait between its blocks for the
+    thread that copies a thousand of them.
     """
     yield torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
     small: list[torch.Tensor] = []
-    room = _TOGETHER
+    room = _JOINED_BYTES
     for number in sorted(range(len(tensors)), key=layout.spans.__getitem__):
         tensor = tensors[number]
         is_small = tensor.numel() <= _SMALL and not tensor.is_complex()
         if small and not (is_small and tensor.nbytes <= room and _are_alike(tensor, small[0])):
             yield _joined(small)
-            small, room = [], _TOGETHER
+            small, room = [], _JOINED_BYTES
         if is_small:
             small.append(tensor)
             room -= tensor.nbytes
@@ -230,16 +230,16 @@ def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Their bytes, one behind the other. All of one type, on one device."""
+    """Concatenated bytes of tensors of one dtype on one device."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors]).view(torch.uint8)
 
 
 def _move(place: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Bytes from memory to memory. torch's copy waits for threads of its own, ten times as long on a busy machine."""
+    """Copy bytes on the CPU. torch's copy waits for its thread pool, ten times as long on a busy machine."""
     if tensor.numel() <= _SMALL:
         place.copy_(tensor)
     else:
-        ctypes.memmove(place.data_ptr(), tensor.data_ptr(), tensor.numel())  # lets other threads run meanwhile
+        ctypes.memmove(place.data_ptr(), tensor.data_ptr(), tensor.numel())  # releases the GIL
 
 
 def _fresh(length: int) -> tuple[memoryview, torch.Tensor]:

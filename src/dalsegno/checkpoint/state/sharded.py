@@ -28,6 +28,7 @@ from .optimizer_rows import OptimizerRows
 from .placement import cast_as, exactly, like, placed_like
 
 Tensors = dict[str, torch.Tensor]
+TensorsByComponent = dict[str, Tensors]
 
 _TENSORS = (torch.Tensor, nn.Parameter, DTensor)  # subclasses may hide what they hold
 

@@ -31,10 +31,10 @@ def run(arguments: argparse.Namespace) -> int:
         DamagedCheckpoint: if one of them fails verification.
     """
     from dalsegno.checkpoint.inspect.difference import TensorDifference, state_differences, tensor_differences
-    from dalsegno.checkpoint.listing import verified
+    from dalsegno.checkpoint.inspect.listing import newest_verified
     from dalsegno.cli.tables import print_json
 
-    first, second = verified(arguments.first), verified(arguments.second)
+    first, second = newest_verified(arguments.first), newest_verified(arguments.second)
     found = [*tensor_differences(first, second), *([] if arguments.tensors else state_differences(first, second))]
     tensors = [_tensor_row(each) for each in found if isinstance(each, TensorDifference)]
     states = [_state_row(each) for each in found if not isinstance(each, TensorDifference)]

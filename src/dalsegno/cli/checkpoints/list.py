@@ -1,6 +1,6 @@
 """List checkpoints: step, time, size, ranks, metrics, the rules that keep each, and its condition.
 
-"whole": the manifest is valid and every file has the size it records. "verified" (with --verify): every byte matches
+"valid": the manifest is valid and every file has the size it records. "verified" (with --verify): every byte matches
 its checksum. A checkpoint that no rule keeps is deleted after the run's next save. Exit status 1 if one is damaged.
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from .arguments import add_json, add_place
 
 if TYPE_CHECKING:
-    from dalsegno.checkpoint.listing import CheckpointInfo
+    from dalsegno.checkpoint.inspect.listing import CheckpointInfo
 
 TIMES = ("_runtime", "_per_second")
 """Suffixes of metrics that measure the machine, not the model."""
@@ -24,7 +24,7 @@ STYLES = {
     "partial": "yellow",
     "newer": "yellow",
     "damaged": "red",
-    "set aside": "red",
+    "quarantined": "red",
     "unreadable": "red",
 }
 
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         NotFound: if there is no checkpoint.
     """
-    from dalsegno.checkpoint.listing import CheckpointStatus, directory_of, is_checkpoint, list_checkpoints
+    from dalsegno.checkpoint.inspect.listing import CheckpointStatus, directory_of, is_checkpoint, list_checkpoints
     from dalsegno.cli.tables import Column, number, print_json, print_table, size
 
     found = list_checkpoints(arguments.place)
@@ -93,17 +93,17 @@ def _row(found: CheckpointInfo, best: CheckpointInfo | None) -> dict[str, Any]:
         "ranks": its.world_size if its else None,
         "metrics": dict(its.metrics) if its else {},
         "best": best is not None and found.path.name == best.path.name,
-        "condition": found.condition.value,
+        "condition": found.status.value,
         "problem": found.problem,
     }
 
 
 def _note_verified(rows: Sequence[dict[str, Any]], found: Sequence[CheckpointInfo]) -> None:
-    from dalsegno.checkpoint.listing import CheckpointStatus
+    from dalsegno.checkpoint.inspect.listing import CheckpointStatus
 
     from .verify import problems_of
 
-    problems = problems_of([each for each in found if each.condition is CheckpointStatus.WHOLE])
+    problems = problems_of([each for each in found if each.status is CheckpointStatus.VALID])
     for row, each in zip(rows, found, strict=True):
         if each.path in problems:
             row["condition"] = CheckpointStatus.DAMAGED.value if problems[each.path] else "verified"

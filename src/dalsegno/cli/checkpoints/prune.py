@@ -16,7 +16,7 @@ from dalsegno.errors import ConfigurationError
 from .arguments import add_json, add_place
 
 if TYPE_CHECKING:
-    from dalsegno.checkpoint.listing import CheckpointInfo
+    from dalsegno.checkpoint.inspect.listing import CheckpointInfo
     from dalsegno.policies.retention import Retention
 
 
@@ -41,14 +41,14 @@ def run(arguments: argparse.Namespace) -> int:
         Locked: if the run is training.
         ConfigurationError: if neither the options nor the run give a rule.
     """
-    from dalsegno.checkpoint import checkpoint_dir
-    from dalsegno.checkpoint.listing import directory_of, is_checkpoint, list_checkpoints
+    from dalsegno.checkpoint.format import checkpoint_dir, names
+    from dalsegno.checkpoint.inspect.listing import directory_of, is_checkpoint, list_checkpoints
     from dalsegno.system.lock import DirectoryLock
 
     if is_checkpoint(arguments.place):
         raise ConfigurationError(f"{arguments.place}: is a checkpoint; name the run whose checkpoints to prune")
     directory = directory_of(arguments.place)
-    run_folder = directory.parent if directory.name == "checkpoints" else directory
+    run_folder = directory.parent if directory.name == names.CHECKPOINTS else directory
     with nullcontext() if arguments.dry_run else DirectoryLock(run_folder):
         found = list_checkpoints(directory)
         rows = _rows(found, _rule(arguments, found))

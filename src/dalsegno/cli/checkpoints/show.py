@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
         UnknownName: if it has no such component; suggests the nearest.
     """
     from dalsegno.checkpoint.inspect.json_view import readable_states
-    from dalsegno.checkpoint.listing import newest
+    from dalsegno.checkpoint.inspect.listing import newest
     from dalsegno.cli.tables import print_json
 
     checkpoint = newest(arguments.place)

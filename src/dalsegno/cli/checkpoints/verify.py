@@ -17,7 +17,7 @@ from .arguments import add_json, add_place
 
 if TYPE_CHECKING:
     from dalsegno.checkpoint import Checkpoint
-    from dalsegno.checkpoint.listing import CheckpointInfo
+    from dalsegno.checkpoint.inspect.listing import CheckpointInfo
 
 THREADS = 8
 """Files read in parallel: hashing one file takes one core, and many disks are faster with several readers."""
@@ -38,13 +38,13 @@ def run(arguments: argparse.Namespace) -> int:
         NotFound: if there is no checkpoint.
         ConfigurationError: for fewer than one thread.
     """
-    from dalsegno.checkpoint.listing import CheckpointStatus, is_checkpoint, list_checkpoints
+    from dalsegno.checkpoint.inspect.listing import CheckpointStatus, is_checkpoint, list_checkpoints
     from dalsegno.cli.tables import Column, number, print_json, print_table, size
 
     if arguments.threads < 1:
         raise ConfigurationError(f"--threads {arguments.threads}: must be at least 1")
-    left_out = () if is_checkpoint(arguments.place) else (CheckpointStatus.PARTIAL, CheckpointStatus.SET_ASIDE)
-    found = [each for each in list_checkpoints(arguments.place) if each.condition not in left_out]
+    left_out = () if is_checkpoint(arguments.place) else (CheckpointStatus.PARTIAL, CheckpointStatus.QUARANTINED)
+    found = [each for each in list_checkpoints(arguments.place) if each.status not in left_out]
     problems = problems_of(found, arguments.threads)
     rows = [_row(each, problems[each.path]) for each in found]
     if arguments.json:

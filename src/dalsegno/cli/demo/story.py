@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from dalsegno.checkpoint import Checkpoint
+from dalsegno.checkpoint.format.names import CHECKPOINTS
 from dalsegno.cli.console import LegLine
 from dalsegno.errors import RankFailed
 from dalsegno.testing import FaultPlan, compare_runs
@@ -66,8 +68,8 @@ def _outcome(job: Job, plan: FaultPlan | None, end: LegEnd, trace: EventTrace) -
         raise RankFailed(f"the leg finished at step {end.last}, before it could be killed {plan}")
     if plan.operation is None:
         return [f"killed with SIGKILL between steps {end.last} and {end.last + 1}"]
-    half = job.output_dir / "checkpoints" / plan.path
-    if not half.is_dir() or (half / "manifest.json").exists():
+    half = job.output_dir / CHECKPOINTS / plan.path
+    if not half.is_dir() or Checkpoint.is_at(half):
         raise RankFailed(f"{half}: killed {plan}, which should have left a partial checkpoint there")
     step = trace.interrupted_save(plan)
     return [

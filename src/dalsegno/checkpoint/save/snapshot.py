@@ -1,8 +1,7 @@
-"""Capturing the state of everything, and writing what was captured."""
+"""Snapshots: capture the state of every component on this rank, ready to be written."""
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import functools
 import importlib.metadata
@@ -15,26 +14,21 @@ from typing import NamedTuple
 import torch
 import xxhash
 
-from dalsegno.checkpoint.format import index, manifest
+from dalsegno.checkpoint.format import names
 from dalsegno.checkpoint.format.layout import FileLayout, TensorChunk
 from dalsegno.checkpoint.format.manifest import ComponentRecord, FileRecord, Manifest
-from dalsegno.checkpoint.format.sidecar import (
-    SHARED,
-    Encoded,
-    SavedState,
-    rank_sidecar,
-    sidecar_arrays,
-    sidecar_json,
-)
-from dalsegno.checkpoint.state.sharded import ShardedState
+from dalsegno.checkpoint.format.names import SHARED, rank_sidecar
+from dalsegno.checkpoint.format.sidecar import Encoded, SavedState, sidecar_arrays, sidecar_json
+from dalsegno.checkpoint.state.sharded import ShardedState, TensorsByComponent
 from dalsegno.distributed import collectives
 from dalsegno.stateful.component import Component
 from dalsegno.system import filesystem
+from dalsegno.system.byte_sizes import format_bytes
 
 from . import planning
 from .cuda_copies import CudaCopies
 from .planning import FilePlan, Plan
-from .resources import available_memory, format_bytes, has_memory_for
+from .resources import available_memory, has_memory_for
 from .staging import Advance, BounceBuffers, Buffer, InlineFile, PendingFile, TensorFile
 
 logger = logging.getLogger("dalsegno")
@@ -42,12 +36,12 @@ logger = logging.getLogger("dalsegno")
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All that this rank adds to a checkpoint.
+    """This rank's part of a checkpoint.
 
     Attributes:
-        is_copy: whether training may go on before it is written.
-        wait: until the copies from the GPU are complete.
-        durables: force what the states refer to, logs for one, to the disk.
+        is_copy: whether training may continue before the snapshot is written.
+        wait: waits for the copies from the GPU.
+        durables: flush to disk what the states refer to, such as logs.
     """
 
     files: Sequence[PendingFile]
@@ -58,11 +52,11 @@ class Snapshot:
 
     @property
     def length(self) -> int:
-        """In bytes."""
+        """Bytes of all files."""
         return sum(file.length for file in self.files)
 
     def write_to(self, directory: Path, advance: Advance) -> dict[str, FileRecord]:
-        """Write this rank's files, durably; gives what the manifest must say of them."""
+        """Write this rank's files durably, and return their records for the manifest."""
         for make_durable in self.durables:
             make_durable()
         self.wait()
@@ -72,63 +66,86 @@ class Snapshot:
             records[file.name] = file.write_to(directory, advance)
         return records
 
+    def manifest(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        is_best: bool,
+        is_finite: bool,
+        records: Sequence[Mapping[str, FileRecord]],
+    ) -> Manifest:
+        """Manifest of the checkpoint, for rank 0; ``records`` are those of all ranks."""
+        return Manifest(
+            step=step,
+            world_size=collectives.world_size(),
+            torch=torch.__version__,
+            dalsegno=_version(),
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            metrics=dict(metrics),
+            best=is_best,
+            finite=is_finite,
+            files={name: record for of_one_rank in records for name, record in of_one_rank.items()},
+            components=self.components,
+        )
+
 
 class _States(NamedTuple):
-    """What all ranks share, what is this rank's own, which of the shared must be the same on every rank; and tensors
-    that are spread over them."""
+    """Captured states: shared by all ranks; of this rank only; the shared ones to compare across ranks; and tensors
+    that are sharded over the ranks."""
 
     shared: dict[str, Encoded]
     own: dict[str, Encoded]
     compared: dict[str, Encoded]
-    tensors: planning.Tensors
+    tensors: TensorsByComponent
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A file of tensors that this rank writes: where they lie in it, and the tensors themselves."""
+class _FileOfTensors:
+    """A file that this rank writes: its layout and its tensors."""
 
     name: str
     layout: FileLayout
     tensors: Sequence[torch.Tensor]
 
-    def through(self, stream: BounceBuffers) -> PendingFile:
-        return TensorFile(self.name, self.layout.length, functools.partial(stream.pieces, self.layout, self.tensors))
+    def streamed(self, buffers: BounceBuffers) -> PendingFile:
+        blocks = functools.partial(buffers.blocks, self.layout, self.tensors)
+        return TensorFile(self.name, self.layout.length, blocks)
 
 
 class Snapshotter:
-    """Where state is captured. It keeps its memory, and the plan of who writes what, from save to save."""
+    """Captures snapshots. Keeps its buffers, and the plan of which rank writes what, between saves."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Buffer] = {}
-        self._stream = BounceBuffers()
-        self._devices = CudaCopies()
+        self._bounce = BounceBuffers()
+        self._cuda = CudaCopies()
         self._plan = Plan((), None)
         self._planned_for: object = None
-        self._has_said_short = False
+        self._has_warned_short = False
 
-    def rehearse(self, sharded: Sequence[ShardedState], components: Sequence[Component]) -> None:
-        """Take every state and plan who would write it: all in which a save can be refused. Collective.
+    def check_serializable(self, sharded: Sequence[ShardedState], components: Sequence[Component]) -> None:
+        """Encode every state and plan the files, so that all that can refuse a save does so now. Collective.
 
         Raises:
-            CannotSave: on every rank, if a state on any holds what cannot be saved.
+            CannotSave: on every rank, if a state on any rank cannot be saved.
         """
-        states, failure = _states(sharded, [each for each in components if each.rehearsed], {})
+        states, failure = _encode_all(sharded, [each for each in components if each.rehearsed], {})
         collectives.run_on_all_ranks(lambda: _reraise(failure))
         signature = planning.signature(states.tensors)
         if collectives.all_reduce_max([signature != self._planned_for], "whether to plan a save anew")[0]:
             self._replan(states.tensors, signature)
 
     def prepare(self, sharded: Sequence[ShardedState]) -> Iterator[None]:
-        """Rehearse these, and make room for them, before the first save is due. Collective.
+        """Plan the first save and lay out its buffers before it is due. Collective.
 
         Returns:
-            What is left to do, a little at each turn, on another thread; it may be broken off.
+            Prefaults the buffers, about a millisecond at each turn; may run on another thread and be interrupted.
 
         Raises:
-            CannotSave: as :meth:`rehearse` does: of an optimizer, the first step has made a state that is new.
+            CannotSave: as :meth:`check_serializable`: the first step has created the optimizer's state.
         """
-        self.rehearse(sharded, ())
-        if self._shortage(self._plan.files):
+        self.check_serializable(sharded, ())
+        if self._memory_shortage(self._plan.files):
             return iter(())
         buffers = [self._laid_out(file.name, file.layout) for file in self._plan.files]
         return (turn for buffer in buffers for turn in buffer.prefault())
@@ -141,22 +158,23 @@ class Snapshotter:
         *,
         copy: bool,
     ) -> Snapshot:
-        """Take every state. Collective: one small reduction, unless something has changed since the last time.
+        """Capture every state. Collective: one small reduction, unless something changed since the last capture.
 
         Args:
             sharded: model and optimizer.
-            components: everything else.
-            carried: on rank 0, states of an earlier checkpoint that have found no component.
-            copy: so that training may go on at once. Where memory is short it may not; a warning says so, once.
+            components: everything else with a state.
+            carried: on rank 0, states of an earlier checkpoint that no component claimed.
+            copy: copy the state, so that training may continue. Where memory is short the state is not copied, and
+                the first time a warning is logged.
 
         Raises:
-            CannotSave: on every rank, if a state on any holds what cannot be saved.
+            CannotSave: on every rank, if a state on any rank cannot be saved.
         """
-        states, failure = _states(sharded, components, carried)
-        sidecars = list(_sidecar_parts(states))
+        states, failure = _encode_all(sharded, components, carried)
+        sidecars = list(_sidecar_files(states))
         signature = planning.signature(states.tensors)
         digest = _digest(states.compared)
-        shortage = self._shortage([*self._plan.files, *sidecars])
+        shortage = self._memory_shortage([*self._plan.files, *sidecars])
         has_failed, has_changed, is_short, highest, lowest = collectives.all_reduce_max(
             [failure is not None, signature != self._planned_for, shortage > 0, digest, -digest], "what a save captures"
         )
@@ -166,23 +184,23 @@ class Snapshotter:
             _warn_of_differences(states.compared)
         if has_changed:
             self._replan(states.tensors, signature)
-            shortage = self._shortage([*self._plan.files, *sidecars])
+            shortage = self._memory_shortage([*self._plan.files, *sidecars])
             (is_short,) = collectives.all_reduce_max([shortage > 0], "room for a save in memory")
-        planned = [Part(file.name, file.layout, file.tensors(states.tensors)) for file in self._plan.files]
-        documents = self._documents(states)
+        planned = [_FileOfTensors(file.name, file.layout, file.tensors(states.tensors)) for file in self._plan.files]
+        inline = self._inline_files(states)
         records = {key: each.record for key, each in (states.shared | states.own).items()}
         durables = [component.make_durable for component in components]
         if copy and is_short:
-            self._say_short(shortage)
+            self._warn_short(shortage)
         if is_short or not copy:
-            streams = [part.through(self._stream) for part in (*planned, *sidecars)]
-            return Snapshot([*streams, *documents], records, is_copy=False, wait=int, durables=durables)
-        self._devices.begin([each.optimizer for each in sharded if each.optimizer is not None])
-        copies = [self._copied(part) for part in (*planned, *sidecars)]
-        return Snapshot([*copies, *documents], records, is_copy=True, wait=self._devices.end(), durables=durables)
+            streams = [file.streamed(self._bounce) for file in (*planned, *sidecars)]
+            return Snapshot([*streams, *inline], records, is_copy=False, wait=int, durables=durables)
+        self._cuda.begin([each.optimizer for each in sharded if each.optimizer is not None])
+        copies = [self._copied(file) for file in (*planned, *sidecars)]
+        return Snapshot([*copies, *inline], records, is_copy=True, wait=self._cuda.end(), durables=durables)
 
-    def _replan(self, tensors: planning.Tensors, signature: object) -> None:
-        self._planned_for = None  # a plan that fails on the way is none
+    def _replan(self, tensors: TensorsByComponent, signature: object) -> None:
+        self._planned_for = None  # stays so if planning fails
         planning.check_ranks_match(tensors)
         self._plan = collectives.run_on_all_ranks(lambda: planning.plan(tensors))
         self._planned_for = signature
@@ -192,77 +210,37 @@ class Snapshotter:
         buffer.lay_out(layout)
         return buffer
 
-    def _copied(self, part: Part) -> PendingFile:
-        buffer = self._laid_out(part.name, part.layout)
-        buffer.copy(part.tensors, self._devices)
-        return TensorFile(part.name, part.layout.length, buffer.pieces)
+    def _copied(self, file: _FileOfTensors) -> PendingFile:
+        buffer = self._laid_out(file.name, file.layout)
+        buffer.copy(file.tensors, self._cuda)
+        return TensorFile(file.name, file.layout.length, buffer.blocks)
 
-    def _shortage(self, wanted: Iterable[FilePlan | Part]) -> int:
-        """Bytes of fresh memory that copies of these files would take, if there is not as much; else 0."""
+    def _memory_shortage(self, wanted: Iterable[FilePlan | _FileOfTensors]) -> int:
+        """Bytes of fresh memory that copies of these files need if that much is not available; else 0."""
         empty = Buffer()
         fresh = sum(self._buffers.get(each.name, empty).missing(each.layout) for each in wanted)
         return 0 if has_memory_for(fresh) else fresh
 
-    def _say_short(self, shortage: int) -> None:
-        if shortage and not self._has_said_short:
-            self._has_said_short = True
+    def _warn_short(self, shortage: int) -> None:
+        if shortage and not self._has_warned_short:
+            self._has_warned_short = True
             logger.warning(
-                "a save in the background needs %s more memory for a copy of the state, and %s are available: "
+                "an async save needs %s more memory for a copy of the state, and %s are available: "
                 "checkpoints are written while training waits",
                 format_bytes(shortage),
                 format_bytes(available_memory() or 0),
             )
 
-    def _documents(self, states: _States) -> list[PendingFile]:
-        own = InlineFile(f"{rank_sidecar(collectives.rank())}.json", sidecar_json(states.own))
+    def _inline_files(self, states: _States) -> list[PendingFile]:
+        own = InlineFile(names.sidecar_states(rank_sidecar(collectives.rank())), sidecar_json(states.own))
         if collectives.rank() != 0:
             return [own]
-        assert self._plan.index is not None, "rank 0 plans"
+        assert self._plan.index is not None, "rank 0's plan has the index"
         return [
             own,
-            InlineFile(f"{SHARED}.json", sidecar_json(states.shared)),
-            InlineFile(index.FILE_NAME, self._plan.index),
+            InlineFile(names.sidecar_states(SHARED), sidecar_json(states.shared)),
+            InlineFile(names.INDEX, self._plan.index),
         ]
-
-
-def publish(finished: Manifest, directory: Path, final: Path) -> None:
-    """Make ``directory``, into which all ranks have written, the checkpoint ``final``. On rank 0.
-
-    If the disk does not confirm the name, it is taken back: what is told to have failed is not there.
-    """
-    for folder in sorted({(directory / name).parent for name in finished.files} - {directory}):
-        filesystem.fsync_directory(folder)
-    filesystem.write_durably(directory / manifest.FILE_NAME, finished.to_bytes())
-    filesystem.fsync_directory(directory)
-    try:
-        filesystem.rename(directory, final)
-    except BaseException:
-        with contextlib.suppress(OSError):  # as when it has not got that name
-            filesystem.rename(final, directory)
-        raise
-
-
-def manifest_of(
-    step: int,
-    captured: Snapshot,
-    metrics: Mapping[str, float],
-    is_best: bool,
-    is_finite: bool,
-    records: Sequence[Mapping[str, FileRecord]],
-) -> Manifest:
-    """What rank 0 writes over ``captured`` and all ranks' ``records``."""
-    return Manifest(
-        step=step,
-        world_size=collectives.world_size(),
-        torch=torch.__version__,
-        dalsegno=_version(),
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        metrics=dict(metrics),
-        best=is_best,
-        finite=is_finite,
-        files={name: record for of_one_rank in records for name, record in of_one_rank.items()},
-        components=captured.components,
-    )
 
 
 @functools.cache
@@ -270,32 +248,32 @@ def _version() -> str:
     return importlib.metadata.version("dalsegno")
 
 
-def _states(
+def _encode_all(
     sharded: Sequence[ShardedState], components: Sequence[Component], carried: Mapping[str, SavedState]
 ) -> tuple[_States, Exception | None]:
-    """Everything's state, or as much of it as there was before something failed. No collective."""
+    """Every state; or the states before the first one that raised, and its exception. No collective."""
     states = _States({}, {}, {}, {})
     try:
-        _take(states, sharded, components, carried)
+        _encode_into(states, sharded, components, carried)
     except Exception as error:
         return states, error
     return states, None
 
 
-def _take(
+def _encode_into(
     states: _States, sharded: Sequence[ShardedState], components: Sequence[Component], carried: Mapping[str, SavedState]
 ) -> None:
     for each in sharded:
-        its_tensors, rest = each.capture()
-        states.tensors[each.key] = its_tensors
+        tensors, rest = each.capture()
+        states.tensors[each.key] = tensors
         record = ComponentRecord(each.class_name, 1, "sharded")
         states.shared[each.key] = states.compared[each.key] = Encoded.of(each.key, SavedState(record, [rest]))
     for component in components:
         record = ComponentRecord(component.class_name, component.version, component.scope)
         if component.scope == "per_rank":
-            states.own[component.key] = _captured(component, record)
+            states.own[component.key] = _encoded(component, record)
         elif component.compared or collectives.rank() == 0:
-            states.shared[component.key] = _captured(component, record)
+            states.shared[component.key] = _encoded(component, record)
             if component.compared:
                 states.compared[component.key] = states.shared[component.key]
     taken = {key for component in components for key in component.keys} | states.tensors.keys()
@@ -304,23 +282,23 @@ def _take(
             states.shared[key] = Encoded.of(key, saved)
 
 
-def _captured(component: Component, record: ComponentRecord) -> Encoded:
+def _encoded(component: Component, record: ComponentRecord) -> Encoded:
     return Encoded.of(component.key, SavedState(record, [component.capture()]))
 
 
-def _sidecar_parts(states: _States) -> Iterator[Part]:
-    """The files of tensors beside the sidecars that this rank writes."""
+def _sidecar_files(states: _States) -> Iterator[_FileOfTensors]:
+    """Files of the tensors in the sidecars that this rank writes."""
     sidecars = {rank_sidecar(collectives.rank()): states.own}
     if collectives.rank() == 0:
         sidecars[SHARED] = states.shared
     for name, encoded in sidecars.items():
         if arrays := sidecar_arrays(encoded):
             layout = FileLayout.of([TensorChunk.entire(array, tensor) for array, tensor in arrays.items()])
-            yield Part(f"{name}.safetensors", layout, list(arrays.values()))
+            yield _FileOfTensors(names.sidecar_tensors(name), layout, list(arrays.values()))
 
 
 def _digest(compared: Mapping[str, Encoded]) -> int:
-    """A number, below 2**63, that two ranks share only if their states are the same, bit by bit."""
+    """A number below 2**63, equal on two ranks only if their states are equal bit by bit."""
     if collectives.world_size() == 1:
         return 0
     checksum = xxhash.xxh3_64()
@@ -335,7 +313,7 @@ def _reraise(failure: Exception | None) -> None:
 
 
 def _warn_of_differences(compared: Mapping[str, Encoded]) -> None:
-    """Say which states that must be the same on all ranks are not: only rank 0's is saved."""
+    """Log which replicated states differ between ranks; rank 0's is saved."""
     checksums = collectives.gather({key: each.checksum() for key, each in compared.items()}, "states that differ")
     if collectives.rank() != 0:
         return
