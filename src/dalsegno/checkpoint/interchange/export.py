@@ -90,10 +90,10 @@ def export_model(
         max_shard_size: bytes, or a text such as ``"5GB"``, ``"200MB"``, ``"1GiB"``. A larger model is split into
             ``model-00001-of-00003.safetensors`` and so on, with ``model.safetensors.index.json``. Only a
             single larger tensor makes a larger file.
-        config_from: directory with configuration and tokenizer (``config.json``, ``tokenizer.json`` …) to copy, so
+        config_from: directory with configuration and tokenizer (``config.json``, ``tokenizer.json``, …), copied so
             that ``from_pretrained(folder)`` needs nothing else.
         best: export the run's checkpoint with the best evaluation instead of the newest one.
-        average: key of an ``EMA`` or ``ModelMerge`` callback, whose averages are exported instead of the trained weights.
+        average: key of an ``EMA`` or ``ModelMerge`` callback, to export its averages instead of the trained weights.
 
     Raises:
         NotFound: if there is no such checkpoint, no best one, or no configuration in ``config_from``.
