@@ -38,6 +38,9 @@ FLOORS = [
     ["cli"],
 ]
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+FLOORS_WITHIN = {
+    "checkpoint": [["format"], ["state"], ["save", "load"], ["inspect"], ["interchange", "remote"], ["manager"]],
+}
 MODULES_AT_THE_TOP = {"errors", "state", "args"}
 
 MUST_NOT_KNOW = {
@@ -116,6 +119,20 @@ def test_a_room_imports_from_its_floor_or_lower_ones(room: str) -> None:
         for name, others in IMPORTS.items()
         for other in others
         if room_of(name) == room and FLOOR_OF[room_of(other)] > FLOOR_OF[room]
+    ]
+    assert upward == []
+
+
+@pytest.mark.parametrize("room", FLOORS_WITHIN)
+def test_a_room_with_floors_of_its_own_imports_downwards(room: str) -> None:
+    floor_of = {part: number for number, parts in enumerate(FLOORS_WITHIN[room]) for part in parts}
+    inside = {name: name.split(".")[2] for name in MODULES if name.startswith(f"dalsegno.{room}.")}
+    assert sorted(set(inside.values())) == sorted(floor_of)
+    upward = [
+        f"{name} imports {other}"
+        for name, part in inside.items()
+        for other in IMPORTS[name] & inside.keys()
+        if floor_of[inside[other]] > floor_of[part]
     ]
     assert upward == []
 

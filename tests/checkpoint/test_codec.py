@@ -159,7 +159,7 @@ Pair = collections.namedtuple("Pair", "a b")
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ({"history": [1, 2, 3, Foo()]}, r"callbacks\.MyCb\.history\[3\]: cannot save a Foo; a state may hold"),
+        ({"history": [1, 2, 3, Foo()]}, r"callbacks\.MyCb\.history\[3\]: cannot save a Foo; a state may contain"),
         ({"a b": {7: {1}}}, r"callbacks\.MyCb\['a b'\]\[7\]: cannot save a set; save sorted\(it\)"),
         ([Color.RED], r"callbacks\.MyCb\[0\]: cannot save a Color; save its \.name or \.value"),
         ([Level.HIGH], r"callbacks\.MyCb\[0\]: cannot save a Level"),

@@ -134,7 +134,9 @@ def test_no_model_is_written_over(small: Path) -> None:
     target = small / "out"
     ds.export_model(small, target)
     before = (target / "model.safetensors").read_bytes()
-    with pytest.raises(ds.ConfigurationError, match=r"out: holds model\.safetensors already; name another folder"):
+    with pytest.raises(
+        ds.ConfigurationError, match=r"out: contains model\.safetensors already; choose another directory"
+    ):
         ds.export_model(small, target)
     assert (target / "model.safetensors").read_bytes() == before
 

@@ -179,5 +179,5 @@ def test_a_file_that_is_no_safetensors(tmp_path: Path, content: bytes) -> None:
 
 def test_bytes_that_are_not_there(tmp_path: Path) -> None:
     path = write(tmp_path, {"x": torch.zeros(3)}, kept)
-    with pytest.raises(DamagedCheckpoint, match=r"bytes 4096 to 9000 are no float32 of shape \[1226\]"):
+    with pytest.raises(DamagedCheckpoint, match=r"bytes 4096 to 9000 are not a float32 of shape \[1226\]"):
         StoredFile(path).tensor((4096, 9000), torch.float32, [1226])

@@ -244,7 +244,7 @@ def test_an_evaluation_that_finds_no_room(tmp_path: Path, monkeypatch: pytest.Mo
             raise OSError(errno.ENOSPC, "no space left", str(path))
 
     monkeypatch.setattr(filesystem, "watcher", full)
-    with pytest.raises(SaveFailed, match=r"step-00000010 is whole, but its evaluation .*no space left"):
+    with pytest.raises(SaveFailed, match=r"step-00000010 is valid, but its evaluation .*no space left"):
         manager.amend(10, metrics={"eval_loss": 1.0}, is_best=True)
     monkeypatch.undo()
     assert not list(manager.directory.glob("*.partial"))

@@ -53,7 +53,7 @@ def test_any_box_into_anything(folder: Path, shape: list[int], dtype: torch.dtyp
 @pytest.mark.parametrize(
     ("what", "told"),
     [
-        ("cut", "DamagedCheckpoint: {}: has lost its end while it was being read"),
+        ("cut", "DamagedCheckpoint: {}: was truncated while it was read"),
         ("no disk", "OSError: [Errno 5] Input/output error: '{}'"),
         ("no server", "OSError: [Errno 116] Stale file handle: '{}'"),
     ],

@@ -145,7 +145,7 @@ def test_an_expanded_buffer_stays_one() -> None:
 def test_what_could_not_be_read_back_is_refused(tmp_path: Path) -> None:
     model = nn.Module()
     model.register_buffer("__metadata__", torch.ones(1))
-    with pytest.raises(CannotSave, match="cannot save a tensor with the name __metadata__"):
+    with pytest.raises(CannotSave, match="cannot save a tensor named __metadata__"):
         CheckpointManager(tmp_path).save(1, [ModelState(model)], [])
     notes = Component("callbacks.Notes", Notes({"shape": torch.Size([-1, 3])}))
     with pytest.raises(CannotSave, match=r"^callbacks\.Notes\.shape: cannot save a torch\.Size of \[-1, 3\]"):

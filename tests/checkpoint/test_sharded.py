@@ -150,7 +150,7 @@ def test_tied_weights_of_a_model_that_no_longer_ties_them(tmp_path: Path) -> Non
 
 
 def test_two_tensors_for_what_is_one_now(tmp_path: Path) -> None:
-    with pytest.raises(StateMismatch, match=r"head\.weight: here it is embed\.weight itself, saved were two"):
+    with pytest.raises(StateMismatch, match=r"head\.weight: tied to embed\.weight here, but saved as two"):
         carry_over(tmp_path, [ModelState(Tied(tie=False))], [ModelState(Tied())])
 
 
@@ -211,7 +211,7 @@ def test_a_model_that_does_not_fit_hears_all_of_it(tmp_path: Path) -> None:
     with pytest.raises(StateMismatch) as raised:
         carry_over(tmp_path, [ModelState(model)], [ModelState(other)])
     assert str(raised.value).splitlines() == [
-        f"{tmp_path}/checkpoints/step-00000001: what was saved does not fit what is here; nothing has been loaded:",
+        f"{tmp_path}/checkpoints/step-00000001: the saved state does not fit this run; nothing was loaded:",
         "  model: the checkpoint does not fit this torch.nn.modules.container.ModuleDict",
         "    a.bias: saved as [3] float32, here [4] float32",
         "    a.weight: saved as [3, 2] float32, here [4, 2] float32",
@@ -220,8 +220,8 @@ def test_a_model_that_does_not_fit_hears_all_of_it(tmp_path: Path) -> None:
         "    missing in the checkpoint: c.weight [2, 2] float32",
         "    unexpected in the checkpoint: b.bias [2] float32",
         "    unexpected in the checkpoint: b.weight [2, 2] float32",
-        'if that is meant, give allow_changes=("model",):',
-        "  model: what fits is loaded, cast if need be, its optimizer state too; all else begins as it was built",
+        'to load it all the same, set allow_changes=("model",):',
+        "  model: tensors that fit are loaded, cast if needed, with their optimizer state; all others stay as built",
     ]
     assert torch.equal(before, other["a"].weight)
 

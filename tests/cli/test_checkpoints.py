@@ -398,7 +398,7 @@ def test_export(trained: Path, tmp_path: Path, checkpoints: Command) -> None:
     loaded = load_file(tmp_path / "whole/model.safetensors")
     assert loaded.keys() == expected.keys() and all(torch.equal(loaded[name], expected[name]) for name in loaded)
     checkpoints("export", trained, "--to", tmp_path / "whole", status=2)
-    assert "holds model.safetensors already" in checkpoints.errors
+    assert "contains model.safetensors already" in checkpoints.errors
 
 
 def test_the_nearest_command_is_named(checkpoints: Command) -> None:

@@ -37,7 +37,7 @@ class Watched(ds.Callback):
         self.rates.append(float(ctx.lr or 0))
 
     def verdicts(self) -> dict[str, tuple[str, str, str]]:
-        return {change.setting: (change.verdict, change.saved, change.now) for change in self.report.changes}
+        return {change.setting: (change.severity, change.saved, change.now) for change in self.report.changes}
 
 
 def leg(output_dir: Path, max_steps: int, *, allow: tuple[str, ...] = (), **how: Any) -> Watched:
@@ -59,7 +59,7 @@ def test_nothing_changed_nothing_said(tmp_path: Path, caplog: pytest.LogCaptureF
     caplog.set_level(logging.WARNING)
     leg(tmp_path, 2)
     assert leg(tmp_path / "moved", 2).report.changes == []
-    assert leg(tmp_path, 4).verdicts() == {"max_steps": ("said", "2", "4")}
+    assert leg(tmp_path, 4).verdicts() == {"max_steps": ("info", "2", "4")}
     assert not caplog.records
 
 
@@ -72,8 +72,8 @@ def test_a_new_learning_rate_is_obeyed_by_the_default_optimizer(tmp_path: Path) 
     small_trainer(tmp_path, watched, model=Line(), **shape, learning_rate=0.02, weight_decay=0.5).train()
     assert watched.rates == pytest.approx([0.02 * left / 8 for left in (4, 3, 2, 1)])
     assert watched.verdicts() == {
-        "learning_rate": ("said", "0.01", "0.02"),
-        "weight_decay": ("said", "0", "0.5"),
+        "learning_rate": ("info", "0.01", "0.02"),
+        "weight_decay": ("info", "0", "0.5"),
     }
     again = small_trainer(tmp_path, watched, model=Line(), **{**shape, "max_steps": 9}, learning_rate=0.02)
     again.train()
@@ -102,7 +102,7 @@ def test_an_optimizer_of_ones_own_keeps_what_was_saved_and_that_is_said(tmp_path
     leg(tmp_path, 2, **sgd(Line()))
     watched = leg(tmp_path, 4, **sgd(Line(), rate=0.5))
     assert watched.rates == [0.1, 0.1]
-    assert watched.verdicts()["optimizer.lr"] == ("said", "0.1", "0.5")
+    assert watched.verdicts()["optimizer.lr"] == ("info", "0.1", "0.5")
     assert "changed          optimizer.lr: saved 0.1, now 0.5 (the checkpoint's value is used" in watched.report.table()
 
 
@@ -111,7 +111,7 @@ def test_intervals_and_workers(tmp_path: Path) -> None:
     watched = leg(tmp_path, 4, logging_steps=3, eval_steps=7, save_steps=1, dataloader_num_workers=1)
     named = {setting: verdict for setting, (verdict, _, _) in watched.verdicts().items()}
     assert named == dict.fromkeys(
-        ["max_steps", "logging_steps", "eval_steps", "save_steps", "dataloader_num_workers"], "said"
+        ["max_steps", "logging_steps", "eval_steps", "save_steps", "dataloader_num_workers"], "info"
     )
 
 
@@ -119,22 +119,22 @@ def test_what_changes_bits_without_being_a_setting(tmp_path: Path, monkeypatch: 
     """Sums are taken in another order; a run of which nothing is left on the CPU has no thread to count."""
     run_ranks(count_threads, 1, tmp_path, 1, 2)
     (changes,) = run_ranks(count_threads, 1, tmp_path, 2, 4)
-    assert {change.setting: (change.verdict, change.saved, change.now) for change in changes} == {
-        "max_steps": ("said", "2", "4"),
-        "threads": ("warned", "1", "2"),
+    assert {change.setting: (change.severity, change.saved, change.now) for change in changes} == {
+        "max_steps": ("info", "2", "4"),
+        "threads": ("warning", "1", "2"),
     }
     monkeypatch.setattr(torch, "__version__", "2.99.0")
     assert leg(tmp_path / "torch", 2).report.changes == []
     monkeypatch.undo()
-    assert leg(tmp_path / "torch", 4).verdicts()["torch"] == ("warned", "2.99.0", torch.__version__)
+    assert leg(tmp_path / "torch", 4).verdicts()["torch"] == ("warning", "2.99.0", torch.__version__)
 
 
 def test_other_ranks_with_the_same_samples_a_step(tmp_path: Path) -> None:
     """Nothing to warn of: the gradients are the same means."""
     run_ranks(train_on_ranks, 2, tmp_path, 2, 4)
     (changes,) = run_ranks(train_on_ranks, 1, tmp_path, 4, 8)
-    assert {change.setting: change.verdict for change in changes} == dict.fromkeys(
-        ["max_steps", "parallel", "world_size", "per_device_train_batch_size"], "said"
+    assert {change.setting: change.severity for change in changes} == dict.fromkeys(
+        ["max_steps", "parallel", "world_size", "per_device_train_batch_size"], "info"
     )
 
 
@@ -159,7 +159,7 @@ def test_what_makes_it_another_course_is_warned_of(tmp_path: Path, name: str, ca
     small_trainer(tmp_path, stop, model=Line(), **usual).train()
     watched = Watched()
     small_trainer(tmp_path, watched, model=Line(), **{**usual, **change}).train()
-    warned = {name: (saved, now) for name, (verdict, saved, now) in watched.verdicts().items() if verdict == "warned"}
+    warned = {name: (saved, now) for name, (verdict, saved, now) in watched.verdicts().items() if verdict == "warning"}
     assert warned == expected
     for setting, (saved, now) in expected.items():
         assert f"  {setting}: saved {saved}, now {now} (" in caplog.text
@@ -192,16 +192,16 @@ def test_all_that_is_refused_is_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(ds.StateMismatch) as raised:
         leg(tmp_path, 4, length=21, **sgd(two_outputs()))
     assert str(raised.value).splitlines() == [
-        f"{tmp_path}/checkpoints/step-00000002: what was saved does not fit what is here; nothing has been loaded:",
+        f"{tmp_path}/checkpoints/step-00000002: the saved state does not fit this run; nothing was loaded:",
         "  model: the checkpoint does not fit this support.small.Line",
         "    layer.bias: saved as [1] float32, here [2] float32",
         "    layer.weight: saved as [1, 8] float32, here [2, 8] float32",
         "  optimizer: saved torch.optim.adamw.AdamW, now torch.optim.sgd.SGD",
         "  dataset: saved 20 samples of _Pairs, now 21 samples of _Pairs",
-        'if that is meant, give allow_changes=("dataset", "model", "optimizer"):',
-        "  model: what fits is loaded, cast if need be, its optimizer state too; all else begins as it was built",
-        "  optimizer: its state begins anew, at the learning rate that it was built with",
-        "  dataset: goes on at the same number of samples, in the new order: some come twice, some never",
+        'to load it all the same, set allow_changes=("dataset", "model", "optimizer"):',
+        "  model: tensors that fit are loaded, cast if needed, with their optimizer state; all others stay as built",
+        "  optimizer: starts without state, at the learning rate that it was built with",
+        "  dataset: resumes after the same number of samples, in the new order: some come twice, some never",
     ]
     with pytest.raises(ds.StateMismatch, match=r'allow_changes=\("dataset", "model", "optimizer"\)'):
         leg(tmp_path, 4, length=21, **sgd(two_outputs()), allow=("dataset", "model"))
@@ -293,7 +293,9 @@ def test_the_optimizers_state_follows_the_element_type_of_its_weights(
     """The number of its steps has a type of its own, and keeps it."""
     before, after = types
     (first, *_) = run_ranks(train_in_type, world_size, tmp_path, before, 2, ())
-    with pytest.raises(ds.RankFailed, match=r"layer.weight: saved as .*(\n.*)*what fits is loaded, cast if need be"):
+    with pytest.raises(
+        ds.RankFailed, match=r"layer.weight: saved as .*(\n.*)*tensors that fit are loaded, cast if needed"
+    ):
         run_ranks(train_in_type, world_size, tmp_path, after, 4, ())
     (second, *_) = run_ranks(train_in_type, world_size, tmp_path, after, 4, ("model",))
     assert {kind: dtype for kind, (dtype, _) in first.items()} == {

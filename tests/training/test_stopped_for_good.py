@@ -238,5 +238,5 @@ def test_the_result_tells_the_best_and_which_weights_are_there(
     losses = iter([5.0, 2.0, 3.0, 4.0])
     result = trainer(tmp_path / "unsaved", save_steps=8).train()
     assert (result.best_step, result.best_checkpoint) == (4, None)
-    with pytest.raises(ds.NotFound, match="step-00000004: that would be the best evaluation's"):
+    with pytest.raises(ds.NotFound, match="step-00000004: the checkpoint of the best evaluation"):
         ds.export_model(tmp_path / "unsaved", tmp_path / "none", best=True)

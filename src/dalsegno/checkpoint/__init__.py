@@ -1,6 +1,23 @@
-"""Checkpoints: whole or absent, verified before they are used, and never a way for data to run code.
+"""Checkpoints: complete or absent, verified before use; loading one never runs code.
 
-What only looks at them, say a command, must not wait for torch: so these names are imported when they are first used.
+Each package imports only from those above it::
+
+    format/               names and content of the files: manifest, index, sidecars, tensors
+    state/                model and optimizer as tensors by FQN and a small rest
+    save/   load/         one checkpoint to disk, and back into a run
+    inspect/              list, read and compare checkpoints, without a model
+    interchange/ remote/  weights of other programs; a copy of the run at a URL
+    manager               the checkpoints of a run: what the training engine uses
+
+A save: :meth:`CheckpointManager.save_async` → ``save/snapshot`` captures the states that ``save/planning`` assigned to
+this rank → ``save/staging`` copies tensors into buffers laid out as the files → ``save/async_save`` writes them on a
+thread → ``format/checkpoint_dir`` writes the manifest and publishes by a rename → unkept checkpoints are deleted.
+
+A load: :meth:`CheckpointManager.find` verifies every byte of the newest checkpoint → :meth:`CheckpointManager.load` →
+``load/restore`` compares it with the run and prepares all states, or refuses → ``load/dcp_reader`` reads each rank's
+shards into tensors of ``state/sharded`` → ``load/states`` restores all other components from the sidecars.
+
+Names are imported on first use, so that commands which only read checkpoints need not import torch.
 """
 
 from __future__ import annotations

@@ -205,7 +205,7 @@ class Resumer:
             self._on.before_load.fire()
 
     def _warn(self, report: LoadReport) -> None:
-        beware = [str(change) for change in report.changes if change.verdict != "said"]
+        beware = [str(change) for change in report.changes if change.severity != "info"]
         if beware and self._state.is_world_process_zero:
             logger.warning("the run goes on with changes:\n  %s", "\n  ".join(beware))
 

@@ -1,1 +1,1 @@
-"""The files of a checkpoint: manifest, index, tensors in safetensors, everything else as JSON."""
+"""Files on disk: their names, the manifest, the index, tensors as safetensors, all other state as JSON."""

@@ -1,9 +1,8 @@
-"""State trees to JSON and tensors, and back, bit by bit. Nothing that is read can run code.
+"""Encode state trees as JSON and tensors, and decode them bit by bit. Decoding never runs code.
 
-Most of a tree is JSON as it stands: null, true, numbers, texts, arrays, objects. What JSON has no form for is an
-object whose first key begins with ``$``, say ``{"$tuple": [1, 2]}`` or
-``{"$tensor": "history[3]", "dtype": "float32", "shape": [3]}``; a tensor's bytes lie under that name in the file of
-tensors beside it. Tensors come back on the CPU.
+Values that JSON has are stored as they are. Any other value is an object whose first key begins with ``$``, such as
+``{"$tuple": [1, 2]}`` or ``{"$tensor": "history[3]", "dtype": "float32", "shape": [3]}``; the tensor's bytes are stored
+under that name in the file of tensors beside the JSON. Tensors are decoded on the CPU.
 """
 
 from __future__ import annotations
@@ -31,41 +30,41 @@ Arrays = dict[str, torch.Tensor]
 ReadArray = Callable[[str, torch.dtype, list[int]], torch.Tensor]
 
 DEEPEST = 100
-"""Levels of nesting. A state that goes deeper, or contains itself, is refused."""
+"""Levels of nesting. A deeper state, or one that contains itself, is refused."""
 
 _ALLOWED = (
-    "a state may hold dict and OrderedDict (with str or int keys), list, tuple, str, bytes, bool, int, float, None, "
+    "a state may contain dict and OrderedDict (with str or int keys), list, tuple, str, bytes, bool, int, float, None, "
     "numpy scalars and arrays, torch tensors, torch.Size, torch.dtype and torch.device"
 )
 _NUMPY_DTYPE = re.compile(r"[<>|=]?[biufcmM]\d{1,2}(\[\d{0,9}[a-zA-Z]{1,2}\])?")
 
 
 def encode(tree: State, where: str) -> tuple[Json, Arrays]:
-    """``tree`` as JSON, and the arrays and tensors in it, named by their path: ``history[3]``.
+    """Encode ``tree`` as JSON, and its arrays and tensors by their path: ``history[3]``.
 
-    The tensors may share memory with the tree: copy them before anything goes on.
+    The tensors may share memory with the tree: copy them before training continues.
 
     Args:
         tree: the state.
-        where: what it belongs to, say ``callbacks.MyCb``; only for messages.
+        where: key of its component, such as ``callbacks.MyCb``; only for messages.
 
     Raises:
-        CannotSave: if the tree holds anything else than what a state may hold; says where.
+        CannotSave: if the tree contains a value that cannot be saved; names its path.
     """
     found = _Found(where, {})
     return _encode(tree, where, found, 0), found.arrays
 
 
 def decode(json: Json, read_array: ReadArray, where: str) -> State:
-    """The tree that :func:`encode` was given.
+    """Decode the JSON that :func:`encode` returned.
 
     Args:
-        json: what it made of it.
-        read_array: gives the tensor of that name, dtype and shape; raises if there are no such bytes.
-        where: for messages.
+        json: the encoded tree.
+        read_array: returns the tensor of a name, dtype and shape; raises if it is not stored.
+        where: key of the component; only for messages.
 
     Raises:
-        DamagedCheckpoint: if ``json`` is nothing that :func:`encode` makes; says where.
+        DamagedCheckpoint: if :func:`encode` cannot have written ``json``; names the path.
     """
     return _decode(json, read_array, where, 0)
 
@@ -74,12 +73,12 @@ def _step(where: str, key: object) -> str:
     return f"{where}.{key}" if isinstance(key, str) and key.isidentifier() else f"{where}[{key!r}]"
 
 
-# --- encoding: one function for each type; subclasses are not taken for what they derive from ---------------------
+# --- encoding: one function per exact type; subclasses are refused --------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """The arrays met so far in the state of ``whose``."""
+    """Arrays found so far in the state of the component ``whose``."""
 
     whose: str
     arrays: Arrays
@@ -148,7 +147,7 @@ def _encode_counter(value: Counter[Any], where: str, found: _Found, depth: int) 
 
 
 def _encode_list(value: list[Any], where: str, found: _Found, depth: int) -> Json:
-    if set(map(type, value)) == {str} and "".join(value).isascii():  # thousands of names, all at once
+    if set(map(type, value)) == {str} and "".join(value).isascii():  # a fast path for thousands of names
         return value.copy()
     return [_encode(each, f"{where}[{number}]", found, depth + 1) for number, each in enumerate(value)]
 
@@ -160,7 +159,7 @@ def _encode_tuple(value: tuple[Any, ...], where: str, found: _Found, depth: int)
 def _encode_size(value: torch.Size, where: str, found: _Found, depth: int) -> Json:
     sizes = [int(size) for size in value]
     if not is_shape(sizes):
-        raise CannotSave(f"{where}: cannot save a torch.Size of {sizes}, which no tensor has; save a tuple")
+        raise CannotSave(f"{where}: cannot save a torch.Size of {sizes}, which no tensor can have; save a tuple")
     return {"$size": sizes}
 
 
@@ -184,7 +183,7 @@ def _encode_array(value: np.ndarray[Any, Any], where: str, found: _Found, depth:
     own = np.array(value, order="C", copy=True)
     try:
         tensor = torch.from_numpy(own)
-    except (TypeError, ValueError):  # a type that torch lacks: other byte orders, long doubles, dates
+    except (TypeError, ValueError):  # a dtype that torch lacks: other byte orders, long doubles, dates
         tensor = torch.from_numpy(np.frombuffer(own.tobytes(), dtype=np.uint8).copy())
     name = found.add(tensor, where)
     return {"$array": name, "dtype": value.dtype.str, "shape": list(value.shape)}
@@ -233,17 +232,17 @@ def _refusal(value: object, where: str) -> str:
         hint = "save sorted(it); "
     elif isinstance(value, dict | list | tuple | str | int | float):
         base = next(kind for kind in (dict, list, tuple, str, int, float) if isinstance(value, kind))
-        hint = f"it would come back as a {base.__name__}, so save {base.__name__}(it); "
+        hint = f"it would be loaded as a {base.__name__}, so save {base.__name__}(it); "
     elif callable(value):
         hint = "code is never saved; "
     return f"{where}: cannot save a {_class(value)}; {hint}{_ALLOWED}"
 
 
-# --- decoding: the input may be hostile, so that each function checks what it was given ---------------------------
+# --- decoding: the input may be hostile, so each function checks it ------------------------------------------------
 
 
 def _decode(json: Json, read_array: ReadArray, where: str, depth: int) -> State:
-    if depth > DEEPEST:  # what could not be saved again
+    if depth > DEEPEST:  # encode() refuses it
         raise DamagedCheckpoint(f"{where}: nested too deep")
     if isinstance(json, list):
         return [_decode(each, read_array, f"{where}[{number}]", depth + 1) for number, each in enumerate(json)]
@@ -254,13 +253,13 @@ def _decode(json: Json, read_array: ReadArray, where: str, depth: int) -> State:
         return {key: _decode(each, read_array, _step(where, key), depth + 1) for key, each in json.items()}
     decoder = _DECODERS.get(tag)
     if decoder is None:
-        raise DamagedCheckpoint(f"{where}: {tag!r} is nothing that this dalsegno knows")
+        raise DamagedCheckpoint(f"{where}: {tag!r} is not known to this dalsegno")
     try:
         return decoder(json, read_array, where, depth)
     except DamagedCheckpoint:
         raise
     except (ValueError, TypeError, KeyError, RuntimeError, OverflowError, struct.error) as error:
-        raise DamagedCheckpoint(f"{where}: not a proper {tag!r} ({error!r})") from error
+        raise DamagedCheckpoint(f"{where}: invalid {tag!r} ({error!r})") from error
 
 
 def _decode_str(json: Json, read_array: ReadArray, where: str, depth: int) -> str:
@@ -292,20 +291,20 @@ def _decode_dict(json: Json, read_array: ReadArray, where: str, depth: int) -> d
 def _decode_ordered_dict(json: Json, read_array: ReadArray, where: str, depth: int) -> OrderedDict[Any, Any]:
     items = _decode(json["$ordered"], read_array, where, depth)
     if type(items) is not dict:
-        raise TypeError("no dict in it")
+        raise TypeError("not a dict")
     return OrderedDict(items)
 
 
 def _decode_counter(json: Json, read_array: ReadArray, where: str, depth: int) -> Counter[Any]:
     counts = _decode(json["$counter"], read_array, where, depth)
     if type(counts) is not dict:
-        raise TypeError("no dict in it")
+        raise TypeError("not a dict")
     return Counter(counts)
 
 
 def _decode_tuple(json: Json, read_array: ReadArray, where: str, depth: int) -> tuple[Any, ...]:
     if not isinstance(json["$tuple"], list):
-        raise TypeError("no list in it")
+        raise TypeError("not a list")
     return tuple(_decode(json["$tuple"], read_array, where, depth))
 
 
@@ -316,7 +315,7 @@ def _decode_size(json: Json, read_array: ReadArray, where: str, depth: int) -> t
 def _decode_dtype(json: Json, read_array: ReadArray, where: str, depth: int) -> torch.dtype:
     found = getattr(torch, json["$dtype"], None)
     if not isinstance(found, torch.dtype):
-        raise ValueError("no dtype of this torch")
+        raise ValueError("not a dtype of this torch")
     return found
 
 
@@ -360,11 +359,11 @@ _DECODERS: dict[str, Callable[[Any, ReadArray, str, int], State]] = {
 
 def _shape(value: Json) -> list[int]:
     if not is_shape(value):
-        raise ValueError("no shape")
+        raise ValueError("not a shape")
     return list(value)
 
 
 def _numpy_dtype(name: Json) -> np.dtype[Any]:
     if not isinstance(name, str) or not _NUMPY_DTYPE.fullmatch(name):
-        raise ValueError("no dtype of numbers")
+        raise ValueError("not a dtype of numbers")
     return np.dtype(name)

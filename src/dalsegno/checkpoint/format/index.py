@@ -1,11 +1,11 @@
-"""index.json: where each tensor's chunks lie, so that no rank has to read the headers of all files.
+"""index.json: where each chunk of each sharded tensor is stored, so that no rank reads the headers of all files.
 
 ::
 
     {"format": 1, "tensors": {"model.weight": {"dtype": "float32", "shape": [4, 2], "pieces": [
         {"file": "model/shard-00000.safetensors", "bytes": [4096, 4112], "offsets": [0, 0], "shape": [2, 2]}, …]}}}
 
-``bytes`` count from the beginning of the file; ``offsets`` and the chunk's ``shape`` are its box in the whole tensor.
+``bytes`` is the range in the file; ``offsets`` and ``shape`` are the chunk's box in the full tensor.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from .manifest import Checkpoint, read_json
 
 FORMAT = 1
 
-_MOST_CUTS = 8  # dimensions along which a tensor may be spread over ranks
-
+_MOST_CUTS = 8  # dimensions along which a tensor may be sharded
 
 Shape = Annotated[list[Any], Must("a list of dimensions", is_shape)]
 
@@ -49,7 +48,7 @@ class TensorEntry(TypedDict):
 
 
 class IndexFile(TypedDict):
-    """What the file holds."""
+    """Content of the file."""
 
     format: Literal[1]
     tensors: dict[str, TensorEntry]
@@ -57,7 +56,7 @@ class IndexFile(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """A box of a tensor: ``span`` is its first byte in ``file`` and the byte after its last."""
+    """A box of a tensor. ``span``: its first byte in ``file`` and the byte after its last."""
 
     file: str
     span: tuple[int, int]
@@ -67,7 +66,7 @@ class StoredChunk:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a checkpoint; its chunks fill it exactly."""
+    """A tensor in a checkpoint. Its chunks cover each element exactly once."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -76,12 +75,12 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """Every sharded tensor of a checkpoint, by ``<component>.<name>``."""
+    """The sharded tensors of a checkpoint, by ``<component>.<name>``."""
 
     tensors: Mapping[str, StoredTensor]
 
     def of(self, component: str) -> dict[str, StoredTensor]:
-        """The tensors of one component, under their own names."""
+        """Tensors of one component, by their names within it."""
         prefix = f"{component}."
         return {name.removeprefix(prefix): each for name, each in self.tensors.items() if name.startswith(prefix)}
 
@@ -101,10 +100,10 @@ class Index:
 
     @classmethod
     def read(cls, path: Path) -> Index:
-        """The index at ``path``.
+        """Read the index at ``path``.
 
         Raises:
-            DamagedCheckpoint: if a tensor in it is not exactly filled by its chunks, or the file is no index at all.
+            DamagedCheckpoint: if the file is not an index, or the chunks of a tensor do not cover it exactly once.
         """
         content = read_json(path)
         check(content, IndexFile, str(path), DamagedCheckpoint)
@@ -115,10 +114,10 @@ class Index:
 
 
 def index_of(checkpoint: Checkpoint) -> Index:
-    """The index of a verified checkpoint; every chunk lies in one of its files.
+    """Read the index of a verified checkpoint.
 
     Raises:
-        DamagedCheckpoint: if that is not so.
+        DamagedCheckpoint: if it is invalid, or a chunk is not in one of the checkpoint's files.
     """
     path, sizes = checkpoint.file(names.INDEX), checkpoint.manifest.files
     index = Index.read(path)
@@ -130,7 +129,7 @@ def index_of(checkpoint: Checkpoint) -> Index:
 
 
 def split(full_name: str) -> tuple[str, str]:
-    """Component, and the tensor's name in it. A callback's component has a dot of its own: ``callbacks.EMA``."""
+    """Component, and the tensor's name within it. A callback's component contains a dot: ``callbacks.EMA``."""
     component, _, name = full_name.partition(".")
     if component == "callbacks":
         own, _, name = name.partition(".")
@@ -141,16 +140,16 @@ def split(full_name: str) -> tuple[str, str]:
 def _tensor(name: str, entry: TensorEntry) -> StoredTensor:
     dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
     chunks = tuple(_chunk(name, chunk, dtype, shape) for chunk in entry["pieces"])
-    if not _fill(chunks, shape):
-        raise ValueError(f"the chunks of {name} do not fill it")
+    if not _cover(chunks, shape):
+        raise ValueError(f"the pieces of {name} do not fill it")
     return StoredTensor(dtype, shape, chunks)
 
 
-def _fill(chunks: Sequence[StoredChunk], whole: tuple[int, ...]) -> bool:
-    """Whether the chunks, which lie inside of the whole, cover each of its elements once.
+def _cover(chunks: Sequence[StoredChunk], whole: tuple[int, ...]) -> bool:
+    """Whether the chunks, all within ``whole``, cover each element once.
 
-    They do if they have as many elements, and if of all their corners only those of the whole are there an odd number
-    of times: then an odd number of chunks covers each element, and only one can. So no two of them need be compared.
+    They do if the element counts are equal, and if the corners of the full tensor are the only ones that occur an odd
+    number of times: then an odd number of chunks covers each element, which can only be one. No pairs are compared.
     """
     full = [chunk for chunk in chunks if math.prod(chunk.shape)]
     if sum(math.prod(chunk.shape) for chunk in full) != math.prod(whole):
@@ -173,5 +172,5 @@ def _chunk(name: str, entry: PieceEntry, dtype: torch.dtype, whole: tuple[int, .
         begin + size <= limit for begin, size, limit in zip(offsets, shape, whole, strict=True)
     )
     if not inside or len(span) != 2 or span[1] - span[0] != byte_count(shape, dtype):
-        raise ValueError(f"a chunk of {name} lies outside of it")
+        raise ValueError(f"a piece of {name} is outside of it")
     return StoredChunk(entry["file"], (span[0], span[1]), offsets, shape)

@@ -1,15 +1,15 @@
-"""The keys of components that more than one part of the code asks for by name."""
+"""Component keys that several modules use."""
 
 from __future__ import annotations
 
 CALLBACKS = "callbacks."
-"""What the keys of callbacks begin with."""
+"""Prefix of the keys of callbacks."""
 
 MODEL = "model"
-"""The key of the model."""
+"""Key of the model."""
 
 LOSS = "loss_fn"
-"""The key of a loss function that has tensors of its own."""
+"""Key of a loss function with tensors."""
 
 SETTINGS = "settings"
-"""The key of what a run was trained with."""
+"""Key of the run's settings."""

@@ -1,9 +1,9 @@
-"""One file of tensors: laid out, and read back.
+"""Files of tensors: their layout, and reading them.
 
-The file is plain safetensors, so any reader of that format opens it. Its header is padded with spaces until the
-tensors begin at a page boundary; they follow without gaps, wide element types first, so that each lies aligned. What a
-tensor is a part of (its offsets in the whole and the whole's shape) stands in the header's ``__metadata__``. Element
-types that not every reader of safetensors knows travel as bytes, with one more dimension; their name stands there too.
+A file is plain safetensors, readable by any reader of that format. Its header is padded with spaces so that the tensors
+begin at a page boundary; they follow without gaps, wide dtypes first, so that each is aligned. For a chunk of a tensor,
+the header's ``__metadata__`` has its offsets and the full shape. Dtypes that not every reader of safetensors knows are
+stored as bytes, with one more dimension; ``__metadata__`` has their name.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _AS_BYTES = "complex128 complex64 complex32 float8_e4m3fnuz float8_e5m2fnuz floa
 DTYPES: dict[str, torch.dtype] = {str(dtype).removeprefix("torch."): dtype for dtype in SAFETENSORS_NAMES} | {
     name: getattr(torch, name) for name in _AS_BYTES.split() if hasattr(torch, name)
 }
-"""Every element type that a checkpoint can hold, by torch's name for it."""
+"""Every dtype that a checkpoint can contain, by torch's name."""
 
 _METADATA = "__metadata__"
 _KNOWN = frozenset(DTYPES.values())
-_LARGEST_HEADER = 100_000_000  # bytes: what other readers of safetensors take, too
+_LARGEST_HEADER = 100_000_000  # bytes; the limit of other safetensors readers too
 _DTYPES_OF_SAFETENSORS = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 
 
@@ -59,13 +59,13 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it has elements, one beside the other, that a file can hold."""
+    """Whether ``tensor`` is dense, with data, and of a dtype and shape that a file can contain."""
     has_elements = tensor.layout == torch.strided and tensor.dtype in _KNOWN and not tensor.is_meta
     return has_elements and is_shape(list(tensor.shape))
 
 
 def is_shape(value: object) -> bool:
-    """Whether ``value``, maybe read from disk, is a list of dimensions that no arithmetic overflows on."""
+    """Whether ``value``, possibly read from disk, is a list of dimensions on which no arithmetic overflows."""
     return (
         isinstance(value, list)
         and len(value) <= 64
@@ -74,9 +74,9 @@ def is_shape(value: object) -> bool:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's elements as one row of bytes, in their order: its own memory, if they lie there like that."""
+    """A tensor's elements in order, as a 1-D tensor of bytes: a view if the tensor is contiguous, else a copy."""
     whole = tensor.resolve_conj().resolve_neg().contiguous()
-    # A single element may have any stride, which no view of another type takes.
+    # as_strided: a single element may have any stride, which view(dtype) refuses
     return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
 
 
@@ -89,7 +89,7 @@ def byte_count(shape: Sequence[int], dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TensorChunk:
-    """A tensor in a file: a whole one, or the box of ``shape`` that begins at ``offsets`` in one of shape ``whole``."""
+    """A tensor in a file: a full one, or the box of ``shape`` at ``offsets`` in a tensor of shape ``whole``."""
 
     name: str
     dtype: torch.dtype
@@ -104,14 +104,13 @@ class TensorChunk:
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Bytes."""
         return byte_count(self.shape, self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """Where each chunk lies in a file: ``spans`` are its first byte and the byte after its last. No gap is between one
-    chunk and the next."""
+    """Position of each chunk in a file. ``spans``: its first byte and the byte after its last, without gaps."""
 
     header: bytes
     chunks: Sequence[TensorChunk]
@@ -133,7 +132,7 @@ class FileLayout:
 
 def _header(placed: Sequence[tuple[TensorChunk, tuple[int, int]]]) -> bytes:
     if any(chunk.name == _METADATA for chunk, _ in placed):
-        raise CannotSave(f"cannot save a tensor with the name {_METADATA}, which safetensors has for itself; rename it")
+        raise CannotSave(f"cannot save a tensor named {_METADATA}, which safetensors reserves; rename it")
     entries: dict[str, Any] = {}
     parts: dict[str, Any] = {}
     for chunk, span in placed:
@@ -150,13 +149,13 @@ def _header(placed: Sequence[tuple[TensorChunk, tuple[int, int]]]) -> bytes:
 
 
 class StoredFile:
-    """A file of tensors on disk. Whatever is read of it is a copy.
+    """A file of tensors on disk. All reads are copies.
 
-    It is not mapped into memory: a page that could not be read would end the process at once, by SIGBUS, and whoever
-    keeps a tensor would depend on what becomes of the file.
+    The file is not memory-mapped: a page that cannot be read would kill the process with SIGBUS, and tensors would
+    change with the file.
 
     Raises:
-        DamagedCheckpoint: if it is no plain file, or too short to be one of ours.
+        DamagedCheckpoint: if it is not a regular file, or too short.
     """
 
     def __init__(self, path: Path) -> None:
@@ -169,7 +168,7 @@ class StoredFile:
         weakref.finalize(self, os.close, self._descriptor)
 
     def tensor(self, span: tuple[int, int], dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """The tensor of ``dtype`` and ``shape`` at ``span``."""
+        """Read the tensor of ``dtype`` and ``shape`` at ``span``."""
         self._check(span, dtype, shape)
         memory = torch.empty(span[1] - span[0], dtype=torch.uint8)
         self._read(memory, span[0])
@@ -183,11 +182,11 @@ class StoredFile:
         shape: Sequence[int],
         box: Sequence[tuple[int, int]],
     ) -> None:
-        """Copy a box of the tensor at ``span`` into ``target``, on whatever device. Costs little memory.
+        """Copy a box of the tensor at ``span`` into ``target``, on any device. Needs little memory.
 
         Args:
-            target: of the box's shape.
-            box: where it begins, and its length, in each dimension.
+            target: a tensor of the box's shape.
+            box: begin and length in each dimension.
         """
         self._check(span, dtype, shape)
         if not shape:
@@ -215,22 +214,22 @@ class StoredFile:
         begin, end = span
         if not 0 <= begin <= end <= self._length or end - begin != byte_count(shape, dtype):
             raise DamagedCheckpoint(
-                f"{self.path}: bytes {begin} to {end} are no {name_of(dtype)} of shape {list(shape)} in it"
+                f"{self.path}: bytes {begin} to {end} are not a {name_of(dtype)} of shape {list(shape)} in it"
             )
 
     def _read(self, memory: torch.Tensor, begin: int) -> None:
-        """Fill ``memory``, plain bytes, with those of the file from ``begin`` on.
+        """Fill ``memory`` with the file's bytes from ``begin`` on.
 
         Raises:
-            DamagedCheckpoint: if the file has become shorter.
-            OSError: if it cannot be read, which says nothing about it.
+            DamagedCheckpoint: if the file was truncated meanwhile.
+            OSError: if it cannot be read, which is not damage.
         """
         place = memory.numpy().data
         try:
             while place:
                 count = os.preadv(self._descriptor, [place], begin)
                 if count == 0:
-                    raise DamagedCheckpoint(f"{self.path}: has lost its end while it was being read")
+                    raise DamagedCheckpoint(f"{self.path}: was truncated while it was read")
                 place, begin = place[count:], begin + count
         except OSError as error:
             if error.errno is None:
@@ -238,22 +237,22 @@ class StoredFile:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def spans(self) -> dict[str, tuple[int, int]]:
-        """Where each tensor lies, read from the file's own header."""
+        """Span of each tensor, from the file's header."""
         begin, header = self._header()
         return {name: (begin + span[0], begin + span[1]) for name, (_, _, span) in header.items()}
 
     def entries(self) -> dict[str, tuple[torch.dtype, tuple[int, ...], tuple[int, int]]]:
-        """Type, shape and place of each tensor, read from the header; each lies in the file and is as long as it says.
+        """Dtype, shape and span of each tensor, from the file's header.
 
         Raises:
-            DamagedCheckpoint: if that is not so.
-            StateMismatch: for an element type that only other readers of safetensors know.
+            DamagedCheckpoint: if a span is outside the file or has another length than dtype and shape.
+            StateMismatch: for a dtype that only other readers of safetensors know.
         """
         begin, header = self._header()
         entries = {}
         for name, (kind, shape, span) in header.items():
             if kind not in _DTYPES_OF_SAFETENSORS:
-                raise StateMismatch(f"{self.path}: {name} is of type {kind!r}, which is not known here")
+                raise StateMismatch(f"{self.path}: {name} has the dtype {kind!r}, which this dalsegno does not know")
             dtype, place = _DTYPES_OF_SAFETENSORS[kind], (begin + span[0], begin + span[1])
             if not is_shape(shape):
                 raise DamagedCheckpoint(f"{self.path}: {name} has the shape {shape!r}")
@@ -262,12 +261,12 @@ class StoredFile:
         return entries
 
     def _header(self) -> tuple[int, dict[str, tuple[Any, Any, list[int]]]]:
-        """Where the tensors begin; and of each its type, shape, and offsets from there, as the header tells them."""
+        """Position of the first tensor; dtype, shape, and offsets from there of each tensor, unchecked."""
         length = int.from_bytes(self._bytes(0, 8), "little")
         if length > self._length - 8:
-            raise DamagedCheckpoint(f"{self.path}: its header is cut off")
+            raise DamagedCheckpoint(f"{self.path}: its header is truncated")
         if length > _LARGEST_HEADER:
-            raise DamagedCheckpoint(f"{self.path}: its header is larger than any of safetensors")
+            raise DamagedCheckpoint(f"{self.path}: its header is larger than safetensors allows")
         try:
             header = json.loads(self._bytes(8, length))
             header.pop(_METADATA, None)
@@ -275,9 +274,9 @@ class StoredFile:
                 name: (entry.get("dtype"), entry.get("shape"), entry["data_offsets"]) for name, entry in header.items()
             }
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise DamagedCheckpoint(f"{self.path}: its header is not one of safetensors ({error!r})") from error
+            raise DamagedCheckpoint(f"{self.path}: its header is not a safetensors header ({error!r})") from error
         if not all(is_shape(span) and len(span) == 2 for _, _, span in entries.values()):
-            raise DamagedCheckpoint(f"{self.path}: its header has data_offsets that are none")
+            raise DamagedCheckpoint(f"{self.path}: its header has invalid data_offsets")
         return 8 + length, entries
 
     def _bytes(self, begin: int, length: int) -> bytes:
@@ -287,6 +286,6 @@ class StoredFile:
 
 
 def _is_plain_memory(tensor: torch.Tensor) -> bool:
-    """Whether its bytes lie one behind the other; where there is only one element, its stride may be any."""
+    """Whether its bytes are contiguous; checks the stride too, which may be any if there is one element."""
     is_packed = tensor.is_contiguous() and tensor.stride(-1) == 1
     return is_packed and tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg()

@@ -1,4 +1,4 @@
-"""The manifest: the file that makes a directory a checkpoint, names every byte of it, and is written last.
+"""manifest.json: makes a directory a checkpoint. Records every file with its checksum, and is written last.
 
 ::
 
@@ -34,17 +34,17 @@ from . import names
 
 FORMAT = 2
 
-_READ_PIECE = 1 << 20  # bytes: are hashed while they are in the processor's cache
-_READERS = 4  # files read at once: a network disk gives one reader a fraction of what it has
-_LARGEST = 1 << 28  # bytes; no honest manifest comes near
+_READ_BYTES = 1 << 20  # bytes hashed at once: still in the processor's cache
+_READERS = 4  # files read at once: a network disk gives one reader a fraction of its bandwidth
+_LARGEST = 1 << 28  # bytes; real manifests are far smaller
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)?")
 _CHECKSUM = re.compile(r"[0-9a-f]{32}")
-_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO)  # something else has that name
+_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO)  # missing, or not a regular file
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """What a file must be: ``size`` in bytes and the hexadecimal xxh3-128 of its content."""
+    """``size`` in bytes and hexadecimal xxh3-128 of a file."""
 
     size: int
     xxh3: str
@@ -52,8 +52,8 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class ComponentRecord:
-    """Whose state was saved: the class's name, for people; the version that it wrote; ``scope`` as in Component,
-    or ``"sharded"`` for model and optimizer."""
+    """A saved component: its class name, for people; the version of its state; ``scope`` as in Component, or
+    ``"sharded"`` for model and optimizer."""
 
     class_name: str
     version: int
@@ -62,7 +62,7 @@ class ComponentRecord:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint says about itself.
+    """Content of ``manifest.json``.
 
     ``metrics``: of the evaluation at its own step, empty if there was none (former versions wrote those of the last
     evaluation before); ``best``: no earlier one was better; ``finite``: its weights are not known to hold NaN or
@@ -96,7 +96,7 @@ class Manifest:
             "metrics": {
                 name: _json_number(value)
                 for name, value in self.metrics.items()
-                if hasattr(value, "__float__")  # what is a curve, say, stays in the log
+                if hasattr(value, "__float__")  # others, such as curves, are only in the log
             },
             "best": self.best,
             **({} if self.finite else {"finite": False}),
@@ -110,21 +110,21 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
-        """The manifest of the checkpoint in ``directory``; that its files are what it says is yet to be verified.
+        """Read the manifest of the checkpoint in ``directory``. Does not verify the files that it names.
 
         Raises:
-            DamagedCheckpoint: if there is none, or it is not one that dalsegno can have written.
+            DamagedCheckpoint: if it is missing, or has content that dalsegno cannot have written.
             OSError: if it cannot be read.
-            StateMismatch: if it is whole, but of a format that only a newer dalsegno reads.
+            StateMismatch: if it is valid, but of a format that only a newer dalsegno reads.
         """
         path = directory / names.MANIFEST
         if path.is_file() and path.stat().st_size > _LARGEST:
-            raise DamagedCheckpoint(f"{path}: is larger than any manifest")
+            raise DamagedCheckpoint(f"{path}: is larger than a manifest can be")
         return cls._checked(read_json(path), path)
 
     @classmethod
     def parse(cls, data: bytes, path: Path) -> Manifest:
-        """As :meth:`read`, of what a file holds; ``path`` is for messages only."""
+        """As :meth:`read`, from the content of a file; ``path`` is for messages only."""
         return cls._checked(_parsed(data, path), path)
 
     @classmethod
@@ -132,7 +132,7 @@ class Manifest:
         try:
             _expect(type(content) is dict, "not an object")
             claimed = content.pop("xxh3")
-            _expect(claimed == _checksum_of(content), "its content is not what its checksum says")
+            _expect(claimed == _checksum_of(content), "its content does not match its checksum")
             if type(content["format"]) is not int or content["format"] > FORMAT:
                 raise StateMismatch(f"{path}: has format {content['format']!r}; this dalsegno reads up to {FORMAT}")
             return cls._parse(content)
@@ -161,7 +161,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint on disk. ``path`` is its directory."""
+    """A checkpoint on disk, in the directory ``path``."""
 
     path: Path
     step: int
@@ -169,11 +169,11 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
-        """Read the manifest only: costs no more than that file.
+        """Read the manifest only.
 
         Raises:
-            NotFound: if ``path`` is no directory.
-            DamagedCheckpoint: if its manifest is missing or wrong.
+            NotFound: if ``path`` is not a directory.
+            DamagedCheckpoint: if its manifest is missing or invalid.
         """
         if not path.is_dir():
             raise NotFound(f"{path}: there is no such checkpoint")
@@ -182,39 +182,39 @@ class Checkpoint:
 
     @staticmethod
     def is_at(path: Path) -> bool:
-        """Whether there is one, whole or not: whether there is a manifest."""
+        """Whether ``path`` contains a manifest, valid or not."""
         return (path / names.MANIFEST).exists()
 
     def verify(self, names: Iterable[str]) -> None:
-        """Read these of the manifest's files, several at once, and compare them with what it says.
+        """Read the files ``names``, several at once, and compare them with the manifest.
 
         Raises:
-            DamagedCheckpoint: if one is missing, is no plain file, or has another size or checksum.
-            OSError: if one cannot be read. That says nothing about its content.
+            DamagedCheckpoint: if one is missing, is not a regular file, or has another size or checksum.
+            OSError: if one cannot be read, which is not damage.
         """
         with ThreadPoolExecutor(_READERS, thread_name_prefix="verify") as readers:
             for _ in readers.map(lambda name: _verify(self.path, name, self.manifest.files[name]), names):
                 pass
 
     def file(self, name: str) -> Path:
-        """The path of a file that the manifest names, and so :meth:`verify` has seen.
+        """Path of a file that the manifest names, so that :meth:`verify` has covered it.
 
         Raises:
             DamagedCheckpoint: if the manifest does not name it.
         """
         if name not in self.manifest.files:
-            raise DamagedCheckpoint(f"{self.path}: {name} is not among the files that the manifest names")
+            raise DamagedCheckpoint(f"{self.path}: the manifest does not name {name}")
         return self.path / name
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """A descriptor of the plain file at ``path``, to read from.
+    """Descriptor of the regular file at ``path``, for reading.
 
     Raises:
-        DamagedCheckpoint: if there is no plain file of that name.
-        OSError: what else the system says, here or while the file is being read: a disk that does not answer, or
-            missing rights, are no damage. It names the path.
+        DamagedCheckpoint: if there is no regular file of that name.
+        OSError: for any other error, here or while the file is read (disk error, missing permission), which is not
+            damage. It names the path.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -224,7 +224,7 @@ def opened(path: Path) -> Iterator[int]:
         raise
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise DamagedCheckpoint(f"{path}: is no plain file")
+            raise DamagedCheckpoint(f"{path}: is not a regular file")
         yield descriptor
     except OSError as error:
         if error.errno is None or error.filename is not None:
@@ -235,10 +235,10 @@ def opened(path: Path) -> Iterator[int]:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds.
+    """Content of a JSON file.
 
     Raises:
-        DamagedCheckpoint: if there is none, or it is no JSON.
+        DamagedCheckpoint: if it is missing or not JSON.
         OSError: if it cannot be read.
     """
     with opened(path) as descriptor, os.fdopen(descriptor, "rb", closefd=False) as stream:
@@ -265,7 +265,7 @@ def _verify(directory: Path, name: str, expected: FileRecord) -> None:
 
 
 def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _checksum_of(content: Mapping[str, Any]) -> str:
@@ -273,9 +273,9 @@ def _checksum_of(content: Mapping[str, Any]) -> str:
 
 
 def _checksum_of_file(descriptor: int) -> str:
-    checksum, piece = xxhash.xxh3_128(), memoryview(bytearray(_READ_PIECE))
-    while count := os.readv(descriptor, [piece]):
-        checksum.update(piece[:count])
+    checksum, buffer = xxhash.xxh3_128(), memoryview(bytearray(_READ_BYTES))
+    while count := os.readv(descriptor, [buffer]):
+        checksum.update(buffer[:count])
     return checksum.hexdigest()
 
 
@@ -290,7 +290,7 @@ def _whole(value: Any, name: str) -> int:
 
 
 def _text(value: Any) -> str:
-    _expect(type(value) is str, f"{value!r} in the place of a text")
+    _expect(type(value) is str, f"{value!r} instead of a text")
     return str(value)
 
 
@@ -299,14 +299,14 @@ def _json_number(value: float) -> float | str:
 
 
 def _file_record(name: str, entry: Any) -> FileRecord:
-    _expect(_SAFE_NAME.fullmatch(name) is not None, f"{name!r} is not a name of a file in a checkpoint")
-    _expect(_CHECKSUM.fullmatch(_text(entry["xxh3"])) is not None, f"{name} has no proper checksum")
+    _expect(_SAFE_NAME.fullmatch(name) is not None, f"{name!r} is not a file name that a checkpoint can have")
+    _expect(_CHECKSUM.fullmatch(_text(entry["xxh3"])) is not None, f"{name} has an invalid checksum")
     return FileRecord(_whole(entry["size"], f"the size of {name}"), entry["xxh3"])
 
 
 def _component_record(entry: Any) -> ComponentRecord:
     scope = _text(entry["scope"])
-    _expect(scope in ("replicated", "per_rank", "sharded"), f"{scope!r} is no scope")
+    _expect(scope in ("replicated", "per_rank", "sharded"), f"{scope!r} is not a scope")
     return ComponentRecord(_text(entry["class"]), _whole(entry["version"], "a version"), scope)
 
 

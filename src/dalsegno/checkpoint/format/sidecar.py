@@ -1,12 +1,12 @@
-"""Sidecars: the state of everything but tensors of model and optimizer, as JSON with a file of tensors beside it.
+"""Sidecars: all state except the tensors of model and optimizer, as JSON with a file of tensors beside it.
 
-``shared`` holds what is the same on all ranks, ``rank-00000`` … what each rank has for itself::
+``shared`` contains state that all ranks share, ``rank-00000`` … the state of one rank::
 
     {"format": 1, "states": {
         "callbacks.MyCb": {"class": "me.MyCb", "version": 1, "scope": "replicated", "states": [{"seen": 3}]}, …}}
 
-``states`` has one state; or, for a per-rank state that found no taker when its checkpoint was loaded and so lies in
-``shared`` until one comes, one for each rank of those days.
+``states`` has one state. A per-rank state that no component claimed at a load is carried forward in
+``shared``, with one state per rank that saved it.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ SidecarEntry = TypedDict(
         "class": str,
         "version": Count,
         "scope": Literal["replicated", "per_rank", "sharded"],
-        "states": Annotated[list[Any], Must("one state at least", len)],
+        "states": Annotated[list[Any], Must("at least one state", len)],
     },
 )
 
 
 class SidecarFile(TypedDict):
-    """What the JSON holds."""
+    """Content of the JSON."""
 
     format: Literal[1]
     states: dict[str, SidecarEntry]
@@ -51,7 +51,7 @@ class SidecarFile(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """A component's state as a checkpoint holds it: one, or one for each rank that saved."""
+    """A component's state in a checkpoint: one state, or one per rank that saved."""
 
     record: ComponentRecord
     states: Sequence[State]
@@ -59,24 +59,24 @@ class SavedState:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A component's state, through the codec. The arrays may still be the component's own memory."""
+    """A component's state, encoded. The arrays may still share memory with the component."""
 
     record: ComponentRecord
     states: list[tuple[Json, Arrays]]
 
     @classmethod
     def of(cls, key: str, saved: SavedState) -> Encoded:
-        """Raises CannotSave where the codec refuses."""
+        """Raises CannotSave if the codec cannot encode a value."""
         return cls(saved.record, [encode(state, key) for state in saved.states])
 
     def named_arrays(self, key: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every array under the name that it has in the sidecar's file."""
+        """Every array, by its name in the sidecar's file of tensors."""
         for number, (_, arrays) in enumerate(self.states):
             for path, tensor in arrays.items():
                 yield _array_name(key, number, path), tensor
 
     def checksum(self) -> str:
-        """Equal on two ranks if the state is, bit by bit."""
+        """Equal on two ranks if their states are equal bit by bit."""
         checksum = xxhash.xxh3_128(json.dumps([each for each, _ in self.states]).encode())
         for _, tensor in self.named_arrays(""):
             checksum.update(as_bytes(tensor.cpu()).numpy().data)
@@ -84,7 +84,7 @@ class Encoded:
 
 
 def sidecar_json(encoded: Mapping[str, Encoded]) -> bytes:
-    """The JSON of a sidecar."""
+    """JSON of a sidecar."""
     states = {
         key: {
             "class": each.record.class_name,
@@ -99,15 +99,15 @@ def sidecar_json(encoded: Mapping[str, Encoded]) -> bytes:
 
 
 def sidecar_arrays(encoded: Mapping[str, Encoded]) -> dict[str, torch.Tensor]:
-    """The tensors beside it, by the name that each has there."""
+    """Tensors of a sidecar, by their names in its file."""
     return dict(pair for key, each in encoded.items() for pair in each.named_arrays(key))
 
 
 def read_sidecar(checkpoint: Checkpoint, name: str) -> dict[str, SavedState]:
-    """Every state in a sidecar of a verified checkpoint.
+    """Read every state in a sidecar of a verified checkpoint.
 
     Raises:
-        DamagedCheckpoint: if it is not one that dalsegno can have written.
+        DamagedCheckpoint: if it has content that dalsegno cannot have written.
     """
     path = checkpoint.file(names.sidecar_states(name))
     content = read_json(path)
@@ -119,7 +119,7 @@ def read_sidecar(checkpoint: Checkpoint, name: str) -> dict[str, SavedState]:
         def read_array(array: str, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
             span = spans.get(_array_name(key, number, array))
             if stored is None or span is None:
-                raise DamagedCheckpoint(f"{path}: the tensor {array!r} of {key} is not beside it")
+                raise DamagedCheckpoint(f"{path}: the tensor {array!r} of {key} is missing")
             return stored.tensor(span, dtype, shape)
 
         return decode(json, read_array, key)
@@ -129,7 +129,7 @@ def read_sidecar(checkpoint: Checkpoint, name: str) -> dict[str, SavedState]:
     for key, entry in content["states"].items():
         record = ComponentRecord(entry["class"], entry["version"], entry["scope"])
         if checkpoint.manifest.components.get(key) != record:
-            raise DamagedCheckpoint(f"{path}: {key} is not the component that the manifest names so")
+            raise DamagedCheckpoint(f"{path}: {key} differs from its record in the manifest")
         states = [decoded(each, key, number) for number, each in enumerate(entry["states"])]
         found[key] = SavedState(record, states)
     return found

@@ -1,1 +1,1 @@
-"""How a checkpoint is read: verified, compared, then loaded, onto any number of ranks."""
+"""Load a verified checkpoint onto any number of ranks: compare and prepare everything, then change the run."""

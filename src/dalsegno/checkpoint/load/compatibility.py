@@ -1,10 +1,10 @@
-"""What the user has changed between two legs: setting by setting, what becomes of it, and why.
+"""Compatibility: what the user changed between two legs, setting by setting, and the effect of each change.
 
-Settings are plain values by name, which the run hands over; the rules below say for each name whether a new value is
+Settings are plain values by name, passed by the run. The rules below give the severity of a change:
 
-* **said**: it is the user's to change, and the report says so;
-* **warned** of: the run goes on, but not as one run that was never cut;
-* **refused**: the state that was saved belongs to something else. ``allow_changes=`` lets it pass by name.
+* ``info``: the new value takes effect, and the report lists it;
+* ``warning``: the run resumes, but not as one that was never interrupted;
+* ``error``: the saved state belongs to something else. ``allow_changes=`` permits the change by name.
 """
 
 from __future__ import annotations
@@ -17,48 +17,48 @@ from dalsegno.data import fingerprint
 from dalsegno.errors import StateMismatch, UnknownName
 from dalsegno.stateful.schema import Must, check
 
-Verdict = Literal["said", "warned", "refused"]
+Severity = Literal["info", "warning", "error"]
 
 Value = Any
-"""What JSON holds."""
+"""A JSON value."""
 
 Plain = bool | str | int | float | None | list[Any] | dict[str, Any]
 
 
-def _is_look(sample: list[Any]) -> bool:
+def _is_sample(sample: list[Any]) -> bool:
     check(tuple(sample), tuple[str, float, float], "sample")
     return True
 
 
 class DatasetValue(TypedDict):
-    """The setting ``dataset``: what :func:`dalsegno.data.fingerprint.fingerprint` gives."""
+    """The setting ``dataset``, from :func:`dalsegno.data.fingerprint.fingerprint`."""
 
     type: str
     length: int | None
     fingerprint: str | None
-    samples: list[Annotated[list[Any], Must("a text and two numbers", _is_look)]] | None
+    samples: list[Annotated[list[Any], Must("a text and two numbers", _is_sample)]] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What is to be made of a change, and what becomes of the new value, in words."""
+    """Severity of a change, and its effect in words."""
 
-    verdict: Verdict
+    severity: Severity
     effect: str
     same: Callable[[Value, Value], bool] = lambda saved, now: bool(saved == now)
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One setting that is not what it was when the checkpoint was saved."""
+    """A setting whose value differs from that in the checkpoint."""
 
     setting: str
     saved: str
     now: str
-    verdict: Verdict
+    severity: Severity
     effect: str
     details: tuple[str, ...] = ()
-    """Further lines: each tensor that does not fit."""
+    """Further lines, one per tensor that does not fit."""
 
     @property
     def headline(self) -> str:
@@ -71,73 +71,75 @@ class Change:
 
     @classmethod
     def of_part(cls, part: str, saved: str, now: str, details: Iterable[str] = ()) -> Change:
-        """One of the parts that a checkpoint fits or not: model, optimizer."""
-        return cls(part, saved, now, RULES[part].verdict, RULES[part].effect, tuple(details))
+        """A change of a component with tensors: model, loss function, optimizer."""
+        return cls(part, saved, now, RULES[part].severity, RULES[part].effect, tuple(details))
 
 
 END_OF_SCHEDULE = "max_steps of the schedule"
-"""The name of the run's length where the learning rate comes down by then."""
+"""Name of the run's length if the learning rate schedule depends on it."""
 
-_OTHER_BITS = "sums are rounded otherwise: the run is no longer equal, bit by bit, to one without this change"
+_OTHER_BITS = "sums are rounded differently: the run is no longer bitwise equal to one without this change"
 
 RULES: dict[str, Rule] = {
-    # what the saved state belongs to
+    # what the saved state was computed for
     "dataset": Rule(
-        "refused",
-        "goes on at the same number of samples, in the new order: some come twice, some never",
+        "error",
+        "resumes after the same number of samples, in the new order: some come twice, some never",
         fingerprint.same,
     ),
     "model": Rule(
-        "refused", "what fits is loaded, cast if need be, its optimizer state too; all else begins as it was built"
+        "error", "tensors that fit are loaded, cast if needed, with their optimizer state; all others stay as built"
     ),
     "loss_fn": Rule(
-        "refused", "what fits is loaded, cast if need be, its optimizer state too; all else begins as it was built"
+        "error", "tensors that fit are loaded, cast if needed, with their optimizer state; all others stay as built"
     ),
-    "optimizer": Rule("refused", "its state begins anew, at the learning rate that it was built with"),
-    # what makes it another course than that of a run that was never cut
-    "samples per step": Rule("warned", "gradients are means over more or fewer samples; the learning rate stays"),
-    "seed": Rule("warned", "random generators and the order of a map dataset go on from the saved one"),
-    "data_seed": Rule("warned", "the order of a map dataset goes on from the saved one"),
-    "dataloader_drop_last": Rule("warned", "epochs get another length"),
-    "lr_scheduler": Rule("warned", "the saved place is loaded into another kind of schedule"),
-    "lr_scheduler_type": Rule("warned", "the learning rate jumps to where the new schedule is"),
-    "warmup_steps": Rule("warned", "the learning rate jumps to where the new schedule is"),
-    END_OF_SCHEDULE: Rule("warned", "the learning rate jumps to where the new schedule is"),
-    "torch": Rule("warned", _OTHER_BITS),
-    "processor": Rule("warned", _OTHER_BITS),
-    "threads": Rule("warned", _OTHER_BITS),
-    # what is the user's to change
-    "learning_rate": Rule("said", "the schedule goes on from its place, at the new rate"),
-    "world_size": Rule("said", "resharded; the data goes on at the same sample"),
-    "per_device_train_batch_size": Rule("said", "the data goes on at the same sample"),
-    "gradient_accumulation_steps": Rule("said", "the data goes on at the same sample"),
-    "optimizer.*": Rule("said", "the checkpoint's value is used: it comes back with your optimizer's state"),
+    "optimizer": Rule("error", "starts without state, at the learning rate that it was built with"),
+    # what makes the run differ from one that was never interrupted
+    "samples per step": Rule(
+        "warning", "gradients are means over more or fewer samples; the learning rate is unchanged"
+    ),
+    "seed": Rule("warning", "random generators and the order of a map dataset continue from the saved seed"),
+    "data_seed": Rule("warning", "the order of a map dataset continues from the saved seed"),
+    "dataloader_drop_last": Rule("warning", "the length of epochs changes"),
+    "lr_scheduler": Rule("warning", "the saved position is loaded into a schedule of another class"),
+    "lr_scheduler_type": Rule("warning", "the learning rate jumps to its value in the new schedule"),
+    "warmup_steps": Rule("warning", "the learning rate jumps to its value in the new schedule"),
+    END_OF_SCHEDULE: Rule("warning", "the learning rate jumps to its value in the new schedule"),
+    "torch": Rule("warning", _OTHER_BITS),
+    "processor": Rule("warning", _OTHER_BITS),
+    "threads": Rule("warning", _OTHER_BITS),
+    # what the user may change
+    "learning_rate": Rule("info", "the schedule continues from its position, at the new rate"),
+    "world_size": Rule("info", "state is resharded; the data resumes at the same sample"),
+    "per_device_train_batch_size": Rule("info", "the data resumes at the same sample"),
+    "gradient_accumulation_steps": Rule("info", "the data resumes at the same sample"),
+    "optimizer.*": Rule("info", "the checkpoint's value is used: it is part of your optimizer's state"),
 }
-"""By the setting's name; ``name.*`` stands for all that begin so, and any other setting is said, and obeyed."""
+"""By setting; ``name.*`` covers all with that prefix. The new value of any other setting takes effect."""
 
-REFUSED = tuple(name for name, rule in RULES.items() if rule.verdict == "refused")
-"""The names that ``allow_changes=`` knows."""
+REFUSED = tuple(name for name, rule in RULES.items() if rule.severity == "error")
+"""Names that ``allow_changes=`` accepts."""
 
 
 def compare(saved: Mapping[str, Value], now: Mapping[str, Value]) -> list[Change]:
-    """The settings that both know and that differ: first what is refused, then what is warned of, then the rest."""
+    """Settings that both have and that differ; errors first, then warnings, then infos."""
     check(saved, dict[str, Plain], "settings")
     if "dataset" in saved:
         check(saved["dataset"], DatasetValue, "settings.dataset")
-    order: list[Verdict] = ["refused", "warned", "said"]
+    order: list[Severity] = ["error", "warning", "info"]
     changes = [
-        Change(name, _shown(saved[name]), _shown(value), rule.verdict, rule.effect)
+        Change(name, _shown(saved[name]), _shown(value), rule.severity, rule.effect)
         for name, value in now.items()
         if name in saved and not (rule := _rule(name)).same(saved[name], value)
     ]
-    return sorted(changes, key=lambda change: order.index(change.verdict))
+    return sorted(changes, key=lambda change: order.index(change.severity))
 
 
 def check_allowed(names: str | Collection[str]) -> frozenset[str]:
     """``allow_changes=`` as a set.
 
     Raises:
-        UnknownName: for a name that nothing is refused by; the message names the nearest.
+        UnknownName: for a name not in :data:`REFUSED`; the message suggests the nearest.
     """
     allowed = frozenset([names] if isinstance(names, str) else names)
     for name in allowed:
@@ -149,9 +151,9 @@ def check_allowed(names: str | Collection[str]) -> frozenset[str]:
 def raise_if_incompatible(changes: Iterable[Change], allowed: Collection[str], where: object) -> None:
     """
     Raises:
-        StateMismatch: if any of ``changes`` is refused and not ``allowed``: all of them at once, and what to write.
+        StateMismatch: if any of ``changes`` is an error and not ``allowed``; names all of them, and how to allow them.
     """
-    refused = [change for change in changes if change.verdict == "refused" and change.setting not in allowed]
+    refused = [change for change in changes if change.severity == "error" and change.setting not in allowed]
     if not refused:
         return
     lines = []
@@ -160,21 +162,21 @@ def raise_if_incompatible(changes: Iterable[Change], allowed: Collection[str], w
     names = sorted({*allowed, *(change.setting for change in refused)}, key=REFUSED.index)
     wanted = ", ".join(f'"{name}"' for name in names) + ("," if len(names) == 1 else "")
     raise StateMismatch(
-        f"{where}: what was saved does not fit what is here; nothing has been loaded:\n  "
+        f"{where}: the saved state does not fit this run; nothing was loaded:\n  "
         + "\n  ".join(lines)
-        + f"\nif that is meant, give allow_changes=({wanted}):\n  "
+        + f"\nto load it all the same, set allow_changes=({wanted}):\n  "
         + "\n  ".join(f"{change.setting}: {change.effect}" for change in refused)
     )
 
 
 def _rule(name: str) -> Rule:
     group = f"{name.partition('.')[0]}.*"
-    return RULES.get(name) or RULES.get(group) or Rule("said", "obeyed from now on")
+    return RULES.get(name) or RULES.get(group) or Rule("info", "the new value takes effect")
 
 
 def _shown(value: Value) -> str:
     """A value on one line."""
-    if isinstance(value, dict):  # a dataset's fingerprint
+    if isinstance(value, dict):  # the fingerprint of a dataset
         length = "some samples" if value["length"] is None else f"{value['length']:,} samples"
         return f"{length} of {value['type']}"
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,8 +1,7 @@
-"""Model and optimizer through PyTorch's Distributed Checkpoint (DCP), which plans, deduplicates and reshards.
+"""DCP reader: load sharded tensors through PyTorch's Distributed Checkpoint (DCP), which plans and reshards.
 
-DCP's own storage pickles its metadata, and what is no tensor. Ours takes tensors only: saving lays out files, which
-somebody else fills and streams to disk; reading copies out of them; what lies where stands in the
-:class:`~.index.Index`.
+DCP's own storage unpickles its metadata and all non-tensor items. This reader has tensors only, and finds them in the
+:class:`~dalsegno.checkpoint.format.index.Index`.
 """
 
 from __future__ import annotations
@@ -38,27 +37,27 @@ from dalsegno.errors import DamagedCheckpoint, RankFailed, StateMismatch
 
 
 class Files(Protocol):
-    """Where an index's tensors lie: a verified checkpoint, or somebody else's files."""
+    """The files that an index refers to: a verified checkpoint, or another library's files."""
 
     def file(self, name: str) -> Path:
-        """The path of a file that the index names."""
+        """Path of a file that the index names."""
         ...
 
 
 def load(tensors: TensorsByComponent, files: Files, index: Index) -> None:
-    """Fill ``tensors``, in place, whatever the number of ranks that wrote what is stored. Collective.
+    """Load into ``tensors`` in place, at any number of ranks that saved. Collective.
 
-    Each rank reads only what it needs.
+    Each rank reads only its shards.
     """
     planner = DefaultLoadPlanner(flatten_sharded_tensors=False)
     wanted = {f"{component}.{name}": stored for component in tensors for name, stored in index.of(component).items()}
     reader = ShardReader(files, Index(wanted))
-    with _errors_as_they_were():
+    with _own_errors():
         dcp_load(tensors, storage_reader=reader, planner=planner, no_dist=not collectives.initialized())
 
 
 class ShardReader(StorageReader):
-    """Copies out of files; each rank reads only what it needs."""
+    """Copies tensors out of files."""
 
     def __init__(self, files: Files, index: Index) -> None:
         self._files = files
@@ -118,31 +117,31 @@ class ShardReader(StorageReader):
             return
         read = torch.empty(target.shape, dtype=dtype)
         self._opened[chunk.file].fill(read, chunk.span, dtype, chunk.shape, box)
-        memory.copy_(_repeated_in(read, memory.shape, item.storage_index.fqn))
+        memory.copy_(_unexpanded(read, memory.shape, item.storage_index.fqn))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
 
 
-def _repeated_in(read: torch.Tensor, shape: torch.Size, name: str) -> torch.Tensor:
-    """The part of that shape which ``read`` repeats.
+def _unexpanded(read: torch.Tensor, shape: torch.Size, name: str) -> torch.Tensor:
+    """The part of ``read`` of that shape, which is repeated along the expanded dimensions.
 
     Raises:
-        StateMismatch: if it does not.
+        StateMismatch: if it is not repeated.
     """
     part = read[tuple(slice(size) for size in shape)]
     if not torch.equal(as_bytes(part.expand(read.shape)), as_bytes(read)):  # as bytes, a NaN equals itself
         raise StateMismatch(
-            f"{name}: here it is an expanded tensor, of shape {list(shape)} in memory, but what was saved differs "
-            "along what is expanded; make it whole: .expand(…).clone()"
+            f"{name}: here it is an expanded tensor, of shape {list(shape)} in memory, but the saved tensor differs "
+            "along the expanded dimensions; use .expand(…).clone()"
         )
     return part
 
 
 @contextmanager
-def _errors_as_they_were() -> Iterator[None]:
-    """DCP wraps errors of all ranks in a BaseException of its own; raise this rank's own instead."""
+def _own_errors() -> Iterator[None]:
+    """Raise this rank's own error instead of DCP's BaseException that wraps those of all ranks."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")

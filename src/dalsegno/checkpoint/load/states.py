@@ -51,7 +51,7 @@ class LoadReport:
 
 
 def _rows(change: Change) -> list[tuple[str, str]]:
-    what = {"refused": "changed, allowed", "warned": "changed, beware", "said": "changed"}[change.verdict]
+    what = {"error": "changed, allowed", "warning": "changed, beware", "info": "changed"}[change.severity]
     return [(what, str(change)), *(("", f"  {line}") for line in change.details)]
 
 

@@ -1,1 +1,1 @@
-"""How a checkpoint is written: planned, captured, streamed to disk, beside the training or before it continues."""
+"""Save a checkpoint: plan, capture, and stream to disk, in the background or while training waits."""

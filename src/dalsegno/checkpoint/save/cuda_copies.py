@@ -1,8 +1,8 @@
-"""Copies out of CUDA memory that training need not wait for.
+"""Copies from CUDA memory to the host that overlap with training.
 
-They run on a stream of their own, beside the next forward and backward. Only the optimizer changes what it updates, so
-its next step waits for them, on the device; what a forward may change, a model's buffers, is copied on the current
-stream, before anything that comes later. The thread that writes the file waits for both.
+Parameters and optimizer state are copied on a stream of their own, beside the next forward and backward; only the
+optimizer changes them, so its next step waits for the copies, on the device. Buffers, which a forward may change, are
+copied on the current stream, before later work. The thread that writes the file waits for both.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ logger = logging.getLogger("dalsegno")
 
 
 class CudaCopies:
-    """Starts copies from devices into host memory. One for each place where state is captured."""
+    """Starts copies from devices to host memory. One per snapshotter."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._steady: set[int] = set()
-        self._under_way: dict[torch.device, list[torch.cuda.Event]] = {}
+        self._optimized: set[int] = set()
+        self._pending: dict[torch.device, list[torch.cuda.Event]] = {}
         self._hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def begin(self, optimizers: Iterable[Optimizer]) -> None:
-        """What follows is one capture. Nobody but these changes what they hold, and only in ``step()``."""
+        """Begin a capture. Only ``step()`` of ``optimizers`` changes their parameters and state."""
         if not torch.cuda.is_available():
             return
-        self._steady.clear()
+        self._optimized.clear()
         for optimizer in optimizers:
             if hasattr(optimizer, "register_step_pre_hook"):
-                self._steady.update(_memory_of(each) for each in _tensors_of(optimizer))
+                self._optimized.update(_memory_of(each) for each in _tensors_of(optimizer))
                 if optimizer not in self._hooked:
                     self._hooked.add(optimizer)
                     optimizer.register_step_pre_hook(self._before_step)
@@ -44,25 +44,25 @@ class CudaCopies:
             stream.wait_stream(torch.cuda.current_stream(device))
 
     def copy(self, place: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Fill ``place`` with ``tensor``; it is there when what :meth:`end` gives has returned."""
+        """Copy ``tensor`` to ``place``; complete once the function that :meth:`end` returns has returned."""
         if tensor.device.type != "cuda":
             place.copy_(tensor)
-        elif _memory_of(tensor) in self._steady:
+        elif _memory_of(tensor) in self._optimized:
             stream = self._stream(tensor.device)
             with torch.cuda.stream(stream):
                 place.copy_(tensor, non_blocking=True)
-            tensor.record_stream(stream)  # its memory must not be used for anything else before
+            tensor.record_stream(stream)  # its memory must not be reused before
         else:
             self._stream(tensor.device)
             place.copy_(tensor, non_blocking=True)
 
     def end(self) -> Callable[[], None]:
-        """The capture is complete. What is returned waits until all copies are, on any thread."""
-        self._under_way = {
+        """End the capture. Returns a function that waits, on any thread, until all copies are complete."""
+        self._pending = {
             device: [torch.cuda.current_stream(device).record_event(), stream.record_event()]
             for device, stream in self._streams.items()
         }
-        events = [event for both in self._under_way.values() for event in both]
+        events = [event for both in self._pending.values() for event in both]
 
         def wait() -> None:
             for event in events:
@@ -77,18 +77,18 @@ class CudaCopies:
         return self._streams[device]
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        # Never taken off again: a hook that removes itself breaks the walk over the hooks.
-        for device, events in self._under_way.items():
+        # Never removed: a hook that removes itself breaks the iteration over the hooks.
+        for device, events in self._pending.items():
             for event in events:
                 torch.cuda.current_stream(device).wait_event(event)
-        self._under_way = {}
+        self._pending = {}
 
 
 def pin(memory: torch.Tensor) -> Callable[[], object]:
-    """Page-lock host memory, where there is CUDA: copies into it then run beside everything else.
+    """Page-lock host memory if CUDA is available, so that copies into it are asynchronous.
 
     Returns:
-        What undoes it. To be called before the memory is given back.
+        A function that unlocks it. Call it before the memory is freed.
     """
     if not torch.cuda.is_available() or not len(memory):
         return lambda: None
@@ -96,7 +96,7 @@ def pin(memory: torch.Tensor) -> Callable[[], object]:
     cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     status = int(cudart.cudaHostRegister(address, len(memory), 1))  # 1: portable, good for every device
     if status != 0:
-        logger.debug("cudaHostRegister gave %d; copies from the GPU into this memory make the training wait", status)
+        logger.debug("cudaHostRegister returned %d; training waits for copies from the GPU into this memory", status)
         return lambda: None
     return partial(cudart.cudaHostUnregister, address)
 

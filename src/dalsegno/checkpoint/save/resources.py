@@ -1,4 +1,4 @@
-"""What there is of memory and disk, before something that needs a lot of it is begun."""
+"""Available memory and disk space, checked before a save."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import NamedTuple
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _SHARE = 0.9
-"""Of the memory that is available: what a save may take. The rest is for what training allocates meanwhile."""
+"""Share of the available memory that a save may take. Training allocates from the rest meanwhile."""
 
 
 def has_memory_for(count: int) -> bool:
-    """Whether this rank may take ``count`` bytes more. Yes, where nothing says how much there is."""
+    """Whether this rank may allocate ``count`` more bytes. True if the available memory is unknown."""
     available = available_memory()
     return available is None or count <= _SHARE * available
 
 
 def available_memory() -> int | None:
-    """Bytes that this rank may take without swapping.
+    """Bytes that this rank may allocate without swapping; None if unknown.
 
-    Its part of what the host, and its control groups, have left for all ranks of this host; no more than its own limit
-    (``ulimit -v``) leaves.
+    An equal share, among the ranks of this host, of what the host and its control groups have left; at most what the
+    process's own limit (``ulimit -v``) leaves.
     """
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     shared = [limit // ranks_here for limit in (_of_host(), *map(_of_group, _groups())) if limit is not None]
@@ -32,7 +32,7 @@ def available_memory() -> int | None:
 
 
 def free_disk(directory: Path) -> int:
-    """Bytes that an ordinary user may still write into ``directory``."""
+    """Free bytes, for an ordinary user, on the disk of ``directory``."""
     return shutil.disk_usage(directory).free
 
 
@@ -45,7 +45,7 @@ def _of_host() -> int | None:
 
 
 def _of_process() -> int | None:
-    """What its limit of address space leaves."""
+    """Bytes that the process's limit of address space leaves."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -55,7 +55,7 @@ def _of_process() -> int | None:
 
 
 class _Names(NamedTuple):
-    """What a version of control groups calls its files, and, in ``memory.stat``, the files that can be dropped."""
+    """File names of a control group version; ``droppable``: entries of ``memory.stat`` for the page cache."""
 
     limit: str
     used: str
@@ -67,7 +67,7 @@ _V2 = _Names("memory.max", "memory.current", ("inactive_file", "active_file"))
 
 
 def _groups() -> Iterator[Path]:
-    """This process's control groups, of both versions, and those around them."""
+    """This process's control groups, of both versions, and their parents."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -81,7 +81,7 @@ def _groups() -> Iterator[Path]:
 
 
 def _of_group(group: Path) -> int | None:
-    """What its limit leaves; what it holds of files can be dropped, and counts as free."""
+    """Bytes that the group's limit leaves. Its page cache can be dropped, and counts as free."""
     names = _V2 if (group / _V2.limit).exists() else _V1
     try:
         limit = (group / names.limit).read_text().strip()

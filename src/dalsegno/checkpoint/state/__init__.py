@@ -1,1 +1,1 @@
-"""What is saved: model and optimizer as named tensors, spread over the ranks, and what callbacks hold of that kind."""
+"""Sharded state: model, optimizer and callbacks' tensors, as tensors by FQN and a small non-tensor rest."""

@@ -1,4 +1,4 @@
-"""Tensors of a callback that are spread over the ranks as the model's are: an average of the weights, say."""
+"""Tensors of a callback that are sharded like the model's, such as an average of the weights."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from .sharded import LoadTarget, Tensors, class_name_of, is_dense
 
 
 class CallbackTensors:
-    """What ``holder`` holds, as a part of a checkpoint.
+    """Tensors of ``holder`` as a component of a checkpoint.
 
-    A tensor that is not in the checkpoint, or has another shape there, stays as it is; the holder is told.
+    A tensor that is missing in the checkpoint, or has another shape there, stays unchanged; the holder is notified.
 
     Args:
-        key: ``callbacks.`` and the holder's own; no further dots, and no slashes: it is a folder's name.
-        holder: asked for its tensors at each save, and before they are loaded.
-        model: handed to the holder.
+        key: ``callbacks.`` and the holder's key, without further dots or slashes: it names a directory.
+        holder: returns its tensors at each save and before each load.
+        model: passed to the holder.
     """
 
-    optimizer = None  # they change whenever the holder likes
+    optimizer = None  # the holder may change its tensors at any time
 
     def __init__(self, key: str, holder: TensorHolder, model: nn.Module) -> None:
         name = key.partition(".")[2]
         if not name or not name.replace("_", "").replace("-", "").isalnum():
             raise ConfigurationError(
-                f"name={name!r}: a callback with sharded_state has a folder of this name in each checkpoint; "
+                f"name={name!r}: a callback with sharded_state has a directory of this name in each checkpoint; "
                 "allowed are letters, digits, - and _"
             )
         if isinstance(holder, Stateful):
             raise ConfigurationError(
-                f"{key}: it has sharded_state and state_dict; give the rest of its state with the tensors"
+                f"{key}: it has both sharded_state and state_dict; return all of its state from sharded_state"
             )
         self.key = key
         self._holder = holder

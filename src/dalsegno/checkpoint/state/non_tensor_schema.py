@@ -1,4 +1,4 @@
-"""The form of what is saved of model and optimizer beside their tensors."""
+"""Schema of the non-tensor state of model and optimizer."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def _counts_steps(values: dict[str, Any]) -> bool:
 
 
 def _is_count(steps: float) -> bool:
-    """Whether it is a number that steps may have been counted to; others overflow where betas are raised to it."""
+    """Whether ``steps`` is a possible step count; larger numbers overflow where betas are raised to them."""
     return 0 <= steps < 1 << 53
 
 
 class Column(TypedDict):
-    """A number of that kind for each of these parameters."""
+    """One scalar of a kind for each of these parameters."""
 
     kind: str
     names: list[str]
@@ -51,9 +51,9 @@ class Column(TypedDict):
 
 
 class OptimizerRest(TypedDict):
-    scalars: NotRequired[list[Annotated[Column, Must("a row of numbers, one for each name", _is_column)]]]
+    scalars: NotRequired[list[Annotated[Column, Must("a row of numbers, one per name", _is_column)]]]
     spread: NotRequired[Names]
-    state: dict[str, Annotated[dict[str, Any], Must("steps that can be counted", _counts_steps)]]
+    state: dict[str, Annotated[dict[str, Any], Must("a possible step count", _counts_steps)]]
     sharded: Names
     on_cpu: Names
     other: dict[str | int, Any]
@@ -63,24 +63,24 @@ class OptimizerRest(TypedDict):
 def check_model_rest(rest: State, names: Collection[str], where: str) -> None:
     """
     Args:
-        names: of the tensors that are saved.
+        names: names of the saved tensors.
 
     Raises:
-        StateMismatch: if it is nothing that can have been saved of a model.
+        StateMismatch: if ``rest`` cannot have been saved from a model.
     """
     check(rest, ModelRest, where)
     for alias, name in rest["tied"].items():
         if name not in names:
-            raise StateMismatch(f"{where}.tied: {alias!r} is another name of {name!r}, which is not saved")
+            raise StateMismatch(f"{where}.tied: {alias!r} is tied to {name!r}, which is not saved")
 
 
 def check_optimizer_rest(rest: State, optimizer: torch.optim.Optimizer, where: str) -> None:
     """
     Args:
-        optimizer: for hyperparameters: the saved ones are of the same kinds, unless there are other groups.
+        optimizer: its hyperparameters must have the same types as the saved ones, if the groups are as many.
 
     Raises:
-        StateMismatch: if it is nothing that can have been saved of such an optimizer.
+        StateMismatch: if ``rest`` cannot have been saved from such an optimizer.
     """
     check(rest, OptimizerRest, where)
     if len(rest["groups"]) != len(optimizer.param_groups):
@@ -93,6 +93,6 @@ def check_optimizer_rest(rest: State, optimizer: torch.optim.Optimizer, where: s
 
 
 def _optional_arguments(kind: type) -> set[str]:
-    """Of a class: those that are None if they are not given."""
+    """Arguments of a class whose default is None."""
     parameters = inspect.signature(kind).parameters.values()
     return {parameter.name for parameter in parameters if parameter.default is None}

@@ -1,12 +1,12 @@
-"""An optimizer's state by kind: what every parameter has, a step counter say, is one entry and not thousands.
+"""An optimizer's state by kind: one entry for a scalar that each of thousands of parameters has, such as ``step``.
 
 ::
 
     {"scalars": [{"kind": "step", "names": ["weight", "bias"], "values": tensor([7., 7.]), "on_cpu": False}],
      "spread": {"exp_avg": ["weight", "bias"]}, "state": {}, "sharded": {}, "on_cpu": {}}
 
-``spread`` only names what lies among the sharded tensors. In ``state``, ``sharded`` and ``on_cpu`` is, by the
-parameter's name, what has no place above; in the first checkpoints that was everything.
+``spread`` names the parameters whose state of a kind is among the sharded tensors. ``state``, ``sharded`` and
+``on_cpu`` have, by parameter name, everything else; in checkpoints of the first format, everything.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from dalsegno.stateful.component import State
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRows:
-    """An optimizer's state by the parameter's name."""
+    """An optimizer's state by parameter name."""
 
     plain: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Values by kind, for each parameter that has a state, be it empty."""
+    """Values by kind, for each parameter that has a state, even an empty one."""
     sharded: dict[str, list[str]] = field(default_factory=dict)
-    """Kinds of which there is a sharded tensor."""
+    """Kinds that are sharded tensors."""
     on_cpu: dict[str, list[str]] = field(default_factory=dict)
-    """Kinds that are on the CPU although the parameter is not."""
+    """Kinds that are on the CPU while the parameter is not."""
 
     def by_kind(self) -> State:
-        """For a checkpoint."""
+        """Convert to the form in checkpoints."""
         columns: dict[tuple[Any, ...], tuple[list[str], list[torch.Tensor]]] = {}
         plain: dict[str, dict[str, Any]] = {}
         on_cpu: dict[str, list[str]] = {}
@@ -67,7 +67,7 @@ class OptimizerRows:
 
     @classmethod
     def of(cls, saved: State) -> OptimizerRows:
-        """From a checkpoint."""
+        """Convert from the form in checkpoints."""
         rows = cls(_copied(saved["state"], dict), _copied(saved["sharded"], list), _copied(saved["on_cpu"], list))
         for column in saved.get("scalars", ()):
             kind = column["kind"]

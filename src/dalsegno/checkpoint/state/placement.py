@@ -1,4 +1,4 @@
-"""Where an optimizer's state is put that is read back: beside its parameter, in the element type that it had."""
+"""Placement of loaded optimizer state: on its parameter's device and mesh, in the dtype that was saved."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from dalsegno.checkpoint.format.index import StoredTensor
 
 Cast = tuple[torch.dtype, torch.dtype]
-"""From which element type to which."""
+"""From dtype, to dtype."""
 
 
 def like(parameter: torch.Tensor, stored: StoredTensor, cast: Cast | None) -> torch.Tensor:
-    """An empty tensor for ``stored``, spread over the ranks as ``parameter`` is, if it has that shape."""
+    """An empty tensor to load ``stored`` into; sharded like ``parameter`` if the shapes are equal, else replicated."""
     dtype = cast[1] if cast is not None and stored.dtype == cast[0] else stored.dtype
     if parameter.shape == stored.shape:
         return torch.empty_like(parameter, dtype=dtype).detach()
@@ -26,21 +26,21 @@ def like(parameter: torch.Tensor, stored: StoredTensor, cast: Cast | None) -> to
 
 
 def cast_as(value: Any, cast: Cast | None) -> Any:
-    """A tensor of its parameter's former element type as one of the new; a scalar, say the step's number, stays."""
+    """Cast a tensor of its parameter's former dtype to the new one. Scalars, such as step counters, keep theirs."""
     if cast is None or not isinstance(value, torch.Tensor) or value.dim() == 0 or value.dtype != cast[0]:
         return value
     return value.to(cast[1])
 
 
 def placed_like(value: Any, here: Any) -> Any:
-    """A hyperparameter that is a tensor, say the learning rate, on the device of the one it replaces."""
+    """Move a hyperparameter that is a tensor, such as the learning rate, to the device of the one that it replaces."""
     if isinstance(value, torch.Tensor) and isinstance(here, torch.Tensor):
         return value.to(here.device)
     return value
 
 
 def exactly(saved: Any, loaded: Any) -> Any:
-    """``saved``, as it was, on the device where ``load_state_dict`` put it."""
+    """``saved``, unconverted, on the device where ``load_state_dict`` put it."""
     if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
         return saved.to(loaded.device)
     if isinstance(saved, dict) and isinstance(loaded, dict):

@@ -1,7 +1,7 @@
-"""Model and optimizer as what they are to a checkpoint: named tensors, spread over the ranks, and a small rest.
+"""Model and optimizer as components of a checkpoint: tensors by FQN, sharded over the ranks, and a small rest.
 
-The tensors go through DCP. The rest (extra state, scalars, hyperparameters) goes through the codec. Everything has the
-name of the model's own parameters, so that it finds its place whatever the number of ranks or the order of groups.
+DCP loads the tensors. The rest (extra state, scalars, hyperparameters) goes through the codec. All names are FQNs of
+the model's parameters, so that state is found at any world size and in any order of parameter groups.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from .placement import cast_as, exactly, like, placed_like
 Tensors = dict[str, torch.Tensor]
 TensorsByComponent = dict[str, Tensors]
 
-_TENSORS = (torch.Tensor, nn.Parameter, DTensor)  # subclasses may hide what they hold
+_TENSORS = (torch.Tensor, nn.Parameter, DTensor)  # a subclass may hide its data
 
 
 class ShardedState(Protocol):
-    """A component whose tensors are spread over the ranks. ``key`` is its folder in a checkpoint: no dots in it."""
+    """A component with sharded tensors. ``key`` is its directory in a checkpoint."""
 
     @property
     def key(self) -> str: ...
@@ -44,32 +44,32 @@ class ShardedState(Protocol):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """Whose ``step()`` alone changes these tensors, if there is one, and those that it updates."""
+        """The optimizer whose ``step()`` alone changes these tensors and the parameters; None if there is none."""
         ...
 
     def capture(self) -> tuple[Tensors, State]:
-        """The tensors by name (not copied), and all else; the same names and the same rest on every rank."""
+        """The tensors by name (not copied), and the rest; names and rest are the same on every rank."""
         ...
 
     def check_rest(self, stored: Index, rest: State, where: str) -> None:
-        """Raise StateMismatch if what is stored is nothing that a component of this kind has saved."""
+        """Raise StateMismatch if a component of this kind cannot have saved ``rest``."""
         ...
 
     def differences(self, stored: Index, rest: State, *, any_dtype: bool = False) -> list[str]:
-        """Every way in which what is stored does not fit, a line for each; empty if it fits.
+        """Differences from the stored state, one line each; empty if it fits.
 
-        ``any_dtype``: another element type fits, too.
+        ``any_dtype``: another dtype fits too.
         """
         ...
 
     def prepare(self, stored: Index, rest: State) -> LoadTarget:
-        """What to load into, for all that fits; the rest stays as it is."""
+        """Tensors to load into, for all stored state that fits. State that does not fit stays unchanged."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LoadTarget:
-    """``tensors`` to load into, by the name under which each is stored; and ``take_over``, for when they are loaded."""
+    """``tensors`` to load into, by stored name; call ``commit`` once they are loaded."""
 
     tensors: Tensors
     commit: Callable[[], object]
@@ -79,10 +79,10 @@ class ModelState:
     """A model's parameters, persistent buffers and extra state. Tied tensors are saved once.
 
     Args:
-        model: the module itself; a DistributedDataParallel around it is looked through. Under FSDP2 its
-            parameters are DTensors, and each rank saves its own part.
-        key: of the component.
-        apart_from: a model whose tensors are left out, since it is saved by itself.
+        model: the module; DistributedDataParallel around it is removed. Under FSDP2 its parameters are DTensors, and
+            each rank saves its shards.
+        key: key of the component.
+        apart_from: a model whose tensors are excluded because it is saved separately.
     """
 
     optimizer = None  # a forward may change buffers
@@ -118,7 +118,7 @@ class ModelState:
                 if here[name].shape != there[name].shape or (here[name].dtype != there[name].dtype and not any_dtype)
             ),
             *(
-                f"{alias}: here it is {name} itself, saved were two tensors"
+                f"{alias}: tied to {name} here, but saved as two tensors"
                 for alias, name in tied.items()
                 if {alias, name} <= there.keys() and rest["tied"].get(alias, alias) != rest["tied"].get(name, name)
             ),
@@ -136,51 +136,51 @@ class ModelState:
             if sources[name] in there and tensor.shape == there[sources[name]].shape
         }
 
-        def take_over() -> None:
-            # Most tensors are the model's own by now. Loading them all the same lets the model's hooks do what they do
-            # to any state dict, and gives what was tied when saved, but is not now, to every name that it has here.
+        def commit() -> None:
+            # Most tensors are loaded in place by now. Loading them again runs the model's load_state_dict hooks, and
+            # copies tensors that were tied when saved, but are not now, to each of their names.
             state = {}
             for raw, here in self._raw().items():
                 name = strip_wrappers(raw)
                 source = targets.get(sources[name])
                 if isinstance(here, torch.Tensor) and once(here).shape != here.shape:
-                    continue  # it is loaded, and torch itself cannot write to an expanded tensor
+                    continue  # already loaded, and torch cannot write to an expanded tensor
                 if source is not None and isinstance(here, torch.Tensor) and source.shape == here.shape:
                     state[raw] = source
                 elif name in rest["extra"]:
                     state[raw] = rest["extra"][name]
             self._model.load_state_dict(state, strict=False)
 
-        return LoadTarget(targets, take_over)
+        return LoadTarget(targets, commit)
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to save."""
+        """Whether there are no tensors and no extra state."""
         return not self._raw()
 
     def held(self) -> set[int]:
-        """The ``id`` of each parameter and buffer that is saved here, be it as a copy that the model's hooks make."""
+        """``id`` of each parameter and buffer that is saved here, even if the model's hooks save a copy of it."""
         raw = {strip_wrappers(name): each for name, each in self._raw().items()}
         copied = {id(each) for name, each in self._model.named_parameters() if strip_wrappers(name) in raw}
         return {id(each) for each in raw.values()} | copied
 
     def is_trained(self) -> bool:
-        """Whether it has parameters that need gradients."""
+        """Whether any parameter requires a gradient."""
         return any(parameter.requires_grad for parameter in self._model.parameters())
 
     def names(self) -> set[str]:
-        """Of all tensors, also those that are further names of others."""
+        """Names of all tensors, including further names of tied ones."""
         tensors, tied, _ = self._sorted()
         return {*tensors, *tied}
 
     def tied_names(self) -> list[list[str]]:
-        """The names of each tensor that has several; first the one under which it is saved."""
+        """Names of each tied tensor; first the name under which it is saved."""
         names: dict[str, list[str]] = {}
         for alias, name in self._sorted()[1].items():
             names.setdefault(name, [name]).append(alias)
         return list(names.values())
 
     def _raw(self) -> dict[str, Any]:
-        """The model's own state dict, its parameters themselves."""
+        """The model's state dict, with the parameters themselves."""
         raw: dict[str, Any] = dict(self._model.state_dict(keep_vars=True))
         if self._apart_from is None:
             return raw
@@ -188,7 +188,7 @@ class ModelState:
         return {name: each for name, each in raw.items() if id(each) not in others}
 
     def _sorted(self) -> tuple[Tensors, dict[str, str], dict[str, Any]]:
-        """Tensors, each once; further names of the same tensors; values of ``get_extra_state``."""
+        """Tensors, each once; further names of tied tensors; values of ``get_extra_state``."""
         tensors: Tensors = {}
         tied: dict[str, str] = {}
         extra: dict[str, Any] = {}
@@ -213,17 +213,17 @@ class ModelState:
 class OptimizerState:
     """The state of any torch optimizer, by parameter name.
 
-    Where a parameter has another element type than when it was saved, state of the former type is cast with it: the
-    foreach kernels of most optimizers take no mixture. State of a type of its own (moments in float32, of weights in
-    bfloat16) keeps it.
+    If a parameter has another dtype than when it was saved, state of the former dtype is cast with it, since the
+    foreach kernels of most optimizers refuse mixed dtypes. State of a dtype of its own (float32 moments of bfloat16
+    weights) keeps it.
 
-    State that has its parameter's shape, or is a DTensor, is sharded like the parameter; all else (step counters,
-    factored moments, histories) is the same on every rank and goes into the rest with the groups' hyperparameters.
+    State of its parameter's shape, or a DTensor, is sharded like the parameter; other state (step counters, factored
+    moments, histories) is the same on every rank and goes into the rest, with the groups' hyperparameters.
 
     Args:
-        model: the model whose parameters it updates, for their names.
-        optimizer: may have no state yet: it is created as the checkpoint names it, without a step.
-        loss_fn: with parameters that it updates too.
+        model: the model whose parameters the optimizer updates, for their names.
+        optimizer: may have no state yet; loading creates it without a step.
+        loss_fn: a module with parameters that the optimizer updates too.
     """
 
     key = "optimizer"
@@ -242,7 +242,7 @@ class OptimizerState:
         named = [each for group in self._named_groups() for each in group]
         tensors: Tensors = {}
         rows = OptimizerRows()
-        for number, (name, parameter) in enumerate(named):  # in this order, whichever was updated first
+        for number, (name, parameter) in enumerate(named):  # this order, independent of which was updated first
             if number not in packed["state"]:
                 continue
             plain = rows.plain[name] = {}
@@ -277,8 +277,8 @@ class OptimizerState:
             lines += [f"group {number}, unexpected in the checkpoint: {name}" for name in {*theirs} - {*ours}]
         wanted = {f"{name}.{kind}" for name, kinds in OptimizerRows.of(rest).sharded.items() for kind in kinds}
         there = stored.of(self.key).keys()
-        lines += [f"listed, but without its tensor: {name}" for name in wanted - there]
-        lines += [f"a tensor that is not listed: {name}" for name in there - wanted]
+        lines += [f"listed, but its tensor is missing: {name}" for name in wanted - there]
+        lines += [f"tensor that is not listed: {name}" for name in there - wanted]
         return sorted(lines)
 
     def prepare(self, stored: Index, rest: State) -> LoadTarget:
@@ -286,12 +286,12 @@ class OptimizerState:
         weights = stored.of(MODEL) | {_of_loss(name): each for name, each in stored.of(LOSS).items()}
         own = stored.of(self.key)
         rows = OptimizerRows.of(rest)
-        fitting = {  # a parameter that has another shape now has no use for its former state
+        fitting = {  # state of a parameter whose shape has changed is dropped
             name: number
             for number, (name, parameter) in enumerate(named)
             if name in rows.plain and (name not in weights or weights[name].shape == parameter.shape)
         }
-        casts = {  # of a parameter whose element type has changed
+        casts = {  # parameters whose dtype has changed
             name: (weights[name].dtype, named[number][1].dtype)
             for name, number in fitting.items()
             if name in weights and weights[name].dtype != named[number][1].dtype
@@ -302,7 +302,7 @@ class OptimizerState:
             for kind in rows.sharded.get(name, ())
         }
 
-        def take_over() -> None:
+        def commit() -> None:
             saved = {
                 name: {kind: cast_as(value, casts.get(name)) for kind, value in rows.plain[name].items()}
                 | {kind: tensors[f"{name}.{kind}"] for kind in rows.sharded.get(name, ())}
@@ -310,17 +310,17 @@ class OptimizerState:
             }
             state = {fitting[name]: values for name, values in saved.items()} | rest["other"]
             self.optimizer.load_state_dict({"state": state, "param_groups": self._groups(rest["groups"])})
-            # load_state_dict casts state to the parameter's type, moves it to its device and mangles strings.
+            # Undo load_state_dict's casts to the parameter's dtype and its mangling of strings.
             for name, values in saved.items():
                 own = self.optimizer.state[named[fitting[name]][1]]
                 for kind, value in values.items():
                     is_on_cpu = kind in rows.on_cpu.get(name, ())
                     own[kind] = value if is_on_cpu else exactly(value, own.get(kind))
 
-        return LoadTarget(tensors, take_over)
+        return LoadTarget(tensors, commit)
 
     def _groups(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The groups with their saved hyperparameters, and parameters by number; others than were saved keep theirs."""
+        """Parameter groups with the saved hyperparameters, or the present ones if the number of groups has changed."""
         own, position, groups = self.optimizer.param_groups, itertools.count(), []
         for group, here in zip(saved if len(saved) == len(own) else own, own, strict=True):
             placed = {key: placed_like(value, here.get(key)) for key, value in group.items()}
@@ -329,7 +329,7 @@ class OptimizerState:
         return groups
 
     def _named_groups(self) -> list[list[tuple[str, torch.Tensor]]]:
-        """The parameters of each group, in the optimizer's order, which ``state_dict`` numbers them by."""
+        """Name and parameter of each group, in the order in which the optimizer's ``state_dict`` numbers them."""
         names = {id(each): strip_wrappers(name) for name, each in self._model.named_parameters()}
         for name, each in () if self._loss_fn is None else self._loss_fn.named_parameters():
             names.setdefault(id(each), _of_loss(strip_wrappers(name)))
@@ -343,7 +343,7 @@ class OptimizerState:
 
 
 def _of_loss(name: str) -> str:
-    """A name that no parameter of the model has: theirs are joined by dots."""
+    """A name that no parameter of the model has, since those contain no slash."""
     return f"{LOSS}/{name}"
 
 
@@ -352,7 +352,7 @@ def _with_aliases(stored: Mapping[str, StoredTensor], rest: State) -> dict[str, 
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside of DistributedDataParallel."""
+    """The module inside DistributedDataParallel or DataParallel."""
     while isinstance(model, DistributedDataParallel | DataParallel):
         model = model.module
     return model
