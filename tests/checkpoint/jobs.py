@@ -1,4 +1,4 @@
-"""What the processes of these tests do. Here, where a fork server can import it, and not in a test module."""
+"""Functions that the ranks of these tests run. In a module that the fork server can import."""
 
 from __future__ import annotations
 

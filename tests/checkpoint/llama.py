@@ -1,4 +1,4 @@
-"""A real Llama of transformers, tiny, trained on two ranks with FSDP2."""
+"""A tiny Llama of transformers, trained on two ranks with FSDP2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether two states are the same: type by type, key by key, in order, bit by bit."""
+"""Equality of two states: type by type, key by key, in order, bit by bit."""
 
 from __future__ import annotations
 

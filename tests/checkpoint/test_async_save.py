@@ -1,4 +1,4 @@
-"""Saves on two ranks, and whatever may befall one of them: one end on all, nothing half published, and no hang."""
+"""Async saves on two ranks with a fault on one of them: one outcome on all ranks, nothing half published, no hang."""
 
 from __future__ import annotations
 

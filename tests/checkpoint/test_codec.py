@@ -1,4 +1,4 @@
-"""Every state comes back as it was, to the bit; what cannot is refused with its path; nothing hostile gets through."""
+"""Every state is decoded bit by bit; a value that cannot be saved is refused with its path; so is hostile input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint's model in the hands of others: transformers, safetensors, plain torch."""
+"""A checkpoint's model, exported and read by transformers, safetensors and plain torch."""
 
 from __future__ import annotations
 

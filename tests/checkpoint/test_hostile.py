@@ -1,4 +1,4 @@
-"""A checkpoint made by an enemy: pickles in place of our files. It is refused, and nothing of it runs.
+"""A hostile checkpoint: pickles in place of dalsegno's files. It is refused, and none of its code runs.
 
 In a process of its own, with an audit hook that ends it at once if anything is unpickled, compiled, executed or
 started while the checkpoint is verified and loaded.

@@ -1,4 +1,4 @@
-"""The index of a checkpoint: a tensor's pieces fill it exactly, or it is refused."""
+"""The index of a checkpoint: a tensor's pieces cover it exactly once, or it is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A save that is cut off, at each of its operations in turn, by an error or by the death of the process."""
+"""A save interrupted at each of its operations in turn, by an error or by the death of the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A file of tensors: readable by everybody, and right by whatever way its bytes reach the disk."""
+"""A file of tensors: readable by every safetensors reader, and correct on each path of its bytes to the disk."""
 
 from __future__ import annotations
 

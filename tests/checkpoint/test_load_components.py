@@ -1,4 +1,4 @@
-"""A new run that begins with a part of another one, or with weights that some other program has saved."""
+"""A new run that starts from a part of another run, or from weights that another program saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finding, keeping, leaving and carrying checkpoints, with real files."""
+"""Finding, keeping, archiving and carrying checkpoints forward, with real files."""
 
 from __future__ import annotations
 

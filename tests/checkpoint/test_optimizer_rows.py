@@ -1,4 +1,4 @@
-"""An optimizer's state by kind, and back."""
+"""Conversion of an optimizer's state to the form in checkpoints, and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who writes what: worked out by each rank alone, and the same as torch cuts."""
+"""The plan of who writes what: computed by each rank alone, and sharded as torch shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two ranks: what is spread, what is the same, what is each one's own, and one rank's trouble that is everybody's."""
+"""Saves and loads on two ranks: sharded, replicated and per-rank states; a failure on one rank fails on all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever is saved can be loaded: a second save of what was loaded has the same bytes."""
+"""Save, load, save: the second checkpoint has the same bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models and optimizers of all sorts come back to the bit, and what does not fit is told name by name."""
+"""State of models and optimizers of all kinds is restored bit by bit; mismatches are reported name by name."""
 
 from __future__ import annotations
 

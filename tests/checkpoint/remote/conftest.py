@@ -1,4 +1,4 @@
-"""A real S3 server, and a place of its own there for each test."""
+"""A real S3 server, and a prefix on it for each test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An S3 server on loopback, whose requests can be watched, and which can be gone for a while."""
+"""An S3 server on the loopback interface, whose requests can be watched, and which can be down for a while."""
 
 from __future__ import annotations
 

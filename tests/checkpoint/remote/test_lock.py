@@ -1,4 +1,4 @@
-"""Two at once at a URL: hosts that share nothing else, as real processes with host names of their own."""
+"""Two hosts at one URL that share nothing else: real processes with host names of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run at a URL, and other hosts that go on with it. In memory, where there is nothing to wait for."""
+"""A run at a URL, continued on other hosts. In memory, without latency."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def there() -> Iterator[Store]:
 
 
 def steps_of(folder: Path) -> list[int]:
-    return [found.step for found in list_checkpoints(checkpoint_dir) if found.step is not None]
+    return [found.step for found in list_checkpoints(folder) if found.step is not None]
 
 
 def test_what_lies_here_lies_there(there: Store, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A run on S3: killed while it sends, cut off from it, gone on with elsewhere. A real server, real processes."""
+"""A run on S3: killed during an upload, disconnected, continued elsewhere. A real server, real processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies at a URL, and what a log says."""
+"""Content of a URL and of a log."""
 
 from __future__ import annotations
 

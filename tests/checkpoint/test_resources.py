@@ -1,4 +1,4 @@
-"""What a save needs of memory and disk is looked at before: it waits where there is no memory, or is refused."""
+"""Memory and disk space, checked before a save: training waits if memory is short; a full disk refuses the save."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run saves, and what it refuses to begin with: before its first step, not at its first checkpoint."""
+"""What a run saves, and what it refuses: before its first step, not at its first checkpoint."""
 
 from __future__ import annotations
 

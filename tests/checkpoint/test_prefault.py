@@ -1,4 +1,4 @@
-"""What is made ready ahead, and kept from save to save: memory, and the plan of who writes what."""
+"""Buffers and the plan of who writes what: prepared before the first save, and kept between saves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading tensors: any part into anything; and files that change, or cannot be read, in the middle of it."""
+"""Reading tensors: any box into any target; files that change or cannot be read meanwhile."""
 
 from __future__ import annotations
 
