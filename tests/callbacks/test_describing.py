@@ -376,7 +376,7 @@ def test_flags_are_set_back_whatever_happens(tmp_path: Path) -> None:
         (lambda: LogOptimizerParamGroup([]), r"keys=\[\]; needs a text, or a list of texts"),
         (lambda: CountParams(depth=0), "depth=0; needs a whole number of at least 1"),
         (lambda: GarbageCollection(every=1.5), "every=1.5; needs a whole number"),  # type: ignore[arg-type]
-        (lambda: ExpertLoadBalance(router="("), "is no regular expression"),
+        (lambda: ExpertLoadBalance(router="("), "is not a regular expression"),
         (lambda: PeakMemory(summary_writer=3), "it has no add_scalar"),
         (lambda: PeakMemory(file_prefix="a/b"), "without folders"),
         (lambda: SlowRankDetector(factor=1), "factor=1; needs a finite number over 1"),

@@ -78,7 +78,7 @@ def test_a_pattern_that_is_found_in_no_name(tmp_path: Path) -> None:
     stage = Stage(tmp_path, GradNormLogger(pattern="attention"), model=nn.Linear(2, 1))
     with pytest.raises(ConfigurationError, match=r"none of the 2 parameters .* the first is 'weight'"):
         stage.begin()
-    with pytest.raises(ConfigurationError, match="is no regular expression"):
+    with pytest.raises(ConfigurationError, match="is not a regular expression"):
         GradNormLogger(pattern="(")
 
 

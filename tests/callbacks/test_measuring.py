@@ -328,7 +328,7 @@ def test_without_apprise(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda: Notify([]), r"urls=\[\]; needs a text, or a list of texts"),
         (lambda: Notify("json://localhost", on="saved"), "unknown Notify: on 'saved'; did you mean 'save'"),
         (lambda: FlopUtilization(0), "peak_hardware_flops=0; needs a finite number over 0"),
-        (lambda: DumpActivations(modules="("), "is no regular expression"),
+        (lambda: DumpActivations(modules="("), "is not a regular expression"),
         (lambda: ModelEvalMetrics({"a": 1}, select=guesses), "is no metric"),  # type: ignore[dict-item]
     ],
 )

@@ -54,7 +54,7 @@ def default_callbacks() -> list[Callback]:
     """Those that listen to every run unless they are removed; one of the user's own with the same key replaces one."""
     together = (
         [GarbageCollection()] if collectives.world_size() > 1 else []
-    )  # alone, no other rank waits for the collector
+    )  # on a single rank, no other rank waits for the collector
     return [DefaultMetrics(), ProgressCallback(), InfoCallback(), *together]
 
 

@@ -1,4 +1,4 @@
-"""Arguments of callbacks, checked when one is built; messages name callback, argument, and what is allowed."""
+"""Argument checks for callbacks' constructors; error messages name callback, argument, and what is allowed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def whole(owner: str, name: str, value: int, least: int = 1) -> int:
-    """``value``, a whole number of at least ``least``."""
+    """Return ``value`` if it is a whole number of at least ``least``."""
     if type(value) is not int or value < least:
         raise ConfigurationError(f"{owner}: {name}={value!r}; needs a whole number of at least {least}")
     return value
@@ -24,7 +24,7 @@ def whole(owner: str, name: str, value: int, least: int = 1) -> int:
 def number(
     owner: str, name: str, value: float, *, over: float = -math.inf, least: float = -math.inf, under: float = math.inf
 ) -> float:
-    """``value``, a finite number over ``over``, of at least ``least``, and under ``under``."""
+    """Return ``value`` if it is a finite number above ``over``, at least ``least``, and below ``under``."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not (is_number and math.isfinite(value) and over < value < under and value >= least):
         limit = f" over {over:g}" if over > -math.inf else f" of at least {least:g}" if least > -math.inf else ""
@@ -34,14 +34,14 @@ def number(
 
 
 def flag(owner: str, name: str, value: bool) -> bool:
-    """``value``, True or False."""
+    """Return ``value`` if it is True or False."""
     if not isinstance(value, bool):
         raise ConfigurationError(f"{owner}: {name}={value!r}; allowed are True and False")
     return value
 
 
 def one_of(owner: str, name: str, value: str, allowed: Sequence[str]) -> str:
-    """``value``, one of the names allowed; the nearest is suggested for another."""
+    """Return ``value`` if it is one of the allowed names; the error for another name suggests the nearest."""
     if not isinstance(value, str):
         raise ConfigurationError(f"{owner}: {name}={value!r}; allowed are {', '.join(map(repr, allowed))}")
     if value not in allowed:
@@ -50,14 +50,14 @@ def one_of(owner: str, name: str, value: str, allowed: Sequence[str]) -> str:
 
 
 def text(owner: str, name: str, value: str) -> str:
-    """``value``, a text that is not empty."""
+    """Return ``value`` if it is a non-empty string."""
     if not isinstance(value, str) or not value:
         raise ConfigurationError(f"{owner}: {name}={value!r}; needs a text")
     return value
 
 
 def texts(owner: str, name: str, value: str | Iterable[str]) -> list[str]:
-    """``value``, one text or several, as a list."""
+    """Return ``value``, one string or several, as a list."""
     try:
         several = [value] if isinstance(value, str) else list(value)
     except TypeError:
@@ -68,29 +68,29 @@ def texts(owner: str, name: str, value: str | Iterable[str]) -> list[str]:
 
 
 def folder(owner: str, name: str, value: str | Path) -> Path:
-    """``value``, a folder's path."""
+    """Return ``value`` as the path of a directory."""
     if not isinstance(value, (str, os.PathLike)) or not str(value):
         raise ConfigurationError(f"{owner}: {name}={value!r}; needs a path")
     return Path(value)
 
 
 def pattern(owner: str, name: str, value: str) -> re.Pattern[str]:
-    """``value``, a regular expression."""
+    """Compile ``value``, a regular expression."""
     try:
         return re.compile(text(owner, name, value))
     except re.error as error:
-        raise ConfigurationError(f"{owner}: {name}={value!r} is no regular expression: {error}") from error
+        raise ConfigurationError(f"{owner}: {name}={value!r} is not a regular expression: {error}") from error
 
 
 def mapping(owner: str, name: str, value: Mapping[str, T]) -> Mapping[str, T]:
-    """``value``, a mapping whose keys are texts."""
+    """Return ``value`` if it is a mapping with strings as keys."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise ConfigurationError(f"{owner}: {name}={value!r}; needs a mapping with texts as keys")
+        raise ConfigurationError(f"{owner}: {name}={value!r}; needs a mapping with strings as keys")
     return value
 
 
 def writer(owner: str, value: Any, *needed: str) -> Any:
-    """``value``, an object with torch's methods to write for TensorBoard, or None."""
+    """Return ``value`` if it is None, or has these methods of torch's ``SummaryWriter``."""
     missing = [] if value is None else [name for name in needed if not hasattr(value, name)]
     if missing:
         raise ConfigurationError(f"{owner}: summary_writer={value!r}; it has no {missing[0]}")

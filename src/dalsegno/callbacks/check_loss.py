@@ -1,4 +1,4 @@
-"""CheckLoss: ends a run whose loss is no number any more, and says where that began."""
+"""CheckLoss: stops a run whose loss is NaN or infinite, and reports where that began."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from dalsegno.events.contexts import (
 
 
 class CheckLoss(Callback):
-    """Ends the training, without a checkpoint, once a micro-batch's loss is NaN or infinite.
+    """Stops training, without a checkpoint, once a micro-batch's loss is NaN or infinite.
 
-    The reason names the first such micro-batch, its step and the rank that met it. Each loss is looked at where it
-    lies; the answer is read at steps that log, and before each save, so that the device is never waited for in between
-    and no checkpoint is written of weights that a broken loss has touched. Padding is not looked at.
+    The stop reason names the first such micro-batch, its step and its rank. Each loss is checked on its device; the
+    result is read at steps with a record and before each save only. So no other step waits for the device, and no
+    checkpoint contains weights that such a loss has changed. Padding is not checked.
     """
 
-    makes_wishes = False  # but where records and checkpoints are due, where the ranks agree anyway
+    makes_wishes = False  # except at records and checkpoints, where the ranks synchronize anyway
 
     def __init__(self) -> None:
         self._first: tuple[Tensor, Tensor, Tensor] | None = None
-        """Step (0: there is none), micro-batch and value of the first broken loss; 0-dim, on the device."""
+        """Step (0: none so far), micro-batch and value of the first non-finite loss; 0-dim, on the device."""
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         self._first = None
@@ -56,13 +56,13 @@ class CheckLoss(Callback):
         self._judge(ctx)
 
     def _read(self) -> list[float]:
-        """Step, micro-batch and value of this rank's first broken loss; a step of 0 if there is none."""
+        """Read step, micro-batch and value of this rank's first non-finite loss; the step is 0 if there is none."""
         if self._first is None:
             return [0.0, 0.0, 0.0]
         return [float(number) for number in torch.stack([each.double() for each in self._first]).tolist()]
 
     def _judge(self, ctx: Context) -> None:
-        """On all ranks."""
+        """Stop if any rank has a non-finite loss. Collective."""
         found = enumerate(collectives.gather_floats(self._read(), "CheckLoss"))
         broken = sorted((step, rank, index, value) for rank, (step, index, value) in found if step)
         if broken:

@@ -1,4 +1,4 @@
-"""ComputeNorm: how large weights and gradients are, of the whole model and layer by layer."""
+"""ComputeNorm: norms of weights and gradients, of the whole model and of each layer."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .argument_checks import flag
 class ComputeNorm(Callback):
     """Adds L2 norms to each record of training:
 
-    - ``param_norm``: of all parameters as one vector.
-    - ``grad_norm_unclipped``: of all gradients as one vector, reduced, unscaled and not clipped.
-    - with ``per_layer``, ``param_norm/<layer>`` and ``grad_norm_unclipped/<layer>``, a layer being a module that has
-      parameters of its own, under its name in the model.
+    - ``param_norm``: norm of all parameters as one vector.
+    - ``grad_norm_unclipped``: norm of all gradients as one vector, reduced, unscaled and not clipped.
+    - with ``per_layer``, ``param_norm/<layer>`` and ``grad_norm_unclipped/<layer>``, where a layer is a module with
+      direct parameters, under its name in the model.
 
-    They are the norms of whole tensors, however the model is spread; gradients are those of the step that is logged.
-    Steps that are not logged cost nothing.
+    The norms are of whole tensors, however the model is parallelized; gradients are those of the logged step. Steps
+    without a record cost nothing.
 
     Args:
-        per_layer: say it of each layer too.
+        per_layer: log the norms of each layer, too.
 
     Raises:
         ConfigurationError: if ``per_layer`` is neither True nor False.

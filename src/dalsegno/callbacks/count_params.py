@@ -1,4 +1,4 @@
-"""CountParams: how many parameters each part of the model has."""
+"""CountParams: prints the number of parameters of each module."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from .argument_checks import whole
 
 @dataclass(frozen=True, slots=True)
 class ParameterCount:
-    """Of one module and all below it. A tied parameter counts where it is met first."""
+    """Parameters of one module and its descendants. A tied parameter counts for the module that comes first."""
 
     module: str
     """Its name in the model; empty for the model itself."""
     kind: str
-    """Its class."""
+    """Name of its class."""
     parameters: int
     trained: int
     size: int
-    """In bytes, of the whole parameters, on however many ranks they lie."""
+    """Bytes of the whole parameters, over all ranks that store shards of them."""
 
 
 class CountParams(Callback):
-    """Prints, once, when training begins, a table of the model's modules and their parameters, on rank 0.
+    """Prints a table of the model's modules and their parameters when training begins, on rank 0.
 
     Args:
-        depth: how far down: 1 lists the model's own children; None everything that has parameters.
+        depth: depth of the table: 1 lists the model's direct children; None every module with parameters.
 
     Raises:
-        ConfigurationError: if that is not a whole number.
+        ConfigurationError: if ``depth`` is not a whole number.
     """
 
     ranks = "zero"
@@ -49,7 +49,7 @@ class CountParams(Callback):
 
 
 def count_parameters(model: nn.Module, depth: int | None = None) -> list[ParameterCount]:
-    """The model and its modules that have parameters, down to ``depth``, in the model's order."""
+    """Count the model's parameters and those of its modules down to ``depth``, in the model's order."""
     parameters: Counter[str] = Counter()
     trained: Counter[str] = Counter()
     size: Counter[str] = Counter()
@@ -69,7 +69,7 @@ def count_parameters(model: nn.Module, depth: int | None = None) -> list[Paramet
 
 
 def table(counts: list[ParameterCount]) -> str:
-    """As text, the model in the last line."""
+    """Format the counts as text, with the model in the last line."""
     rows = [("module", "class", "parameters", "trained", "MB")]
     for each in [*counts[1:], *counts[:1]]:
         title = each.module or "the model"

@@ -1,4 +1,4 @@
-"""DefaultMetrics: how fast the training runs, and how much memory it takes."""
+"""DefaultMetrics: throughput, model FLOPs utilization and peak memory."""
 
 from __future__ import annotations
 
@@ -22,25 +22,24 @@ from .measures.model_flops import ModelFlops
 class DefaultMetrics(Callback):
     """Adds to each record of training:
 
-    - ``tok_per_sec``: tokens of all ranks per second of wall clock since the last record, evaluations and saves in
-      between included. Only where batches have ``input_ids``, whose elements are counted.
-    - ``mfu``: model FLOPs utilization, the part of the hardware's peak that the model makes use of, 0 to 1: what it
-      takes for each token (or sample, where there are no tokens), forward and backward, times tokens per second, over
-      the peak of all ranks' devices (Chowdhery et al. 2022, "PaLM", arXiv:2204.02311, appendix B). The first step of a
-      leg, in which kernels are chosen and compiled, is left out where the record is of more steps. Counted once a leg,
-      from shapes alone (:mod:`dalsegno.callbacks.measures.flops`). Where the peak is known and the model can be
-      counted.
-    - ``peak_mem``: bytes, of the rank that needs the most, since its process began. On CUDA what PyTorch has allocated
-      at once on the model's device; elsewhere the process's resident memory.
+    - ``tok_per_sec``: tokens of all ranks per second of wall-clock time since the last record, including evaluations
+      and saves. Counts the elements of ``input_ids``; only logged where batches have them.
+    - ``mfu``: model FLOPs utilization, the fraction of the hardware's peak that the model uses, 0 to 1: FLOPs per token
+      (or per sample, without tokens), forward and backward, times tokens per second, over the peak of all ranks'
+      devices (Chowdhery et al. 2022, "PaLM", arXiv:2204.02311, appendix B). A leg's first step, in which kernels are
+      chosen and compiled, is left out if the record covers more steps. FLOPs are counted once per leg, from shapes
+      (:mod:`dalsegno.callbacks.measures.flops`). Only logged where the peak is known and the model can be counted.
+    - ``peak_mem``: bytes since the process began, of the rank with the most. On CUDA the maximum that PyTorch has
+      allocated on the model's device; elsewhere the process's resident memory.
 
-    All ranks log the same values; they agree in one small reduction a record. The device is not waited for.
+    All ranks log the same values, after one small reduction per record. The callback does not wait for the device.
 
     Args:
-        peak_hardware_flops: of one device, in FLOP/s, for the type of number that is trained in. None: what is known
-            of the device, if the run is in bf16 or fp16.
+        peak_hardware_flops: peak of one device in FLOP/s, for the training's dtype. None: the known peak of the device,
+            if the run is in bf16 or fp16.
 
     Raises:
-        ConfigurationError: if that is not a positive number.
+        ConfigurationError: if ``peak_hardware_flops`` is not a positive number.
     """
 
     def __init__(self, peak_hardware_flops: float | None = None) -> None:
@@ -82,14 +81,14 @@ class DefaultMetrics(Callback):
         ctx.logs["peak_mem"] = peak_mem
 
     def _add_throughput(self, logs: dict[str, float], nanoseconds: int) -> None:
-        # Where a leg begins between two records, the count that it begins with is an estimate, perhaps too high.
+        # A leg that begins between two records begins with an estimated count, which may be too high.
         tokens = max(0, logs["tokens"] - self._tokens_before)
         self._tokens_before = int(logs["tokens"])
         logs["tok_per_sec"] = tokens * 1e9 / nanoseconds
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes in use at once so far: allocated on a CUDA device, else resident in this process."""
+    """Return the peak memory so far in bytes: allocated on a CUDA device, else resident in this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

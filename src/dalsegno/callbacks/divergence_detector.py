@@ -1,4 +1,4 @@
-"""DivergenceDetector: stops a run whose loss runs away."""
+"""DivergenceDetector: stops a run whose loss diverges."""
 
 from __future__ import annotations
 
@@ -18,29 +18,32 @@ logger = logging.getLogger("dalsegno")
 
 
 class DivergenceDetector(Callback):
-    """Watches a logged metric and ends the training when it has diverged, as :class:`Divergence` defines it.
+    """Stops training when a logged metric has diverged, as :class:`Divergence` defines it.
 
-    A metric that is NaN or infinite ends it at once, and always without a checkpoint: what it would hold are broken
-    weights, and a resume would begin with them. A gradient's norm may be infinite as long as the weights are not:
-    fp16's scaler skips such steps, the first ones among them.
+    A metric that is NaN or infinite stops training at once, and always without a checkpoint: the checkpoint would
+    contain broken weights. An infinite gradient norm is ignored while the weights are finite: the fp16 gradient scaler
+    skips such steps, among them often the first ones.
 
     Args:
         smoothing: weight of the newest observation in the moving average, 0 < a ≤ 1.
-        threshold: bad from this distance between average and best average on, in the metric's unit; or None.
-        relative_threshold: bad from this multiple (over 1) of the best average on; or None. Where both are None, bad is
-            who has lost a quarter of what was gained since the beginning, and more than noise explains.
-        patience: how many bad observations in a row end the training.
-        warmup: how many observations, from the run's first on, are not judged. NaN and infinity always are.
-        action: ``"stop"`` saves a checkpoint, ``"abort"`` ends without one; so do NaN and infinity.
-        use_eval_loss: watch ``eval_loss`` in the evaluation's records in place of ``loss`` in those of training.
-        metric_key: another metric to watch; one that begins with ``eval_`` is looked for in evaluation's records.
+        threshold: an observation is bad from this distance between average and best average, in the metric's unit; or
+            None.
+        relative_threshold: an observation is bad from this multiple (above 1) of the best average; or None. If both
+            thresholds are None, it is bad if a quarter of the gain since the beginning is lost, and more than noise
+            explains.
+        patience: number of consecutive bad observations that stops training.
+        warmup: number of observations at the run's beginning that are not judged. NaN and infinity always are.
+        action: ``"stop"`` saves a checkpoint, ``"abort"`` does not; NaN and infinity never save one.
+        use_eval_loss: watch ``eval_loss`` in evaluation records instead of ``loss`` in training records.
+        metric_key: another metric to watch; if its name begins with ``eval_``, in evaluation records.
         mode: ``"max"`` for a metric that should rise, such as an accuracy.
-        baseline_smoothing: weight of the newest observation in a second, slower moving average, with which the first
-            one is compared in place of its best: a slow rise is forgiven. Under ``smoothing``; or None.
-        name: the key of its state in checkpoints; the class's name if None.
+        baseline_smoothing: weight of the newest observation in a second, slower moving average. The first average is
+            compared with that one instead of with its best, so that a slow rise is tolerated. Below ``smoothing``; or
+            None.
+        name: the key of its state in checkpoints; None: the class's name.
 
     Raises:
-        ConfigurationError: for a value that cannot work.
+        ConfigurationError: for an invalid value.
     """
 
     state_version = 2
@@ -80,18 +83,18 @@ class DivergenceDetector(Callback):
             baseline_smoothing=baseline_smoothing,
         )
         self.needs_evaluations = self._kind == "eval"
-        self._said_missing = False
+        self._warned_missing = False
 
     def on_log(self, ctx: LogContext) -> None:
         if ctx.kind != self._kind:
             return
         if self._metric not in ctx.logs:
-            self._say_missing(ctx)
+            self._warn_missing(ctx)
             return
         value = float(ctx.logs[self._metric])
         is_number = math.isfinite(value)
         if not is_number and "grad_norm" in self._metric and are_finite(ctx.model):
-            return  # fp16: the scaler has skipped that step, as it does until it has found its scale
+            return  # fp16: the gradient scaler skipped that step, as it does until it has found its scale
         verdict = self._divergence.observe(value)
         if verdict.diverged:
             reason = f"{self._metric} diverged at step {ctx.state.global_step}: {verdict.reason}"
@@ -106,9 +109,9 @@ class DivergenceDetector(Callback):
     def migrate(self, state: Any, from_version: int) -> Any:
         return migrated(state)
 
-    def _say_missing(self, ctx: LogContext) -> None:
-        if not self._said_missing:
-            self._said_missing = True
+    def _warn_missing(self, ctx: LogContext) -> None:
+        if not self._warned_missing:
+            self._warned_missing = True
             logger.warning(
                 "%s: no %r in the %s record of step %d (it has %s); such records are ignored",
                 self.key,

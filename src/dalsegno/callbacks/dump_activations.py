@@ -1,4 +1,4 @@
-"""DumpActivations: what modules put out, as files."""
+"""DumpActivations: writes modules' outputs to files."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from .measures.module_outputs import tensors_in
 
 
 class DumpActivations(Callback):
-    """Keeps the output of every module in training's forward passes, and writes it to safetensors files.
+    """Writes the output of every module in training's forward passes to safetensors files.
 
     ``<outdir>/rank-00000/steps-00000001-00000010.safetensors`` holds the tensors of ten steps, under
-    ``step-00000003/microbatch-0/<module>``; a module that is called several times, or puts out several tensors, in a
-    tuple or a dict, has them as ``<module>#1`` and so on. A checkpoint ends a file, too. It takes the memory of all
-    activations of ``buffer_steps`` steps, on the CPU, and waits for the device at each: a tool for finding out.
+    ``step-00000003/microbatch-0/<module>``. Further tensors of a module that is called several times, or returns a
+    tuple or dict of tensors, are ``<module>#1`` and so on. A checkpoint ends a file, too. Needs CPU memory for all
+    activations of ``buffer_steps`` steps, and waits for the device at each module: for debugging.
 
     Args:
-        outdir: where to; relative to ``output_dir``.
-        buffer_steps: how many steps go into one file.
-        modules: regular expression, found anywhere in a module's name; the others are left out. None: all.
+        outdir: directory, relative to ``output_dir``.
+        buffer_steps: number of steps in one file.
+        modules: regular expression, searched in modules' names; modules that do not match are left out. None: all.
 
     Raises:
-        ConfigurationError: for a value that cannot work; and when training begins, if no module's name matches.
+        ConfigurationError: for an invalid value; when training begins, if no module's name matches.
     """
 
     makes_wishes = False
@@ -53,11 +53,11 @@ class DumpActivations(Callback):
         self._handles: list[RemovableHandle] = []
         self._kept: dict[str, Tensor] = {}
         self._steps: list[int] = []
-        self._place = ""  # step and micro-batch; empty outside of them
+        self._prefix = ""  # step and micro-batch; empty outside of micro-batches
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         self._folder = ctx.args.directory / self._outdir / f"rank-{collectives.rank():05d}"
-        self._kept, self._steps, self._place = {}, [], ""
+        self._kept, self._steps, self._prefix = {}, [], ""
         for name, module in ctx.model.named_modules():
             if self._wanted is None or self._wanted.search(strip_wrappers(name)):
                 self._handles.append(module.register_forward_hook(self._keeping(strip_wrappers(name) or "model")))
@@ -65,10 +65,10 @@ class DumpActivations(Callback):
             raise ConfigurationError(f"DumpActivations: no module's name matches modules={self._wanted.pattern!r}")
 
     def on_microbatch_begin(self, ctx: Any) -> None:
-        self._place = f"step-{ctx.state.global_step + 1:08d}/microbatch-{ctx.index}"
+        self._prefix = f"step-{ctx.state.global_step + 1:08d}/microbatch-{ctx.index}"
 
     def on_microbatch_end(self, ctx: Context) -> None:
-        self._place = ""
+        self._prefix = ""
 
     def on_step_end(self, ctx: StepEndContext) -> None:
         self._steps.append(ctx.step)
@@ -76,7 +76,7 @@ class DumpActivations(Callback):
             self._write()
 
     def on_before_save(self, ctx: BeforeSaveContext) -> None:
-        """A leg that goes on from this checkpoint begins with a file of its own: none is lost, no step is in two."""
+        """End the file, so that a leg that resumes from this checkpoint begins a new one, with no step in two files."""
         if self._steps:
             self._write()
 
@@ -89,9 +89,9 @@ class DumpActivations(Callback):
 
     def _keeping(self, name: str) -> Any:
         def keep(module: nn.Module, args: Any, outputs: Any) -> None:
-            if self._place and torch.is_grad_enabled():
+            if self._prefix and torch.is_grad_enabled():
                 for tensor in tensors_in(outputs):
-                    key = self._free(f"{self._place}/{name}")
+                    key = self._free(f"{self._prefix}/{name}")
                     self._kept[key] = dense(tensor.detach()).to("cpu", copy=True).contiguous()
 
         return keep

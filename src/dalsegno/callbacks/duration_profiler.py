@@ -1,4 +1,4 @@
-"""DurationProfiler: where the time goes, and when the run is going to end."""
+"""DurationProfiler: wall-clock time by section of the loop, and the estimated time left."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ SECTIONS = ("data", "forward", "backward", "optimizer", "evaluate", "save", "oth
 
 
 class DurationProfiler(Callback):
-    """Adds to each record of training where the wall clock has gone since the last one, and how long is left:
+    """Adds the wall-clock time since the last record, by section, and the estimated time left to each training record:
 
     - ``data_runtime``, ``forward_runtime``, ``backward_runtime``, ``optimizer_runtime``, ``evaluate_runtime``,
-      ``save_runtime``, ``other_runtime``: seconds, of the rank on which each took longest.
-    - ``remaining_runtime``: seconds to the last step, at the pace of the time since the last record. Only where the
-      number of steps is known.
+      ``save_runtime``, ``other_runtime``: seconds; each is the maximum over ranks.
+    - ``remaining_runtime``: seconds to the last step, at the pace since the last record. Only where the number of steps
+      is known.
 
-    It is the program's own time: on a GPU, whose work runs behind, a section's time may show in a later one, where the
-    program first waits. The device is not waited for; one small reduction a record.
+    Measures host time: work queued on a GPU may show in a later section, where the host first waits for it. Does not
+    wait for the device; costs one small reduction per record.
     """
 
     makes_wishes = False
@@ -29,7 +29,7 @@ class DurationProfiler(Callback):
     def __init__(self) -> None:
         self._seconds: dict[str, float] = defaultdict(float)
         self._since = 0.0
-        self._is_saving = False  # since the last look
+        self._is_saving = False  # since the last measurement
         self._last_log = 0.0
         self._last_step = 0
 
@@ -59,10 +59,10 @@ class DurationProfiler(Callback):
 
     def on_before_save(self, ctx: Context) -> None:
         self._account("other")
-        self._is_saving = True  # whether it was foreseen or not; no event tells when the state has been captured
+        self._is_saving = True  # planned or not; no event fires when the state has been captured
 
     def on_save(self, ctx: Context) -> None:
-        self._account("save")  # the wait for the one before
+        self._account("save")  # waiting for the previous save
 
     def on_step_done(self, ctx: Context) -> None:
         self._account("other")
@@ -89,7 +89,7 @@ class DurationProfiler(Callback):
         self._last_log, self._last_step = now, ctx.state.global_step
 
     def _account(self, section: str) -> None:
-        """Whatever has passed since the last look was spent on this."""
+        """Add the time since the last measurement to this section."""
         now = time.perf_counter()
         self._seconds["save" if self._is_saving else section] += now - self._since
         self._since, self._is_saving = now, False

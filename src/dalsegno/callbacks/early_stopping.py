@@ -1,4 +1,4 @@
-"""EarlyStopping: ends a run that has stopped getting better."""
+"""EarlyStopping: stops a run whose metric no longer improves."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ class EarlyStoppingState(TypedDict):
 
 
 class EarlyStopping(Callback):
-    """Ends the training, with a checkpoint, when a metric has not improved in ``patience`` evaluations in a row.
+    """Stops training, with a checkpoint, when a metric has not improved in ``patience`` consecutive evaluations.
 
-    Best value and count are part of each checkpoint: a resumed run stops where the unbroken one would. The stop
-    is the run's end: started again, it trains no further until it is asked for more (``max_steps`` raised, or
-    ``train(continue_stopped=True)``), and then has its patience again. NaN is no improvement.
+    Best value and count are part of each checkpoint: a resumed run stops where an uninterrupted one would. The stop is
+    final: started again, the run does not train until ``max_steps`` is raised or ``train(continue_stopped=True)`` is
+    called; the count then starts again. NaN does not count as an improvement.
 
     Args:
-        metric: a name among the evaluation's metrics; with or without ``eval_``.
-        patience: how many evaluations in a row may bring no improvement.
-        min_delta: an improvement is one by more than this, in the metric's unit.
+        metric: name of an evaluation metric, with or without ``eval_``.
+        patience: number of consecutive evaluations without an improvement that stops training.
+        min_delta: an improvement must exceed this, in the metric's unit.
         mode: ``"min"`` for a metric that should fall, ``"max"`` for one that should rise.
-        name: the key of its state in checkpoints; the class's name if None.
+        name: the key of its state in checkpoints; None: the class's name.
 
     Raises:
-        ConfigurationError: for a value that cannot work; when training begins, if there is nothing to evaluate on.
-        UnknownName: at the first evaluation, if none of its sets has the metric; the message names the nearest.
+        ConfigurationError: for an invalid value; when training begins, if there is no evaluation set.
+        UnknownName: at the first evaluation, if no evaluation set has the metric; the message names the nearest.
     """
 
     needs_evaluations = True
@@ -59,7 +59,7 @@ class EarlyStopping(Callback):
         self._best: float | None = None
         self._best_step = 0
         self._bad = 0
-        self._seen: dict[str, Any] = {}  # metrics of other sets, until the one that has it comes
+        self._seen: dict[str, Any] = {}  # metrics by evaluation set, until one has the metric
 
     def on_evaluate(self, ctx: EvaluateContext) -> None:
         if self._metric not in ctx.metrics:
@@ -83,7 +83,7 @@ class EarlyStopping(Callback):
         self._best, self._best_step, self._bad = state["best"], state["best_step"], state["bad"]
 
     def _note_missing(self, ctx: EvaluateContext) -> None:
-        if ctx.name in self._seen:  # every set has come round, and none has it
+        if ctx.name in self._seen:  # every set has been evaluated, and none has the metric
             known = {metric for metrics in self._seen.values() for metric in metrics}
             raise UnknownName("EarlyStopping: metric", self._metric, sorted(known))
         self._seen[ctx.name] = list(ctx.metrics)

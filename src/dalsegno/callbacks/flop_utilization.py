@@ -1,4 +1,4 @@
-"""FlopUtilization: what the model does of what the hardware could do."""
+"""FlopUtilization: the model's FLOP/s, and their fraction of the hardware's peak."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from .measures.model_flops import ModelFlops
 class FlopUtilization(Callback):
     """Adds to each record of training:
 
-    - ``flops_per_second``: the model's FLOPs on all ranks, per second of wall clock since the last record.
-    - ``mfu``: that over the peak of all ranks' devices, where it is known; the same that ``DefaultMetrics`` adds
-      where it knows the peak.
+    - ``flops_per_second``: the model's FLOPs on all ranks, per second of wall-clock time since the last record.
+    - ``mfu``: ``flops_per_second`` over the peak of all ranks' devices, where the peak is known; the same value that
+      ``DefaultMetrics`` adds.
 
-    Both leave out a leg's first step, in which kernels are chosen and compiled, where the record is of more steps.
-    FLOPs are counted once a leg, from the shapes of a micro-batch (:mod:`dalsegno.callbacks.measures.flops`), forward
-    and backward as far as it is needed; of other micro-batches each token takes the same, or each sample where
-    batches have no ``input_ids``. Of a model that cannot be counted there is neither, and a warning says why.
+    Both leave out a leg's first step, in which kernels are chosen and compiled, if the record covers more steps. FLOPs
+    are counted once per leg, from the shapes of a micro-batch (:mod:`dalsegno.callbacks.measures.flops`), forward and
+    backward as far as needed. In other micro-batches each token counts the same, or each sample where batches have no
+    ``input_ids``. For a model that cannot be counted, both are missing, and a warning gives the reason.
 
     Args:
-        peak_hardware_flops: of one device, in FLOP/s, for the type of number that is trained in. None: what is known
-            of the device, if the run is in bf16 or fp16.
+        peak_hardware_flops: peak of one device in FLOP/s, for the training's dtype. None: the known peak of the device,
+            if the run is in bf16 or fp16.
 
     Raises:
-        ConfigurationError: if that is not a number over 0.
+        ConfigurationError: if ``peak_hardware_flops`` is not a number over 0.
     """
 
     makes_wishes = False

@@ -1,4 +1,4 @@
-"""GarbageCollection: Python's collector runs when all ranks can afford it, and at no other time."""
+"""GarbageCollection: runs Python's garbage collector at the same steps on all ranks."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from .argument_checks import whole
 
 
 class GarbageCollection(Callback):
-    """Turns Python's automatic garbage collection off while training, and collects after every so many steps.
+    """Turns off Python's automatic garbage collection during training, and collects every ``every`` steps.
 
-    The collector runs whenever enough objects were made, on each rank at another moment, and all others wait for that
-    rank in the next collective. After the same steps on all ranks it costs its own time, once. Collected is what was
-    made since the last time (generation 1); everything at the leg's beginning and end. How it was set before is
-    restored, whatever ends the training.
+    Automatic collection happens after a number of allocations, at another moment on each rank, and all other ranks wait
+    for that rank in the next collective. After the same steps on all ranks, they wait once for all. These collections
+    cover generation 1; those at the leg's beginning and end cover all generations. The previous setting is restored at
+    the end of training, also after an exception.
 
-    With several ranks it is there by itself; ``trainer.remove_callback("GarbageCollection")`` leaves the collector on.
+    Added by default on several ranks; ``trainer.remove_callback("GarbageCollection")`` keeps automatic collection.
 
     Args:
-        every: steps from one collection to the next.
+        every: steps between collections.
 
     Raises:
-        ConfigurationError: if that is not a whole number.
+        ConfigurationError: if ``every`` is not a whole number.
     """
 
     makes_wishes = False

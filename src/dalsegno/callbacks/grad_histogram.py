@@ -1,4 +1,4 @@
-"""GradHistogram: how the sizes of every parameter's gradient entries are distributed."""
+"""GradHistogram: histograms of the magnitudes of each parameter's gradient entries."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from .argument_checks import whole
 from .record_callback import RecordCallback
 
 LOWEST, HIGHEST = -40, 16
-"""Powers of two between which there is a bin for each; beyond, the outermost bins take all."""
+"""Exponents of two that bound the bins, one bin per power; the outermost bins include all beyond."""
 _BINS = HIGHEST - LOWEST
 _COLUMNS = _BINS + 2  # zeros, bins, not finite
 
 
 class GradHistogram(RecordCallback):
-    """Writes a record into ``logs/grad_histograms.jsonl`` after every so many steps.
+    """Writes a record into ``logs/grad_histograms.jsonl`` every ``every`` steps.
 
-    ``counts`` holds, for each parameter that has a gradient, how many of its entries lie in each bin by magnitude: bin
-    ``i`` is 2^(``lowest`` + i) ≤ |g| < 2^(``lowest`` + i + 1), from ``lowest`` = -40 on; smaller and larger ones are
-    in the first and the last. ``zeros`` and ``nonfinite`` count what is in no bin. Gradients are those of the whole
-    model, reduced, unscaled and not clipped. Other steps cost nothing.
+    ``counts`` holds, for each parameter with a gradient, the number of its entries in each bin by magnitude: bin ``i``
+    is 2^(``lowest`` + i) ≤ |g| < 2^(``lowest`` + i + 1), from ``lowest`` = -40; the first and the last bin include
+    smaller and larger entries. ``zeros`` and ``nonfinite`` count entries in no bin. Gradients are of the whole model,
+    reduced, unscaled and not clipped. Other steps cost nothing.
 
     Args:
-        every: steps from one record to the next.
+        every: steps between records.
 
     Raises:
-        ConfigurationError: if that is not a whole number.
+        ConfigurationError: if ``every`` is not a whole number.
     """
 
     def __init__(self, every: int = 100) -> None:
@@ -66,7 +66,7 @@ def _histograms(tensors: list[Tensor]) -> Tensor:
 
 
 def _histogram(tensor: Tensor) -> Tensor:
-    """Zeros, each bin, not finite: shape (_COLUMNS,), float64. By the exponents' bits: a pass of a few operations."""
+    """Count zeros, each bin and non-finite entries: shape (_COLUMNS,), float64. Reads exponent bits, in one pass."""
     double = tensor.dtype == torch.float64
     integer, shift, most, bias = (torch.int64, 52, 2047, 1023) if double else (torch.int32, 23, 255, 127)
     values = tensor.reshape(-1) if double else tensor.reshape(-1).float()

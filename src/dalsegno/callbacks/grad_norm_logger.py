@@ -1,4 +1,4 @@
-"""GradNormLogger: the norm of every parameter's gradient, at each evaluation."""
+"""GradNormLogger: writes the norm of each parameter's gradient at each evaluation."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ class GradNormState(TypedDict):
 class GradNormLogger(RecordCallback):
     """Writes ``norms``, the L2 norm (fp32) of each parameter's clipped gradient, into ``logs/gradient_norms.jsonl``.
 
-    One record at each step that ends with an evaluation, under the parameters' own names; a tied parameter is there
-    once, one whose gradient the optimizer did not take not at all. The norms are of whole gradients, whichever way the
-    model is spread, and with ``fuse_optim_with_backward`` too: they are measured in the optimizer's step, wherever that
-    is. The values stay on the device until the evaluation is done; other steps cost nothing. Where the run is stopped
-    in that evaluation, the leg that does it again writes the record. Of a step that the gradient scaler skipped under
-    fp16 there is ``"skipped": true`` in their place.
+    Writes one record at each step that ends with an evaluation, under the parameters' names. A tied parameter is
+    included once; a parameter whose gradient the optimizer did not use is left out. The norms are of whole gradients,
+    however the model is parallelized, also with ``fuse_optim_with_backward``: they are measured in the optimizer step,
+    wherever that runs. The values stay on the device until the evaluation has ended; other steps cost nothing. If the
+    run is stopped during that evaluation, the leg that repeats the evaluation writes the record. For a step that the
+    fp16 gradient scaler skipped, the record has ``"skipped": true`` instead.
 
     Args:
-        pattern: a regular expression. Only gradients of parameters in whose name it is found are measured and written;
-            None: all of them.
+        pattern: a regular expression, searched in parameters' names. Only gradients of matching parameters are measured
+            and written; None: all.
 
     Raises:
-        ConfigurationError: if that is no regular expression; when training begins, if it is found in no name.
+        ConfigurationError: if ``pattern`` is not a regular expression; when training begins, if no name matches.
     """
 
     state_version = 2
@@ -63,7 +63,7 @@ class GradNormLogger(RecordCallback):
         self._is_skipped = False  # by the gradient scaler
 
     def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
-        # Not in the table of its handlers: a loop of one's own cannot fire this, and need not be refused for it.
+        # Not a handler method: a user's own loop cannot fire this event, and must not be refused for it.
         return [*super().bound_handlers(binder), (Event.STEP_SKIPPED, self._note_skip)]
 
     def _note_skip(self, ctx: Context) -> None:

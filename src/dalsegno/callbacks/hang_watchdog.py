@@ -1,4 +1,4 @@
-"""HangWatchdog: a run that hangs says where, and ends."""
+"""HangWatchdog: ends a process that hangs, after dumping the stacks of its threads."""
 
 from __future__ import annotations
 
@@ -24,27 +24,26 @@ from dalsegno.events.contexts import (
 from .argument_checks import number
 
 REARM = 1.0
-"""Seconds in which progress is noted once: arming costs a thread."""
+"""Minimum seconds between re-arming the timer: arming starts a thread."""
 
 
 class HangWatchdog(Callback):
-    """Ends a process that has made no progress for so long, after writing down where every thread of it stands.
+    """Ends a process that has made no progress for ``seconds``, after writing the stacks of all its threads.
 
-    Progress is a micro-batch, an evaluation batch, a record or a checkpoint. Each rank watches itself, so where one is
-    stuck and the others wait for it, all say where they are and end, with exit status 1; whoever started them, torchrun
-    or Slurm, can start them again from the last checkpoint. The stacks go to ``logs/hang-rank-00000.txt`` and so on in
-    the run's folder, behind those of former legs. The watch is kept by the interpreter's own C thread: it works while
-    some call holds Python's lock.
+    Progress is a micro-batch, an evaluation batch, a record or a checkpoint. Each rank watches itself: if one rank is
+    stuck and the others wait for it, all write their stacks and exit with status 1; torchrun or Slurm can restart them
+    from the last checkpoint. The stacks are appended to ``logs/hang-rank-00000.txt`` and so on in the run's directory.
+    The timer is a C thread of the interpreter, so it also fires while a call holds the GIL.
 
-    NCCL gives a collective ten minutes (``init_process_group(timeout=…)``) before it ends the process, and says which
-    one that was, not where the program stands. So the default is a minute less: this one is the first to tell.
+    NCCL ends the process ten minutes after a collective began (``init_process_group(timeout=…)``), and names the
+    collective but not the stack. The default is a minute less, so that the stacks are written first.
 
     Args:
-        seconds: without progress. More than the longest step, save or import of a first batch takes, and less than the
-            process group's timeout.
+        seconds: maximum time without progress; more than the longest step, save or first batch takes, and less than
+            the process group's timeout.
 
     Raises:
-        ConfigurationError: if that is not a number over 0.
+        ConfigurationError: if ``seconds`` is not a number over 0.
     """
 
     makes_wishes = False
@@ -83,7 +82,7 @@ class HangWatchdog(Callback):
         faulthandler.cancel_dump_traceback_later()
         if self._file is not None and self._path is not None:
             self._file.close()
-            if self._path.exists() and not self._path.stat().st_size:  # else a former leg has said where it hung
+            if self._path.exists() and not self._path.stat().st_size:  # else it contains the stacks of an earlier leg
                 self._path.unlink()
         self._file = None
 

@@ -1,4 +1,4 @@
-"""InfoCallback: what is about to be trained, where from, and how it ended, in a few lines."""
+"""InfoCallback: prints what is restored and trained, and how training ended."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from dalsegno.events.contexts import (
 
 
 class InfoCallback(Callback):
-    """Rank 0 prints what a checkpoint gave back, what is going to be trained, and at last why it ended.
+    """Prints, on rank 0, what was restored from a checkpoint, what is trained, and why training ended.
 
     Args:
-        verbose: print every restored component, every argument and the model's modules too.
+        verbose: also print every restored component, every argument and the model's modules.
 
     Raises:
         ConfigurationError: if ``verbose`` is neither True nor False.
@@ -41,30 +41,30 @@ class InfoCallback(Callback):
     def on_load(self, ctx: LoadContext) -> None:
         report = ctx.report
         parts = "1 component" if len(report.restored) == 1 else f"{len(report.restored)} components"
-        _say("restored", f"{parts} from {_shown(ctx.path, ctx)}")
+        _print("restored", f"{parts} from {_relative(ctx.path, ctx)}")
         if self._verbose:
-            _say("", report.table())
+            _print("", report.table())
             return
         for what, which in [("new", report.fresh), ("carried", report.carried)]:
             if which:
-                _say(what, ", ".join(which))
+                _print(what, ", ".join(which))
         for change in report.changes:
-            _say("changed", str(change))
+            _print("changed", str(change))
         for note in report.notes:
-            _say("note", note)
+            _print("note", note)
         if 0 < ctx.state.max_steps <= ctx.state.global_step:
-            _say("finished", f"at step {ctx.state.global_step:,} already; raise max_steps to go on")
+            _print("finished", f"at step {ctx.state.global_step:,} already; raise max_steps to go on")
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         self._error = None
-        _say("model", _model_line(ctx.model))
-        _say("device", _device_line(ctx.model))
-        _say("batch", _batch_line(ctx))
-        _say("steps", _steps_line(ctx))
-        _say("output", str(ctx.args.output_dir))
+        _print("model", _model_line(ctx.model))
+        _print("device", _device_line(ctx.model))
+        _print("batch", _batch_line(ctx))
+        _print("steps", _steps_line(ctx))
+        _print("output", str(ctx.args.output_dir))
         if self._verbose:
-            _say("arguments", "\n".join(f"{name} = {value!r}" for name, value in ctx.args.to_dict().items()))
-            _say("modules", str(ctx.model))
+            _print("arguments", "\n".join(f"{name} = {value!r}" for name, value in ctx.args.to_dict().items()))
+            _print("modules", str(ctx.model))
 
     def on_exception(self, ctx: ExceptionContext) -> None:
         self._error = ctx.exception
@@ -75,25 +75,25 @@ class InfoCallback(Callback):
             why = f" by {type(self._error).__name__}: {self._error}"
         elif control.stopped_by is not None:
             why = f" by {control.stopped_by}: {control.stop_reason or 'no reason given'}"
-        newest = "no checkpoint" if checkpoint is None else f"newest checkpoint {_shown(checkpoint, ctx)}"
+        newest = "no checkpoint" if checkpoint is None else f"newest checkpoint {_relative(checkpoint, ctx)}"
         in_memory = _weights_line(ctx) if self._error is None else ""
-        _say(ctx.reason, f"at step {ctx.state.global_step:,}{why}; {newest}{in_memory}")
+        _print(ctx.reason, f"at step {ctx.state.global_step:,}{why}; {newest}{in_memory}")
         self._error = None
 
 
-def _say(what: str, text: str) -> None:
-    """One line behind a label; further lines of the text are indented to stand below it."""
+def _print(what: str, text: str) -> None:
+    """Print a line after a label; further lines of the text are indented to align with it."""
     print(f"{what:<10} " + text.replace("\n", "\n" + " " * 11), flush=True)
 
 
-def _shown(path: Path, ctx: Context) -> str:
-    """A checkpoint's path, relative to the run's folder if it lies in there."""
+def _relative(path: Path, ctx: Context) -> str:
+    """Return a checkpoint's path, relative to the run's directory if it is inside."""
     directory = ctx.args.directory
     return str(path.relative_to(directory) if path.is_relative_to(directory) else path)
 
 
 def _weights_line(ctx: TrainEndContext) -> str:
-    """Which weights a training that came to its end by itself has left in memory, where an evaluation may tell."""
+    """Describe the weights that training leaves in memory, if an evaluation has measured a best metric."""
     state, name = ctx.state, ctx.args.best_metric_name
     if state.best_metric is None:
         return ""
@@ -108,8 +108,8 @@ def _weights_line(ctx: TrainEndContext) -> str:
 def _model_line(model: nn.Module) -> str:
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     count, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
-    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper is no model
-    # fully_shard derives a class of its own from FSDPModule and the model's
+    model = getattr(model, "_orig_mod", model)  # unwrap torch.compile
+    # fully_shard derives a new class from FSDPModule and the model's class
     kind = type(model).__mro__[2] if isinstance(model, FSDPModule) else type(model)
     return f"{kind.__name__}, {count:,} parameters" + (f", {trained:,} of them trained" * (trained != count))
 
@@ -134,14 +134,14 @@ def _batch_line(ctx: Context) -> str:
 
 
 def _batch_size(ctx: Context) -> int | None:
-    """Samples in a rank's micro-batch; None where a loader of the user's own does not say."""
+    """Return the samples in a rank's micro-batch; None if a user's own loader has no ``batch_size``."""
     loader = ctx.train_dataloader
-    is_own = not hasattr(loader, "next_epoch")  # else it is the feed that the arguments have shaped
+    is_own = not hasattr(loader, "next_epoch")  # else it was built from the arguments
     return getattr(loader, "batch_size", None) if is_own else ctx.args.per_device_train_batch_size
 
 
 def _steps_line(ctx: TrainBeginContext) -> str:
     done, planned = ctx.state.global_step, ctx.state.max_steps
-    origin = "" if ctx.resumed_from is None else f" (resumed from {_shown(ctx.resumed_from, ctx)})"
+    origin = "" if ctx.resumed_from is None else f" (resumed from {_relative(ctx.resumed_from, ctx)})"
     end = f"{planned:,}" if planned > 0 else f"the end of {ctx.state.num_train_epochs:g} epoch(s)"
     return f"{done + 1:,} to {end}{origin}"

@@ -1,4 +1,4 @@
-"""JsonLogger: everything that is logged, one JSON record after the other."""
+"""JsonLogger: writes everything that is logged as JSON records."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ RESERVED = ("timestamp", "kind", "global_step", "epoch")
 
 
 class JsonLogger(RecordCallback):
-    """Writes one record for each on_log: ``timestamp`` (UTC seconds), ``global_step``, ``epoch``, the metrics.
+    """Writes one record at each on_log: ``timestamp`` (UTC seconds), ``global_step``, ``epoch``, the metrics.
 
-    Records of training have no ``kind``; the others do: ``eval``, ``final``, ``user``. An evaluation of averages in
-    the weights' place has ``evaluated_weights``, the key of the callback whose averages they are. The first record of
-    a run has ``kind`` ``header`` and holds what was given as keyword arguments::
+    Training records have no ``kind``; other records have ``eval``, ``final`` or ``user``. The record of an evaluation
+    of averaged weights has ``evaluated_weights``, the key of the callback that averages. The first record of a run has
+    ``kind`` ``header`` and contains the keyword arguments::
 
         JsonLogger(run="baseline", lr=3e-4)
 
-    A resumed run cuts the file back to its checkpoint; what came later is kept in ``logs/rewound/``. Two of them in
-    one run need different names and paths.
+    A resumed run cuts the file back to its checkpoint; later records are moved to ``logs/rewound/``. Two loggers in one
+    run need different names and paths.
 
     Args:
-        path: relative to ``output_dir``; ``logs/train.jsonl`` if None. With the suffix ``.json`` the file is a JSON
-            array that is valid after every record, with ``.jsonl`` it has a record a line.
-        name: the key of its state in checkpoints; the class's name if None.
-        header: what the first record says of this run; anything that JSON can hold.
+        path: relative to ``output_dir``; None: ``logs/train.jsonl``. With the suffix ``.json`` the file is a JSON array
+            that is valid after every record, with ``.jsonl`` it has one record per line.
+        name: the key of its state in checkpoints; None: the class's name.
+        header: further entries of the first record, as JSON values.
 
     Raises:
-        ConfigurationError: for a header key that every record has.
+        ConfigurationError: for a header key that is part of every record.
     """
 
     ranks = "zero"
@@ -49,7 +49,7 @@ class JsonLogger(RecordCallback):
         if taken:
             raise ConfigurationError(f"JsonLogger: {taken[0]}= is part of every record; use another key")
         self._header = header
-        self._said_not_writing = False
+        self._warned_not_writing = False
 
     def header(self) -> Mapping[str, Any]:
         return {"kind": "header", **self._header}
@@ -59,6 +59,6 @@ class JsonLogger(RecordCallback):
             kind = {} if ctx.kind == "train" else {"kind": ctx.kind}
             weights = {"evaluated_weights": ctx.evaluated_weights} if ctx.evaluated_weights else {}
             self.write(ctx, {**kind, **weights, **ctx.logs})
-        elif not self._said_not_writing:
-            self._said_not_writing = True
+        elif not self._warned_not_writing:
+            self._warned_not_writing = True
             logger.warning("%s writes while training runs; what is logged before or after is not kept", self.key)

@@ -1,4 +1,4 @@
-"""LearningDynamics: how far each update moves the weights, and how sure the gradients are of their direction."""
+"""LearningDynamics: relative size of each update, and signal-to-noise ratio of the gradients."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from .record_callback import RecordCallback
 
 
 class LearningDynamics(RecordCallback):
-    """Writes a record into ``logs/learning_dynamics.jsonl`` after every so many steps; of each trained parameter:
+    """Writes a record into ``logs/learning_dynamics.jsonl`` every ``every`` steps, with values per trained parameter:
 
-    - ``weight_norms``: its L2 norm after the update.
-    - ``update_ratios``: the L2 norm of the update over that of the weights before it, ‖Δw‖ / ‖w‖. About 1e-3 is
-      common; of weights that were zero it is infinite.
-    - ``gradient_snr``: signal to noise of the gradient, ‖m‖² / (Σ v − ‖m‖²) with the running means m of the gradient
-      and v of its square that Adam and its kin keep (``exp_avg``, ``exp_avg_sq``), corrected for their start at zero.
-      Only where the optimizer has them. The ratio of squared mean to variance is that of Liu et al. 2020,
-      "Understanding Why Neural Networks Generalize Well Through GSNR of Parameters" (arXiv:2001.07384), over the steps
-      that the means remember.
+    - ``weight_norms``: L2 norm after the update.
+    - ``update_ratios``: L2 norm of the update over that of the weights before it, ‖Δw‖ / ‖w‖. About 1e-3 is common;
+      infinite for weights that were zero.
+    - ``gradient_snr``: signal-to-noise ratio of the gradient, ‖m‖² / (Σ v − ‖m‖²), where m and v are the optimizer's
+      running means of the gradient and its square (``exp_avg``, ``exp_avg_sq`` of Adam and similar optimizers),
+      corrected for their start at zero. Only where the optimizer has them. The ratio of squared mean to variance is
+      that of Liu et al. 2020, "Understanding Why Neural Networks Generalize Well Through GSNR of Parameters"
+      (arXiv:2001.07384), over the steps that the means cover.
 
-    Of a step that the gradient scaler skipped under fp16 there is ``"skipped": true`` in their place: nothing moved.
-    All of whole tensors, however the model is spread. A step that is due keeps a copy of the weights for its duration;
-    the others cost nothing.
+    For a step that the fp16 gradient scaler skipped, the record has ``"skipped": true`` instead. All values are of
+    whole tensors, however the model is parallelized. A step with a record holds a copy of the weights meanwhile; other
+    steps cost nothing.
 
     Args:
-        every: steps from one record to the next.
+        every: steps between records.
 
     Raises:
-        ConfigurationError: if that is not a whole number.
+        ConfigurationError: if ``every`` is not a whole number.
     """
 
     def __init__(self, every: int = 100) -> None:
@@ -56,7 +56,7 @@ class LearningDynamics(RecordCallback):
         self._is_skipped = False  # by the gradient scaler
 
     def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
-        # Not in the table of its handlers: a loop of one's own cannot fire this, and need not be refused for it.
+        # Not a handler method: a user's own loop cannot fire this event, and must not be refused for it.
         return [*super().bound_handlers(binder), (Event.STEP_SKIPPED, self._note_skip)]
 
     def _note_skip(self, ctx: Context) -> None:
@@ -72,7 +72,7 @@ class LearningDynamics(RecordCallback):
             return
         after = _trained_pieces(ctx)
         weights = norms(before)
-        torch._foreach_sub_([piece.local for piece in before], [piece.local for piece in after])  # the copy has done
+        torch._foreach_sub_([piece.local for piece in before], [piece.local for piece in after])  # reuses the copy
         updates = norms(before)
         ratios = DeviceScalars(weights.names, updates.values / weights.values)
         self._measured = [norms(after), ratios, _signal_to_noise(ctx)]
@@ -95,11 +95,11 @@ def _trained_pieces(ctx: Context) -> list[LocalShard]:
 
 
 def _signal_to_noise(ctx: Context) -> DeviceScalars:
-    """From the optimizer's running means, where it has them."""
+    """Compute the ratio from the optimizer's running means, where it has them."""
     betas = {id(each): group.get("betas") for group in ctx.optimizer.param_groups for each in group["params"]}
     means: list[LocalShard] = []
     squares: list[LocalShard] = []
-    starts: list[Tensor] = []  # what is to be corrected for: of the squared mean, of the mean square
+    starts: list[Tensor] = []  # bias corrections of the squared mean and of the mean square
     trained = {piece.name: piece for piece in _trained_pieces(ctx)}
     for name, parameter in named_parameters(ctx.model):
         state = ctx.optimizer.state.get(parameter, {})

@@ -1,4 +1,4 @@
-"""LogInputSummaries: what the inputs are like."""
+"""LogInputSummaries: mean, deviation, minimum and maximum of the inputs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dalsegno.events.contexts import LogContext, MicrobatchBeginContext
 
 
 class LogInputSummaries(Callback):
-    """Adds to each record of training ``input/<name>/mean``, ``std``, ``min`` and ``max`` of every tensor in the step's
-    first micro-batch, over all ranks.
+    """Adds ``input/<name>/mean``, ``std``, ``min`` and ``max`` of every tensor in the step's first micro-batch, over
+    all ranks, to each record of training.
 
-    Of batches that are mappings; tensors of numbers only, by their keys. NaN and infinity show in the values. The
-    statistics are taken on the device and read with the record.
+    Only for batches that are mappings; ``<name>`` is the key. Complex tensors are left out. NaN and infinity propagate
+    into the values. The statistics are computed on the device and read with the record.
     """
 
     makes_wishes = False
@@ -39,11 +39,11 @@ class LogInputSummaries(Callback):
             return
         measured, self._measured = self._measured, {}
         numbers = torch.stack([*measured.values()]).tolist() if measured else []
-        told = collectives.gather(dict(zip(measured, numbers, strict=True)), "LogInputSummaries")
-        for name in dict.fromkeys(name for each in told for name in each):
-            of_ranks = torch.tensor([each[name] for each in told if name in each], dtype=torch.float64)
+        gathered = collectives.gather(dict(zip(measured, numbers, strict=True)), "LogInputSummaries")
+        for name in dict.fromkeys(name for each in gathered for name in each):
+            of_ranks = torch.tensor([each[name] for each in gathered if name in each], dtype=torch.float64)
             counts, means, deviations, lowest, highest = of_ranks.unbind(1)
-            count = counts.sum()  # of no elements: the rest is NaN
+            count = counts.sum()  # without elements, mean and deviation are NaN
             mean = (counts * means).sum() / count
             variance = (deviations + counts * (means - mean).square()).sum() / count
             ctx.logs[f"input/{name}/mean"] = float(mean)
@@ -53,7 +53,7 @@ class LogInputSummaries(Callback):
 
 
 def _measure(tensor: Tensor) -> Tensor:
-    """Shape (5,), float64: count, mean, sum of squared deviations from it, minimum, maximum."""
+    """Return count, mean, sum of squared deviations from the mean, minimum, maximum: shape (5,), float64."""
     if not tensor.numel():
         return torch.tensor([0.0, 0.0, 0.0, torch.inf, -torch.inf], dtype=torch.float64, device=tensor.device)
     flat = tensor.detach().double()

@@ -1,4 +1,4 @@
-"""LogOptimizerParamGroup: the optimizer's settings, as they are at each record."""
+"""LogOptimizerParamGroup: the optimizer's current settings, in each record."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .argument_checks import texts
 class LogOptimizerParamGroup(Callback):
     """Adds settings of every parameter group to each record of training, as ``<key>/<group>``.
 
-    A group is named by its ``name``, if it has one that no other has, else by its number. Values are those of the
-    moment of the record: the learning rate is the one that the next update is going to use.
+    ``<group>`` is the group's ``name`` if it has a unique one, else its number. Values are read when the record is
+    made: the learning rate is that of the next update.
 
     Args:
-        keys: which settings, such as ``["lr", "weight_decay"]``; a single one may be given as it is.
+        keys: names of settings, such as ``["lr", "weight_decay"]``, or a single name.
 
     Raises:
-        ConfigurationError: if there is no key, or one is not a text.
-        UnknownName: when training begins, if no group has such a setting; the message names the nearest.
+        ConfigurationError: if there is no key, or a key is not a string.
+        UnknownName: when training begins, if no group has the setting; the message names the nearest.
     """
 
     makes_wishes = False

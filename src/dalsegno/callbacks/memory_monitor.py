@@ -1,4 +1,4 @@
-"""MemoryMonitor: what memory each record's step has left in use, and how hard it was to come by."""
+"""MemoryMonitor: memory in use at each record, and the allocator's retries."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _CUDA = {
 
 
 class MemoryMonitor(Callback):
-    """Adds memory to each record of training, in bytes, of the rank that has the most of each:
+    """Adds memory to each record of training, in bytes; each value is the maximum over ranks:
 
-    - ``memory/active``, ``memory/active_peak``: in use by tensors, or freed but still awaited by a stream.
-    - ``memory/reserved``, ``memory/reserved_peak``: taken from the device by PyTorch's allocator.
-    - ``memory/retries``: how often the allocator had to empty its cache to find memory: more than none, and growing,
-      means fragmentation or too large a batch, and costs speed.
-    - ``memory/ooms``: how often it found none even so.
+    - ``memory/active``, ``memory/active_peak``: in use by tensors, or freed while a stream still uses it.
+    - ``memory/reserved``, ``memory/reserved_peak``: reserved on the device by PyTorch's allocator.
+    - ``memory/retries``: number of times the allocator emptied its cache to find memory. A growing number means
+      fragmentation or a batch that is too large, and slows training.
+    - ``memory/ooms``: number of times that still failed.
 
-    These are of CUDA, as ``torch.cuda.memory_stats`` defines them; peaks and counts are since the process began, since
-    no counter is reset: others read them too. Elsewhere there are ``memory/resident`` and ``memory/resident_peak``
-    of the process. One small reduction a record; the device is not waited for.
+    These are for CUDA, as ``torch.cuda.memory_stats`` defines them. Peaks and counts are since the process began: no
+    counter is reset, since other code may read it. Elsewhere there are the process's ``memory/resident`` and
+    ``memory/resident_peak``. Costs one small reduction per record, and does not wait for the device.
     """
 
     makes_wishes = False
@@ -57,12 +57,12 @@ class MemoryMonitor(Callback):
         if self._device.type == "cuda":
             stats = torch.cuda.memory_stats(self._device)
             return {name: int(stats.get(key, 0)) for name, key in _CUDA.items()}
-        resident = _resident()  # counted by the kernel on its own time: it may be ahead of the peak
+        resident = _resident()  # the kernel updates the peak later, so this may exceed it
         return {"memory/resident": resident, "memory/resident_peak": max(resident, peak_memory(self._device))}
 
 
 def _resident() -> int:
-    """Bytes of this process in memory now; the peak where the system does not say."""
+    """Return the resident bytes of this process; the peak where the system does not report them."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:

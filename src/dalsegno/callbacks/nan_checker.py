@@ -1,4 +1,4 @@
-"""NaNChecker: the module in which a number first stops being one."""
+"""NaNChecker: finds the first module to produce NaN or Inf."""
 
 from __future__ import annotations
 
@@ -32,46 +32,47 @@ from .measures.module_outputs import tensors_in
 _NONE = 2**62
 _GRADIENT = "the gradient of "
 _OF_WEIGHTS = f"{_GRADIENT}weights "
-_SKIPS = 20  # in a row: by then a gradient scaler's 65536 has come down below 1, and explains nothing any more
+_SKIPS = 20  # in a row: by then a gradient scaler's scale has fallen from 65536 to below 1, and is not the cause
 
 
 class NaNChecker(Callback):
-    """Looks at what every module puts out, at the gradient of that, and at the gradient of every parameter, and ends
-    the run, without a checkpoint, where one holds NaN or infinity. The reason names the first such module, in the order
-    in which they ran, with its step and rank; where all outputs and their gradients are finite, the parameter. Its
-    gradient is that of all ranks together, before it is clipped: clipping spreads one NaN to all of them.
+    """Checks the outputs of every module, the gradients of these, and the gradients of all parameters.
 
-    Each is looked at on the device; the answers are read at steps that log, and before each save. It costs a pass over
-    all activations and gradients, and keeps nothing of them: a tool for finding out, not for every run. Tensors inside
-    of tuples, lists and dicts are found too. Infinity where a model means it, in an attention mask say, is none of a
-    module's output. Under fp16, gradients are scaled up until they do not fit any more, and the scaler skips that step:
-    such gradients are no finding, unless it skips one step after the other.
+    Stops the run, without a checkpoint, if one contains NaN or infinity. The stop reason names the first such module in
+    the order of execution, with its step and rank; if all outputs and their gradients are finite, the parameter.
+    Parameters' gradients are checked after the reduction over ranks and before clipping, which spreads one NaN to all.
+
+    Each tensor is checked on its device; results are read at steps with a record, and before each save. Costs a pass
+    over all activations and gradients, and no memory for them: for debugging, not for every run. Tensors inside tuples,
+    lists and dicts are checked, too. Intended infinities, such as those of an attention mask, are not module outputs.
+    Under fp16, the gradient scaler raises its scale until gradients overflow, and skips that step: such gradients are
+    ignored, unless the scaler skips many steps in a row.
 
     Args:
-        gradients: look at gradients too.
+        gradients: check gradients, too.
 
     Raises:
-        ConfigurationError: if that is neither True nor False.
+        ConfigurationError: if ``gradients`` is neither True nor False.
     """
 
-    makes_wishes = False  # but where records and checkpoints are due, where the ranks agree anyway
+    makes_wishes = False  # except at records and checkpoints, where the ranks synchronize anyway
 
     def __init__(self, gradients: bool = True) -> None:
         self._gradients = flag("NaNChecker", "gradients", gradients)
         self._handles: list[RemovableHandle] = []
-        self._what: list[str] = []  # of this step, in order
-        self._extremes: list[Sequence[Tensor]] = []  # its smallest and its largest number, 0-dim
+        self._what: list[str] = []  # checked in this step, in order
+        self._extremes: list[Sequence[Tensor]] = []  # minimum and maximum of each, 0-dim
         self._steps: list[tuple[int, int, list[str]]] = []
-        """Of the steps since the last reading: the number of the first finding, the step, what was looked at."""
+        """Of each step since the last reading: the number of its first check, the step, and what was checked."""
         self._last: tuple[Callable[[], Tensor | None], int] = (lambda: None), 0
-        """The output that was looked at last, as long as it is there, and how often it had been changed in place."""
-        self._skips = 0  # steps that were skipped, in a row
+        """Weak reference to the output that was checked last, and its version, which counts changes in place."""
+        self._skips = 0  # consecutive skipped steps
         self._is_skipped = False
         self._first: Tensor | None = None
-        """The number of the first broken finding, or _NONE; on the device."""
+        """Number of the first check that failed, or _NONE; on the device."""
 
     def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
-        """Also what only some loops can tell: so that others need not refuse it."""
+        """Also handle events that only some loops fire, so that other loops need not refuse this callback."""
         some = [(Event.GRADIENTS_READY, self._note_gradients), (Event.STEP_SKIPPED, self._note_skip)]
         return [*super().bound_handlers(binder), *some]
 
@@ -79,7 +80,7 @@ class NaNChecker(Callback):
         self._what, self._extremes, self._steps, self._first = [], [], [], None
         if hasattr(ctx.model, "_orig_mod") or getattr(ctx.model, "_compiled_call_impl", None) is not None:
             raise ConfigurationError(
-                "NaNChecker: a compiled model has no modules left to look into; give it as it is, torch_compile=False"
+                "NaNChecker: a compiled model's modules cannot be observed; train with torch_compile=False"
             )
         for name, module in ctx.model.named_modules():
             shown = strip_wrappers(f"{name}.").removesuffix(".") or type(module).__name__
@@ -116,14 +117,14 @@ class NaNChecker(Callback):
             self._what, self._extremes = [what for what, _ in kept], [extremes for _, extremes in kept]
 
     def _judge(self, ctx: Context) -> None:
-        """On all ranks: what breaks on one of them is in the weights of all a step later."""
+        """Stop if a rank has found something. Collective: one rank's NaN is in all ranks' weights a step later."""
         broken = self._read()
         if collectives.all_reduce_max([broken is not None], "NaNChecker")[0]:
-            told = collectives.gather(broken, "what NaNChecker found")
-            found = ((*each, rank) for rank, each in enumerate(told) if each is not None)
-            # A weight's gradient has gone through all ranks: what one of them has found in a module comes before it.
+            gathered = collectives.gather(broken, "what NaNChecker found")
+            found = ((*each, rank) for rank, each in enumerate(gathered) if each is not None)
+            # Parameters' gradients are reduced over all ranks: what one rank has found in a module comes before.
             step, what, rank = min(found, key=lambda each: (each[0], each[1].startswith(_OF_WEIGHTS)))
-            where = f"on rank {rank}" if not what.startswith(_OF_WEIGHTS) or len(told) == 1 else "over all ranks"
+            where = f"on rank {rank}" if not what.startswith(_OF_WEIGHTS) or len(gathered) == 1 else "over all ranks"
             ctx.control.stop(f"{what} is not finite, first in step {step}, {where}", save=False, final=True)
 
     def _looking_at(self, name: str) -> Any:
@@ -131,11 +132,11 @@ class NaNChecker(Callback):
         note_gradient = partial(self._note, f"{_GRADIENT}{what}")
 
         def look(module: nn.Module, args: Any, outputs: Any) -> None:
-            if not torch.is_grad_enabled():  # an evaluation's
+            if not torch.is_grad_enabled():  # in an evaluation
                 return
             for tensor in tensors_in(outputs):
                 is_number = tensor.is_floating_point() or tensor.is_complex()
-                if not is_number or self._has_just_seen(tensor):  # what a module hands on from its last part
+                if not is_number or self._has_just_seen(tensor):  # returned unchanged from its last submodule
                     continue
                 self._note(what, tensor)
                 if self._gradients and tensor.requires_grad:
@@ -152,10 +153,10 @@ class NaNChecker(Callback):
         local = dense(tensor.detach())
         if local.numel():
             self._what.append(what)
-            self._extremes.append(torch.aminmax(local))  # NaN is both; one pass, where isfinite takes several
+            self._extremes.append(torch.aminmax(local))  # propagates NaN; one pass, where isfinite takes several
 
     def _note_step(self, step: int) -> None:
-        """Make one number of this step's findings, where they lie."""
+        """Reduce this step's checks to one number, on the device."""
         what, extremes, self._what, self._extremes = self._what, self._extremes, [], []
         if not what:
             return
@@ -163,7 +164,7 @@ class NaNChecker(Callback):
         if self._steps:
             begins, _, before = self._steps[-1]
             begins += len(before)
-            what = before if what == before else what  # most steps are alike
+            what = before if what == before else what  # shared, since most steps are alike
         self._steps.append((begins, step, what))
         place = extremes[0][0].device
         flat = [each for pair in extremes for each in pair]
@@ -173,7 +174,7 @@ class NaNChecker(Callback):
         self._first = first if self._first is None else torch.minimum(self._first, first)
 
     def _read(self) -> tuple[int, str] | None:
-        """Step and name of the first that was broken."""
+        """Return step and name of the first check that failed."""
         steps, first, self._steps, self._first = self._steps, self._first, [], None
         number = _NONE if first is None else int(first)
         for begins, step, what in steps:

@@ -1,4 +1,4 @@
-"""Notify: a message when something has become of the run."""
+"""Notify: sends a message at events of the run."""
 
 from __future__ import annotations
 
@@ -25,27 +25,26 @@ from .argument_checks import one_of, texts
 logger = logging.getLogger("dalsegno")
 
 OCCASIONS = ("begin", "evaluate", "save", "end", "exception")
-_PATIENCE = 10.0  # seconds that the end of training waits for messages on their way
+_JOIN_TIMEOUT = 10.0  # seconds for which the end of training waits for messages being sent
 
 
 class Notify(Callback):
-    """Sends a message through `apprise <https://github.com/caronc/apprise>`_: Slack, mail, a web hook, a phone.
+    """Sends messages through `apprise <https://github.com/caronc/apprise>`_: to Slack, by mail, to a web hook, a phone.
 
     ::
 
         Notify("slack://token/#runs", on=["end", "exception"])
 
-    Rank 0 sends, on a thread beside the training; what cannot be sent is said in the log, and the training goes on.
-    Messages name the run, its step, and what there is to say: metrics of an evaluation, a checkpoint's name, why it
-    ended.
+    Rank 0 sends them on background threads. A message that cannot be sent is logged; training continues. Messages
+    contain the run's name, its step, and details: an evaluation's metrics, a checkpoint's name, or why training ended.
 
     Args:
-        urls: where to, as apprise writes it; one or several.
-        on: when: ``begin``, ``evaluate``, ``save``, ``end``, ``exception``.
+        urls: one or several addresses in apprise's form.
+        on: one or several of ``begin``, ``evaluate``, ``save``, ``end``, ``exception``.
 
     Raises:
         ConfigurationError: for an address that apprise does not understand, or if apprise is not installed.
-        UnknownName: for an occasion that does not exist; the message names the nearest.
+        UnknownName: for an unknown value of ``on``; the message names the nearest.
     """
 
     ranks = "zero"
@@ -56,7 +55,7 @@ class Notify(Callback):
         self._apprise = _apprise()
         for number, url in enumerate(texts("Notify", "urls", urls)):
             if not self._apprise.add(url):
-                scheme = url.partition("://")[0]  # the rest may hold a password
+                scheme = url.partition("://")[0]  # the rest may contain a password
                 raise ConfigurationError(
                     f"Notify: urls[{number}]: apprise does not understand the address {scheme}://…; see its list"
                 )
@@ -88,12 +87,12 @@ class Notify(Callback):
             asked = ctx.control.stop_reason
             self._send(ctx, ctx.reason, f"asked for by {ctx.control.stopped_by}: {asked}" if asked else "")
         while self._sending:
-            self._sending.pop().join(_PATIENCE)
+            self._sending.pop().join(_JOIN_TIMEOUT)
 
     def _send(self, ctx: Context, what: str, text: str) -> None:
         title = f"{ctx.args.run_name or ctx.args.directory.name}: {what}"
         body = f"step {ctx.state.global_step:,} on {socket.gethostname()}" + (f"\n{text}" if text else "")
-        # Daemonic: a server that does not answer shall not keep the process from ending.
+        # Daemonic: a server that does not answer must not keep the process alive.
         thread = threading.Thread(target=self._deliver, args=(title, body), name="dalsegno-notify", daemon=True)
         self._sending = [each for each in self._sending if each.is_alive()] + [thread]
         thread.start()

@@ -1,4 +1,4 @@
-"""ParameterNormLogger: how large every parameter is, as a vector and as a matrix, at each evaluation."""
+"""ParameterNormLogger: writes the L2 and spectral norm of each parameter at each evaluation."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ class ParameterNormState(TypedDict):
 class ParameterNormLogger(RecordCallback):
     """Writes a record into ``logs/parameter_norms.jsonl`` at each step that ends with an evaluation.
 
-    ``norms`` holds the L2 norm (fp32) of each parameter, ``spectral_norms`` the largest singular value of each as a
-    matrix of its first dimension by all others; of a parameter with one dimension it is the largest absolute value, of
-    one with three that is no convolution's it is that of each matrix in it, under ``<name>.<number>``. It is iterated
-    until it is right to 0.05 % (:mod:`dalsegno.callbacks.measures.spectral_norm`); ``unfinished`` holds the relative
-    residuals of those squared norms that ``power_iter_steps`` were too few for. Both under the parameters' own names, a
-    tied one once, of whole parameters however the model is spread.
+    ``norms`` holds the L2 norm (fp32) of each parameter; ``spectral_norms`` its largest singular value as a matrix of
+    its first dimension by all others. For a parameter with one dimension that is the largest absolute value; one with
+    three, except a convolution's, has the value of each matrix in it, under ``<name>.<number>``. Power iteration runs
+    to a precision of 0.05 % (:mod:`dalsegno.callbacks.measures.spectral_norm`); ``unfinished`` holds the relative
+    residuals of those squared norms for which ``power_iter_steps`` were too few. Both use the parameters' names, with a
+    tied parameter once, and are of whole parameters, however the model is parallelized.
 
-    The iteration goes on from its last vector, which is part of the callback's state, and begins at a vector that
-    depends on the parameter's name alone: the training's random numbers are not touched. Other steps cost nothing.
+    The iteration resumes from its last vector, which is part of the callback's state. Its first vector depends on the
+    parameter's name only, so the training's random generators are not used. Other steps cost nothing.
 
     Args:
         log_norms: write ``norms``.
         log_spectral_norms: write ``spectral_norms``.
-        power_iter_steps: the most iterations at an evaluation.
+        power_iter_steps: maximum number of iterations per evaluation.
 
     Raises:
-        ConfigurationError: for a value that cannot work.
+        ConfigurationError: for an invalid value.
     """
 
     state_schema = ParameterNormState

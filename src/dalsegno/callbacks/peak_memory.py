@@ -1,4 +1,4 @@
-"""PeakMemory: how much memory each rank has needed."""
+"""PeakMemory: the peak memory of each rank."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ logger = logging.getLogger("dalsegno")
 
 
 class PeakMemory(Callback):
-    """Prints, when training ends, the most memory that each rank has had in use at once, since its process began.
+    """Prints the peak memory of each rank since its process began, when training ends.
 
-    On CUDA what PyTorch has allocated on the model's device; elsewhere the process's resident memory. No counter is
-    reset: others read them too.
+    On CUDA, the memory that PyTorch has allocated on the model's device; elsewhere the process's resident memory. No
+    counter is reset, since other code may read it.
 
     Args:
-        summary_writer: gets ``peak-mem/rank-0`` and so on, in bytes, with each record of training; rank 0 writes.
-        show_details: print torch's own summary of each device's memory too (CUDA).
-        do_log: add ``rank_peak_mem`` to each record of training: a list, bytes of each rank.
+        summary_writer: rank 0 writes ``peak-mem/rank-0`` and so on to it, in bytes, with each training record.
+        show_details: also print torch's summary of each device's memory (CUDA).
+        do_log: add ``rank_peak_mem`` to each training record: a list of each rank's bytes.
         enable_memory_snapshot: record allocations with their stacks (CUDA), and write them at the end, for
-            https://pytorch.org/memory_viz, into ``output_dir``. It slows the training.
-        file_prefix: of the snapshots: ``<prefix>-rank-00000.pickle``. dalsegno never reads one.
+            https://pytorch.org/memory_viz, into ``output_dir``. Slows training.
+        file_prefix: prefix of the snapshots: ``<prefix>-rank-00000.pickle``. dalsegno never reads one.
 
     Raises:
-        ConfigurationError: for a value that cannot work.
+        ConfigurationError: for an invalid value.
     """
 
     makes_wishes = False

@@ -1,4 +1,4 @@
-"""ProfilerCallback: a few steps under torch's profiler."""
+"""ProfilerCallback: runs torch's profiler over a few steps."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ _ROWS = 20  # of a summary table
 
 
 class ProfilerCallback(Callback):
-    """Profiles some steps of each leg, on one rank, and writes what they did with their time.
+    """Profiles some steps of each leg, on one rank.
 
-    There is a Chrome trace, ``…-rank-00000.trace.json.gz`` (open it at https://ui.perfetto.dev), and a
-    table of the operations that took the longest, ``…-rank-00000.txt``, which is printed too. Where training ends
-    while the profiler runs, however it ends, they are of the steps until then. The steps themselves are slower; results
-    stay the same.
+    Writes a Chrome trace, ``…-rank-00000.trace.json.gz`` (open it at https://ui.perfetto.dev), and a table of the
+    operations that took the longest, ``…-rank-00000.txt``, which is also printed. If training ends while the profiler
+    runs, also by an exception, both cover the steps until then. Profiled steps are slower; results do not change.
 
     Args:
-        start_step: how many steps of the leg come before: the first ones are slow for reasons of their own.
-        num_steps: how many are profiled.
-        output_dir: where to; ``profile`` in the run's folder if None. Legs add to it: names begin with the first
-            profiled step.
-        with_stack: note where in the program each operation was called.
+        start_step: number of the leg's steps before the first profiled step; a leg's first steps are slower than
+            others.
+        num_steps: number of profiled steps.
+        output_dir: directory for the files; None: ``profile`` in the run's directory. File names begin with the first
+            profiled step, so legs do not overwrite each other's.
+        with_stack: record the call stack of each operation.
         with_flops: estimate floating-point operations.
-        record_shapes: note the shapes of inputs.
-        warmup_steps: how many of those before run under the profiler already, and are left out of what it writes: where
-            it begins, it is slow itself. Fewer if there are not so many.
-        rank: the one that profiles; None: each of them, with files of its own. At hundreds of ranks that is a lot.
+        record_shapes: record the shapes of inputs.
+        warmup_steps: number of steps before ``start_step`` that already run under the profiler, and are left out, since
+            the profiler is slow at its start. At most ``start_step``.
+        rank: the rank that profiles; None: every rank, each with separate files. For hundreds of ranks that is a lot.
 
     Raises:
-        ConfigurationError: for a value that cannot work.
+        ConfigurationError: for an invalid value.
     """
 
     makes_wishes = False
@@ -80,7 +80,7 @@ class ProfilerCallback(Callback):
     def on_step_begin(self, ctx: Context) -> None:
         if self._steps == self._start_step - self._warmup and self._rank in (None, collectives.rank()):
             self._profile = profile(
-                schedule=schedule(wait=0, warmup=self._warmup, active=self._num_steps + 1),  # the last never comes
+                schedule=schedule(wait=0, warmup=self._warmup, active=self._num_steps + 1),  # stopped before the last
                 activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])],
                 with_stack=self._with_stack,
                 with_flops=self._with_flops,
@@ -105,7 +105,7 @@ class ProfilerCallback(Callback):
             return
         running, self._profile = self._profile, None
         running.stop()
-        if not self._first:  # it has only been warming up
+        if not self._first:  # stopped during warm-up
             return
         folder = self._output_dir or ctx.args.directory / "profile"
         folder.mkdir(parents=True, exist_ok=True)

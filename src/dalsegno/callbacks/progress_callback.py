@@ -1,4 +1,4 @@
-"""ProgressCallback: how far the training is, as a bar where somebody looks on, else as lines."""
+"""ProgressCallback: shows the progress of training, as a bar in interactive use, else as lines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dalsegno.events.contexts import (
 )
 
 Shown = Sequence[str] | Mapping[str, str]
-"""Names of logged values, in order; or each with a format such as ``".3f"`` (``""``: as it comes)."""
+"""Names of logged values, in order; or names with formats such as ``".3f"`` (``""``: chosen by magnitude)."""
 
 STEP_COLUMNS = {
     "step": ".0f",
@@ -39,21 +39,21 @@ FINAL_METRICS = {
 
 
 class ProgressCallback(Callback):
-    """Rank 0 shows each record of training: a line of aligned columns, or a bar on a terminal and in a notebook.
+    """Shows each training record on rank 0: a line of aligned columns, or a bar on a terminal and in a notebook.
 
-    Evaluations, and what ``trainer.log`` is given, are a line each with all their values. The bar begins at the step
-    that the run is resumed from. ``TrainingArguments(disable_tqdm=True)`` means lines, whatever is asked for here.
+    Evaluations and records of ``trainer.log`` are one line each, with all their values. The bar begins at the step that
+    the run is resumed from. ``TrainingArguments(disable_tqdm=True)`` forces lines.
 
     Args:
         use_tqdm: True: always a bar; False: never; None: on a terminal and in a notebook.
-        output_stream: where all of it goes; None: lines to ``sys.stdout``, the bar to ``sys.stderr``.
-        step_columns: which values of a record to show; ``step`` and ``epoch`` are known besides what is logged. None:
-            step, epoch, loss, grad_norm, learning_rate and tok_per_sec, as far as there are such values.
-        final_metrics: which values of the final record to show; None: mean loss, seconds, samples and steps a second.
-        header_interval: lines of columns from one header to the next.
+        output_stream: stream for all output; None: lines to ``sys.stdout``, the bar to ``sys.stderr``.
+        step_columns: values of a record to show; besides logged values, ``step`` and ``epoch``. None: step, epoch,
+            loss, grad_norm, learning_rate and tok_per_sec, as far as they are logged.
+        final_metrics: values of the final record to show; None: mean loss, seconds, samples and steps per second.
+        header_interval: number of lines between headers.
 
     Raises:
-        ConfigurationError: for a value that cannot work; the message names the argument.
+        ConfigurationError: for an invalid value; the message names the argument.
     """
 
     makes_wishes = False
@@ -117,27 +117,30 @@ class ProgressCallback(Callback):
 
 
 class Display(Protocol):
-    """What shows the progress."""
+    """Shows the progress."""
 
     def advance(self, step: int) -> None:
-        """So many steps are done. Called after each, so it must cost next to nothing."""
+        """Show that ``step`` steps are done. Called after each step, so it must be cheap."""
 
     def record(self, values: Mapping[str, Any]) -> None:
-        """Show a record of training."""
+        """Show a training record."""
 
     def say(self, line: str) -> None:
         """Show a line of text."""
 
     def close(self) -> None:
-        """Nothing follows."""
+        """End the display."""
 
 
 WIDTH = 9
-"""Characters of a column, or more where its name has more."""
+"""Minimum width of a column in characters; a longer name widens it."""
 
 
 class Lines:
-    """A line for each record, in columns under a header. A column without any value so far is left out, or is "-"."""
+    """Prints a line for each record, in columns under a header.
+
+    A column that has had no value yet is left out; with ``shows_absent``, it shows "-".
+    """
 
     def __init__(
         self, stream: TextIO | None, formats: Mapping[str, str], header_interval: int, *, shows_absent: bool
@@ -149,7 +152,7 @@ class Lines:
         self._until_header = 0
 
     def begin(self) -> None:
-        """Let a header come before the next line."""
+        """Print a header before the next line."""
         self._until_header = 0
 
     def advance(self, step: int) -> None:
@@ -171,13 +174,13 @@ class Lines:
 
 
 class _Tqdm(tqdm):  # type: ignore[misc]  # tqdm has no types
-    monitor_interval = 0  # no thread to watch over it, which would outlive the training
+    monitor_interval = 0  # no monitor thread, which would outlive training
 
 
 class Bar:
-    """A bar of tqdm's that stands at the steps done, with the newest record's values behind it.
+    """A tqdm bar of the steps done, followed by the last record's values.
 
-    It is drawn when the first step is done, so that what is printed before does not tear it.
+    First drawn after the first step, so that earlier prints do not break it.
     """
 
     def __init__(self, stream: TextIO | None, formats: Mapping[str, str], done: int, planned: int) -> None:
@@ -191,7 +194,7 @@ class Bar:
             dynamic_ncols=True,
             miniters=1,
             mininterval=0.2,  # seconds
-            delay=1e-9,  # none, but not drawn at once
+            delay=1e-9,  # practically none, but postpones the first drawing
         )
 
     def advance(self, step: int) -> None:
@@ -209,7 +212,7 @@ class Bar:
 
 
 def shown(value: Any, spec: str = "") -> str:
-    """A logged value as text: a number in the given format, else as it reads best; "-" for None."""
+    """Format a logged value: a number by ``spec``, or by its magnitude if that is empty; "-" for None."""
     if value is None:
         return "-"
     if not isinstance(value, (int, float)) or isinstance(value, bool):
@@ -226,10 +229,10 @@ def _aligned(columns: Mapping[str, str], texts: Sequence[str]) -> str:
 
 
 def _formats(argument: str, asked: Shown) -> dict[str, str]:
-    """Key to format.
+    """Return formats by name.
 
     Raises:
-        ConfigurationError: if it is neither names nor names with formats that a number can be shown in.
+        ConfigurationError: unless ``asked`` is names, or names with valid formats of a number.
     """
     if isinstance(asked, str) or not isinstance(asked, (Sequence, Mapping)):
         raise ConfigurationError(

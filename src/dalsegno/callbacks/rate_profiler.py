@@ -1,4 +1,4 @@
-"""RateProfiler: samples and tokens per second, of all ranks together and of each."""
+"""RateProfiler: samples and tokens per second, in total and of each rank."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dalsegno.events.contexts import LogContext, MicrobatchEndContext, RollbackC
 
 
 class RateProfiler(Callback):
-    """Adds to each record of training, over the time since the last one, evaluations and saves included:
+    """Adds rates since the last record, including evaluations and saves, to each training record:
 
-    - ``samples_per_second``, ``tokens_per_second``: of all ranks together.
-    - ``rank_samples_per_second``, ``rank_tokens_per_second``: a list, each rank's own.
+    - ``samples_per_second``, ``tokens_per_second``: sums over ranks.
+    - ``rank_samples_per_second``, ``rank_tokens_per_second``: lists with each rank's rate.
 
-    Tokens are the elements of a batch's ``input_ids``; without them there are no such values. Padding does not count.
-    One small collective a record; the device is not waited for.
+    Tokens are the elements of ``input_ids``; batches without them have no token rates. Padding does not count. Costs
+    one small collective per record, and does not wait for the device.
     """
 
     makes_wishes = False

@@ -1,4 +1,4 @@
-"""RecordCallback: what callbacks have in common that keep a log file of their own."""
+"""RecordCallback: base class of callbacks that write a log file."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ logger = logging.getLogger("dalsegno")
 
 
 class RecordCallback(Callback):
-    """Rank 0 writes records into a log that is cut back on resume to where the checkpoint was taken.
+    """Writes records into a log on rank 0; a resume cuts the log back to its length at the checkpoint.
 
-    The file is open from on_train_begin to on_train_end. A second ``train()`` goes on behind the last record. A record
-    that does not get to the disk (it is full, say) does not end the run: that it is lost is logged, and the next one is
-    tried.
+    The file is open from on_train_begin to on_train_end. A second ``train()`` appends. A record that cannot be written
+    (say, the disk is full) does not end the run: its loss is logged, and the next record is tried.
     """
 
     makes_wishes = False
@@ -29,12 +28,12 @@ class RecordCallback(Callback):
     state_schema: Any = PositionState | None
 
     def __init__(self, path: str | Path) -> None:
-        """``path`` is relative to ``output_dir``; its suffix chooses the format, as :class:`RecordLog` says."""
+        """``path`` is relative to ``output_dir``; its suffix chooses the format: see :class:`RecordLog`."""
         self._path = path
         self._log: RecordLog | None = None
         self._position: Any = None
-        """Where the log goes on when it is opened: a state of RecordLog; None: at the beginning."""
-        self._lost: list[int] = []  # steps of the records that did not get to the disk, since one did
+        """RecordLog state from which the log continues when it is opened; None: from the beginning."""
+        self._lost: list[int] = []  # steps of the records lost since the last one that was written
 
     @property
     def writing(self) -> bool:
@@ -42,7 +41,7 @@ class RecordCallback(Callback):
         return self._log is not None
 
     def write(self, ctx: Context, values: Mapping[str, Any]) -> None:
-        """Append one record: when and at which step, then ``values``."""
+        """Append one record: timestamp, step and epoch, then ``values``."""
         if self._log is not None:
             now = {"timestamp": time.time(), "global_step": ctx.state.global_step, "epoch": ctx.state.epoch}
             try:
@@ -50,10 +49,10 @@ class RecordCallback(Callback):
             except OSError as error:
                 self._note_loss(self._log, ctx.state.global_step, error)
             else:
-                self._tell_loss(self._log, "is written again")
+                self._log_loss(self._log, "is written again")
 
     def header(self) -> Mapping[str, Any] | None:
-        """The first record of the file, if it shall have one."""
+        """Return the first record of the file; None for no such record."""
         return None
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
@@ -65,7 +64,7 @@ class RecordCallback(Callback):
 
     def on_train_end(self, ctx: TrainEndContext) -> None:
         if self._log is not None:
-            self._tell_loss(self._log, "ends incomplete")
+            self._log_loss(self._log, "ends incomplete")
             self._position = self._log.state()
             self._log.make_durable()
             self._log.close()
@@ -75,13 +74,13 @@ class RecordCallback(Callback):
         return self._position if self._log is None else self._log.state()
 
     def make_durable(self) -> None:
-        """What a checkpoint says of the file must be on the disk before the checkpoint is."""
+        """Fsync the file: the length in a checkpoint must be on disk before the checkpoint is published."""
         log = self._log
         if log is not None:
             log.make_durable()
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from there at once if the log is open (a rollback), else when it is opened."""
+        """Cut the log back at once if it is open (rollback), else when it is opened."""
         self._position = state
         if self._log is not None:
             self._log.make_durable()
@@ -96,8 +95,8 @@ class RecordCallback(Callback):
             logger.error("%s: the record of step %d is lost (%s); training goes on", log.path, step, error)
         self._lost.append(step)
 
-    def _tell_loss(self, log: RecordLog, state: str) -> None:
-        """How much is lost, once that is known."""
+    def _log_loss(self, log: RecordLog, state: str) -> None:
+        """Log how many records were lost, if any."""
         if self._lost:
             count, first, last = len(self._lost), self._lost[0], self._lost[-1]
             logger.warning("%s %s: %d records are lost, of steps %d to %d", log.path, state, count, first, last)

@@ -1,4 +1,4 @@
-"""ResumableSummaryWriter: TensorBoard's writer, with curves that go on after a resume as if nothing had happened."""
+"""ResumableSummaryWriter: a TensorBoard writer whose curves continue after a resume without duplicates or gaps."""
 
 from __future__ import annotations
 
@@ -27,30 +27,29 @@ logger = logging.getLogger("dalsegno")
 
 
 class ResumableSummaryWriter(Callback):
-    """A callback and a ``SummaryWriter`` in one: give it to the trainer, and use it as the writer that it is::
+    """A callback that is also a ``SummaryWriter``: pass it to the trainer, and write through it::
 
         writer = ResumableSummaryWriter()
         trainer = ds.Trainer(..., callbacks=[writer, PeakMemory(summary_writer=writer)])
         writer.add_scalar("my/number", 3.0, global_step=10)     # while training runs; on rank 0, elsewhere nothing
 
-    A file is opened when the first thing is written; the run closes it. What is written is on the disk before the
-    checkpoint that knows of it is one. A resumed run goes on in the same folder: what came after the checkpoint, and
-    only that, is moved into ``rewound/`` beside it, and a TensorBoard that is looking on is told to forget it. Files
-    bear the writer's key, so several may share a folder.
+    The first write opens a file; the end of training closes it. Events are on disk before a checkpoint that counts them
+    is published. A resumed run continues in the same directory: events after the checkpoint, and only these, are moved
+    into ``rewound/`` beside it, and a running TensorBoard is made to purge them. File names contain the writer's key,
+    so several writers may share a directory.
 
     Args:
         log_dir: relative to ``output_dir``, or absolute.
-        name: the key of its state in checkpoints; the class's name if None.
+        name: the key of its state in checkpoints; None: the class's name.
 
-    What is written before or after the training is not kept, and the first time that is said: no checkpoint would know
-    of it.
+    Writes before or after training are dropped, since no checkpoint could count them; the first one logs a warning.
 
     Raises:
-        ConfigurationError: when something is written, and the writer is in no trainer's list of callbacks.
+        ConfigurationError: on a write, if the writer is not in a trainer's list of callbacks.
     """
 
     _first_in: ClassVar[WeakValueDictionary[Path, ResumableSummaryWriter]] = WeakValueDictionary()
-    """Who of this leg's writers was the first to open a file in a folder."""
+    """The writer of this leg that first opened a file in a directory."""
 
     makes_wishes = False
     state_schema = EventState
@@ -60,12 +59,12 @@ class ResumableSummaryWriter(Callback):
         self.name = name
         self._log_dir = folder("ResumableSummaryWriter", "log_dir", log_dir)
         self._folder: Path | None = None  # while training runs, on rank 0
-        self._is_bound = False  # to the events of a run, that tell when training begins
-        self._said_not_writing = False
+        self._is_bound = False  # to the events of a run
+        self._warned_not_writing = False
         self._writer: SummaryWriter | None = None
         self._saved = EventPosition(0, {})
         self._events = 0
-        self._first_step: int | None = None  # the first that a resumed leg writes
+        self._first_step: int | None = None  # first step of a resumed leg
 
     def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
         self._is_bound = True
@@ -95,32 +94,32 @@ class ResumableSummaryWriter(Callback):
         return EventPosition(self._events, lengths(self._folder, self._mark)).to_state()
 
     def load_state_dict(self, state: Any) -> None:
-        """Go back to there at once if training runs (a rollback), else when it begins."""
+        """Rewind the files at once during training (rollback), else when training begins."""
         self._saved = EventPosition.from_state(state)
         if self._folder is not None:
             self._go_back()
 
     def make_durable(self) -> None:
-        """Force what is written to the disk: before a checkpoint that knows of it becomes one."""
+        """Fsync the files: their lengths in a checkpoint must be on disk before the checkpoint is published."""
         if self._folder is not None:
             make_durable(self._folder, self._mark)
 
     def flush(self) -> None:
-        """Hand what is written to the operating system."""
+        """Write buffered events to the operating system."""
         if self._writer is not None:
             self._writer.flush()
 
     def close(self) -> None:
-        """For programs that close whatever they have written to: the same as :meth:`flush`."""
+        """Same as :meth:`flush`; for programs that close their writer."""
         self.flush()
 
     @property
     def _mark(self) -> str:
-        """What the names of this writer's files end with."""
+        """Suffix of this writer's file names."""
         return "." + re.sub(r"[^\w-]", "_", self.key)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """``add_scalar``, ``add_text`` and all else that torch's SummaryWriter can add."""
+        """Return ``add_scalar``, ``add_text`` and any other ``add_…`` method of torch's SummaryWriter."""
         if not name.startswith("add_"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return partial(self._add, name)
@@ -135,8 +134,8 @@ class ResumableSummaryWriter(Callback):
             raise ConfigurationError(
                 f"{self.key}.{name}(): this writer is in no trainer's list of callbacks; callbacks=[writer, …]"
             )
-        elif not self._said_not_writing:
-            self._said_not_writing = True
+        elif not self._warned_not_writing:
+            self._warned_not_writing = True
             logger.warning("%s writes while training runs; what is written before or after is not kept", self.key)
 
     def _go_back(self) -> None:
@@ -151,8 +150,8 @@ class ResumableSummaryWriter(Callback):
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            # The purge step is for a TensorBoard that has read the tail already, which by now is in rewound/. It
-            # forgets what every writer has written from there on: so the first says it, before the others write.
+            # The purge step is for a TensorBoard that has already read the tail, which is now in rewound/. It purges
+            # the events of every writer from that step on: so the first writer sets it, before the others write.
             is_first = self._first_in.setdefault(folder, self) is self
             purge_step = self._first_step if is_first else None
             self._writer = SummaryWriter(str(folder), purge_step=purge_step, filename_suffix=self._mark)

@@ -1,4 +1,4 @@
-"""SamplesStreamedInfo: how much of the data the run has seen."""
+"""SamplesStreamedInfo: the number of samples that the run has trained on."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dalsegno.events.contexts import LogContext
 
 
 class SamplesStreamedInfo(Callback):
-    """Adds ``samples`` to each record of training and to the final one: the samples seen so far, on all ranks.
+    """Adds ``samples`` to each training record and to the final record: samples trained on so far, on all ranks.
 
-    Over all legs of the run, each sample as often as it was used; padding does not count.
+    Counts over all legs of the run, each sample as often as it was used. Padding does not count.
     """
 
     makes_wishes = False

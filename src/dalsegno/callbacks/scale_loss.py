@@ -1,4 +1,4 @@
-"""ScaleLoss: the loss times a number, before the backward pass."""
+"""ScaleLoss: multiplies the loss by a number before the backward pass."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from .argument_checks import number
 
 
 class ScaleLoss(Callback):
-    """Multiplies every micro-batch's loss by ``value``; gradients and everything logged of the loss scale with it.
+    """Multiplies every micro-batch's loss by ``value``; gradients and the logged loss scale with it.
 
-    Evaluation is left as it is. Gradient clipping and Adam undo much of what one may expect of it.
+    Evaluation does not change. Gradient clipping and Adam cancel much of the effect.
 
     Raises:
         ConfigurationError: if ``value`` is not a finite number.

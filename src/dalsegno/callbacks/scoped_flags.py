@@ -1,4 +1,4 @@
-"""ScopedFlags: torch's global switches, set while training runs, and set back after it."""
+"""ScopedFlags: sets torch's global flags during training, and restores them afterwards."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .argument_checks import mapping
 
 
 class ScopedFlags(Callback):
-    """Sets attributes of ``torch.backends`` from on_train_begin to on_train_end, whatever ends the training.
+    """Sets attributes of ``torch.backends`` from on_train_begin to on_train_end, also if an exception ends training.
 
     ::
 
         ScopedFlags({"cuda.matmul.allow_tf32": True, "cudnn.benchmark": True})
 
     Args:
-        flags: name below ``torch.backends`` to value, which must be of the type that the flag has.
+        flags: values by name below ``torch.backends``; a value must have the flag's type.
 
     Raises:
-        UnknownName: for a flag that does not exist; the message names the nearest.
+        UnknownName: for an unknown flag; the message names the nearest.
         ConfigurationError: for a value of another type.
     """
 
@@ -56,7 +56,7 @@ class ScopedFlags(Callback):
 
 
 def _place(name: str) -> tuple[Any, str]:
-    """The module or object that has the flag, and the flag's own name in it."""
+    """Return the module or object that has the flag, and the flag's attribute name."""
     owner: Any = torch.backends
     *path, attribute = name.split(".")
     for step in path:

@@ -1,4 +1,4 @@
-"""SkipSamples: the data from a later sample on."""
+"""SkipSamples: skips the first samples of the data."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ class SkipSamplesState(TypedDict):
 
 
 class SkipSamples(Callback):
-    """Passes over the first ``n`` samples that the run would train on.
+    """Skips the first ``n`` samples that the run would train on.
 
-    They are counted over all ranks, in the order in which the run would have seen them, shuffled or not; if there are
-    more than an epoch has, the next ones are skipped, too. Of a map dataset none is loaded. An iterable dataset, one
-    with a state, and a loader of your own are read past, in whole micro-batches: the one that holds the last sample to
-    be skipped is skipped as a whole. That happens once in a run, before its first step, however often it is resumed.
-    Epochs count what is skipped, ``state.samples_seen`` does not.
+    Samples are counted over all ranks, in the order in which the run would read them, shuffled or not; skipping extends
+    over several epochs if ``n`` is larger than one. Skipped samples of a map dataset are not loaded. An iterable
+    dataset, a dataset with state, and a user's own loader are read in whole micro-batches: the micro-batch with the
+    last skipped sample is skipped entirely. This happens once in a run, before its first step, however often the run is
+    resumed. Epochs count skipped samples, ``state.samples_seen`` does not.
 
     Args:
-        n: how many.
+        n: number of samples.
 
     Raises:
-        ConfigurationError: if that is not a whole number of at least 0.
+        ConfigurationError: if ``n`` is not a whole number of at least 0.
     """
 
     makes_wishes = False
@@ -40,7 +40,7 @@ class SkipSamples(Callback):
         self._left = whole("SkipSamples", "n", n, least=0)
 
     def on_epoch_begin(self, ctx: EpochContext) -> None:
-        if self._left and ctx.state.global_step == 0:  # in a run that is under way there are no first samples any more
+        if self._left and ctx.state.global_step == 0:  # a run added to later has no first samples left
             (passed,) = collectives.all_reduce_max(
                 [ctx.trainer.skip_samples(self._left)], "SkipSamples"
             )  # loaders may differ

@@ -1,4 +1,4 @@
-"""SlowRankDetector: the rank that all others wait for."""
+"""SlowRankDetector: names the rank that all others wait for."""
 
 from __future__ import annotations
 
@@ -29,22 +29,21 @@ logger = logging.getLogger("dalsegno")
 
 
 class SlowRankDetector(Callback):
-    """Says which rank is slower than the others, again and again: a hot GPU, a tired disk, a neighbour on the host.
+    """Warns about a rank that is repeatedly slower than the others: a throttled GPU, a slow disk, a busy host.
 
-    Of each rank it measures what it does before it first meets the others in a step: reading data, from whatever it
-    comes, and running the model forward; of a model in shards, whose forward pass meets the other ranks already,
-    reading data alone. Evaluations, records and saves between two steps are left out. On CUDA with events on the
-    device: data that are read while it is still at work keep nobody waiting, and are not counted. At each record of
-    training the times are compared, in one small collective, and
-    ``rank_runtime`` is added to it: a list, each rank's seconds a step. A rank that is slow in several records in a row
-    is named in a warning.
+    Measures, for each rank, the time until its first collective of a step: reading data and the forward pass; for a
+    sharded model, whose forward pass contains collectives, reading data only. Evaluations, records and saves between
+    steps are left out. On CUDA, events on the device are measured: data read while the device is still busy delay no
+    rank, and do not count. At each training record, the ranks exchange their times in one small collective, and
+    ``rank_runtime`` is added to the record: a list with each rank's seconds per step. A warning names a rank that is
+    slow in several consecutive records.
 
     Args:
-        factor: slow is a rank that takes more than this times the median.
-        patience: in how many records in a row before it is said.
+        factor: a rank is slow if it takes more than this multiple of the median.
+        patience: number of consecutive slow records before the warning.
 
     Raises:
-        ConfigurationError: for a value that cannot work.
+        ConfigurationError: for an invalid value.
     """
 
     makes_wishes = False
@@ -53,22 +52,22 @@ class SlowRankDetector(Callback):
         self._factor = number("SlowRankDetector", "factor", factor, over=1)
         self._patience = whole("SlowRankDetector", "patience", patience)
         self._watch: Watch[Any] = Watch(HostClock())
-        self._meets_in_forward = False
-        self._slow = (-1, 0)  # a rank, and how often in a row
+        self._syncs_in_forward = False
+        self._slow = (-1, 0)  # a rank, and its number of consecutive slow records
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         parameters = list(ctx.model.parameters())
         self._watch = Watch(DeviceClock() if any(each.is_cuda for each in parameters) else HostClock())
-        self._meets_in_forward = any(isinstance(each, DTensor) for each in parameters)
+        self._syncs_in_forward = any(isinstance(each, DTensor) for each in parameters)
         self._slow = (-1, 0)
 
     def on_epoch_begin(self, ctx: EpochContext) -> None:
         self._watch.start()
 
     def on_step_begin(self, ctx: Context) -> None:
-        """The ranks may have met since the data were read, to tell each other how many there are."""
-        self._watch.have_read(ctx.state.data_seconds)
-        if self._meets_in_forward:
+        """Note the time of reading: after it, the ranks may have exchanged how many samples there are."""
+        self._watch.data_read(ctx.state.data_seconds)
+        if self._syncs_in_forward:
             self._watch.stop()
 
     def on_before_backward(self, ctx: BackwardContext) -> None:
@@ -92,7 +91,7 @@ class SlowRankDetector(Callback):
         self._slow = (slowest, often)
         if often == self._patience and collectives.rank() == 0:
             logger.warning(
-                "rank %d is slow: %.3g s a step before it meets the others, where the median rank takes %.3g s",
+                "rank %d is slow: %.3g s per step before its first collective, where the median rank takes %.3g s",
                 slowest,
                 seconds[slowest],
                 median,
@@ -100,7 +99,7 @@ class SlowRankDetector(Callback):
 
 
 class Clock(Protocol[M]):
-    """Moments, and the time between them."""
+    """Points in time, and the seconds between them."""
 
     def now(self) -> M: ...
 
@@ -108,7 +107,7 @@ class Clock(Protocol[M]):
 
 
 class HostClock:
-    """The program's own time."""
+    """Host time."""
 
     def now(self) -> float:
         return time.perf_counter()
@@ -118,7 +117,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """Time on a CUDA device's current stream: events that nobody waits for until they are read."""
+    """Time on a CUDA device's current stream: events, which are waited for only when they are read."""
 
     def now(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -131,30 +130,30 @@ class DeviceClock:
 
 
 class Watch(Generic[M]):
-    """Over many steps, the time that a rank takes by itself to come to where it meets the others."""
+    """Measures, over many steps, the time that a rank takes until its first collective."""
 
     def __init__(self, clock: Clock[M]) -> None:
         self._clock = clock
-        self._since: M | None = None  # the end of the step before
+        self._since: M | None = None  # end of the previous step
         self._step: tuple[M, float, M] | None = None
-        self._steps: list[tuple[M, float, M, M]] = []  # begin of reading, seconds of it, its end, the meeting
+        self._steps: list[tuple[M, float, M, M]] = []  # reading: begin, seconds, end; first collective
 
     def start(self) -> None:
         self._since, self._step = self._clock.now(), None
 
-    def have_read(self, seconds: float) -> None:
-        """The data are there; reading them has taken this rank so long, and then it may have waited."""
+    def data_read(self, seconds: float) -> None:
+        """Note that this rank has read its data in ``seconds``; it may have waited for other ranks since."""
         if self._since is not None:
             self._step = self._since, seconds, self._clock.now()
 
     def stop(self) -> None:
-        """Stopping twice is nothing."""
+        """End the step's measurement. A second call does nothing."""
         if self._step is not None:
             self._steps.append((*self._step, self._clock.now()))
         self._since = self._step = None
 
     def read(self) -> float:
-        """Mean seconds a step, since the last reading."""
+        """Return the mean seconds per step since the last call."""
         steps, self._steps, seconds = self._steps, [], self._clock.seconds
         times = [min(data, seconds(begin, ready)) + seconds(ready, met) for begin, data, ready, met in steps]
         return statistics.fmean(times) if times else 0.0

@@ -1,4 +1,4 @@
-"""TBLogger: what is logged, as curves in TensorBoard."""
+"""TBLogger: writes logged values as curves in TensorBoard."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .resumable_summary_writer import ResumableSummaryWriter
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """Where a curve's values come from: a name in the records, and what is done to it."""
+    """Source of a curve's values: a name in the records, and a transformation."""
 
     source: str
     transform: Callable[[float], float] | None = None
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss); infinite where that is too large for a float."""
+    """Return exp(loss); infinity where that is too large for a float."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -50,22 +50,22 @@ class TBLoggerState(TypedDict):
 
 
 class TBLogger(Callback):
-    """Writes chosen values of each record as curves, and texts that describe the run, once.
+    """Writes chosen values of each record as curves; and, once, texts that describe the run.
 
-    Where there are several evaluation sets, a curve of ``eval_...`` is drawn for each, as ``<tag>/<set>``.
+    With several evaluation sets, a curve of ``eval_...`` is written for each set, as ``<tag>/<set>``.
 
     Args:
-        summary_writer: a :class:`ResumableSummaryWriter` that is among the trainer's callbacks too, or any object with
-            torch's ``add_scalar`` and ``add_text``; None: one of its own, in ``logs/tensorboard``.
+        summary_writer: a :class:`ResumableSummaryWriter` that is also among the trainer's callbacks, or any object with
+            torch's ``add_scalar`` and ``add_text``; None: create one for ``logs/tensorboard``.
         scalars: curves by tag, merged over the default ones (``train-loss``, ``learning-rate``, ``grad-norm``,
             ``eval-loss``, ``eval-perplexity``): ``{"source": name in the records, "transform": function of a number}``,
-            a name alone, or None to remove a default one.
-        experiment_info: a text in Markdown, or a mapping of titles to such texts or to anything that JSON can hold;
-            written once per run.
-        name: the key of its state in checkpoints; the class's name if None.
+            a name only, or None to remove a default one.
+        experiment_info: a text in Markdown, or a mapping of titles to such texts or to JSON values; written once per
+            run.
+        name: the key of its state in checkpoints; None: the class's name.
 
     Raises:
-        ConfigurationError: for a curve without a source, or a writer that writes no scalars.
+        ConfigurationError: for a curve without a source, or a writer without these methods.
     """
 
     ranks = "zero"
@@ -96,7 +96,7 @@ class TBLogger(Callback):
 
     def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
         if self._own is not None:
-            self._own.bound_handlers(binder)  # what it handles is handed on, below
+            self._own.bound_handlers(binder)  # its handlers are called below
         return super().bound_handlers(binder)
 
     def on_load(self, ctx: LoadContext) -> None:
@@ -111,7 +111,7 @@ class TBLogger(Callback):
     def on_log(self, ctx: LogContext) -> None:
         if (
             self._is_training and not self._has_described
-        ):  # here, since what a leg writes before its first record would be lost with it
+        ):  # not earlier: a kill before the first record would lose the texts
             self._has_described = True
             for title, text in self._texts.items():
                 self._writer.add_text(title, _markdown(text), 0)
@@ -132,7 +132,7 @@ class TBLogger(Callback):
 
     def load_state_dict(self, state: Any) -> None:
         self._has_described = state["described"]
-        if self._own is not None and state["writer"] is not None:  # else it wrote through somebody else's
+        if self._own is not None and state["writer"] is not None:  # else it wrote through a writer that was passed in
             self._own.load_state_dict(state["writer"])
 
     def make_durable(self) -> None:
@@ -141,7 +141,7 @@ class TBLogger(Callback):
 
 
 def _of_each_set(scalars: Mapping[str, Scalar], sets: Iterable[str]) -> Iterator[tuple[str, Scalar]]:
-    """The curves; of several evaluation sets, what is called ``eval_...`` has one for each: ``<tag>/<set>``."""
+    """Yield the curves; with several evaluation sets, also ``<tag>/<set>`` for each curve of ``eval_...``."""
     for tag, scalar in scalars.items():
         yield tag, scalar
         if scalar.source.startswith("eval_"):
@@ -165,5 +165,5 @@ def _scalar(tag: str, given: Mapping[str, Any] | str) -> Scalar:
 
 
 def _markdown(value: Any) -> str:
-    """A text as it is; anything else as a block of JSON."""
+    """Return a string unchanged, anything else as a block of JSON."""
     return value if isinstance(value, str) else f"```json\n{json.dumps(value, indent=2, default=str)}\n```"

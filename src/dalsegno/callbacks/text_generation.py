@@ -1,4 +1,4 @@
-"""Generation: what a language model makes of the beginnings of texts, in the middle of its training."""
+"""Text generation: generate text from prompts during training."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from dalsegno.system.extras import how_to_install
 Ids = list[int]
 
 Continue = Callable[[Sequence[Ids], int], list[Ids]]
-"""(beginnings, the most tokens of each continuation) → the continuations."""
+"""(prompts, maximum tokens of each continuation) → continuations."""
 
 
 class Tokenizer(Protocol):
-    """transformers' tokenizers are so, and most others."""
+    """Tokenizers of transformers, and most others, have these methods."""
 
     def encode(self, text: str) -> Any:
-        """Ids of tokens, or an object that has them as ``ids``."""
+        """Return token ids, or an object with an attribute ``ids``."""
 
     def decode(self, ids: Ids) -> str: ...
 
 
 class TextGenerator:
-    """Goes on with texts, by transformers' ``generate`` where the model has it, else by :class:`Sampler`.
+    """Continues prompts, by transformers' ``generate`` where the model has it, else by :class:`Sampler`.
 
-    Collective: all ranks call it with the same arguments, as each forward pass of a sharded model needs all of them.
+    Collective: all ranks must call it with the same arguments, since a sharded model's forward pass needs all ranks.
 
     Args:
-        settings: of transformers' GenerationConfig, or such a config; for other models those of :class:`Sampling`.
-        most: tokens of a continuation.
-        dtype: of autocast; None: without.
+        settings: settings of transformers' GenerationConfig, or such a config; for other models, of :class:`Sampling`.
+        most: maximum tokens of a continuation.
+        dtype: dtype of autocast; None: no autocast.
 
     Raises:
-        ConfigurationError: for a tokenizer that is none, or settings that do not suit the model.
+        ConfigurationError: for an object that is not a tokenizer, or settings that do not suit the model.
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class TextGenerator:
             self._generate = Sampler(model, Sampling.of(settings), self._device, end)
 
     def __call__(self, beginnings: Sequence[str], seed: int) -> list[str]:
-        """What follows each of them. Random numbers come from ``seed``; those of the training are left alone."""
+        """Return the continuations. Draws from generators seeded with ``seed``; restores the training's generators."""
         encoded = [self._encode(text) for text in beginnings]
         with self._prepared(seed):
             continued = self._generate(encoded, self._most)
         return [self._decode(before, ids) for before, ids in zip(encoded, continued, strict=True)]
 
     def rehearse(self, beginnings: Sequence[str]) -> None:
-        """A single token, at the end of the longest text there could be: what fails shall fail now."""
+        """Generate a single token at the end of the longest possible text, so that errors occur before training."""
         encoded = [ids + ids[-1:] * (self._most - 1) for ids in map(self._encode, beginnings)]
         try:
             with self._prepared(0):
@@ -81,7 +81,7 @@ class TextGenerator:
 
     @contextlib.contextmanager
     def _prepared(self, seed: int) -> Iterator[None]:
-        eager = torch.compiler.set_stance("force_eager")  # else each new length would be compiled
+        eager = torch.compiler.set_stance("force_eager")  # else each new length is compiled
         cast = torch.autocast(self._device.type, dtype=self._dtype, enabled=self._dtype is not None)
         with evaluating(self._model), seeded_generators(seed, self._device), eager, cast:
             yield
@@ -94,7 +94,7 @@ class TextGenerator:
         return ids
 
     def _decode(self, before: Ids, ids: Ids) -> str:
-        """What ``ids`` add: many tokenizers drop a space at the beginning of what they decode."""
+        """Return the text that ``ids`` add to ``before``; many tokenizers drop a leading space when decoding."""
         shown = [each for each in ids if each not in self._special]
         head = [each for each in before if each not in self._special]
         whole, prompt = self._tokenizer.decode(head + shown), self._tokenizer.decode(head)
@@ -102,12 +102,12 @@ class TextGenerator:
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Whether transformers can generate with it."""
+    """Whether the model has transformers' ``generate``."""
     return getattr(model, "generation_config", None) is not None and callable(getattr(model, "generate", None))
 
 
 def _checked(tokenizer: Any) -> Any:
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor of images and text
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a multimodal processor
     if not (hasattr(tokenizer, "encode") and hasattr(tokenizer, "decode")):
         raise ConfigurationError(
             f"processing_class={tokenizer!r}: to generate text, give the trainer a tokenizer, something with encode "
@@ -117,7 +117,7 @@ def _checked(tokenizer: Any) -> Any:
 
 
 class _Generate:
-    """transformers' own way: all texts at once, padded on the left."""
+    """Generates with transformers: all texts in one batch, padded on the left."""
 
     def __init__(self, model: Any, settings: Any, device: torch.device, tokenizer: Any) -> None:
         self._model = model
@@ -127,7 +127,7 @@ class _Generate:
         names = ("pad_token_id", "eos_token_id")
         self._pad = next((pad for name in names if (pad := getattr(tokenizer, name, None)) is not None), None)
         if "generate" not in vars(model):
-            register_fsdp_forward_method(model, "generate")  # an adapter's does not come by the root's forward
+            register_fsdp_forward_method(model, "generate")  # a PEFT adapter's generate bypasses the root's forward
 
     def __call__(self, beginnings: Sequence[Ids], most: int) -> list[Ids]:
         width, pad = max(map(len, beginnings)), self._pad or 0
@@ -138,7 +138,7 @@ class _Generate:
             attention_mask=seen,
             max_new_tokens=most,
             pad_token_id=pad,
-            synced_gpus=collectives.initialized(),  # a rank that is done goes on with the others
+            synced_gpus=collectives.initialized(),  # a rank that has finished continues with the others
             **self._settings,
         )
         begins = 0 if self._model.config.is_encoder_decoder else width
@@ -152,26 +152,26 @@ class _Generate:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a next token is chosen; names and meanings are those of transformers' GenerationConfig."""
+    """Settings for choosing the next token, with names and meanings of transformers' GenerationConfig."""
 
     do_sample: bool = False
-    """False: the likeliest token, always."""
+    """False: always the likeliest token."""
     temperature: float = 1.0
     top_k: int = 0
-    """Of so many likeliest tokens; 0: of all."""
+    """Sample from this many of the likeliest tokens; 0: from all."""
     top_p: float = 1.0
-    """Of the likeliest tokens that together have this probability."""
+    """Sample from the likeliest tokens that together have this probability."""
     max_length: int | None = None
-    """Tokens of prompt and continuation together; for models that know only so many places."""
+    """Maximum tokens of prompt and continuation together; for models with limited positions."""
     eos_token_id: int | Sequence[int] | None = None
-    """What ends a text; None: what the tokenizer says."""
+    """Tokens that end a text; None: the tokenizer's."""
 
     @classmethod
     def of(cls, settings: Any) -> Self:
         """
         Raises:
             ConfigurationError: for anything but a mapping, or None.
-            UnknownName: for a setting that only transformers knows; the message names the nearest.
+            UnknownName: for a setting of transformers only; the message names the nearest.
         """
         if not (settings is None or isinstance(settings, Mapping)):
             raise ConfigurationError(
@@ -186,11 +186,11 @@ class Sampling:
 
 
 class Sampler:
-    """Chooses token after token with any causal model that is called with ids and returns logits.
+    """Generates token by token with any causal model that is called with ids and returns logits.
 
-    ids are (texts, length), int64, padded on the right, where a causal model does not see it; logits are (texts,
-    length, vocabulary): what is returned, its ``.logits`` or its ``["logits"]``. Each token takes a whole forward pass.
-    Rank 0 chooses for all, so that all go equally far.
+    ids are (texts, length), int64, padded on the right, where a causal model ignores the padding; logits are (texts,
+    length, vocabulary): the return value, its ``.logits`` or its ``["logits"]``. Each token costs a forward pass over
+    the whole text. Rank 0 chooses for all ranks, so that all generate equally many tokens.
     """
 
     def __init__(self, model: nn.Module, sampling: Sampling, device: torch.device, end: int | None) -> None:
@@ -242,7 +242,7 @@ class Sampler:
 
 
 def choose(logits: Tensor, sampling: Sampling) -> Tensor:
-    """The next token of each text: (texts,) from (texts, vocabulary), drawn with the global generator."""
+    """Return the next token of each text: (texts,) from (texts, vocabulary), drawn with the global generator."""
     if not sampling.do_sample:
         return logits.argmax(-1)
     logits = logits / sampling.temperature
@@ -251,5 +251,5 @@ def choose(logits: Tensor, sampling: Sampling) -> Tensor:
         logits = logits.masked_fill(logits < worst, -torch.inf)
     ordered, order = logits.softmax(-1).sort(descending=True)
     before = ordered.cumsum(-1) - ordered
-    likely = ordered.masked_fill(before >= sampling.top_p, 0.0)  # the first always stays
+    likely = ordered.masked_fill(before >= sampling.top_p, 0.0)  # always keeps the first
     return order.gather(-1, likely.multinomial(1)).squeeze(-1)

@@ -27,29 +27,29 @@ class TextgenState(TypedDict):
 
 
 class TextgenCallback(RecordCallback):
-    """Lets the model go on with some texts, at evaluations, so that one can read how it learns.
+    """Generates text from prompts at evaluations.
 
-    The texts go to the console, into ``logs/texts.jsonl``, and to TensorBoard if there is a writer. Models of
-    transformers generate by their own ``generate``; others by a sampler that needs their logits: see
-    :class:`dalsegno.callbacks.text_generation.Sampler`. The tokenizer is the trainer's ``processing_class``.
+    The texts are printed, written into ``logs/texts.jsonl``, and to TensorBoard if there is a writer. Models of
+    transformers generate by their ``generate``; other models by :class:`dalsegno.callbacks.text_generation.Sampler`,
+    which needs their logits. The tokenizer is the trainer's ``processing_class``.
 
-    Random numbers are drawn from a seed of each step's own, so a resumed run writes what the unbroken one would, and
-    the training's are not touched. All ranks take part, as a sharded model needs them; rank 0 writes. Before the
-    training one token is tried, with the longest text there could be, so that what cannot work fails at once.
+    Random numbers are drawn from a seed derived from the step, so a resumed run generates the same texts as an
+    uninterrupted one, and the training's generators are not used. All ranks take part, as a sharded model requires;
+    rank 0 writes. Before training, one token is generated after the longest possible text, so that errors occur early.
 
     Args:
-        prompts: beginnings of texts; or a YAML file that holds a list of them.
-        summary_writer: gets the texts as ``text/0`` and so on: a :class:`ResumableSummaryWriter` that is among the
-            trainer's callbacks too, or any object with torch's ``add_text``.
+        prompts: beginnings of texts, or a YAML file with a list of them.
+        summary_writer: gets the texts as ``text/0`` and so on: a :class:`ResumableSummaryWriter` that is also among the
+            trainer's callbacks, or any object with torch's ``add_text``.
         generation_config: a mapping with settings of transformers' ``GenerationConfig``, such as ``{"do_sample": True,
-            "temperature": 0.8, "top_p": 0.95}``, or such a config. Models without ``generate`` know ``do_sample``,
+            "temperature": 0.8, "top_p": 0.95}``, or such a config. Models without ``generate`` accept ``do_sample``,
             ``temperature``, ``top_k``, ``top_p``, ``max_length`` and ``eos_token_id``.
-        generation_steps: so many steps lie between two evaluations with texts, or more. None: each has them.
-        max_new_tokens: of a continuation, whatever ``generation_config`` says.
+        generation_steps: minimum number of steps between evaluations with texts. None: every evaluation.
+        max_new_tokens: maximum tokens of a continuation; overrides ``generation_config``.
 
     Raises:
-        ConfigurationError: for a value that cannot work, or a file in YAML where PyYAML is not installed.
-        NotFound: if there is no such file.
+        ConfigurationError: for an invalid value, or a YAML file where PyYAML is not installed.
+        NotFound: if the file does not exist.
     """
 
     state_schema = TextgenState
@@ -81,7 +81,7 @@ class TextgenCallback(RecordCallback):
     def on_evaluate(self, ctx: EvaluateContext) -> None:
         step = ctx.state.global_step
         if self._generator is None or (self._last_step is not None and step - self._last_step < self._steps_apart):
-            return  # the second: also at another set of the same evaluation
+            return  # too early, or another set of the same evaluation
         self._last_step = step
         continued = self._generator(self._prompts, mix(TEXT, ctx.args.seed, step))
         if not ctx.state.is_world_process_zero:
@@ -109,7 +109,7 @@ class TextgenCallback(RecordCallback):
 def _texts(given: Sequence[str] | str | Path) -> list[str]:
     """
     Raises:
-        ConfigurationError: for anything that is no list of texts; says which of them is none.
+        ConfigurationError: for anything but a list of strings; names the item that is not one.
     """
     is_file = isinstance(given, (str, Path))
     source = f"TextgenCallback: prompts={str(given)!r}" if is_file else "TextgenCallback: prompts"
@@ -136,8 +136,8 @@ def _read(path: Path, source: str) -> Any:
 
 
 def _checked(settings: Any) -> Any:
-    """What means the same for every model is looked at now."""
-    if settings is None or hasattr(settings, "to_diff_dict"):  # transformers' own, which has been checked by itself
+    """Check the settings that mean the same for every model."""
+    if settings is None or hasattr(settings, "to_diff_dict"):  # transformers' GenerationConfig, which checks itself
         return settings
     if not isinstance(settings, Mapping):
         raise ConfigurationError(f"TextgenCallback: generation_config={settings!r}; needs a mapping")
@@ -156,17 +156,17 @@ def _checked(settings: Any) -> Any:
 
 
 def _visible(text: str) -> str:
-    """With control characters spelled out, as a model may write any, and further lines set in."""
+    """Escape control characters, since a model may generate any, and indent further lines."""
     lines = ["".join(each if each.isprintable() else repr(each)[1:-1] for each in line) for line in text.split("\n")]
     return f"\n{' ' * 17}".join(lines)
 
 
 def _as_code(text: str) -> str:
-    """As Markdown that shows the text as it is."""
+    """Format as a Markdown code block, which shows the text unchanged."""
     return "\n".join(f"    {line}" for line in text.split("\n"))
 
 
 def _say(text: str) -> None:
-    """To the console, above a progress bar if there is one; what its encoding lacks is spelled out."""
+    """Print above a progress bar, if there is one; escape characters that the console's encoding lacks."""
     encoding = sys.stdout.encoding or "utf-8"
     tqdm.write(text.encode(encoding, "backslashreplace").decode(encoding), file=sys.stdout)

@@ -1,4 +1,4 @@
-"""TraceMalloc: which lines of Python hold more and more memory."""
+"""TraceMalloc: prints the lines of Python whose memory grows."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from .argument_checks import whole
 
 
 class TraceMalloc(Callback):
-    """Prints, every so many steps, the lines of code whose memory has grown the most since training began.
+    """Prints, every ``every`` steps, the lines of code whose memory has grown the most since training began.
 
-    For a process that grows step by step: a list that is never emptied, losses kept with their graphs. Python's own
-    tracer (``tracemalloc``) sees what Python allocates: objects, not the storage of tensors, but the tensors' objects.
-    It slows Python down, two to four times; so use it for a short run. A tracer that runs already is left running.
+    For a process that grows step by step: a list that is never emptied, losses kept with their graphs. Python's tracer
+    (``tracemalloc``) traces what Python allocates: objects, including tensor objects, but not the storage of tensors.
+    It slows Python down by a factor of two to four, so use it for a short run. A tracer that is already running is left
+    running.
 
     Args:
-        every: steps from one table to the next.
-        lines: how many lines of code are shown.
-        frames: how many callers are kept of each allocation; the table shows the innermost. More cost memory.
+        every: steps between tables.
+        lines: number of lines of code in a table.
+        frames: number of frames stored per allocation; the table shows the innermost. More frames cost memory.
 
     Raises:
         ConfigurationError: if one of them is not a whole number of at least 1.
@@ -43,7 +44,7 @@ class TraceMalloc(Callback):
         self._first = None
 
     def on_step_done(self, ctx: StepDoneContext) -> None:
-        if self._first is None:  # behind the leg's first step: what it fills once is no growth
+        if self._first is None:  # after the leg's first step, whose allocations happen once
             self._first = _snapshot()
         elif ctx.step % self._every == 0:
             self._print(ctx.step, self._first)

@@ -1,4 +1,4 @@
-"""WeightNormLogger: how large the weights are, all together."""
+"""WeightNormLogger: the norm of all weights."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dalsegno.events.contexts import LogContext
 
 
 class WeightNormLogger(Callback):
-    """Adds ``weight_norm`` to each evaluation's record: the L2 norm of all parameters taken as one vector.
+    """Adds ``weight_norm`` to each evaluation's record: the L2 norm of all parameters as one vector.
 
-    Frozen parameters count, a tied one counts once; it is the norm of the whole model, however that is spread. One
-    wait for the device at each evaluation, nothing in between.
+    Includes frozen parameters, and a tied parameter once; of the whole model, however it is parallelized. Waits for the
+    device once per evaluation; other steps cost nothing.
     """
 
     makes_wishes = False
