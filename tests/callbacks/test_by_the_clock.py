@@ -112,7 +112,7 @@ def test_a_rank_with_a_slow_disk_is_named(tmp_path: Path, source: str) -> None:
     (told, said), _ = run_ranks(train_with_a_slow_disk, 2, tmp_path, source)
     assert told[1:]
     assert all(second == pytest.approx(3 * first) and first > 0 for first, second in told)
-    assert len(said) == 1 and said[0].startswith("rank 1 is slow: 3 s a step")
+    assert len(said) == 1 and said[0].startswith("rank 1 is slow: 3 s per step")
 
 
 # --- DurationProfiler -------------------------------------------------------------------------------------------------

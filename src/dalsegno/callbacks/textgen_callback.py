@@ -1,4 +1,4 @@
-"""TextgenCallback: what the model writes, at each evaluation."""
+"""TextgenCallback: generates text from prompts at evaluations."""
 
 from __future__ import annotations
 

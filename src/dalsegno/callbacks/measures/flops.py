@@ -1,10 +1,9 @@
-"""How many floating-point operations a training step of a model takes: reckoned from shapes, without the model itself.
+"""FLOPs of a model's training step, counted from shapes without running the model.
 
-Counted are matrix products, convolutions and attention (in full, also where a mask leaves half of it out), two
-operations for each product and sum; forward, and backward as far as it is needed: a frozen weight has no gradient, and
-below the first one that is trained nothing has. Operations that activation checkpointing or an attention kernel does
-again are not the model's and do not count: what is reckoned is model FLOPs, as in Chowdhery et al. 2022, "PaLM"
-(arXiv:2204.02311), appendix B.
+Counts matrix products, convolutions and attention (in full, even where a mask leaves out half of it), two operations
+per multiply-add; forward, and backward as far as needed: frozen weights have no gradient, nor has anything before the
+first trained weight. Recomputation by activation checkpointing or by an attention kernel does not count: the result is
+model FLOPs, as in Chowdhery et al. 2022, "PaLM" (arXiv:2204.02311), appendix B.
 """
 
 from __future__ import annotations
@@ -28,27 +27,26 @@ from .shadow_model import no_global_hooks, shadow_of, without_data
 
 
 class Uncountable(Exception):
-    """A step of this model cannot be followed by its shapes; the message says why."""
+    """A step of this model cannot be traced by its shapes; the message gives the reason."""
 
 
 def count_flops(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], autocast: torch.dtype | None = None
 ) -> int:
-    """FLOPs of ``model(*args, **kwargs)`` and of the backward pass of its loss.
+    """Count the FLOPs of ``model(*args, **kwargs)`` and of the backward pass of its loss.
 
-    Model, arguments and random numbers stay as they are; no hook runs, and nothing is compiled. The loss is what the
-    model returns as such, else the sum of what it returns, whose backward pass takes the same. Under FSDP2 all of the
+    Does not change the model, its arguments or random generators; runs no hook, and compiles nothing. The loss is the
+    model's returned loss, else the sum of what it returns, whose backward pass costs the same. Under FSDP2 the whole
     model is counted.
 
     Args:
-        model: in the mode (training or evaluation) that it is to be counted in.
-        args: positional ones of its call.
-        kwargs: named ones.
-        autocast: the type of number that is cast to; None: none.
+        model: in the mode (training or evaluation) to count.
+        args: positional arguments of its call.
+        kwargs: keyword arguments of its call.
+        autocast: dtype of autocast; None: no autocast.
 
     Raises:
-        Uncountable: if the forward depends on values that there are none of, or does something whose operations nobody
-            knows.
+        Uncountable: if the forward depends on the values of fake tensors, or uses an operation without a formula.
     """
     device = device_of(model)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -75,7 +73,7 @@ def count_flops(
 
 
 def _loss(returned: Any) -> Tensor | None:
-    """What to go back from; None: nothing needs a gradient."""
+    """Return the tensor to call backward on; None if nothing needs a gradient."""
     whole = dict(returned) if isinstance(returned, Mapping) else returned
     named = whole.get("loss") if isinstance(whole, dict) else getattr(whole, "loss", None)
     found = [named] if isinstance(named, Tensor) else tree_leaves(whole)
@@ -84,7 +82,7 @@ def _loss(returned: Any) -> Tensor | None:
 
 
 class _Counter(TorchDispatchMode):
-    """Adds up the FLOPs of whatever runs inside of it, on tensors without data."""
+    """Adds up the FLOPs of all operations that run inside, on fake tensors."""
 
     supports_higher_order_operators = True
 
@@ -103,11 +101,13 @@ class _Counter(TorchDispatchMode):
         real = [each for each in tensors if not isinstance(each, FakeTensor)]
         if any(each.requires_grad for each in real):
             raise Uncountable("its forward reaches a tensor of the model by another way than through its modules")
-        if real and len(real) == len(tensors):  # whole numbers among themselves: their values may be asked for
+        if real and len(real) == len(tensors):  # integers only, whose values may be read
             with unset_fake_temporarily():
                 return function(*args, **kwargs)
         result = _grouped(function, args, kwargs) if function in _GROUPED else function(*args, **kwargs)
-        if not (self._is_backward and torch.is_grad_enabled()):  # else it is done again, to save memory
+        if not (
+            self._is_backward and torch.is_grad_enabled()
+        ):  # else it is a recomputation by activation checkpointing
             self.flops += _flops_of(function, args, kwargs, result)
         return result
 
@@ -116,7 +116,7 @@ _GROUPED = {torch.ops.aten._grouped_mm.default}
 
 
 def _grouped(function: Any, args: Any, kwargs: Any) -> Any:
-    """As bf16: torch knows what comes of no other type, though its kernels take them."""
+    """Run as bf16: torch's fake kernel accepts no other dtype, though its real kernels do."""
     cast = tree_map_only(Tensor, lambda each: each.bfloat16() if each.is_floating_point() else each, (args, kwargs))
     return function(*cast[0], **cast[1]).to(args[0].dtype)
 
@@ -134,7 +134,7 @@ def _flops_of(function: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 
 def _matrix(a: Tensor, b: Tensor, *rest: Any, **named: Any) -> int:
-    """Of two matrices, or of groups of them, one after the other in the first or the last dimension."""
+    """Product of two matrices, or of groups of matrices, stacked along the first or the last dimension."""
     groups = a.shape[0] if a.dim() == b.dim() == 3 else 1
     return 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
@@ -157,7 +157,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: A
 
 
 def _attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> int:
-    """Twice the forward pass; torch's own formula counts the scores once more, which the kernel makes again."""
+    """Twice the forward pass; torch's formula also counts the scores, which the kernel recomputes."""
     return 2 * _attention(query, key, value)
 
 
@@ -170,7 +170,7 @@ def _experts_backward(gradient: Tensor, a: Tensor, b: Tensor, *rest: Any, **name
 
 
 def _recurrent(x: Tensor, weights: Sequence[Tensor], *rest: Any, **named: Any) -> int:
-    """cuDNN's: (..., width), and for each layer the matrices of inputs and states."""
+    """cuDNN's recurrent layers: inputs (..., width), and for each layer the matrices of inputs and states."""
     return 2 * math.prod(x.shape[:-1]) * sum(each.numel() for each in weights if each.dim() == 2)
 
 
@@ -213,8 +213,8 @@ _FORMULAS: Mapping[str, Callable[..., int]] = {
     "aten::_scaled_dot_product_fused_attention_overrideable": _attention,
     "aten::_scaled_dot_product_fused_attention_overrideable_backward": _attention_backward,
 }
-"""What torch's table leaves out, or counts in another way, by operation."""
+"""Formulas by operation, for those that torch's table lacks or counts differently."""
 
 _NO_PRODUCTS = {"aten", "prim", "prims", "c10d", "_c10d_functional", "profiler"}
-"""Whose operations are no matrix products, but for those that there are formulas for, and these:"""
+"""Namespaces without matrix products, except operations with a formula, and these:"""
 _WITHOUT_FORMULA = {"aten::_trilinear", "aten::miopen_rnn", "aten::_weight_int4pack_mm", "aten::_weight_int8pack_mm"}

@@ -1,4 +1,4 @@
-"""ModelFlops: what the model has done since the last record, for the callbacks that tell of it."""
+"""ModelFlops: the model's FLOPs since the last record, shared by the callbacks that report them."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ logger = logging.getLogger("dalsegno")
 
 
 class ModelFlops(Callback):
-    """What the model does, of all ranks, since the last record: by one definition for all who ask.
+    """Measures the model's FLOP/s since the last record, on all ranks, for all callbacks of a run.
 
-    The first step of a leg, in which kernels are chosen and compiled, is left out where the record is of more steps.
-    FLOPs are counted from shapes alone (:mod:`dalsegno.callbacks.measures.flops`), those of each rank's first
-    micro-batch in the step of the leg's first record, or of each record. The other steps take as many for each token,
-    where batches have ``input_ids``, else for each sample. What cannot be counted is said once, and is not guessed.
+    A leg's first step, in which kernels are chosen and compiled, is left out if the record covers more steps. FLOPs are
+    counted from shapes (:mod:`dalsegno.callbacks.measures.flops`), of each rank's first micro-batch in the step of the
+    leg's first record, or of each record. Other steps count the same per token, where batches have ``input_ids``, else
+    per sample. A model that cannot be counted is reported in one warning, and never estimated.
     """
 
     name = "model flops"
@@ -46,13 +46,13 @@ class ModelFlops(Callback):
 
     def __init__(self, context: Context) -> None:
         self.rate: float | None = None
-        """Model FLOP/s, from on_log_step of a record of training on; None where they cannot be counted."""
+        """Model FLOP/s, known from on_log_step of a training record on; None if they cannot be counted."""
         self.token_rate: float | None = None
-        """Tokens per second, likewise; None where batches have no ``input_ids``."""
+        """Tokens per second, known likewise; None if batches have no ``input_ids``."""
         self.of_a_token = self.of_a_sample = 0.0
-        """FLOPs, likewise; 0 where they cannot be counted, or there are no tokens."""
+        """FLOPs per token and per sample, known likewise; 0 if they cannot be counted, or there are no tokens."""
         self._is_wanted = self._counts_each_record = self._has_counted = self._has_warned = False
-        self._batch: Any = None  # the newest step's first micro-batch, where it is to be counted
+        self._batch: Any = None  # the last step's first micro-batch, if it must be counted
         self._known: dict[Any, int] = {}  # FLOPs by shapes
         self._has_stepped = False
         self._began, self._tokens, self._samples = 0, 0, 0
@@ -60,17 +60,17 @@ class ModelFlops(Callback):
     def want(
         self, given: float | None, ctx: TrainBeginContext, *, always: bool = False, each_record: bool = False
     ) -> float | None:
-        """To be called in on_train_begin, on all ranks: have it counted, if there is a peak to hold it against.
+        """Request counting, if the peak is known. Collective; to be called in on_train_begin.
 
         Args:
-            given: the peak of one device, in FLOP/s; None: what is known of it.
-            ctx: the handler's.
-            always: count without a peak too.
-            each_record: count again for each record, so that what follows from it does not hang on where a leg begins;
-                shapes that have been counted are remembered.
+            given: the peak of one device, in FLOP/s; None: the known peak.
+            ctx: the handler's context.
+            always: count without a known peak, too.
+            each_record: count again for each record, so that results do not depend on where a leg begins; counts are
+                cached by shapes.
 
         Returns:
-            The peak of all ranks' devices together, in FLOP/s; None where one is not known.
+            Sum of all ranks' devices' peaks, in FLOP/s; None if one is unknown.
         """
         own = given or known_peak(device_of(ctx.model), ctx.args)
         (total, known) = collectives.sum_floats([own or 0.0, float(own is not None)], "the peak of the devices")
@@ -80,10 +80,10 @@ class ModelFlops(Callback):
         return total if is_known else None
 
     def flops(self, tokens: int, samples: int) -> float:
-        """What so much has taken, by what is known since on_log_step: of the tokens, where there are any."""
+        """Return the FLOPs of this much data, by the counts known since on_log_step: per token if there are tokens."""
         return self.of_a_token * tokens if self.of_a_token else self.of_a_sample * samples
 
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:  # before those who want it
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:  # called before the callbacks that request counting
         self._is_wanted = self._counts_each_record = self._has_counted = self._has_warned = False
         self._batch, self._known, self._has_stepped = None, {}, False
         self.rate = self.token_rate = None
@@ -110,7 +110,7 @@ class ModelFlops(Callback):
     def on_log_step(self, ctx: LogContext) -> None:
         if ctx.kind != "train" or not self._is_wanted:
             return
-        # Between two records each rank has an estimate of the tokens, perhaps too high.
+        # Between records each rank has its own estimate of the tokens, which may be too high.
         here = [time.perf_counter_ns() - self._began, self._tokens, self._samples]
         nanoseconds, tokens_before, samples_before = collectives.all_reduce_max(here, "ModelFlops")
         if self._counts_each_record or not self._has_counted:
@@ -123,16 +123,16 @@ class ModelFlops(Callback):
         self._begin_interval(ctx)
 
     def _count(self, ctx: Context) -> None:
-        """What a token and a sample take, on the average of all ranks; 0 where one cannot count. Collective."""
-        told = collectives.gather_floats([float(each) for each in self._of_batch(ctx)], "ModelFlops")
+        """Count FLOPs per token and per sample, averaged over ranks; 0 if a rank cannot count. Collective."""
+        gathered = collectives.gather_floats([float(each) for each in self._of_batch(ctx)], "ModelFlops")
         self._has_counted = True
-        flops, tokens, samples = (sum(column) for column in zip(*told, strict=True))
-        is_counted = all(each[0] for each in told)
+        flops, tokens, samples = (sum(column) for column in zip(*gathered, strict=True))
+        is_counted = all(each[0] for each in gathered)
         self.of_a_sample = flops / samples if is_counted else 0.0
-        self.of_a_token = flops / tokens if is_counted and all(each[1] for each in told) else 0.0
+        self.of_a_token = flops / tokens if is_counted and all(each[1] for each in gathered) else 0.0
 
     def _of_batch(self, ctx: Context) -> tuple[int, int, int]:
-        """FLOPs, tokens and samples of this rank's newest first micro-batch; nothing, if it has had none."""
+        """Return FLOPs, tokens and samples of the last step's first micro-batch on this rank; zeros if it had none."""
         if self._batch is None:
             return 0, 0, 0
         args, kwargs = _call(ctx.model, to_device(self._batch, device_of(ctx.model)))
@@ -159,7 +159,7 @@ class ModelFlops(Callback):
 
 
 def _call(model: nn.Module, batch: Any) -> tuple[list[Any], dict[str, Any]]:
-    """What the model is called with: the batch, or as much of it as its forward takes, the rest being its loss's."""
+    """Return the model's arguments: the batch, without entries that its forward does not take (the loss's targets)."""
     kinds = {name: each.kind for name, each in signature(_compiled_from(model).forward).parameters.items()}
     if isinstance(batch, Mapping):
         takes_all = Parameter.VAR_KEYWORD in kinds.values()
@@ -170,5 +170,5 @@ def _call(model: nn.Module, batch: Any) -> tuple[list[Any], dict[str, Any]]:
 
 
 def _compiled_from(model: nn.Module) -> nn.Module:
-    inner = getattr(model, "_orig_mod", model)  # torch.compile's own forward takes whatever it is given
+    inner = getattr(model, "_orig_mod", model)  # the forward of torch.compile's wrapper takes any arguments
     return inner if isinstance(inner, nn.Module) else model

@@ -1,4 +1,4 @@
-"""What a module puts out: the tensors in it."""
+"""Tensors in a module's output."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """Every tensor in what a module returns, whatever tuples, lists and mappings they lie in."""
+    """Yield every tensor in a module's return value, inside nested tuples, lists and mappings too."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, Mapping):

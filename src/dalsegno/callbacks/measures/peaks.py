@@ -1,4 +1,4 @@
-"""What devices can do: FLOP/s in 16-bit matrix products, dense, of the makers' data sheets."""
+"""Peak FLOP/s of devices in dense 16-bit matrix products, from the makers' data sheets."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ KNOWN_PEAKS: Mapping[str, float] = {
     "AMD Instinct MI300X": 1307.4e12,
     "AMD Instinct MI300X OAM": 1307.4e12,
 }
-"""By the device's name, exactly as torch gives it: an L40 is no L4, an A1000 no A100, a part of one (MIG) not all."""
+"""By the device's exact name in torch: an L40 is not an L4, an A1000 not an A100, a MIG slice not a whole device."""
 
 ONLY_FP16: Mapping[str, float] = {
     "Tesla V100-SXM2-16GB": 125e12,
@@ -46,11 +46,11 @@ ONLY_FP16: Mapping[str, float] = {
     "Tesla V100-PCIE-32GB": 112e12,
     "Tesla T4": 65e12,
 }
-"""These have no matrix units for bf16."""
+"""Devices without matrix units for bf16."""
 
 
 def known_peak(device: torch.device, args: TrainingArguments) -> float | None:
-    """FLOP/s of one device in 16-bit matrix products; None where that is not known, or the run is not in 16 bits."""
+    """Return one device's peak FLOP/s in 16-bit matrix products; None if unknown, or if the run is not in 16 bits."""
     if device.type != "cuda" or not (args.bf16 or args.fp16):
         return None
     name = torch.cuda.get_device_name(device)

@@ -1,4 +1,4 @@
-"""What the router of a mixture of experts decides: which tokens go to which experts."""
+"""Routing decisions of a mixture of experts: which tokens go to which experts."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from .module_outputs import tensors_in
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts", "n_experts")
 _TOP_K = ("top_k", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts")
-"""Names in use for the number of experts, and of those that a token goes to: in Hugging Face's models above all."""
+"""Common attribute names, mostly of Hugging Face's models, for the numbers of experts and of experts per token."""
 
 
 def experts_of_a_token(router: nn.Module, config: Any) -> int:
-    """As the router says, or the model's ``config``; 1 if neither does."""
+    """Return the number of experts per token from the router's attributes, else from ``config``; else 1."""
     return _attribute(_TOP_K, router) or _attribute(_TOP_K, config) or 1
 
 
 def routed(router: nn.Module, outputs: Any, top_k: int) -> Tensor:
-    """Which tokens go to which experts: bool, shape (..., experts), where "..." are the tokens.
+    """Return which tokens go to which experts: bool, shape (..., experts), where "..." are the tokens.
 
     Args:
         router: the module.
-        outputs: what it has put out: the experts of each token, as whole numbers (..., experts of a token) or as a mask
-            (..., experts), whatever lies beside them; else the experts' scores (..., experts).
-        top_k: how many experts a token goes to.
+        outputs: its output, which contains the experts of each token, as integers (..., experts per token) or as a mask
+            (..., experts); or else the experts' scores (..., experts).
+        top_k: number of experts per token.
 
     Raises:
-        ValueError: if that cannot be seen in the outputs; the message says why.
+        ValueError: if the outputs do not determine it; the message gives the reason.
     """
     tensors = [each.detach() for each in tensors_in(outputs)]
     scores = [each for each in tensors if each.is_floating_point() and each.dim()]
@@ -48,7 +48,7 @@ def routed(router: nn.Module, outputs: Any, top_k: int) -> Tensor:
 
 
 def _highest(router: nn.Module, scores: Sequence[Tensor], top_k: int) -> Tensor:
-    if hasattr(router, "e_score_correction_bias"):  # DeepSeek-V3's: whoever applies it does so elsewhere
+    if hasattr(router, "e_score_correction_bias"):  # DeepSeek-V3's, applied outside of the router
         raise ValueError("puts out scores alone, to which e_score_correction_bias is added before experts are chosen")
     experts = _attribute(_EXPERTS, router)
     chosen = next((each for each in scores if each.shape[-1] == experts), scores[0])
@@ -57,17 +57,17 @@ def _highest(router: nn.Module, scores: Sequence[Tensor], top_k: int) -> Tensor:
 
 
 def _one_hot(chosen: Tensor, experts: int) -> Tensor:
-    """A number that no expert has (a token that was dropped) is left out."""
+    """Convert indices into a mask; an index without an expert (a dropped token) is left out."""
     return (chosen.unsqueeze(-1) == torch.arange(experts, device=chosen.device)).any(-2)
 
 
 def _attribute(names: Sequence[str], owner: Any) -> int:
-    """The first of these that it has; 0 if it has none."""
+    """Return the first of these attributes that ``owner`` has as an integer; 0 if it has none."""
     found = (getattr(owner, name, None) for name in names)
     return next((value for value in found if type(value) is int), 0)
 
 
 def _rows(router: nn.Module) -> int:
-    """Of its own matrix, which makes the scores; 0 if it has none."""
+    """Return the rows of the router's weight matrix, one per expert; 0 if it has none."""
     weight = getattr(router, "weight", None)
     return weight.shape[0] if isinstance(weight, Tensor) and weight.dim() == 2 else 0

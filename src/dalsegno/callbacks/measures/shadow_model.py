@@ -1,6 +1,6 @@
-"""Shadow: a model's structure over tensors without data, through which a step can be followed by its shapes.
+"""Shadow models: a copy of a model's structure over fake tensors, to trace a step by its shapes.
 
-It takes no memory to speak of, and nothing that happens to it happens to the model.
+A shadow takes almost no memory, and changes to it do not affect the model.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _GLOBAL_HOOKS = [
 
 
 def shadow_of(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """The model once more, as it is inside of compilers, DDP and FSDP2, and without anybody's hooks.
+    """Return a copy of the model on fake tensors, without wrappers (torch.compile, DDP, FSDP2) and without hooks.
 
-    Parameters that are sharded or quantized are whole and plain; tied ones are tied, frozen ones frozen. What else a
-    module holds is copied, so that a forward may change it; what cannot be copied is shared.
+    Sharded or quantized parameters become whole, plain ones; tied parameters stay tied, frozen ones frozen. Modules'
+    other attributes are copied, so that a forward may change them; those that cannot be copied are shared.
     """
     modules = list(model.modules())
     known: dict[int, Any] = {id(each): object.__new__(_class_of(each)) for each in modules if _inside(each) is None}
-    for module in reversed(modules):  # what is inside comes after its wrapper
+    for module in reversed(modules):  # a wrapped module comes after its wrapper
         if (inner := _inside(module)) is not None:
             known[id(module)] = known[id(inner)]
     for tensor in (*model.parameters(), *model.buffers()):
@@ -52,16 +52,16 @@ def shadow_of(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
 
 def without_data(tree: Any, mode: FakeTensorMode) -> Any:
-    """The same with tensors of the same shapes, types and devices, but nothing in them.
+    """Replace tensors with fake ones of the same shape, dtype and device.
 
-    Whole numbers, which may decide where a forward goes (masks, lengths, counts), keep their values, in a copy.
+    Integer tensors, whose values may decide a forward's control flow (masks, lengths, counts), are copied with data.
     """
     return tree_map_only(Tensor, lambda each: _without_data(each, mode), tree)
 
 
 @contextmanager
 def no_global_hooks() -> Iterator[None]:
-    """Inside, no hook runs that somebody has registered for all modules."""
+    """Disable hooks that are registered for all modules."""
     held = [dict(hooks) for hooks in _GLOBAL_HOOKS]
     for hooks in _GLOBAL_HOOKS:
         hooks.clear()
@@ -86,14 +86,14 @@ def _without_data(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 
 
 def _class_of(module: nn.Module) -> type[nn.Module]:
-    """FSDP2 has made a subclass of each class that it has spread."""
+    """Return the module's class; for FSDP2's derived class, the original one."""
     return next(
         each for each in type(module).__mro__ if issubclass(each, nn.Module) and not issubclass(each, FSDPModule)
     )
 
 
 def _inside(module: nn.Module) -> nn.Module | None:
-    """What a wrapper wraps."""
+    """Return the module inside a wrapper; None if the module is not a wrapper."""
     is_parallel = isinstance(module, DistributedDataParallel | DataParallel)
     return module._modules.get("module" if is_parallel else "_orig_mod")  # the latter is torch.compile's
 
@@ -109,12 +109,12 @@ def _fill(shadow: nn.Module, module: nn.Module, known: dict[int, Any]) -> None:
 def _copied(value: Any, known: dict[int, Any]) -> Any:
     try:
         return copy.deepcopy(value, known)
-    except Exception:  # of locks, process groups and the like there can be only one
+    except Exception:  # locks, process groups and the like cannot be copied
         return value
 
 
 class _CopiesWithoutData(TorchFunctionMode):
-    """Inside, ``deepcopy`` of a tensor copies no data."""
+    """Makes ``deepcopy`` of a tensor copy no data."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class _CopiesWithoutData(TorchFunctionMode):
 
 
 class _Dequantized(nn.Linear):
-    """A linear layer as it works where its weights are kept in few bits: in the type of what it is given."""
+    """Stands in for a quantized linear layer, which computes in the dtype of its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)

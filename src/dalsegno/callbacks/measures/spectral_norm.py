@@ -1,4 +1,4 @@
-"""Spectral norms of all of a model's parameters, by Lanczos iteration, wherever their pieces lie."""
+"""Spectral norms of all parameters of a model, sharded or not, by Lanczos iteration."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dalsegno.distributed.sharded_tensors import (
 from dalsegno.stateful.schema import Must
 
 TOLERANCE = 1e-3
-"""Of the squared norm: it is iterated until there is an eigenvalue of WᵀW so near to what has been found."""
+"""Relative tolerance of the squared norm: iteration ends when an eigenvalue of WᵀW is this near to the estimate."""
 
 Vector = Annotated[Tensor, Must("a row of float32", lambda row: row.dim() == 1 and row.dtype == torch.float32)]
 
@@ -34,26 +34,27 @@ _LOOK_EVERY = 8  # iterations
 
 
 class SpectralNorms:
-    """The largest singular value of each parameter W, seen as a matrix of (first dimension, all others).
+    """Computes the largest singular value of each parameter W, as a matrix of (first dimension, all others).
 
-    Lanczos iteration on WᵀW with full reorthogonalization (Golub and Van Loan, "Matrix Computations", sections 10.1 and
-    10.3), in fp32, until the residual is below :data:`TOLERANCE`: the norm is then right to half of that, and as a rule
-    to its square. Rows may be split over the ranks: each multiplies its own, the products of all parameters are summed
-    in one collective an iteration. Of a parameter with fewer than two dimensions it is the largest absolute value: the
-    spectral norm of the diagonal matrix that it acts as. One of three that is no convolution's is a stack of matrices,
-    those of experts say: each has its own, under the parameter's name and its number.
+    Uses Lanczos iteration on WᵀW with full reorthogonalization (Golub and Van Loan, "Matrix Computations", sections
+    10.1 and 10.3), in fp32, until the residual is below :data:`TOLERANCE`. The relative error of the norm is then at
+    most half of that, and usually about its square. Rows may be sharded over ranks: each rank multiplies its rows, and
+    the products of all parameters are summed in one collective per iteration. For a parameter with fewer than two
+    dimensions, the norm is the largest absolute value: the spectral norm of the diagonal matrix that it acts as. A
+    parameter with three dimensions, except a convolution's, is a stack of matrices (say, of experts): each matrix has
+    its norm, under the parameter's name and its number.
     """
 
     def __init__(self, steps: int) -> None:
-        """``steps``: the most iterations at a measurement."""
+        """``steps``: maximum number of iterations per measurement."""
         self._steps = steps
         self.vectors: dict[str, Tensor] = {}
-        """Of each matrix the singular vector found: shape (columns,), fp32, the same on every rank."""
+        """Right singular vector found for each matrix: shape (columns,), fp32, equal on all ranks."""
         self.unfinished: dict[str, float] = {}
-        """Of those that had not come so far at the last measurement: the residual of the squared norm, relative."""
+        """Relative residual of the squared norm, for matrices that did not converge in the last measurement."""
 
     def measure(self, model: nn.Module) -> DeviceScalars:
-        """Of the parameters as they are now, each once. Collective."""
+        """Measure the present parameters, a tied one once. Collective."""
         pieces = list(_measured(model))
         matrices = [piece for piece in pieces if piece.local.dim() > 1]
         values = self._norms(matrices) | _largest([piece for piece in pieces if piece.local.dim() < 2])
@@ -81,7 +82,7 @@ class SpectralNorms:
         return {name: each.value.sqrt().float() for name, each in named.items()}
 
     def _vector(self, piece: LocalShard) -> Tensor:
-        """The one kept, or the one to begin with: drawn by a generator that depends on the name alone."""
+        """Return the last vector found, or a first one: drawn from a generator seeded by the parameter's name."""
         length = math.prod(piece.local.shape[1:])
         kept = self.vectors.get(piece.name)
         if kept is None or kept.numel() != length:
@@ -92,12 +93,12 @@ class SpectralNorms:
 
 class _Found:
     def __init__(self, value: Tensor, vector: Tensor, residual: float) -> None:
-        """``value``: 0-dim, float64, on the CPU. ``residual``: over the value."""
+        """``value``: 0-dim, float64, on the CPU. ``residual``: relative to the value."""
         self.value, self.vector, self.residual = value, vector, residual
 
 
 class _Krylov:
-    """The space of v, A v, A² v, ... of a symmetric A, with the tridiagonal matrix that A is in it."""
+    """Krylov space of v, A v, A² v, ... for a symmetric A, with the tridiagonal matrix of A in it."""
 
     def __init__(self, start: Tensor) -> None:
         self._basis = start.unsqueeze(0)  # (vectors, length), orthonormal
@@ -111,16 +112,16 @@ class _Krylov:
     def extend(self, product: Tensor) -> None:
         """``product``: A times the newest vector."""
         self._diagonal.append(product @ self.newest)
-        for _ in range(2):  # once leaves what rounding brought back
+        for _ in range(2):  # a single pass leaves rounding errors
             product = product - self._basis.T @ (self._basis @ product)
         length = product.norm()
-        is_new = length > 1e-6 * self._diagonal[0].abs()  # else the space is whole
+        is_new = length > 1e-6 * self._diagonal[0].abs()  # else the space is complete
         self._beside.append(torch.where(is_new, length, torch.zeros_like(length)))
         added = torch.where(is_new, product / length, torch.zeros_like(product))
         self._basis = torch.cat([self._basis, added.unsqueeze(0)])
 
     def largest(self) -> _Found:
-        """Waits for the device."""
+        """Estimate the largest eigenvalue. Waits for the device."""
         entries = torch.stack([torch.stack(self._diagonal), torch.stack(self._beside)]).double().cpu()
         start = self._basis[0]
         if not entries.isfinite().all():
@@ -129,14 +130,14 @@ class _Krylov:
         tridiagonal = torch.diag(diagonal) + torch.diag(beside[:-1], 1) + torch.diag(beside[:-1], -1)
         values, vectors = torch.linalg.eigh(tridiagonal)
         value, mix = values[-1].clamp(min=0), vectors[:, -1]
-        if value == 0:  # a matrix of zeros has no direction
+        if value == 0:  # a zero matrix has no direction
             return _Found(value, start, 0.0)
         vector = self._basis[:-1].T @ mix.to(self._basis)
         return _Found(value, vector / vector.norm(), float(beside[-1] * mix[-1].abs() / value))
 
 
 def _measured(model: nn.Module) -> Iterator[LocalShard]:
-    """Each parameter's piece, of whole rows; of stacked matrices each."""
+    """Yield each parameter's shard, of whole rows; for stacked matrices, each whole matrix."""
     modules = [(name, module) for name, module in model.named_modules() if isinstance(module, _ConvNd)]
     convolved = {strip_wrappers(f"{name}.weight").lstrip(".") for name, _ in modules}
     parameters = [parameter for _, parameter in named_parameters(model)]
@@ -149,7 +150,7 @@ def _measured(model: nn.Module) -> Iterator[LocalShard]:
 
 
 def _by_rows(parameter: Tensor, piece: LocalShard) -> LocalShard:
-    """The piece, if it is whole rows of the parameter; else all of the parameter, gathered."""
+    """Return the shard if it consists of whole rows of the parameter; else gather the parameter."""
     is_by_rows = not isinstance(parameter, DTensor) or not any(
         isinstance(placement, Shard) and placement.dim != 0 for placement in parameter.placements
     )
@@ -157,7 +158,7 @@ def _by_rows(parameter: Tensor, piece: LocalShard) -> LocalShard:
 
 
 def _whole(parameter: Tensor, piece: LocalShard) -> LocalShard:
-    """All of the parameter, gathered."""
+    """Gather the whole parameter."""
     if not isinstance(parameter, DTensor):
         return piece
     whole = parameter.full_tensor().detach()
@@ -169,14 +170,14 @@ def _matrix(piece: LocalShard) -> Tensor:
 
 
 def _products(matrices: Sequence[LocalShard], vectors: Sequence[Tensor]) -> list[Tensor]:
-    """Wᵀ W v of each."""
+    """Return Wᵀ W v of each."""
     own = [_matrix(piece).T @ (_matrix(piece) @ vector) for piece, vector in zip(matrices, vectors, strict=True)]
     return _combined(own, matrices, dist.ReduceOp.SUM)
 
 
 def _largest(pieces: Sequence[LocalShard]) -> dict[str, Tensor]:
-    """The largest absolute value of each."""
-    zero = [piece.local.new_zeros(1, dtype=torch.float32) for piece in pieces]  # for a rank that has no part of it
+    """Return the largest absolute value of each."""
+    zero = [piece.local.new_zeros(1, dtype=torch.float32) for piece in pieces]  # for a rank with an empty shard
     own = [
         torch.cat([piece.local.reshape(-1).float().abs(), nothing]).max()
         for piece, nothing in zip(pieces, zero, strict=True)
@@ -186,7 +187,7 @@ def _largest(pieces: Sequence[LocalShard]) -> dict[str, Tensor]:
 
 
 def _combined(parts: Sequence[Tensor], pieces: Sequence[LocalShard], how: dist.ReduceOp.RedOpType) -> list[Tensor]:
-    """Each part, reduced over the ranks that share its piece: those shared by the same ranks in one collective."""
+    """Reduce each part over the ranks that share its parameter, in one collective per set of process groups."""
     combined = list(parts)
     shared: dict[tuple[ProcessGroup, ...], list[int]] = defaultdict(list)
     for number, piece in enumerate(pieces):
