@@ -125,7 +125,7 @@ def test_it_is_said_where_later_epochs_begin_at_the_loaded_place(
         args = arguments(tmp_path, num_train_epochs=3, save_steps=50, lr_scheduler_type="constant")
         given = {"train_dataloader" if loads else "train_dataset": data}
         ds.Trainer(TinyRegression(), args, callbacks=[stop_after(stop)], **given).train()
-    told = "epoch 1 begins at the place that was loaded, in the middle of Stuck"
+    told = "epoch 1 starts at the loaded position, in the middle of Stuck"
     assert (told in caplog.text) is (kind is Stuck)
 
 

@@ -42,13 +42,13 @@ class StatefulLoader(UserLoader):
 
     state_schema = or_another_kind(StatefulPlace, "stateful")
 
-    _saved: Any = None  # the loader's state, not loaded yet
-    _cut = False  # whether the epoch before this one was left early, so that the loader's state is inside of it
-    _left: Iterator[Any] | None = None  # the iterator of that epoch
-    _loaded_stream: str | None = None  # a digest of the dataset's own state in the one that was loaded
+    _saved: Any = None  # the loader's saved state, before it is loaded
+    _cut = False  # whether the previous epoch was ended early, so that the loader's state is inside it
+    _left: Iterator[Any] | None = None  # iterator of the epoch that was ended early
+    _loaded_stream: str | None = None  # digest of the dataset's state within the loaded state
     _opened = False
-    _first_of_leg: str | None = None  # a digest of the first micro-batch after a resume, and of the state behind it
-    _resumed_inside = False  # this epoch was gone on with from a saved state
+    _first_of_leg: str | None = None  # digest of the first micro-batch after a resume, and of the state behind it
+    _resumed_inside = False  # whether this epoch was resumed from a saved state
 
     def _open(self) -> Iterator[Any]:
         saved, cut, left = self._saved, self._cut, self._left
@@ -60,14 +60,14 @@ class StatefulLoader(UserLoader):
             iterator = super()._open()
             return self._begun(iterator) if resumed_inside and left is None else iterator
         if hasattr(self._loader, "restart_on_stop_iteration"):
-            # torchdata.nodes.Loader cannot tell an epoch that is over from one with nothing left, but we can.
+            # torchdata.nodes.Loader cannot distinguish a finished epoch from an empty rest; this class can.
             self._loader.restart_on_stop_iteration = False
         if self._microbatches == 0:
             return self._next_epoch_after(saved, cut)
         self._announce_epoch(self.epoch)
         iterator = self._resumed(self._loader, saved)
         self.own_generators.load_state_dict(self._loaded_own)
-        self._resumed_inside = True  # maybe behind its last micro-batch
+        self._resumed_inside = True  # possibly behind its last micro-batch
         return self._noting_first(iterator)
 
     def _next_epoch_after(self, saved: Any, cut: bool) -> Iterator[Any]:
@@ -95,7 +95,7 @@ class StatefulLoader(UserLoader):
         return getattr(self._loader, "num_workers", 0) > 0 and not getattr(self._loader, "persistent_workers", False)
 
     def _begun(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """The same with its first micro-batch; or one made anew, where this one only had the end of the last epoch."""
+        """Fetch the first micro-batch; if the iterator only contains the previous epoch's end, create a new one."""
         if isinstance(self._loader, DataLoader) and not isinstance(self._loader.dataset, IterableDataset):
             return iterator
         before, own = capture_generators(), self.own_generators.state_dict()
@@ -108,19 +108,19 @@ class StatefulLoader(UserLoader):
             iterator = iter(self._loader)
             first = next(iterator, END)
             if first is END:
-                log.warning("nothing is left to read in epoch %d, in which this leg begins", self.epoch)
+                log.warning("no data is left in epoch %d, in which this leg starts", self.epoch)
             return iter(()) if first is END else chain([first], iterator)
         self._check_begins_anew(first)
         return chain([first], iterator)
 
     def _noting_first(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """The same; what comes first after a resume is kept in mind, and the dataset's own state behind it."""
+        """Iterate unchanged, but record the first micro-batch after a resume and the dataset's state behind it."""
         first = next(iterator, END)
         if first is END:
             return
         self._first_of_leg = self._signature(first)
         yield first
-        while (item := next(iterator, END)) is not END:  # no for loop: it would ask the iterator for an iterator
+        while (item := next(iterator, END)) is not END:  # a for loop would restart some iterators
             yield item
 
     def _signature(self, item: Any) -> str | None:
@@ -129,13 +129,13 @@ class StatefulLoader(UserLoader):
         return None if stream is None else digest([plain_batch(batch), stream.state_dict()])
 
     def _check_begins_anew(self, first: Any) -> None:
-        """Warn if an epoch begins with what the leg began with in the middle of the last one, and not at its start."""
+        """Warn if an epoch starts with the leg's first micro-batch, from the middle of the previous epoch."""
         noted, self._first_of_leg = self._first_of_leg, None
         if noted is not None and noted == self._signature(first):
             log.warning(
-                "epoch %d begins at the place that was loaded, in the middle of %s: from here on its data is not that "
-                "of a run that was never stopped; after load_state_dict only the next iterator may begin there, each "
-                "later one begins at the start",
+                "epoch %d starts at the loaded position, in the middle of %s: from here on its data differs from that "
+                "of an uninterrupted run; after load_state_dict only the next iterator may start there, each later "
+                "one must start at the beginning",
                 self.epoch,
                 type(self._stream()).__name__,
                 extra={NOT_EXACT: True},
