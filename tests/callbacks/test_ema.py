@@ -440,7 +440,7 @@ class Both(EMA):
 
 
 def test_two_kinds_of_state_in_one_callback(tmp_path: Path) -> None:
-    with pytest.raises(ds.ConfigurationError, match=r"callbacks\.Both: it has sharded_state and state_dict"):
+    with pytest.raises(ds.ConfigurationError, match=r"callbacks\.Both: it has both sharded_state and state_dict"):
         small_trainer(tmp_path, Both(), max_steps=1)
 
 

@@ -1,0 +1,50 @@
+"""A wait for a thread that lasts as long as the thread makes progress."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from dalsegno.system import progress
+from dalsegno.system.progress import Progress
+
+
+class Clock:
+    """Time that passes only while somebody waits."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+
+@pytest.mark.parametrize(("until", "is_done"), [(3, True), (None, False)])
+def test_a_thread_that_moves_is_waited_for_and_one_that_stalls_is_not(
+    until: int | None, is_done: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes move in the first two waits; then the thread ends, or nothing more happens."""
+    clock, moving, waits, reports = Clock(monkeypatch), Progress(), [], []
+
+    def wait(seconds: float) -> bool:
+        waits.append(seconds)
+        clock.now += seconds
+        if len(waits) <= 2:
+            moving.advance(10)
+        return len(waits) == until
+
+    assert moving.wait(wait, patience=12.0, report=lambda: reports.append(moving.bytes)) == is_done
+    assert waits == ([5.0, 5.0, 5.0] if is_done else [5.0, 5.0, 5.0, 5.0, 2.0])
+    assert reports == ([10, 20] if is_done else [10, 20, 20, 20])
+
+
+def test_a_thread_without_bytes_left_never_counts_as_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, done, waits = Clock(monkeypatch), Progress(), []
+    done.complete()
+
+    def wait(seconds: float) -> bool:
+        waits.append(seconds)
+        clock.now += 1000.0
+        return len(waits) == 4
+
+    assert done.wait(wait, patience=1.0, report=int)
+    assert waits == [5.0] * 4
