@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dalsegno.checkpoint.format import names
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import Context
 from dalsegno.events.registration import register_global_callback
@@ -16,8 +16,6 @@ from dalsegno.events.table import Event
 from dalsegno.system import filesystem
 
 from .faults import FaultPlan
-
-_SAVING = re.compile(r"step-(\d+)\.partial")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +56,7 @@ class EventTrace:
 
 
 def _partial(step: int) -> str:
-    return f"step-{step:08d}.partial"
+    return names.partial_path(names.checkpoint_path(Path(), step)).name
 
 
 class EventRecorder(Callback):
@@ -87,6 +85,6 @@ class EventRecorder(Callback):
         self._epoch_ends.append(self._steps)
 
     def _watch(self, operation: str, path: Path) -> None:
-        saving = _SAVING.search(str(path)) if operation == "write" else None
-        if saving:
-            self._writes[int(saving[1])] += 1
+        saving = next((each for each in (path, *path.parents) if names.is_partial(each)), None)
+        if operation == "write" and saving is not None and (step := names.step_of(saving.with_suffix(""))) is not None:
+            self._writes[step] += 1
