@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dalsegno import callbacks
 from dalsegno.events.callback import Callback
-from dalsegno.training.run import UNFIRED
+from dalsegno.training.run import UNSUPPORTED_EVENTS
 
 PAGE = Path(__file__).with_suffix(".md")
 BEGIN, END = "<!-- written by docs/own-loop.py -->\n", "<!-- end -->\n"
@@ -16,7 +16,7 @@ BEGIN, END = "<!-- written by docs/own-loop.py -->\n", "<!-- end -->\n"
 def table() -> str:
     """Return the table: events in the order of firing, callbacks alphabetically."""
     rows = [
-        ("events that are not fired", [event.handler for event in UNFIRED]),
+        ("events that are not fired", [event.handler for event in UNSUPPORTED_EVENTS]),
         ("built-ins that are refused", [name for name in callbacks.__all__ if needs_more(getattr(callbacks, name))]),
         ("built-ins that work", [name for name in callbacks.__all__ if not needs_more(getattr(callbacks, name))]),
     ]
@@ -24,7 +24,7 @@ def table() -> str:
 
 
 def needs_more(kind: type[Callback]) -> bool:
-    return any(getattr(kind, event.handler) is not getattr(Callback, event.handler) for event in UNFIRED)
+    return any(getattr(kind, event.handler) is not getattr(Callback, event.handler) for event in UNSUPPORTED_EVENTS)
 
 
 def listed(names: list[str]) -> str:

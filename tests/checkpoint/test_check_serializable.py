@@ -315,8 +315,9 @@ def test_an_evaluation_leaves_a_loss_function_as_it_is(tmp_path: Path) -> None:
 def test_a_checkpoint_without_the_loss_function_is_refused(tmp_path: Path) -> None:
     """As those from before it was saved are."""
     trainer, _ = with_learned_loss(tmp_path)
-    trainer._assembly._loss_states.clear()
-    trainer._assembly._optimizer_state._loss_fn = None
+    contents = trainer._lifecycle._checkpointer._contents
+    contents._loss.clear()
+    contents._optimizer._loss_fn = None
     trainer.train()
     with pytest.raises(ds.StateMismatch, match=r"group 0, missing in the checkpoint: loss_fn/head\.bias"):
         with_learned_loss(tmp_path, max_steps=9)[0].train()

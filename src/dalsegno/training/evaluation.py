@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -15,45 +16,57 @@ from dalsegno.events.dispatcher import Dispatcher
 
 from .forward import ForwardPass
 
+BetweenBatches = Callable[[], None]
+"""Called between two batches of an evaluation, equally often on all ranks. An exception that it raises interrupts the
+evaluation."""
+
+
+class Evaluation(Protocol):
+    """One evaluation set, and how the model is measured on it: :class:`LossEvaluation`, or a function of the user's."""
+
+    @property
+    def name(self) -> str: ...
+
+    def __call__(self, between_batches: BetweenBatches) -> dict[str, float]:
+        """The metrics by the names under which they are logged, reduced over all ranks. Collective."""
+        ...
+
 
 class LossEvaluation:
     """Metrics ``<prefix>_loss``, ``_runtime``, ``_samples_per_second``: over all ranks, each sample once.
 
-    The prefix is ``eval`` for the only set, ``eval_<name>`` where there are several.
+    The prefix is ``eval`` for the only set, ``eval_<name>`` if there are several.
     """
 
     def __init__(
         self,
         name: str,
         prefix: str,
-        feed: EvalLoader,
+        loader: EvalLoader,
         *,
-        on: Dispatcher,
+        dispatcher: Dispatcher,
         forward: ForwardPass,
         device: torch.device,
         loss_weight: LossWeight | None,
-        between_batches: Callable[[], None],
     ) -> None:
-        """``between_batches`` is called before each batch, equally often on all ranks; what it raises goes up."""
         self.name = name
         self._prefix = prefix
-        self._feed = feed
-        self._on = on
+        self._loader = loader
+        self._dispatcher = dispatcher
         self._forward = forward
         self._device = device
         self._loss_weight = loss_weight
-        self._between_batches = between_batches
 
-    def __call__(self) -> dict[str, float]:
+    def __call__(self, between_batches: BetweenBatches) -> dict[str, float]:
         """Run the model over the whole set, in evaluation mode. Collective."""
         began = time.monotonic()
-        self._feed.is_evaluated = True
+        self._loader.is_evaluated = True
         try:
             with evaluating(*self._forward.modules):
-                loss_sum, weight, samples = self._sums()
+                loss_sum, weight, samples = self._sums(between_batches)
         finally:
-            self._feed.close()
-            self._feed.is_evaluated = False
+            self._loader.close()
+            self._loader.is_evaluated = False
         seconds = time.monotonic() - began
         (loss_sum,) = collectives.sum_floats([loss_sum], "the loss of an evaluation")
         return {
@@ -62,19 +75,19 @@ class LossEvaluation:
             f"{self._prefix}_samples_per_second": samples / seconds,
         }
 
-    def _sums(self) -> tuple[float, float, int]:
+    def _sums(self, between_batches: BetweenBatches) -> tuple[float, float, int]:
         """This rank's weighted sum of losses; the weights and the samples of all ranks."""
-        on, weight, samples = self._on, 0.0, 0
+        dispatcher, weight, samples = self._dispatcher, 0.0, 0
         losses: list[torch.Tensor] = []
-        for index, draw in enumerate(iter_steps(self._feed, 1, self._loss_weight)):
-            self._between_batches()
-            batch = to_device(draw.microbatches[0].batch, self._device)
+        for index, step_batch in enumerate(iter_steps(self._loader, 1, self._loss_weight)):
+            between_batches()
+            batch = to_device(step_batch.microbatches[0].batch, self._device)
             loss, outputs = self._forward(batch)
-            if draw.weights[0]:  # of padding nothing counts, not even a NaN
-                losses.append(loss.double() * draw.weights[0])
-            if on.prediction_step:
-                on.prediction_step.fill(batch, outputs, index, draw.microbatches[0].samples)
-                on.prediction_step.fire()
-            weight += draw.total
-            samples += draw.samples
+            if step_batch.weights[0]:  # padding does not count, not even a NaN
+                losses.append(loss.double() * step_batch.weights[0])
+            if dispatcher.prediction_step:
+                dispatcher.prediction_step.fill(batch, outputs, index, step_batch.microbatches[0].samples)
+                dispatcher.prediction_step.fire()
+            weight += step_batch.total
+            samples += step_batch.samples
         return float(torch.stack(losses).sum()) if losses else 0.0, weight, samples

@@ -25,7 +25,7 @@ class ForwardPass:
 
     def __init__(
         self,
-        on: Dispatcher,
+        dispatcher: Dispatcher,
         module: nn.Module,
         loss_fn: LossFunction | None,
         device: torch.device,
@@ -33,7 +33,7 @@ class ForwardPass:
         *,
         is_compiled: bool = False,
     ) -> None:
-        self._on = on
+        self._dispatcher = dispatcher
         self.module = module
         self._loss_fn = loss_fn
         self._device = device
@@ -57,22 +57,22 @@ class ForwardPass:
             return self._call(batch)
 
     def _call(self, batch: Any) -> tuple[torch.Tensor, Outputs]:
-        on = self._on
+        dispatcher = self._dispatcher
         if self._is_compiled:
             keep_batch_size_static(batch)
-        if on.before_forward:
+        if dispatcher.before_forward:
             args, kwargs = _arguments(batch)
-            on.before_forward.fill(batch, args, kwargs)
-            on.before_forward.fire()
+            dispatcher.before_forward.fill(batch, args, kwargs)
+            dispatcher.before_forward.fire()
             returned = self.module(*args, **kwargs)
         elif isinstance(batch, Mapping):
             returned = self.module(**batch)
         else:
             returned = self.module(*_arguments(batch)[0])
         loss, outputs = self._find_loss(returned, batch)
-        if on.after_forward:
-            on.after_forward.fill(outputs, batch)
-            on.after_forward.fire()
+        if dispatcher.after_forward:
+            dispatcher.after_forward.fill(outputs, batch)
+            dispatcher.after_forward.fire()
             loss = outputs["loss"]
         return loss, outputs
 

@@ -37,7 +37,7 @@ class LastLeg:
         """Whether a callback has ended the run, and nobody asks for more."""
         return self.has_given_up and not (resume.chooses or resume.continue_stopped)
 
-    def say_given_up(self) -> None:
+    def warn_gave_up(self) -> None:
         """Log why nothing is trained, and what to do for more."""
         leg = self.leg
         assert leg is not None, "it has given up"

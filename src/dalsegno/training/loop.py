@@ -2,23 +2,23 @@
 
 ::
 
-    for each step that is left to do, epoch by epoch:      Run.draws
-        accumulate, clip, step, schedule                   Update
-        log, evaluate, save, stop: whatever is due         Run.step_end
+    for each remaining step, epoch by epoch:               Session.steps
+        accumulate, clip, update, schedule                 TrainStep
+        log, evaluate, save, stop: whatever is due         Session.step_end
 """
 
 from __future__ import annotations
 
 from .result import TrainResult
-from .session import Run
+from .session import Session
 from .step import TrainStep
 
 
-def train(run: Run, update: TrainStep) -> TrainResult:
-    """Bring the run to its end, from where it is."""
-    with run:
-        for draw in run.steps():
-            updated = update(draw)
-            run.step_end(updated.loss, grad_norm=updated.grad_norm, lr=updated.lr)
-    assert run.result is not None, "leaving the run gives it its result"
-    return run.result
+def train(session: Session, train_step: TrainStep) -> TrainResult:
+    """Train from the present state to the end of the session."""
+    with session:
+        for step_batch in session.steps():
+            done = train_step(step_batch)
+            session.step_end(done.loss, grad_norm=done.grad_norm, lr=done.lr)
+    assert session.result is not None, "a session that was left has a result"
+    return session.result

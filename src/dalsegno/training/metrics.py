@@ -53,11 +53,18 @@ class MetricAccumulator:
         self._run_loss_sum = 0.0
         self._run_steps = 0
         self._last: tuple[torch.Tensor, ...] = ()  # loss and norm of the last step
-        self.tokens = 0
+        self._tokens = 0
         self.run_tokens = 0  # on all ranks, as of the last take
 
-    def add(self, loss: torch.Tensor, grad_norm: torch.Tensor | None) -> None:
-        """Count one step: this rank's share of its loss, and the (global) gradient norm, as 0-dim tensors."""
+    def add(self, loss: torch.Tensor, grad_norm: torch.Tensor | None, tokens: int) -> None:
+        """Count one step.
+
+        Args:
+            loss: this rank's share of the step's loss, 0-dim.
+            grad_norm: of all ranks, 0-dim.
+            tokens: on this rank.
+        """
+        self._tokens += tokens
         self._losses.append(loss)
         self._last = (loss,)
         if grad_norm is not None:
@@ -77,6 +84,10 @@ class MetricAccumulator:
             self._grad_norm, self._max_grad_norm = norms[-1], _largest(earlier + norms)
             self._grad_norms.clear()
 
+    def tokens_seen(self) -> int:
+        """Tokens of the whole run on all ranks, those since the last record estimated from this rank's."""
+        return self.run_tokens + self._tokens * collectives.world_size()
+
     def is_broken(self) -> bool:
         """Whether the last step's loss, or the norm of its gradients, is NaN or infinite; on this rank."""
         return not all(math.isfinite(float(each)) for each in self._last)
@@ -89,7 +100,7 @@ class MetricAccumulator:
             something of it.
         """
         self._fold()
-        loss_sum, tokens = collectives.sum_floats([self._loss_sum, self.tokens], "the loss of a record")
+        loss_sum, tokens = collectives.sum_floats([self._loss_sum, self._tokens], "the loss of a record")
         figures: dict[str, float] = {}
         if self._steps:
             figures["loss"] = loss_sum / self._steps
@@ -98,7 +109,7 @@ class MetricAccumulator:
         self._run_loss_sum += loss_sum
         self._run_steps += self._steps
         self.run_tokens += int(tokens)
-        self._loss_sum, self._steps, self.tokens = 0.0, 0, 0
+        self._loss_sum, self._steps, self._tokens = 0.0, 0, 0
         self._grad_norm = self._max_grad_norm = None
         return figures
 
@@ -121,7 +132,7 @@ class MetricAccumulator:
             "max_grad_norm": self._max_grad_norm,
             "run_loss_sum": self._run_loss_sum,
             "run_steps": self._run_steps,
-            "tokens": self.tokens,
+            "tokens": self._tokens,
             "run_tokens": self.run_tokens,
         }
 
@@ -131,7 +142,7 @@ class MetricAccumulator:
         self._grad_norms = self._separate(state["grad_norms"])
         self._grad_norm, self._max_grad_norm = state["grad_norm"], state["max_grad_norm"]
         self._run_loss_sum, self._run_steps = state["run_loss_sum"], state["run_steps"]
-        self.tokens, self.run_tokens = state["tokens"], state["run_tokens"]
+        self._tokens, self.run_tokens = state["tokens"], state["run_tokens"]
 
     def _separate(self, stacked: torch.Tensor | None) -> list[torch.Tensor]:
         return [] if stacked is None else list(stacked.to(self._device).unbind())
@@ -147,7 +158,7 @@ class MetricAccumulator:
             meters.append(meter)
         first, *others = meters
         first._loss_sum += sum(meter._loss_sum for meter in others)
-        first.tokens += sum(meter.tokens for meter in others)
+        first._tokens += sum(meter._tokens for meter in others)
         total = first.state_dict()
         rest: MeterState = {**total, "loss_sum": 0.0, "tokens": 0}
         return [total, *[rest] * (world_size - 1)]

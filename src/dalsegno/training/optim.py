@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -12,10 +13,13 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from dalsegno.args import TrainingArguments
+from dalsegno.data import ResumableLoader
 from dalsegno.errors import ConfigurationError, StateMismatch
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import EvaluateContext
 from dalsegno.stateful.schema import Must, check, check_like
+
+from .schedule import planned_steps
 
 
 def default_optimizer(modules: Iterable[nn.Module], args: TrainingArguments) -> Optimizer:
@@ -32,6 +36,27 @@ def default_optimizer(modules: Iterable[nn.Module], args: TrainingArguments) -> 
         betas=(args.adam_beta1, args.adam_beta2),
         eps=args.adam_epsilon,
     )
+
+
+def build_schedulers(given: Any, optimizer: Optimizer, args: TrainingArguments, loader: ResumableLoader) -> list[Any]:
+    """The learning rate schedules that the user passes, one or several; None: the default one.
+
+    Raises:
+        ConfigurationError: if one is built on another optimizer, or the default one cannot be built.
+    """
+    if given is None:
+        if any(group["lr"] is None for group in optimizer.param_groups):
+            raise ConfigurationError(
+                f"optimizer: the learning rate of {type(optimizer).__name__} is None, since it makes its own, so there "
+                "is nothing that a schedule could change; give an lr_scheduler= that only reports it, as transformers' "
+                "AdafactorSchedule(optimizer), or build the optimizer with a learning rate"
+            )
+        return [default_scheduler(optimizer, args, partial(planned_steps, args, loader))]
+    schedulers = list(given) if isinstance(given, (list, tuple)) else [given]
+    for scheduler in schedulers:
+        if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+            raise ConfigurationError("lr_scheduler: it is built on another optimizer than the one that is given")
+    return schedulers
 
 
 def default_scheduler(optimizer: Optimizer, args: TrainingArguments, max_steps: Callable[[], int]) -> LambdaLR:
@@ -170,11 +195,16 @@ _COUNTS = {"last_epoch": int, "_step_count": int}
 
 
 class PlateauStep(Callback):
-    """Steps each ``ReduceLROnPlateau`` with the metric of every evaluation that has it."""
+    """Steps each ``ReduceLROnPlateau`` among the schedulers with ``metric``, after every evaluation that has it."""
 
-    def __init__(self, schedulers: Sequence[ReduceLROnPlateau], metric: str) -> None:
-        self._schedulers = schedulers
+    def __init__(self, schedulers: Sequence[Any], metric: str) -> None:
+        self._schedulers = [each for each in schedulers if isinstance(each, ReduceLROnPlateau)]
         self._metric = metric
+
+    @staticmethod
+    def is_needed(schedulers: Sequence[Any]) -> bool:
+        """Whether one of them is a ``ReduceLROnPlateau``."""
+        return any(isinstance(each, ReduceLROnPlateau) for each in schedulers)
 
     def on_evaluate(self, ctx: EvaluateContext) -> None:
         if self._metric in ctx.metrics:

@@ -46,13 +46,17 @@ from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import device_of, expect_materialized
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.table import Event
+from dalsegno.state import TrainerControl, TrainerState
 
-from . import session
+from .evaluation import BetweenBatches
 from .lifecycle import RunLifecycle
+from .parts import build_parts
+from .result import TrainResult
 from .resume import ResumeOptions
+from .session import Session
 from .settings import UserSupplied
 
-UNFIRED = dict.fromkeys(
+UNSUPPORTED_EVENTS = dict.fromkeys(
     [
         Event.BEFORE_FORWARD,
         Event.AFTER_FORWARD,
@@ -73,7 +77,7 @@ UNFIRED = dict.fromkeys(
 """What happens inside a loop that is not ours. A callback that needs one of them is refused when it is given."""
 
 
-class Run(session.Run):
+class Run:
     """Brings the run in ``args.output_dir`` to its end, with a hand-written loop inside ``with``.
 
     Entering restores everything, from the newest verified checkpoint if there is one; if the run is finished, there
@@ -123,58 +127,71 @@ class Run(session.Run):
     ) -> None:
         expect_materialized(model)
         schedulers = lr_scheduler if isinstance(lr_scheduler, (list, tuple)) else [lr_scheduler] if lr_scheduler else []
-        self._assembly = parts = RunLifecycle(
+        self.args = args
+        self.resumed_from: Path | None = None
+        """The checkpoint that this leg resumed from."""
+        self._model = model
+        self._optimizer = optimizer
+        self._options = ResumeOptions(
+            resume_from_checkpoint, strict, strict_callbacks, allow_changes, load_components, continue_stopped
+        )
+        self._parts = build_parts(
             args,
             model=unwrapped(model),
             optimizer=optimizer,
             schedulers=schedulers,
-            feed=resumable_loader(loader, seed=args.shuffle_seed, world_size=collectives.world_size()),
+            loader=resumable_loader(loader, seed=args.shuffle_seed, world_size=collectives.world_size()),
             callbacks=callbacks,
-            others=state or {},
-            data=TrainingData.of_loader(loader),
-            brought=UserSupplied(),
             context_fields={
                 "processing_class": None,
                 "train_dataloader": loader,
                 "eval_dataloader": None,
                 "trainer": self,
             },
-            unsupported_events=UNFIRED,
+            unsupported_events=UNSUPPORTED_EVENTS,
         )
-        if evaluate is not None:
-            parts.boundary.evaluations = [_Evaluation(evaluate)]
-        super().__init__(
-            args,
-            on=parts.dispatcher,
-            state=parts.state,
-            control=parts.control,
-            feed=parts.feed,
-            meter=parts.meter,
-            boundary=parts.boundary,
-            saver=parts,
-            buffers=parts.buffers,
-            run_file=parts.run_file,
+        self._dispatcher = self._parts.dispatcher
+        self._lifecycle = RunLifecycle(
+            self._parts,
+            evaluations=[] if evaluate is None else [_UserEvaluation(evaluate)],
+            data=TrainingData.of_loader(loader),
+            supplied=UserSupplied(),
+            others=state or {},
         )
-        self._model = model
-        self._optimizer = optimizer
+        self._world_size = collectives.world_size()
         self._is_inside = False  # the ``with`` block
+        self._session: Session | None = None  # of the newest leg; None if the run was finished before it
+        self._finished: TrainResult | None = None
         self._index = 0  # of the present micro-batch in its step
         self._lr: float | torch.Tensor | None = None  # that the newest update used
-        self._resume = ResumeOptions(
-            resume_from_checkpoint, strict, strict_callbacks, allow_changes, load_components, continue_stopped
-        )
         self._held = ExitStack()
-        if self._on.init_end:
-            self._on.init_end.fire()
+        if self._dispatcher.init_end:
+            self._dispatcher.init_end.fire()
+
+    @property
+    def state(self) -> TrainerState:
+        return self._parts.state
+
+    @property
+    def control(self) -> TrainerControl:
+        return self._parts.control
+
+    @property
+    def result(self) -> TrainResult | None:
+        """How the run ended; None until it has."""
+        return self._finished if self._session is None else self._session.result
 
     def __enter__(self) -> Self:
+        lifecycle = self._lifecycle
         with ExitStack() as held:
-            held.enter_context(self._assembly.lock_run_dir())
-            self.resumed_from = self._assembly.restore(self._resume)
-            self.result = self._assembly.finished_result(self._resume)
-            if self.result is None:
-                self._assembly.mark_started()
-                super().__enter__()
+            held.enter_context(lifecycle.lock_run_dir())
+            self._session = None
+            self.resumed_from = lifecycle.restore(self._options)
+            self._finished = lifecycle.finished_result(self._options)
+            if self._finished is None:
+                lifecycle.mark_started()
+                self._session = lifecycle.session(self.resumed_from)
+                held.enter_context(self._session)
                 held.callback(self._optimizer.register_step_pre_hook(self._before_update).remove)
                 held.callback(self._optimizer.register_step_post_hook(self._after_update).remove)
             self._held = held.pop_all()
@@ -185,25 +202,9 @@ class Run(session.Run):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._is_inside = False
-        with self._held:
-            if self.result is None:
-                super().__exit__(kind, error, trace)
-            if error is None and self.result is not None:
-                self._assembly.mark_finished(self.result)
-
-    def draws(self) -> Iterator[StepBatch]:
-        """As :meth:`dalsegno.training.session.Run.draws`; none if the run is finished.
-
-        Raises:
-            ConfigurationError: outside of ``with``, where nothing is restored or saved.
-        """
-        if not self._is_inside:
-            raise ConfigurationError(
-                "ds.Run restores when it is entered, and saves and ends the run when it is left: with ds.Run(…) as "
-                "run: for batch in run.batches(): …"
-            )
-        if self.result is None:
-            yield from super().steps()
+        self._held.__exit__(kind, error, trace)
+        if error is None and self.result is not None:
+            self._lifecycle.mark_finished(self.result)
 
     def batches(self) -> Iterator[Any]:
         """The batches of the steps that are left to do. :meth:`step_end` is due after each step's last one.
@@ -211,12 +212,19 @@ class Run(session.Run):
         Raises:
             ConfigurationError: outside of ``with``; or if a step's last batch is behind, and it did not end.
         """
-        on = self._on
-        for draw in self.draws():
-            for self._index, microbatch in enumerate(draw.microbatches):
-                if on.microbatch_begin:
-                    on.microbatch_begin.fill(microbatch.batch, self._index, microbatch.samples)
-                    on.microbatch_begin.fire()
+        if not self._is_inside:
+            raise ConfigurationError(
+                "ds.Run restores when it is entered, and saves and ends the run when it is left: with ds.Run(…) as "
+                "run: for batch in run.batches(): …"
+            )
+        if self._session is None:
+            return
+        microbatch_begin = self._dispatcher.microbatch_begin
+        for step_batch in self._session.steps():
+            for self._index, microbatch in enumerate(step_batch.microbatches):
+                if microbatch_begin:
+                    microbatch_begin.fill(microbatch.batch, self._index, microbatch.samples)
+                    microbatch_begin.fire()
                 yield microbatch.batch
 
     @property
@@ -252,10 +260,14 @@ class Run(session.Run):
                     _accumulate(model, held)
             yield
 
+    @property
+    def _step_batch(self) -> StepBatch | None:
+        return None if self._session is None else self._session.step_batch
+
     def _present(self, what: str) -> StepBatch:
-        if self._draw is None:
+        if self._step_batch is None:
             raise ConfigurationError(f"run.{what}: there is no batch just now; it is known from a batch to step_end()")
-        return self._draw
+        return self._step_batch
 
     def step_end(
         self,
@@ -275,15 +287,20 @@ class Run(session.Run):
         Raises:
             ConfigurationError: if no step has begun, or this one has further batches; or for what is no number.
         """
-        if self._draw is not None and not self.is_last_microbatch:
-            of = f"{self._index + 1} of the {len(self._draw.microbatches)} batches of this step"
+        step_batch = self._step_batch
+        if self._session is None or step_batch is None:
+            raise ConfigurationError("run.step_end(): no step has begun; take a batch from the run first")
+        if not self.is_last_microbatch:
+            of = f"{self._index + 1} of the {len(step_batch.microbatches)} batches of this step"
             raise ConfigurationError(
                 f"run.step_end() after {of} (gradient_accumulation_steps={self.args.gradient_accumulation_steps}); "
                 "update the weights and call it only if run.is_last_microbatch"
             )
-        share = self._number("loss", loss) / self._world_size
-        norm = None if grad_norm is None else self._number("grad_norm", grad_norm)
-        super().step_end(share, grad_norm=norm, lr=self._lr if lr is None else lr)
+        self._session.step_end(
+            self._number("loss", loss) / self._world_size,
+            grad_norm=None if grad_norm is None else self._number("grad_norm", grad_norm),
+            lr=self._lr if lr is None else lr,
+        )
 
     def _number(self, name: str, given: object) -> torch.Tensor:
         """It as a 0-dim tensor, detached; where it lies, or with the model."""
@@ -300,7 +317,7 @@ class Run(session.Run):
 
     def log(self, metrics: MutableMapping[str, Any]) -> None:
         """Hand a record of your own to every logger (kind ``user``). On all ranks, with the same values."""
-        self._boundary.log(dict(metrics), "user")
+        self._lifecycle.boundary.recorder.log(dict(metrics), "user")
 
     def stop(self, reason: str = "run.stop() was called", *, save: bool = True) -> None:
         """Ask for the end of training at this step's end; on any rank."""
@@ -315,23 +332,23 @@ class Run(session.Run):
 
         To be called in on_epoch_begin, on all ranks alike; gives how many that were.
         """
-        return self._feed.skip(samples)
+        return self._parts.loader.skip(samples)
 
     def between_batches(self) -> None:
         """To be called in ``evaluate``, between two batches and equally often on all ranks: where a signal or the
         clock ends the run, this leads out of the evaluation, which the next leg then does from its beginning."""
-        self._boundary.between_batches()
+        self._lifecycle.boundary.evaluations.between_batches()
 
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         lr = optimizer.param_groups[0]["lr"]
         self._lr = lr.clone() if isinstance(lr, torch.Tensor) else lr
-        if self._on.pre_optimizer_step:
-            self._on.pre_optimizer_step.fill(None)
-            self._on.pre_optimizer_step.fire()
+        if self._dispatcher.pre_optimizer_step:
+            self._dispatcher.pre_optimizer_step.fill(None)
+            self._dispatcher.pre_optimizer_step.fire()
 
     def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._on.optimizer_step:
-            self._on.optimizer_step.fire()
+        if self._dispatcher.optimizer_step:
+            self._dispatcher.optimizer_step.fire()
 
 
 def _accumulate(model: nn.Module, held: ExitStack) -> None:
@@ -343,7 +360,7 @@ def _accumulate(model: nn.Module, held: ExitStack) -> None:
         held.enter_context(no_sync())
 
 
-class _Evaluation:
+class _UserEvaluation:
     """A function of the user's, as an evaluation set."""
 
     name = "eval"
@@ -351,8 +368,9 @@ class _Evaluation:
     def __init__(self, function: Callable[[], Mapping[str, float]]) -> None:
         self._function = function
 
-    def __call__(self) -> dict[str, float]:
-        """
+    def __call__(self, between_batches: BetweenBatches) -> dict[str, float]:
+        """``between_batches`` is not called here: the function calls ``run.between_batches()``.
+
         Raises:
             ConfigurationError: if it returns something else than numbers by name.
         """

@@ -1,225 +1,167 @@
-"""Saves: the checkpoints of a leg, from the wish for one to what has become of it.
+"""SaveCoordinator: the saves of one leg, from the request to the outcome.
 
-At most one is on its way to the disk, beside the training: the next one waits for it, so that every checkpoint that was
-asked for exists. Once it has landed on all ranks, they hear of it at the same step boundary.
+At most one save is in progress beside training; the next one waits for it, so every checkpoint that was requested
+exists. When all ranks have finished a save, they are notified of it at the same step boundary.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
-from dalsegno.args import TrainingArguments
+from dalsegno.checkpoint.save.async_save import AsyncSave
 from dalsegno.distributed import collectives
 from dalsegno.errors import SaveFailed
-from dalsegno.events.dispatcher import Dispatcher
-from dalsegno.state import NO_REQUESTS, ControlRequests, TrainerState
+from dalsegno.state import NO_REQUESTS, ControlRequests
+
+from .checkpointer import Checkpointer
+from .control_sync import ControlSync
+from .parts import RunParts
 
 logger = logging.getLogger("dalsegno")
 
-_LANDED = ControlRequests(save_done=True)
-
-
-class Flight(Protocol):
-    """A save that is on its way, or has come to its end; the same end on all ranks."""
-
-    step: int
-    path: Path
-    is_best: bool
-    failure: SaveFailed | None
-
-    @property
-    def done(self) -> bool:
-        """Whether this rank knows how it ended."""
-        ...
-
-    def wait(self) -> None:
-        """Wait until it has landed. What breaks that off (Ctrl-C) gives it up.
-
-        Raises:
-            SaveFailed: if nothing moves any more.
-        """
-        ...
-
-
-class Saver(Protocol):
-    """Where checkpoints go."""
-
-    def path_of(self, step: int) -> Path:
-        """The folder of that step's checkpoint."""
-        ...
-
-    def rehearse(self) -> None:
-        """Take the state of every component as a save does, and write nothing. Collective.
-
-        Raises:
-            CannotSave: on every rank, if a state holds what cannot be saved.
-        """
-        ...
-
-    def prepare(self) -> None:
-        """Make ready for the first save, once everything has its size. Collective."""
-        ...
-
-    def save(self, step: int, *, metrics: Mapping[str, float], is_best: bool) -> Flight:
-        """Capture the state of every component, and send it on its way. Collective."""
-        ...
-
-    def amend(self, step: int, *, metrics: Mapping[str, float], is_best: bool) -> None:
-        """Note in that step's checkpoint, which is published, what only came out afterwards. Collective."""
-        ...
-
-    def load_best_model(self) -> None:
-        """Put the best checkpoint's weights into the model, if that is wanted and there is one. Collective."""
-        ...
+_SAVE_DONE = ControlRequests(save_done=True)
 
 
 class SaveCoordinator:
-    """What a boundary saves, and tells of it."""
+    """Decides whether a step is saved, fires on_before_save and on_save, and counts failed saves."""
 
-    def __init__(
-        self,
-        args: TrainingArguments,
-        on: Dispatcher,
-        state: TrainerState,
-        saver: Saver,
-        *,
-        is_called_off: Callable[[], bool],
-    ) -> None:
-        """``is_called_off``: asked behind on_before_save, whether a handler would rather have no checkpoint.
-        Collective."""
-        self._is_called_off = is_called_off
-        self._args = args
-        self._on = on
-        self._state = state
-        self._saver = saver
-        self._flight: Flight | None = None
-        self._best_before: str | None = None  # the best checkpoint, before the one in flight
+    def __init__(self, parts: RunParts, checkpointer: Checkpointer) -> None:
+        self._args = parts.args
+        self._dispatcher = parts.dispatcher
+        self._state = parts.state
+        self._checkpointer = checkpointer
+        self._current: AsyncSave | None = None  # in progress, or done and not yet finalized
+        self._best_before: str | None = None  # the best checkpoint before the save in progress
         self.set_latest(None)
         self.begin_leg()
 
     def begin_leg(self) -> None:
-        """No failure of a former leg is left."""
-        self._failures: list[SaveFailed] = []  # in a row
-        self._is_wanted = True
+        """Forget the failures of the previous leg."""
+        self._failures: list[SaveFailed] = []  # consecutive
+        self._must_succeed = True
         self._is_prepared = not (self._args.saving and self._args.save_in_background)
 
     def set_latest(self, checkpoint: Path | None, step: int = 0) -> None:
-        """The newest checkpoint of this run is that one."""
+        """Set the run's newest checkpoint."""
         self.newest = checkpoint
-        """The newest that is published."""
-        self._published_step = self._asked_step = None if checkpoint is None else step
+        """The newest published checkpoint."""
+        self._published_step = self._requested_step = None if checkpoint is None else step
 
     def poll(self) -> ControlRequests:
-        """Whether a save has landed that nobody was told of: a source for the agreement."""
-        return _LANDED if self._flight is not None and self._flight.done else NO_REQUESTS
+        """Request :meth:`finalize` once a save is done on this rank: a source for :class:`ControlSync`."""
+        return _SAVE_DONE if self._current is not None and self._current.done else NO_REQUESTS
 
     def prepare(self) -> None:
-        """Once in a leg, after its first step: the optimizer has its state by then. Collective."""
+        """Prepare the first save, once in a leg, after its first step: the optimizer has its state then. Collective."""
         if not self._is_prepared:
             self._is_prepared = True
-            self._saver.prepare()
+            self._checkpointer.prepare()
 
-    def save(self, metrics: Mapping[str, float]) -> None:
-        """Ask for a checkpoint of this step, unless that has been done, or a handler calls it off. Collective.
+    def save(self, metrics: Mapping[str, float], control_sync: ControlSync) -> None:
+        """Save this step, unless that was requested before or a handler of on_before_save calls it off. Collective.
+
+        Args:
+            metrics: of the evaluation at this step.
+            control_sync: asked after on_before_save whether any rank calls the save off.
 
         Raises:
-            CannotSave: on every rank, if a state holds what cannot be saved.
+            CannotSave: on every rank, if a state contains what cannot be saved.
         """
-        on, step = self._on, self._state.global_step
-        if self._asked_step == step:
+        dispatcher, step = self._dispatcher, self._state.global_step
+        if self._requested_step == step:
             return
         self.finalize()
         self._is_prepared = True
-        path, is_best = self._saver.path_of(step), self._is_best()
-        if on.before_save:
-            on.before_save.fill(path, step)
-            on.before_save.fire()
-        if self._is_called_off():
+        path, is_best = self._checkpointer.path_of(step), self._mark_if_best()
+        if dispatcher.before_save:
+            dispatcher.before_save.fill(path, step)
+            dispatcher.before_save.fire()
+        if control_sync.abort_requested():
             return
-        self._flight = self._saver.save(step, metrics=metrics, is_best=is_best)
-        self._asked_step = step
+        self._current = self._checkpointer.save(step, metrics=metrics, is_best=is_best)
+        self._requested_step = step
         if not self._args.save_in_background:
             self.finalize()
 
     def amend(self, metrics: Mapping[str, float]) -> None:
-        """Let this step's checkpoint know, if it was saved before the evaluation. Collective."""
+        """Add ``metrics`` to this step's checkpoint, if it was saved before its evaluation. Collective."""
         step = self._state.global_step
-        if self._asked_step == step:
+        if self._requested_step == step:
             self.finalize()
         if self._published_step == step:
-            self._saver.amend(step, metrics=metrics, is_best=self._is_best())
+            self._checkpointer.amend(step, metrics=metrics, is_best=self._mark_if_best())
 
-    def _is_best(self) -> bool:
-        """Whether this step's checkpoint, which is there or about to be, is the best; if so, that is remembered."""
+    def _mark_if_best(self) -> bool:
+        """Whether this step was evaluated as the best so far; if so, its checkpoint becomes the best one."""
         state = self._state
         self._best_before = state.best_model_checkpoint
         if state.best_metric is None or state.best_global_step != state.global_step:
             return False
-        state.best_model_checkpoint = self._relative(self._saver.path_of(state.global_step))
+        state.best_model_checkpoint = self._relative(self._checkpointer.path_of(state.global_step))
         return True
 
     def finalize(self) -> None:
-        """Wait for the save that is on its way, if there is one, and tell what has become of it. On all ranks.
+        """Wait for the save in progress, if any; fire on_save, or count its failure. Collective.
 
         Raises:
-            SaveFailed: if too many in a row have failed.
+            SaveFailed: if ``max_failed_saves`` in a row have failed.
         """
-        flight = self._flight
-        if flight is None:
+        save = self._current
+        if save is None:
             return
-        flight.wait()
-        self._flight = None
-        if flight.failure is not None:
-            self._note_failure(flight, flight.failure)
+        save.wait()
+        self._current = None
+        if save.failure is not None:
+            self._note_failure(save, save.failure)
             return
-        self._note_success(flight)
-        on = self._on
-        if on.save:
-            on.save.fill(flight.path, flight.step, flight.is_best)
-            on.save.fire()
+        self._note_success(save)
+        dispatcher = self._dispatcher
+        if dispatcher.save:
+            dispatcher.save.fill(save.path, save.step, save.is_best)
+            dispatcher.save.fire()
 
     def skip_final_save(self) -> None:
-        """All ranks have agreed to end this leg without a checkpoint: that the last one has failed is no error then."""
-        self._is_wanted = False
+        """All ranks have agreed to end the leg without a checkpoint: that the last save failed is not an error."""
+        self._must_succeed = False
 
-    def settle(self) -> None:
-        """Before a leg ends by itself: wait for the last save, tell of it, and let nothing be lost silently.
+    def finish(self) -> None:
+        """At the end of a leg that no exception ends: finalize the last save. Collective.
 
         Raises:
             SaveFailed: if it has failed.
         """
         self.finalize()
-        if self._failures and self._is_wanted:
+        if self._failures and self._must_succeed:
             raise self._failures[-1]
 
-    def leave(self) -> None:
-        """On the way out of an exception: wait for the save all the same, but tell no callback. No collective."""
-        flight, self._flight = self._flight, None
-        if flight is None:
+    def close(self) -> None:
+        """At the end of every leg: wait for a save still in progress, without callbacks. Not collective: after an
+        exception the other ranks may be gone."""
+        save, self._current = self._current, None
+        if save is None:
             return
         try:
-            flight.wait()
-            failure = flight.failure
+            save.wait()
+            failure = save.failure
         except KeyboardInterrupt:
-            failure = SaveFailed(f"{flight.path.name} was given up on Ctrl-C")
+            failure = SaveFailed(f"{save.path.name} was given up on Ctrl-C")
         except SaveFailed as error:
             failure = error
         if failure is None:
-            self._note_success(flight)
+            self._note_success(save)
         elif collectives.rank() == 0:
             logger.error("%s", failure)
 
-    def _note_success(self, flight: Flight) -> None:
+    def _note_success(self, save: AsyncSave) -> None:
         self._failures.clear()
-        self.newest, self._published_step = flight.path, flight.step
+        self.newest, self._published_step = save.path, save.step
 
-    def _note_failure(self, flight: Flight, failure: SaveFailed) -> None:
+    def _note_failure(self, save: AsyncSave, failure: SaveFailed) -> None:
         self._failures.append(failure)
-        self._asked_step = self._published_step
-        if self._state.best_model_checkpoint == self._relative(flight.path):
+        self._requested_step = self._published_step
+        if self._state.best_model_checkpoint == self._relative(save.path):
             self._state.best_model_checkpoint = self._best_before
         if len(self._failures) >= self._args.max_failed_saves:
             failure.add_note(f"max_failed_saves={self._args.max_failed_saves} in a row")

@@ -1,18 +1,17 @@
-"""Run: one leg of a training run. Events, state and checkpoints around anybody's loop.
+"""Session: one leg of a run. Events, state and checkpoints around a training loop.
 
-What a loop does with it, :mod:`dalsegno.training.loop` as well as one written by hand::
+A loop uses it so, :mod:`dalsegno.training.loop` as well as one around ``dalsegno.Run``::
 
-    with run:                                   # on_train_begin
-        for draw in run.draws():                # on_epoch_begin, on_step_begin
-            ...                                 # the update
-            run.step_end(loss=..., ...)         # on_step_end; then log, evaluate, save, stop: whatever is due
-    run.result                                  # on_train_end has fired, whatever happened
+    with session:                               # on_train_begin
+        for step_batch in session.steps():      # on_epoch_begin, on_step_begin
+            ...                                 # forward, backward, update
+            session.step_end(loss=..., ...)     # on_step_end; then log, evaluate, save, stop: whatever is due
+    session.result                              # on_train_end has fired, in any case
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -20,83 +19,77 @@ from typing import Any, Self
 
 import torch
 
-from dalsegno.args import TrainingArguments
-from dalsegno.data import ResumableLoader
 from dalsegno.data.step_batch import LossWeight, StepBatch, agreed_place, iter_steps
 from dalsegno.distributed import collectives
-from dalsegno.distributed.buffers import SharedBuffers
-from dalsegno.errors import ConfigurationError, EmptyDataset, SaveFailed
-from dalsegno.events.dispatcher import Dispatcher
-from dalsegno.events.table import Event
-from dalsegno.logs import RunFile
-from dalsegno.state import TrainerControl, TrainerState
+from dalsegno.errors import ConfigurationError, EmptyDataset
 
-from .metrics import MetricAccumulator
+from .checkpointer import Checkpointer
+from .leg_recorder import LegRecorder
+from .parts import RunParts
 from .result import TrainResult, reason_of
-from .save_coordinator import Saver
-from .step_boundary import DueActions, StepBoundary
-
-_NOTHING = DueActions()
+from .schedule import ActionSchedule, DueActions
+from .step_boundary import StepBoundary
 
 
-class Run:
-    """All parts are given, and restored already: the Trainer does so, or ``dalsegno.Run`` for a hand-written loop."""
+class Session:
+    """Runs from the present state, restored already, to the end of the run or of this leg.
+
+    Args:
+        parts: of the run.
+        boundary: acts between the steps.
+        checkpointer: of the run.
+        leg_recorder: records its begin and end.
+        loss_weight: weight of a batch's mean loss within its step; None: the number of its samples.
+        resumed_from: the checkpoint that was restored.
+    """
 
     def __init__(
         self,
-        args: TrainingArguments,
-        *,
-        on: Dispatcher,
-        state: TrainerState,
-        control: TrainerControl,
-        feed: ResumableLoader,
-        meter: MetricAccumulator,
+        parts: RunParts,
         boundary: StepBoundary,
-        saver: Saver,
-        buffers: SharedBuffers,
-        run_file: RunFile,
-        loss_weight: LossWeight | None = None,
-        resumed_from: Path | None = None,
+        checkpointer: Checkpointer,
+        leg_recorder: LegRecorder,
+        *,
+        loss_weight: LossWeight | None,
+        resumed_from: Path | None,
     ) -> None:
-        self.args = args
-        self.state = state
-        self.control = control
         self.result: TrainResult | None = None
-        self._on = on
-        self._feed = feed
-        self._meter = meter
+        """How the leg ended; None until it has."""
+        self.step_batch: StepBatch | None = None
+        """The step in progress; None between :meth:`step_end` and the next step."""
+        self._args = parts.args
+        self._state = parts.state
+        self._control = parts.control
+        self._dispatcher = parts.dispatcher
+        self._loader = parts.loader
+        self._buffers = parts.buffers
         self._boundary = boundary
-        self._saver = saver
-        self._buffers = buffers
+        self._recorder = boundary.recorder
+        self._checkpointer = checkpointer
+        self._leg_recorder = leg_recorder
         self._loss_weight = loss_weight
-        self.resumed_from = resumed_from
+        self._resumed_from = resumed_from
+        self._schedule = ActionSchedule(parts.args)
         self._world_size = collectives.world_size()
-        self._legs = run_file if collectives.rank() == 0 else None
-        self._logging, self._evaluation, self._saving = args.logging, args.evaluation, args.saving
-        self._draw: StepBatch | None = None  # the one whose step has not ended yet
-        self._place = feed.position  # behind that draw, in epochs; the same on all ranks
-        self._ends_epoch = False  # with that draw, where the length is known
-        self._due = _NOTHING
-        self._exhausted = False
-        self._is_rehearsed = False
+        self._position = parts.loader.position  # after the step in progress, in epochs; the same on all ranks
+        self._ends_epoch = False  # whether the step in progress does, if the length of the data is known
+        self._due = DueActions()
+        self._data_is_exhausted = False
+        self._is_checked = False
         self._final_metrics: dict[str, Any] = {}
-        self._listens_to_metrics = False
 
     # -- begin and end ------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        state = self.state
-        self._listens_to_metrics = self._on.listens_anywhere(Event.TRAIN_METRICS)
+        state, train_begin = self._state, self._dispatcher.train_begin
         self._boundary.begin_leg()
         self._buffers.begin_leg()
         state.clock.start()
-        if self._legs is not None:
-            with _writing(self._legs, "nothing is trained, and what was there before is as it was"):
-                self._legs.begin(self._relative(self.resumed_from), self._world_size, state.global_step)
+        self._leg_recorder.begin(self._resumed_from)
         try:
-            if self._on.train_begin:
-                self._on.train_begin.fill(self.resumed_from)
-                self._on.train_begin.fire()
+            if train_begin:
+                train_begin.fill(self._resumed_from)
+                train_begin.fire()
         except BaseException as error:
             self._close(error)
             raise
@@ -107,9 +100,9 @@ class Run:
     ) -> None:
         if error is None:
             try:
-                if not (self._is_over() or self._exhausted):
+                if not (self._is_over() or self._data_is_exhausted):
                     self._save_before_epoch_end()
-                    self.control.stop("the loop was left before its end", by="the loop")
+                    self._control.stop("the loop was left before its end", by="the loop")
                 self._finish()
             except BaseException as late:
                 self._close(late)
@@ -117,126 +110,93 @@ class Run:
         self._close(error)
 
     def _save_before_epoch_end(self) -> None:
-        """The loop was left: if between an epoch's last step and the epoch's end, the checkpoint due there is taken."""
-        if self._ends_epoch and self._draw is None:
-            self._boundary.save_held(also=self.state.will_save)
+        """Take the checkpoint that is due at an epoch's end, if the loop was left between that and its last step."""
+        if self._ends_epoch and self.step_batch is None:
+            self._boundary.save_held(also=self._state.will_save)
 
     def _finish(self) -> None:
-        """A leg that comes to its end by itself: the last checkpoint, the final record, and the best weights."""
-        self._boundary.saves.settle()
-        state, args, seconds = self.state, self.args, self.state.elapsed()
-        metrics = self._final_metrics = {
-            "train_runtime": seconds,
-            "train_samples": state.samples_seen,
-            "train_samples_per_second": state.samples_seen / seconds,
-            "train_steps_per_second": state.global_step / seconds,
-            "step": state.global_step,
-        }
-        microbatch = self._feed.samples_per_microbatch()
-        if microbatch is not None:
-            metrics["effective_batch_size"] = microbatch * args.gradient_accumulation_steps
-        loss = self._meter.run_loss()
-        if loss is not None:
-            metrics["train_loss"] = loss
-            self._boundary.note_end(loss)
-        self._boundary.log(metrics, "final")
-        self._saver.load_best_model()
+        """Without an exception: the last checkpoint, the final record, and the best weights. Collective."""
+        self._boundary.saves.finish()
+        self._final_metrics = self._recorder.final_metrics()
+        self._recorder.log(self._final_metrics, "final")
+        self._checkpointer.load_best_model()
 
     def _close(self, error: BaseException | None) -> None:
-        """on_exception where due, then on_train_end, once. No collective: the other ranks may be gone."""
-        on, control, metrics = self._on, self.control, self._final_metrics
-        self.state.clock.stop()
-        failures = _failures(self._boundary.saves.leave)
+        """Fire on_exception if there was one, then on_train_end, once. Not collective: after an exception the other
+        ranks may be gone."""
+        dispatcher, control, metrics = self._dispatcher, self._control, self._final_metrics
+        self._state.clock.stop()
+        failures = _failures(self._boundary.saves.close)
         result = self.result = TrainResult(
-            global_step=self.state.global_step,
-            reason=reason_of(error, control, self._exhausted),
+            global_step=self._state.global_step,
+            reason=reason_of(error, control, self._data_is_exhausted),
             why=control.stop_reason if error is None else f"{type(error).__name__}: {error}",
             stopped_by=control.stopped_by,
             metrics=metrics,
             checkpoint=self._boundary.saves.newest,
-        ).with_best(self.state, self._saver.path_of)
-        failures += _failures(self._feed.close)
-        if error is not None and on.exception:
-            on.exception.fill(error)
-            failures += on.exception.fire_all()
-        if on.train_end:
-            on.train_end.fill(result.reason, metrics, result.checkpoint)
-            failures += on.train_end.fire_all()
-        if self._legs is not None:
-            goal = {"max_steps": self.args.max_steps, "num_train_epochs": self.args.num_train_epochs}
-            is_final = result.reason in ("stopped", "aborted") and control.stop_is_final
-            end = partial(self._legs.end, result.reason, result.stopped_by, result.global_step, metrics, result.why)
-            failures += _failures(
-                partial(self._note_end, partial(end, goal_given_up=goal if is_final else None), result)
-            )
+        ).with_best(self._state, self._checkpointer.path_of)
+        failures += _failures(self._loader.close)
+        if error is not None and dispatcher.exception:
+            dispatcher.exception.fill(error)
+            failures += dispatcher.exception.fire_all()
+        if dispatcher.train_end:
+            dispatcher.train_end.fill(result.reason, metrics, result.checkpoint)
+            failures += dispatcher.train_end.fire_all()
+        failures += _failures(partial(self._leg_recorder.end, result))
         for failure in failures:
             if error is None:
                 raise failure
             error.add_note(f"and on the way out: {type(failure).__name__}: {failure}")
 
-    def _note_end(self, end: Callable[[], None], result: TrainResult) -> None:
-        assert self._legs is not None, "this is rank 0"
-        safe = f"{result.checkpoint} and the logs are safe" if result.checkpoint else "no checkpoint was saved"
-        how = f"how this leg ended ({result.reason} at step {result.global_step}) is not in there, but {safe}"
-        with _writing(
-            self._legs, f"{how}. Started again, the run goes on from its newest checkpoint and notes its end"
-        ):
-            end()
-
-    def _relative(self, path: Path | None) -> str | None:
-        if path is None:
-            return None
-        path, home = path.resolve(), self.args.directory.resolve()
-        return path.relative_to(home).as_posix() if path.is_relative_to(home) else str(path)
-
     # -- steps --------------------------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[StepBatch]:
-        """The micro-batches of each step that is left to do. :meth:`step_end` is due before the next.
+        """The micro-batches of each remaining step. :meth:`step_end` must be called before the next one.
 
         Raises:
             EmptyDataset: if there is not a single batch.
         """
-        on, feed = self._on, self._feed
-        self._place = agreed_place(feed)
+        epoch_begin, loader = self._dispatcher.epoch_begin, self._loader
+        self._position = agreed_place(loader)
         if self._boundary.should_stop_now():
             return
-        if self.state.evaluations_owed:
+        if self._state.evaluations_owed:
             self._boundary.run_due_actions(DueActions(evaluate=True))
         while not self._is_over():
-            if not feed.started:
-                self.state.epoch_is_cut = False  # a wish at the last epoch's end is no wish for this one
-                if on.epoch_begin:
-                    on.epoch_begin.fill(feed.epoch)
-                    on.epoch_begin.fire()
+            if not loader.started:
+                self._state.epoch_is_cut = False  # a request at the previous epoch's end does not cut this one
+                if epoch_begin:
+                    epoch_begin.fill(loader.epoch)
+                    epoch_begin.fire()
             yield from self._rest_of_epoch()
-            if self._boundary.stopping or self._is_cut_short():
+            if self._boundary.stopping or self._ends_inside_epoch():
                 return
-            if not feed.started:
-                self._data_exhausted()
+            if not loader.started:
+                self._end_of_data()
                 return
             self._end_epoch()
 
     def _rest_of_epoch(self) -> Iterator[StepBatch]:
-        if self.state.epoch_is_cut:  # at the end of the step that the leg goes on from
+        if self._state.epoch_is_cut:  # by the step that the leg resumes from
             return
-        for draw in iter_steps(self._feed, self.args.gradient_accumulation_steps, self._loss_weight):
-            if 0 < self.args.max_steps <= self.state.global_step:  # a loader that is longer than it said
+        step_begin = self._dispatcher.step_begin
+        for step_batch in iter_steps(self._loader, self._args.gradient_accumulation_steps, self._loss_weight):
+            if 0 < self._args.max_steps <= self._state.global_step:  # the loader is longer than its length says
                 return
-            self._plan_step(draw)
-            if not self._is_rehearsed:  # once more: a loader has its state, and a callback all of its own, only now
-                self._saver.rehearse()
-                self._is_rehearsed = True
-            if self._on.step_begin:
-                self._on.step_begin.fire()
-            self._draw = draw
-            yield draw
-            if self._draw is not None:
+            self._plan_step(step_batch)
+            if not self._is_checked:  # again: only now does a loader, or a callback, have all of its state
+                self._checkpointer.check_serializable()
+                self._is_checked = True
+            if step_begin:
+                step_begin.fire()
+            self.step_batch = step_batch
+            yield step_batch
+            if self.step_batch is not None:
                 raise ConfigurationError(
-                    f"step {self.state.global_step + 1} did not end: call run.step_end(loss=…) after each batch for "
+                    f"step {self._state.global_step + 1} did not end: call run.step_end(loss=…) after each batch for "
                     "which run.is_last_microbatch is true (an epoch's last step may have fewer batches than the others)"
                 )
-            if self._boundary.stopping or self.state.epoch_is_cut or self._is_cut_short():
+            if self._boundary.stopping or self._state.epoch_is_cut or self._ends_inside_epoch():
                 return
 
     def step_end(
@@ -246,59 +206,40 @@ class Run:
         grad_norm: torch.Tensor | None = None,
         lr: float | torch.Tensor | None = None,
     ) -> None:
-        """The weights are updated: count the step, and do whatever is due.
+        """Count the step, whose update is done, and run what is due.
 
         Args:
-            loss: this rank's share of the step's loss, 0-dim. Over all ranks the shares are summed.
-            grad_norm: total L2 norm before clipping, on all ranks, 0-dim.
-            lr: the learning rate that this update used.
+            loss: this rank's share of the step's loss, 0-dim. The step's loss is the sum over all ranks.
+            grad_norm: total L2 norm before clipping, over all ranks, 0-dim.
+            lr: learning rate that the update used.
         """
-        state, on, draw = self.state, self._on, self._draw
-        if draw is None:
+        state, dispatcher, step_batch = self._state, self._dispatcher, self.step_batch
+        if step_batch is None:
             raise ConfigurationError("run.step_end(): no step has begun; take a batch from the run first")
-        self._draw = None
+        self.step_batch = None
         self._buffers.share()
-        self._meter.add(loss, grad_norm)
-        self._meter.tokens += draw.tokens
-        self._boundary.lr = lr
+        self._recorder.add_step(loss, grad_norm, lr, step_batch.tokens)
         state.global_step += 1
-        state.epoch = self._place
-        state.samples_seen += draw.samples
-        state.num_input_tokens_seen += draw.tokens * self._world_size
-        if on.step_end:
-            on.step_end.fill(loss, grad_norm, lr)
-            on.step_end.fire()
-        if self._listens_to_metrics:
-            self._report_metrics(loss, grad_norm)
+        state.epoch = self._position
+        state.samples_seen += step_batch.samples
+        state.num_input_tokens_seen += step_batch.tokens * self._world_size
+        if dispatcher.step_end:
+            dispatcher.step_end.fill(loss, grad_norm, lr)
+            dispatcher.step_end.fire()
+        self._recorder.report_step(loss, grad_norm)
         self._boundary.run_due_actions(self._due, epoch_ends=self._ends_epoch)
-        if on.step_done:
-            on.step_done.fill(state.global_step)
-            on.step_done.fire()
+        if dispatcher.step_done:
+            dispatcher.step_done.fill(state.global_step)
+            dispatcher.step_done.fire()
 
-    def _report_metrics(self, loss: torch.Tensor, grad_norm: torch.Tensor | None) -> None:
-        """on_train_metrics: the one event whose payload costs a reduction and a wait each step."""
-        metrics = {"loss": collectives.sum_floats([float(loss)], "the loss of a step")[0]}
-        if grad_norm is not None:
-            metrics["grad_norm"] = float(grad_norm)
-        if self._boundary.lr is not None:
-            metrics["learning_rate"] = float(self._boundary.lr)
-        if self._on.train_metrics:
-            self._on.train_metrics.fill(metrics)
-            self._on.train_metrics.fire()
-
-    def _plan_step(self, draw: StepBatch) -> None:
-        """What the coming step's end will do, so that costly things are captured only then."""
-        state, control, step = self.state, self.control, self.state.global_step + 1
-        self._place, state.data_seconds = draw.place, draw.seconds
-        self._ends_epoch = ends_epoch = self._place >= self._feed.epoch + 1
-        is_final = self._is_last(step, self._place) and not ends_epoch  # else the epoch's end saves
-        self._due = due = DueActions(
-            log=self._logging.at_step(step) or (step == 1 and self.args.logging_first_step and bool(self._logging)),
-            evaluate=self._evaluation.at_step(step),
-            save=self._saving.at_step(step) or (is_final and bool(self._saving)),
-        )
+    def _plan_step(self, step_batch: StepBatch) -> None:
+        """Determine what the step's end will do, so that callbacks capture costly things only if they are used."""
+        state, control, step = self._state, self._control, self._state.global_step + 1
+        self._position, state.data_seconds = step_batch.place, step_batch.seconds
+        self._ends_epoch = ends_epoch = self._position >= self._loader.epoch + 1
+        self._due = due = self._schedule.at_step(step, self._position, ends_epoch=ends_epoch)
         later = self._due_at_epoch_end(step) if ends_epoch else _NOTHING
-        # What this rank alone wishes counts once the others know of it: collectives hang on what is foreseen here.
+        # A request of this rank alone counts only once the others know of it: collectives depend on these flags.
         alone = self._world_size == 1
         state.will_log = due.log or later.log or (alone and control.should_log)
         state.will_evaluate = due.evaluate or later.evaluate or (alone and control.should_evaluate)
@@ -307,59 +248,39 @@ class Run:
     # -- epochs -------------------------------------------------------------------------------------------------
 
     def _end_epoch(self) -> None:
-        feed, on = self._feed, self._on
-        if on.epoch_end:
-            on.epoch_end.fill(feed.epoch)
-            on.epoch_end.fire()
-        due = self._due_at_epoch_end(self.state.global_step)
-        feed.next_epoch()
-        self.state.epoch = self._place = feed.position
+        loader, epoch_end = self._loader, self._dispatcher.epoch_end
+        if epoch_end:
+            epoch_end.fill(loader.epoch)
+            epoch_end.fire()
+        due = self._due_at_epoch_end(self._state.global_step)
+        loader.next_epoch()
+        self._state.epoch = self._position = loader.position
         self._boundary.run_due_actions(due)
 
     def _due_at_epoch_end(self, step: int) -> DueActions:
-        """What the end of this epoch asks for, if ``step`` is its last step."""
-        done = self._feed.epoch + 1
-        last = self._is_last(step, done)
-        return DueActions(
-            log=self._logging.at_epoch(done),
-            evaluate=self._evaluation.at_epoch(done),
-            save=self._saving.at_epoch(done) or (last and bool(self._saving)),
-        )
+        return self._schedule.at_epoch_end(self._loader.epoch + 1, step)
 
-    def _data_exhausted(self) -> None:
-        """An epoch without a single batch."""
-        if self.state.global_step == 0:
+    def _end_of_data(self) -> None:
+        """An epoch had no batch."""
+        if self._state.global_step == 0:
             raise EmptyDataset("the training data has not a single batch; look at the dataset, or at drop_last")
-        self._exhausted = True
-        self._boundary.run_due_actions(DueActions(save=bool(self._saving)))
+        self._data_is_exhausted = True
+        self._boundary.run_due_actions(self._schedule.at_data_end())
 
-    def _is_last(self, step: int, place: float) -> bool:
-        """Whether the run goes no further than ``step`` finished steps, or ``place`` in the epochs."""
-        return step >= self.args.max_steps if self.args.max_steps > 0 else place >= self.args.num_train_epochs
-
-    def _is_cut_short(self) -> bool:
-        """Whether the run is at its end in the middle of an epoch, which then does not end."""
-        used_up = self._feed.started and self._place >= self._feed.epoch + 1  # its end is still to come
-        return self._is_last(self.state.global_step, self._place) and not used_up
+    def _ends_inside_epoch(self) -> bool:
+        """Whether the run ends here, in the middle of an epoch, whose end then does not come."""
+        epoch_is_used_up = self._loader.started and self._position >= self._loader.epoch + 1
+        return self._schedule.is_last(self._state.global_step, self._position) and not epoch_is_used_up
 
     def _is_over(self) -> bool:
-        return self._boundary.stopping or self._is_cut_short()
+        return self._boundary.stopping or self._ends_inside_epoch()
 
 
-@contextmanager
-def _writing(legs: RunFile, what_now: str) -> Iterator[None]:
-    """
-    Raises:
-        SaveFailed: if ``run.json`` cannot be written, say on a full disk; tells ``what_now``.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise SaveFailed(f"{legs.path} could not be written: {error}; {what_now}; make room first") from error
+_NOTHING = DueActions()
 
 
 def _failures(work: Callable[[], object]) -> list[BaseException]:
-    """Do ``work``; what it raises, if it does, is returned."""
+    """Call ``work``; the exception that it raises, if any."""
     try:
         work()
     except BaseException as error:

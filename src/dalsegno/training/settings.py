@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from dalsegno.args import TrainingArguments
 from dalsegno.checkpoint.load.compatibility import END_OF_SCHEDULE, Change
-from dalsegno.data import NOT_EXACT, ResumableLoader, TrainingData
+from dalsegno.data import NOT_EXACT, TrainingData
 from dalsegno.distributed import collectives
+from dalsegno.distributed.sharded_tensors import device_of
 
 from .optim import InitialHyperparameters
+from .parts import RunParts
+from .schedule import planned_steps
 
 logger = logging.getLogger("dalsegno")
 
@@ -68,36 +69,23 @@ class RecordedSettings:
     """Plain values by name: the component ``settings``.
 
     Args:
-        args: the run's; only what has an effect is kept.
-        brought: what the user brings along.
-        built: the optimizer's hyperparameters, and the way back to them.
-        schedulers: for their classes.
-        feed: for the samples in a step.
-        data: what is read.
-        device: where the model is.
+        parts: of the run. Only settings that have an effect are recorded.
+        supplied: the parts that the user brings along.
+        data: the training data, for its fingerprint.
     """
 
-    state_compared = False  # of loaders of the user's own, only rank 0 looks at the data
+    state_compared = False  # only rank 0 fingerprints the data of a loader of the user's own
 
-    def __init__(
-        self,
-        args: TrainingArguments,
-        brought: UserSupplied,
-        built: InitialHyperparameters,
-        schedulers: Iterable[Any],
-        feed: ResumableLoader,
-        data: TrainingData,
-        device: torch.device,
-    ) -> None:
-        self._args = args
-        self._brought = brought
-        self._built = built
-        self._schedulers = [type(each).__name__ for each in schedulers]
-        self._feed = feed
+    def __init__(self, parts: RunParts, supplied: UserSupplied, data: TrainingData) -> None:
+        self._args = parts.args
+        self._supplied = supplied
+        self._initial = InitialHyperparameters(parts.optimizer, parts.schedulers)
+        self._schedulers = [type(each).__name__ for each in parts.schedulers]
+        self._loader = parts.loader
         self._data = data
-        self._device = device
+        self._device = device_of(parts.model)
         self._fingerprint: dict[str, Any] | None = None
-        self._planned = -1
+        self._planned_steps = -1
 
     def begin_session(self) -> None:
         """A leg begins. Look at the data, once in this process, before training does. Collective.
@@ -105,9 +93,9 @@ class RecordedSettings:
         Raises:
             ConfigurationError: if the ranks are given different datasets.
         """
-        former, self._planned = self._planned, planned_steps(self._args, self._feed)
-        if former not in (-1, self._planned) and not self._brought.schedule:
-            self._built.reapply_schedule()
+        former, self._planned_steps = self._planned_steps, planned_steps(self._args, self._loader)
+        if former not in (-1, self._planned_steps) and not self._supplied.schedule:
+            self._initial.reapply_schedule()
         if self._fingerprint is None:
             self._fingerprint, doubts = self._data.examine()
             if doubts and self._args.saving and collectives.rank() == 0:
@@ -119,37 +107,37 @@ class RecordedSettings:
         changed = {change.setting for change in changes}
         names = {_OF_OPTIMIZER[setting] for setting in changed & _OF_OPTIMIZER.keys()}
         if "optimizer" in changed or "lr" in names:
-            self._built.restore_lrs()
+            self._initial.restore_lrs()
         elif changed & {*_OF_SCHEDULE, END_OF_SCHEDULE}:
-            self._built.reapply_schedule()
-        self._built.restore(*(names - {"lr"}))
+            self._initial.reapply_schedule()
+        self._initial.restore(*(names - {"lr"}))
 
     def restore_lrs(self) -> None:
         """The learning rates of this run, where only the optimizer's state is another's."""
-        self._built.restore_lrs()
+        self._initial.restore_lrs()
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self._given(), **self._surroundings(), "dataset": self._fingerprint}
+        return {**self._given(), **self._environment(), "dataset": self._fingerprint}
 
     def _given(self) -> dict[str, Any]:
-        args, brought = self._args, self._brought
+        args, supplied = self._args, self._supplied
         values = {name: value for name, value in args.to_dict().items() if self._has_effect(name)}
-        if not brought.schedule and args.lr_scheduler_type != "constant":
-            values[END_OF_SCHEDULE] = planned_steps(args, self._feed)
+        if not supplied.schedule and args.lr_scheduler_type != "constant":
+            values[END_OF_SCHEDULE] = planned_steps(args, self._loader)
         elif args.max_steps > 0:
             values["max_steps"] = args.max_steps
         else:
             values["num_train_epochs"] = args.num_train_epochs
-        if brought.schedule:
+        if supplied.schedule:
             values["lr_scheduler"] = self._schedulers
-        if brought.optimizer or brought.schedule:
-            values |= {f"optimizer.{name}": value for name, value in self._built.values().items()}
-        samples = self._feed.samples_per_microbatch()
+        if supplied.optimizer or supplied.schedule:
+            values |= {f"optimizer.{name}": value for name, value in self._initial.values().items()}
+        samples = self._loader.samples_per_microbatch()
         if samples is not None:
             values["samples per step"] = samples * args.gradient_accumulation_steps
         return values
 
-    def _surroundings(self) -> dict[str, Any]:
+    def _environment(self) -> dict[str, Any]:
         """What decides about the order in which sums are taken, and so about the last bits, without being a setting."""
         values = {"world_size": collectives.world_size(), "torch": str(torch.__version__)}
         if self._device.type == "cuda":
@@ -160,26 +148,16 @@ class RecordedSettings:
         """They are as they are now: what they were has been compared before."""
 
     def _has_effect(self, name: str) -> bool:
-        brought = self._brought
+        supplied = self._supplied
         if name in _OF_OPTIMIZER:
-            return not (brought.optimizer or brought.schedule)
+            return not (supplied.optimizer or supplied.schedule)
         if name in _OF_SCHEDULE:
-            return not brought.schedule
+            return not supplied.schedule
         if name in _OF_LOADER or name.startswith("dataloader_"):
-            return not brought.loader
-        return name not in _OF_NOBODY and not (brought.loop and name in _OF_LOOP)
+            return not supplied.loader
+        return name not in _OF_NOBODY and not (supplied.loop and name in _OF_LOOP)
 
 
 def _processor() -> str:
     """The instructions for which torch chooses its kernels: ``AVX2``, ``AVX512``, …"""
     return str(torch.backends.cpu.get_cpu_capability())
-
-
-def planned_steps(args: TrainingArguments, feed: ResumableLoader) -> int:
-    """The steps of the whole run; -1 where only the end of the data will tell."""
-    if args.max_steps > 0:
-        return args.max_steps
-    microbatches = feed.microbatches_per_epoch()
-    if microbatches is None:
-        return -1
-    return math.ceil(args.num_train_epochs * math.ceil(microbatches / args.gradient_accumulation_steps))

@@ -36,7 +36,7 @@ class StateSnapshot:
         targets: list[Stateful] = [self._random, *(each for each in listening if isinstance(each, Stateful))]
         self._states = [(target, tree_map(_own_copy, target.state_dict())) for target in targets]
 
-    def __call__(self) -> None:
+    def restore(self) -> None:
         """Let all be as it was."""
         for target, state in self._states:
             target.load_state_dict(state)

@@ -11,22 +11,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dalsegno.data import to_device
 from dalsegno.data.step_batch import StepBatch
 from dalsegno.distributed import collectives
 from dalsegno.distributed.parallel import Parallel
-from dalsegno.events.dispatcher import Dispatcher
 from dalsegno.events.table import Event
-from dalsegno.state import TrainerState
+from dalsegno.stateful.component import Stateful
 
 from .forward import ForwardPass, Outputs
+from .parts import RunParts
 
 
 class StepResult(NamedTuple):
@@ -40,102 +41,129 @@ class StepResult(NamedTuple):
     """The learning rate that was used, of the first parameter group."""
 
 
+class GradNormDemand:
+    """Whether the step in progress computes the total norm of its gradients; the same answer on all ranks."""
+
+    def __init__(self, parts: RunParts) -> None:
+        self._dispatcher = parts.dispatcher
+        self._state = parts.state
+        self._clips = bool(parts.args.max_grad_norm)
+        self._listens_to_metrics = False
+
+    def begin_leg(self) -> None:
+        """Look which events callbacks handle."""
+        self._listens_to_metrics = self._dispatcher.listens_anywhere(Event.TRAIN_METRICS)
+
+    def __call__(self) -> bool:
+        return self._clips or self._state.will_log or self._listens_to_metrics
+
+
 class TrainStep:
-    """Carries out one step at each call."""
+    """Carries out one step at each call.
+
+    Args:
+        parts: of the run. A ``ReduceLROnPlateau`` among the schedulers is not stepped here.
+        forward: computes the loss.
+        parallel: reduces and clips the gradients.
+        wants_norm: whether this step needs their total norm.
+        scaler: for fp16.
+        device: of the model.
+    """
 
     def __init__(
         self,
-        on: Dispatcher,
-        state: TrainerState,
+        parts: RunParts,
         forward: ForwardPass,
         parallel: Parallel,
-        optimizer: Optimizer,
-        schedulers: Sequence[Any],
+        wants_norm: GradNormDemand,
         *,
         scaler: torch.amp.GradScaler | None,
-        max_grad_norm: float,
         device: torch.device,
     ) -> None:
-        self._on = on
-        self._state = state
+        self._dispatcher = parts.dispatcher
         self._forward = forward
         self._parallel = parallel
-        self._optimizer = optimizer
-        self._schedulers = schedulers
+        self._optimizer = parts.optimizer
+        self._schedulers = [each for each in parts.schedulers if not isinstance(each, ReduceLROnPlateau)]
+        self._wants_norm = wants_norm
         self._scaler = scaler
         self._scale = 1.0  # the scaler's, as of the last step
-        self._max_grad_norm = max_grad_norm
-        self._listens_to_metrics = False
+        self._max_grad_norm = parts.args.max_grad_norm
         self._device = device
-        self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._parameters = [parameter for group in parts.optimizer.param_groups for parameter in group["params"]]
         # DDP and FSDP average gradients over the ranks; shares are to be summed.
         self._world_size = collectives.world_size()
 
+    @property
+    def stateful(self) -> dict[str, Stateful]:
+        """Objects of this step that a checkpoint must contain, by key."""
+        return {} if self._scaler is None else {"scaler": self._scaler}
+
     @contextmanager
     def leg(self) -> Iterator[None]:
-        """Around the steps of a leg: training mode, and no gradients that an earlier leg broke off with."""
+        """Around the steps of a leg: training mode, and no gradients of an interrupted step."""
         self._forward.module.train()
         self._optimizer.zero_grad()
-        self._listens_to_metrics = self._on.listens_anywhere(Event.TRAIN_METRICS)  # to ask for a norm is collective
+        self._wants_norm.begin_leg()
         self._scale = 1.0 if self._scaler is None else self._scaler.get_scale()
         with self._parallel.training():
             yield
 
-    def __call__(self, draw: StepBatch) -> StepResult:
-        on, optimizer = self._on, self._optimizer
-        loss = self._accumulate(draw)
+    def __call__(self, step_batch: StepBatch) -> StepResult:
+        dispatcher, optimizer = self._dispatcher, self._optimizer
+        loss = self._accumulate(step_batch)
         if self._scaler is not None:
             self._scaler.unscale_(optimizer)
-        if on.gradients_ready:
-            on.gradients_ready.fire()
+        if dispatcher.gradients_ready:
+            dispatcher.gradients_ready.fire()
         grad_norm = self._clip()
-        if on.pre_optimizer_step:
-            on.pre_optimizer_step.fill(grad_norm)
-            on.pre_optimizer_step.fire()
+        if dispatcher.pre_optimizer_step:
+            dispatcher.pre_optimizer_step.fill(grad_norm)
+            dispatcher.pre_optimizer_step.fire()
         lr = optimizer.param_groups[0]["lr"]
         lr = lr.clone() if isinstance(lr, torch.Tensor) else lr
         stepped = self._step()
-        if on.optimizer_step:
-            on.optimizer_step.fire()
-        if not stepped and on.step_skipped:
-            on.step_skipped.fill("non-finite gradients: the scaler left the weights as they are")
-            on.step_skipped.fire()
-        if on.before_zero_grad:
-            on.before_zero_grad.fire()
+        if dispatcher.optimizer_step:
+            dispatcher.optimizer_step.fire()
+        if not stepped and dispatcher.step_skipped:
+            dispatcher.step_skipped.fill("non-finite gradients: the scaler left the weights as they are")
+            dispatcher.step_skipped.fire()
+        if dispatcher.before_zero_grad:
+            dispatcher.before_zero_grad.fire()
         self._clear_gradients()
-        if on.after_zero_grad:
-            on.after_zero_grad.fire()
+        if dispatcher.after_zero_grad:
+            dispatcher.after_zero_grad.fire()
         if stepped:
             self._schedule()
         return StepResult(loss, grad_norm, lr)
 
-    def _accumulate(self, draw: StepBatch) -> torch.Tensor:
-        on = self._on
-        last = len(draw.microbatches) - 1
+    def _accumulate(self, step_batch: StepBatch) -> torch.Tensor:
+        dispatcher = self._dispatcher
+        last = len(step_batch.microbatches) - 1
         total: torch.Tensor | None = None
-        for index, microbatch in enumerate(draw.microbatches):
+        for index, microbatch in enumerate(step_batch.microbatches):
             self._parallel.synchronize(index == last)
             batch = to_device(microbatch.batch, self._device)
-            if on.microbatch_begin:
-                on.microbatch_begin.fill(batch, index, microbatch.samples)
-                on.microbatch_begin.fire()
+            if dispatcher.microbatch_begin:
+                dispatcher.microbatch_begin.fill(batch, index, microbatch.samples)
+                dispatcher.microbatch_begin.fire()
             loss, outputs = self._forward(batch)
-            loss = self._backward(loss, outputs, draw.share(index))
+            loss = self._backward(loss, outputs, step_batch.share(index))
             total = loss if total is None else total + loss
-            if on.microbatch_end:
-                on.microbatch_end.fill(
+            if dispatcher.microbatch_end:
+                dispatcher.microbatch_end.fill(
                     outputs["loss"].detach(), outputs, batch, index, microbatch.samples, index == last
                 )
-                on.microbatch_end.fire()
-        assert total is not None, "a draw is never empty"
+                dispatcher.microbatch_end.fire()
+        assert total is not None, "a step is never empty"
         return total
 
     def _backward(self, loss: torch.Tensor, outputs: Outputs, share: float) -> torch.Tensor:
         """Add this micro-batch's gradients. Returns its part of the step's loss, detached."""
-        on = self._on
-        if on.before_backward:
-            on.before_backward.fill(outputs, loss.detach())
-            on.before_backward.fire()
+        dispatcher = self._dispatcher
+        if dispatcher.before_backward:
+            dispatcher.before_backward.fill(outputs, loss.detach())
+            dispatcher.before_backward.fire()
             loss = outputs["loss"]
         counted = loss.detach()
         if share != 1.0:  # of padding nothing counts, not even a NaN
@@ -145,17 +173,13 @@ class TrainStep:
         if self._scaler is not None:
             scaled = self._scaler.scale(scaled)
         scaled.backward()  # type: ignore[no-untyped-call]
-        if on.after_backward:
-            on.after_backward.fill(outputs, loss.detach())
-            on.after_backward.fire()
+        if dispatcher.after_backward:
+            dispatcher.after_backward.fill(outputs, loss.detach())
+            dispatcher.after_backward.fire()
         return counted
 
-    def wants_norm(self) -> bool:
-        """Whether this step asks for the total norm of the gradients; the same answer on all ranks."""
-        return bool(self._max_grad_norm) or self._state.will_log or self._listens_to_metrics
-
     def _clip(self) -> torch.Tensor | None:
-        return self._parallel.clip(self._parameters, self._max_grad_norm) if self.wants_norm() else None
+        return self._parallel.clip(self._parameters, self._max_grad_norm) if self._wants_norm() else None
 
     def _step(self) -> bool:
         """Whether the weights were changed."""
@@ -178,12 +202,12 @@ class TrainStep:
                 parameter.grad = None
 
     def _schedule(self) -> None:
-        on = self._on
+        dispatcher = self._dispatcher
         for scheduler in self._schedulers:
-            if on.before_scheduler_step:
-                on.before_scheduler_step.fill(scheduler)
-                on.before_scheduler_step.fire()
+            if dispatcher.before_scheduler_step:
+                dispatcher.before_scheduler_step.fill(scheduler)
+                dispatcher.before_scheduler_step.fire()
             scheduler.step()
-            if on.after_scheduler_step:
-                on.after_scheduler_step.fill(scheduler)
-                on.after_scheduler_step.fire()
+            if dispatcher.after_scheduler_step:
+                dispatcher.after_scheduler_step.fill(scheduler)
+                dispatcher.after_scheduler_step.fire()

@@ -1,10 +1,9 @@
-"""Trainer: the composition root. It puts model, data, optimizer and callbacks together, and lets the loop run."""
+"""Trainer: builds the parts of a run from a model, its data, its optimizer and its callbacks, and trains it."""
 
 from __future__ import annotations
 
 import inspect
-import os
-from collections.abc import Collection, Iterable, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,19 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dalsegno.args import TrainingArguments
-from dalsegno.checkpoint import unwrapped
 from dalsegno.data import ResumableLoader, TrainingData
 from dalsegno.data.build import Collator, eval_batches, evaluation_sets_from_args, train_loader_from_args
 from dalsegno.data.step_batch import LossWeight
-from dalsegno.distributed.parallel import FusedBackward, parallelize
+from dalsegno.distributed.parallel import FusedBackward
 from dalsegno.distributed.parallel.torchrun import init_distributed
 from dalsegno.distributed.precision import autocast_dtype
 from dalsegno.distributed.sharded_tensors import expect_materialized
 from dalsegno.errors import ConfigurationError, UnknownName
-from dalsegno.events.adapters import adapt
 from dalsegno.events.callback import Callback
 from dalsegno.events.registration import check_callbacks
 from dalsegno.events.table import Event
@@ -34,11 +30,14 @@ from . import loop
 from .evaluation import LossEvaluation
 from .forward import ForwardPass, LossFunction
 from .lifecycle import RunLifecycle
-from .optim import PlateauStep, default_optimizer, default_scheduler
+from .optim import PlateauStep, build_schedulers
+from .parts import RunParts, build_parts
+from .placement import PlacedModel, place
 from .result import TrainResult
 from .resume import ResumeOptions
-from .settings import UserSupplied, planned_steps
-from .step import TrainStep
+from .run_dir import check_writable
+from .settings import UserSupplied
+from .step import GradNormDemand, TrainStep
 
 _MEANT = {
     "train_data": "train_dataset",
@@ -51,8 +50,10 @@ _MEANT = {
     "collate_fn": "data_collator",
 }
 
-_WITH_ALL_GRADIENTS = (Event.GRADIENTS_READY, Event.PRE_OPTIMIZER_STEP)
-_FUSED = "fuse_optim_with_backward=True cannot fire: no moment has all gradients; do without one of the two"
+_UNSUPPORTED_IF_FUSED = dict.fromkeys(
+    [Event.GRADIENTS_READY, Event.PRE_OPTIMIZER_STEP],
+    "fuse_optim_with_backward=True cannot fire: no moment has all gradients; do without one of the two",
+)
 
 
 class Trainer:
@@ -104,104 +105,51 @@ class Trainer:
         callbacks: Sequence[object] = (),
         processing_class: Any = None,
     ) -> None:
-        if not (isinstance(model, nn.Module) and isinstance(args, TrainingArguments)):
-            raise ConfigurationError(
-                f"Trainer({type(model).__name__}, {type(args).__name__}, …); it takes the model, a torch.nn.Module, "
-                "and TrainingArguments, in this order"
-            )
-        check_callbacks(callbacks)
-        expect_materialized(model)
-        self.model = model
-        self.args = args
+        _check_arguments(model, args, callbacks)
+        self.model, self.args, self._collator = model, args, data_collator
         device = init_distributed(args.use_cpu)
-        _check_writable(args.directory)
-        feed = train_loader_from_args(args, train_dataset, train_dataloader, data_collator)
-        model.to(device)
-        if args.torch_compile:
-            model.compile(backend=args.torch_compile_backend)
-        loss_module = unwrapped(loss_fn).to(device) if isinstance(loss_fn, nn.Module) else None
-        parallel = parallelize(model, args.parallel, device, loss_module)
-        is_own_optimizer = optimizer is not None
-        if optimizer is None:
-            optimizer = default_optimizer([model] if loss_module is None else [model, loss_module], args)
-        else:
-            _check_steps_alone(optimizer)
-            parallel.rebind(optimizer)
+        check_writable(args.directory)
+        loader = train_loader_from_args(args, train_dataset, train_dataloader, data_collator)
+        placed = place(model, loss_fn, optimizer, args, device)
         sets = evaluation_sets_from_args(args, eval_dataset, eval_dataloader, data_collator)
-        schedulers = _schedulers(lr_scheduler, optimizer, args, feed)
-        plateaus = [each for each in schedulers if isinstance(each, ReduceLROnPlateau)]
-        scaler = torch.amp.GradScaler(device.type) if args.fp16 else None
-        self._loss_weight = loss_weight
-        self._assembly = RunLifecycle(
-            args,
-            model=model,
-            loss_fn=loss_module,
-            optimizer=optimizer,
-            schedulers=schedulers,
-            feed=feed,
-            callbacks=callbacks,
-            core=[PlateauStep(plateaus, args.best_metric_name)] if plateaus else [],
-            others={} if scaler is None else {"scaler": scaler},
-            data=TrainingData(train_dataset, None, data_collator, args.dataloader_num_workers)
-            if train_dataset is not None
-            else TrainingData.of_loader(train_dataloader),
-            brought=UserSupplied(
-                optimizer=is_own_optimizer,
-                schedule=lr_scheduler is not None,
-                loader=train_dataloader is not None,
-                loop=False,
-            ),
-            context_fields={
-                "processing_class": processing_class,
-                "train_dataloader": train_dataloader if train_dataloader is not None else feed,
-                "eval_dataloader": eval_dataloader if eval_dataloader is not None else eval_batches(sets, device),
-                "trainer": self,
-            },
-            unsupported_events=dict.fromkeys(_WITH_ALL_GRADIENTS, _FUSED) if args.fuse_optim_with_backward else {},
-        )
-        on = self._assembly.dispatcher
-        if args.fuse_optim_with_backward:
-            parallel = FusedBackward(parallel, model, optimizer, lambda: self._update.wants_norm())
-        autocast = autocast_dtype(bf16=args.bf16, fp16=args.fp16)
-        loss_fn = parallel.loss_fn or loss_module or loss_fn
-        forward = ForwardPass(on, parallel.module, loss_fn, device, autocast, is_compiled=args.torch_compile)
-        self._update = TrainStep(
-            on,
-            self.state,
-            forward,
-            parallel,
-            optimizer,
-            [each for each in schedulers if each not in plateaus],
-            scaler=scaler,
-            max_grad_norm=args.max_grad_norm,
-            device=device,
-        )
-        self._evaluation = partial(
-            LossEvaluation,
-            on=on,
-            forward=forward,
-            device=device,
-            loss_weight=loss_weight,
-            between_batches=self._assembly.boundary.between_batches,
-        )
-        self._collator = data_collator
-        self._assembly.boundary.evaluations = [self._evaluation(*each) for each in sets]
         _check_best(args, [each.name for each in sets])
-        if on.init_end:
-            on.init_end.fire()
+        schedulers = build_schedulers(lr_scheduler, placed.optimizer, args, loader)
+        context_fields = {
+            "processing_class": processing_class,
+            "train_dataloader": loader if train_dataloader is None else train_dataloader,
+            "eval_dataloader": eval_batches(sets, device) if eval_dataloader is None else eval_dataloader,
+            "trainer": self,
+        }
+        self._parts = _build_parts(args, placed, schedulers, loader, callbacks, context_fields)
+        self._train_step, forward = _build_step(self._parts, placed)
+        self._evaluation = partial(
+            LossEvaluation, dispatcher=self._parts.dispatcher, forward=forward, device=device, loss_weight=loss_weight
+        )
+        self._lifecycle = RunLifecycle(
+            self._parts,
+            evaluations=[self._evaluation(*each) for each in sets],
+            data=_training_data(args, train_dataset, train_dataloader, data_collator),
+            supplied=UserSupplied(
+                optimizer is not None, lr_scheduler is not None, train_dataloader is not None, loop=False
+            ),
+            others=self._train_step.stateful,
+            loss_weight=loss_weight,
+        )
+        if self._parts.dispatcher.init_end:
+            self._parts.dispatcher.init_end.fire()
 
     @property
     def state(self) -> TrainerState:
-        return self._assembly.state
+        return self._parts.state
 
     @property
     def control(self) -> TrainerControl:
-        return self._assembly.control
+        return self._parts.control
 
     @property
     def callbacks(self) -> list[Callback]:
-        """In the order in which they are called."""
-        return self._assembly.dispatcher.callbacks
+        """In calling order."""
+        return self._parts.callbacks.bound
 
     def train(
         self,
@@ -237,20 +185,18 @@ class Trainer:
             StateMismatch: if what was saved does not fit what is here; nothing has been changed then.
             EmptyDataset: if there is not a single batch.
         """
-        resume = ResumeOptions(
+        options = ResumeOptions(
             resume_from_checkpoint, strict, strict_callbacks, allow_changes, load_components, continue_stopped
         )
-        assembly = self._assembly
-        with assembly.lock_run_dir():
-            resumed_from = assembly.restore(resume)
-            finished = assembly.finished_result(resume)
+        lifecycle = self._lifecycle
+        with lifecycle.lock_run_dir():
+            resumed_from = lifecycle.restore(options)
+            finished = lifecycle.finished_result(options)
             if finished is not None:
                 return finished
-            assembly.mark_started()
-            with self._update.leg():
-                return assembly.mark_finished(
-                    loop.train(assembly.session(resumed_from, self._loss_weight), self._update)
-                )
+            lifecycle.mark_started()
+            with self._train_step.leg():
+                return lifecycle.mark_finished(loop.train(lifecycle.session(resumed_from), self._train_step))
 
     def evaluate(self) -> dict[str, float]:
         """Measure the model as it is on each evaluation set. On all ranks.
@@ -258,12 +204,12 @@ class Trainer:
         Raises:
             ConfigurationError: if there is none.
         """
-        if not self._assembly.boundary.evaluations:
+        if not self._lifecycle.boundary.evaluations.has_sets:
             raise ConfigurationError(
                 "trainer.evaluate(): there is nothing to evaluate on; give the trainer eval_dataset= or "
                 "eval_dataloader=, or use trainer.predict(dataset)"
             )
-        return self._assembly.boundary.evaluate()
+        return self._lifecycle.boundary.evaluations.evaluate()
 
     def predict(self, test_dataset: Any) -> dict[str, float]:
         """The metrics of the model as it is on other data, as ``test_loss`` and so on. On all ranks.
@@ -271,17 +217,18 @@ class Trainer:
         What the model says to each batch is handed to ``on_prediction_step``; ``on_predict`` gets the metrics.
         """
         metrics: dict[str, float] = {}
-        for name, prefix, feed in evaluation_sets_from_args(self.args, test_dataset, None, self._collator):
-            metrics |= self._evaluation(name, prefix.replace("eval", "test", 1), feed)()
-        on = self._assembly.dispatcher
-        if on.predict:
-            on.predict.fill(metrics)
-            on.predict.fire()
+        for name, prefix, loader in evaluation_sets_from_args(self.args, test_dataset, None, self._collator):
+            evaluation = self._evaluation(name, prefix.replace("eval", "test", 1), loader)
+            metrics |= evaluation(self._lifecycle.boundary.evaluations.between_batches)
+        predict = self._parts.dispatcher.predict
+        if predict:
+            predict.fill(metrics)
+            predict.fire()
         return metrics
 
     def log(self, metrics: MutableMapping[str, Any]) -> None:
         """Hand a record of your own to every logger (kind ``user``). On all ranks, with the same values."""
-        self._assembly.boundary.log(dict(metrics), "user")
+        self._lifecycle.boundary.recorder.log(dict(metrics), "user")
 
     def stop(self, reason: str = "trainer.stop() was called", *, save: bool = True) -> None:
         """Ask for the end of training at this step's end; from any thread, on any rank."""
@@ -300,43 +247,33 @@ class Trainer:
         Returns:
             How many that were: fewer where the epoch ends, more where the last micro-batch goes beyond.
         """
-        return self._assembly.feed.skip(samples)
+        return self._parts.loader.skip(samples)
 
     def add_callback(self, callback: object) -> None:
-        """Let one more callback listen, after the others."""
-        self._assembly.set_callbacks([*self._assembly.user_callbacks, adapt(callback)])
+        """Add a callback; it is called after the others."""
+        self._parts.callbacks.add(callback)
 
     def remove_callback(self, callback: object) -> Callback:
-        """Let a callback, or the one with that key, listen no longer; it is returned.
+        """Remove a callback, given itself or its key, and return it.
 
         Raises:
-            UnknownName: if there is none; the message names the nearest.
+            UnknownName: if there is none; the message suggests the nearest key.
         """
-        gone = self._assembly.dispatcher.find(callback if isinstance(callback, str) else adapt(callback).key)
-        self._assembly.set_callbacks([each for each in self._assembly.user_callbacks if each is not gone])
-        return gone
+        return self._parts.callbacks.remove(callback)
 
 
-def _check_writable(directory: Path) -> None:
+def _check_arguments(model: object, args: object, callbacks: Sequence[object]) -> None:
     """
     Raises:
-        ConfigurationError: if nothing can be written where the run shall live: now, not at the first checkpoint.
+        ConfigurationError: if model and args are swapped or of another kind, or a callback is not valid.
     """
-    existing = next(path for path in [directory, *directory.absolute().parents] if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigurationError(f"output_dir={str(directory)!r}: {existing} is not a folder that can be written to")
-
-
-def _check_steps_alone(optimizer: Optimizer) -> None:
-    """
-    Raises:
-        ConfigurationError: if the optimizer evaluates the model by itself, several times a step.
-    """
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    if not (isinstance(model, nn.Module) and isinstance(args, TrainingArguments)):
         raise ConfigurationError(
-            f"optimizer: {type(optimizer).__name__}.step needs a closure, which only a loop of your own can give it"
+            f"Trainer({type(model).__name__}, {type(args).__name__}, …); it takes the model, a torch.nn.Module, "
+            "and TrainingArguments, in this order"
         )
+    check_callbacks(callbacks)
+    expect_materialized(model)
 
 
 def _check_best(args: TrainingArguments, sets: Sequence[str]) -> None:
@@ -353,17 +290,50 @@ def _check_best(args: TrainingArguments, sets: Sequence[str]) -> None:
         raise ConfigurationError(f"load_best_model_at_end=True: say by metric_for_best_model= which decides: {names}")
 
 
-def _schedulers(given: Any, optimizer: Optimizer, args: TrainingArguments, feed: ResumableLoader) -> list[Any]:
-    if given is None:
-        if any(group["lr"] is None for group in optimizer.param_groups):
-            raise ConfigurationError(
-                f"optimizer: the learning rate of {type(optimizer).__name__} is None, since it makes its own, so there "
-                "is nothing that a schedule could change; give an lr_scheduler= that only reports it, as transformers' "
-                "AdafactorSchedule(optimizer), or build the optimizer with a learning rate"
-            )
-        return [default_scheduler(optimizer, args, lambda: planned_steps(args, feed))]
-    schedulers = list(given) if isinstance(given, (list, tuple)) else [given]
-    for scheduler in schedulers:
-        if getattr(scheduler, "optimizer", optimizer) is not optimizer:
-            raise ConfigurationError("lr_scheduler: it is built on another optimizer than the one that is given")
-    return schedulers
+def _build_parts(
+    args: TrainingArguments,
+    placed: PlacedModel,
+    schedulers: Sequence[Any],
+    loader: ResumableLoader,
+    callbacks: Sequence[object],
+    context_fields: Mapping[str, Any],
+) -> RunParts:
+    return build_parts(
+        args,
+        model=placed.model,
+        loss_fn=placed.loss_module,
+        optimizer=placed.optimizer,
+        schedulers=schedulers,
+        loader=loader,
+        callbacks=callbacks,
+        core=[PlateauStep(schedulers, args.best_metric_name)] if PlateauStep.is_needed(schedulers) else [],
+        context_fields=context_fields,
+        unsupported_events=_UNSUPPORTED_IF_FUSED if args.fuse_optim_with_backward else {},
+    )
+
+
+def _build_step(parts: RunParts, placed: PlacedModel) -> tuple[TrainStep, ForwardPass]:
+    """What computes a step, and the forward pass that evaluations share with it."""
+    args, device = parts.args, placed.device
+    wants_norm = GradNormDemand(parts)
+    parallel = placed.parallel
+    if args.fuse_optim_with_backward:
+        parallel = FusedBackward(parallel, parts.model, parts.optimizer, wants_norm)
+    forward = ForwardPass(
+        parts.dispatcher,
+        parallel.module,
+        placed.loss_fn,
+        device,
+        autocast_dtype(bf16=args.bf16, fp16=args.fp16),
+        is_compiled=args.torch_compile,
+    )
+    scaler = torch.amp.GradScaler(device.type) if args.fp16 else None
+    return TrainStep(parts, forward, parallel, wants_norm, scaler=scaler, device=device), forward
+
+
+def _training_data(
+    args: TrainingArguments, dataset: Any, loader: Iterable[Any] | None, collator: Collator | None
+) -> TrainingData:
+    if dataset is None:
+        return TrainingData.of_loader(loader)
+    return TrainingData(dataset, None, collator, args.dataloader_num_workers)

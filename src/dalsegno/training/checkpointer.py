@@ -1,0 +1,294 @@
+"""Checkpointer: saves the run's state to checkpoints, and loads it from them. All ranks call every method."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from dalsegno.checkpoint import (
+    SETTINGS,
+    Checkpoint,
+    CheckpointManager,
+    LoadReport,
+    load_parts,
+    load_weights,
+    weights_are_at,
+)
+from dalsegno.checkpoint.remote import mirror_of
+from dalsegno.checkpoint.save.async_save import AsyncSave
+from dalsegno.distributed import collectives
+from dalsegno.distributed.sharded_tensors import are_finite
+from dalsegno.errors import ConfigurationError, DamagedCheckpoint, NotFound, UnknownName
+from dalsegno.logs import RunFile
+from dalsegno.state import SavedTrainerState
+
+from .contents import PROGRESS, CheckpointContents
+from .parts import RunParts
+from .settings import RecordedSettings
+from .time_limit import TimeLimit
+
+
+class Checkpointer:
+    """The checkpoints under ``output_dir``, and their copies at its URL.
+
+    Args:
+        parts: of the run.
+        contents: what is saved and loaded.
+        settings: compared with the saved ones at each load.
+        run_file: records the step of each published checkpoint.
+        time_limit: is given the duration of each save.
+    """
+
+    def __init__(
+        self,
+        parts: RunParts,
+        contents: CheckpointContents,
+        settings: RecordedSettings,
+        run_file: RunFile,
+        time_limit: TimeLimit,
+    ) -> None:
+        self._parts = parts
+        self._contents = contents
+        self._settings = settings
+        self._run_file = run_file
+        self._time_limit = time_limit
+        args = parts.args
+        self._manager = CheckpointManager(args.directory, keep=args.keeping)
+        self._mirror = mirror_of(args.url, args.directory, args.keeping)
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Inside, this process owns the run's checkpoints. At the end all saves and uploads have finished."""
+        try:
+            self._mirror.claim(take_over=self._parts.args.take_over_lock)
+            self._manager.remove_partial()
+            yield
+        finally:
+            try:
+                self._manager.settle()
+            finally:
+                self._mirror.end()
+
+    def start_uploads(self, resumed_from: Path | None) -> None:
+        """Copy to the URL what is published from now on, and ``resumed_from`` if it is this run's own."""
+        step = self._parts.state.global_step
+        is_own = resumed_from is not None and self.owns(resumed_from, step)
+        self._mirror.begin(step if is_own else None)
+
+    # -- save ---------------------------------------------------------------------------------------------------
+
+    def path_of(self, step: int) -> Path:
+        """Where that step's checkpoint is, or would be."""
+        return self._manager.path_of(step)
+
+    def check_serializable(self) -> None:
+        """Capture every state as a save does, and write nothing.
+
+        Raises:
+            CannotSave: on every rank, if a state contains what cannot be saved.
+        """
+        if self._parts.args.saving:
+            self._manager.check_serializable(self._contents.sharded(), self._contents.components())
+
+    def prepare(self) -> None:
+        """Allocate the memory for the first save, on another thread. To be called once the optimizer has its state."""
+        self._manager.prepare(self._contents.sharded())
+
+    def save(self, step: int, *, metrics: Mapping[str, float], is_best: bool) -> AsyncSave:
+        """Capture every state and start to write it.
+
+        Raises:
+            CannotSave: on every rank, if a state contains what cannot be saved.
+        """
+        parts = self._parts
+        parts.random_state.step = step
+        return self._manager.save_async(
+            step,
+            self._contents.sharded(),
+            self._contents.components(),
+            metrics=metrics,
+            is_best=is_best,
+            is_finite=not parts.metrics.is_broken() or are_finite(parts.model),
+            background=parts.args.save_in_background,
+            published=partial(self._note_published, step, time.monotonic()),
+            settled=self._mirror.poll,
+        )
+
+    def _note_published(self, step: int, began: float) -> None:
+        """On rank 0, on the thread that has saved."""
+        self._run_file.progress(step)
+        self._time_limit.allow_for(time.monotonic() - began)
+
+    def amend(self, step: int, *, metrics: Mapping[str, float], is_best: bool) -> None:
+        """Write into that step's checkpoint, which is published, what an evaluation has measured since."""
+        self._manager.amend(step, metrics=metrics, is_best=is_best)
+
+    # -- find ---------------------------------------------------------------------------------------------------
+
+    def newest(self, *, strict: bool) -> Checkpoint | None:
+        """The newest checkpoint that verifies, here or at the URL; None if there is none at all.
+
+        Raises:
+            DamagedCheckpoint: if none verifies, or ``strict`` and the newest does not.
+        """
+        try:
+            checkpoint = self._manager.find(strict=strict)
+        except DamagedCheckpoint as error:
+            if not strict and self._mirror.fetch_newer(None):
+                return self._manager.find()
+            error.add_note("resume_from_checkpoint=False starts anew, and moves all that is there into rewound/")
+            raise
+        if self._mirror.fetch_newer(None if checkpoint is None else checkpoint.step):
+            checkpoint = self._manager.find(strict=strict)
+        return checkpoint
+
+    def verified(self, path: Path) -> Checkpoint:
+        """The checkpoint at ``path``, of this run or another.
+
+        Raises:
+            NotFound: if there is none.
+            DamagedCheckpoint: if it is damaged.
+            ConfigurationError: if ``path`` contains weights only.
+        """
+        if collectives.from_rank_zero(lambda: weights_are_at(path)):
+            raise ConfigurationError(
+                f"resume_from_checkpoint={str(path)!r}: these are weights, and no run to go on with; give "
+                'load_components=("model",), too, and a new run begins with them'
+            )
+        return self._at(path)
+
+    def _at(self, path: Path) -> Checkpoint:
+        checkpoint = self._manager.find(path)
+        assert checkpoint is not None, "with a path, find() returns a checkpoint or raises"
+        return checkpoint
+
+    def owns(self, path: Path, step: int) -> bool:
+        """Whether ``path`` is where this run saves ``step``."""
+        return path.resolve() == self.path_of(step).resolve()
+
+    def archive_after(self, step: int | None, into: Path) -> list[Path]:
+        """Move the checkpoints later than ``step`` (None: all) into that folder; their new paths."""
+        return self._manager.archive_after(step, into)
+
+    # -- load ---------------------------------------------------------------------------------------------------
+
+    def load(self, checkpoint: Checkpoint, *, strict_callbacks: bool, allowed: Collection[str]) -> LoadReport:
+        """Restore every state.
+
+        Args:
+            checkpoint: verified.
+            strict_callbacks: whether a saved callback that is missing here, or the reverse, raises.
+            allowed: changes since the save that do not raise.
+
+        Raises:
+            StateMismatch: before anything is changed, if a saved state does not fit its object here.
+            DamagedCheckpoint: before anything is changed, if a state is missing without which no run can resume.
+        """
+        _expect_whole_run(checkpoint)
+        parts = self._parts
+        adapt: dict[str, Callable[[Any], Any]] = {"trainer": partial(_at_step, checkpoint)}
+        if "dataset" in allowed:
+            adapt["loader"] = parts.loader.adapt
+        report = self._manager.load(
+            checkpoint,
+            self._contents.sharded(),
+            self._contents.components(),
+            strict_callbacks=strict_callbacks,
+            settings=self._settings.state_dict(),
+            allowed=allowed,
+            adapt=adapt,
+        )
+        if SETTINGS in report.fresh:
+            report.notes.append("settings: this checkpoint does not know its own, so nothing was compared")
+        if not checkpoint.manifest.finite:
+            report.notes.append("model: NaN or infinity is in its weights; resume_from_checkpoint= an older checkpoint")
+        self._settings.apply_overrides(report.changes)
+        parts.state.num_input_tokens_seen = parts.metrics.tokens_seen()
+        return report
+
+    def component_load(self, path: Path, names: Collection[str], allowed: Collection[str]) -> Callable[[], LoadReport]:
+        """The load of only these components from ``path`` into a new run, verified and ready to be called.
+
+        Args:
+            path: a checkpoint of any run or, for the model, safetensors.
+            names: of the components.
+            allowed: differences that do not raise.
+
+        Raises:
+            UnknownName: for a name that this run, or the checkpoint, does not have.
+        """
+        contents = self._contents
+        keys = {contents.key_of(name) for name in names}
+        if collectives.from_rank_zero(lambda: Checkpoint.is_at(path)):
+            checkpoint = self._at(path)
+            saved = checkpoint.manifest.components.keys()
+            sharded = [each for each in contents.sharded() if each.key in saved]
+            components = [each for each in contents.loadable() if saved & {*each.keys}]
+            _check_all_exist(keys, [*(each.key for each in sharded), *(each.key for each in components)], path)
+            load: Callable[[], LoadReport] = partial(
+                load_parts,
+                checkpoint,
+                [each for each in sharded if each.key in keys],
+                [each for each in components if each.key in keys],
+                allowed=allowed,
+            )
+        else:
+            _check_all_exist(keys, [contents.model.key], path)
+            load = partial(load_weights, path, contents.model, allowed=allowed)
+
+        def run() -> LoadReport:
+            report = load()
+            if "optimizer" in keys:
+                self._settings.restore_lrs()
+            return report
+
+        return run
+
+    def load_best_model(self) -> None:
+        """Load the best checkpoint's weights, if ``load_best_model_at_end`` is set and there is one.
+
+        Raises:
+            NotFound, DamagedCheckpoint: if that checkpoint was removed or damaged.
+        """
+        args, best = self._parts.args, self._parts.state.best_model_checkpoint
+        if not args.load_best_model_at_end or best is None:
+            return
+        try:
+            checkpoint = self._at(args.directory / best)
+        except (NotFound, DamagedCheckpoint) as error:
+            raise type(error)(
+                f"{error}; it is the best one of this run, which load_best_model_at_end=True asks for: bring it back, "
+                "or train with load_best_model_at_end=False, which leaves the last weights in the model"
+            ) from error
+        load_parts(checkpoint, self._contents.evaluated())
+
+
+def _expect_whole_run(checkpoint: Checkpoint) -> None:
+    wanted = ["model", "optimizer", *PROGRESS]
+    wanted.remove(SETTINGS)  # which the first checkpoints did not have
+    if missing := [key for key in wanted if key not in checkpoint.manifest.components]:
+        raise DamagedCheckpoint(
+            f"{checkpoint.path}: holds no state of {', '.join(missing)}, so no run can go on from it"
+        )
+
+
+def _at_step(checkpoint: Checkpoint, state: SavedTrainerState) -> SavedTrainerState:
+    """
+    Raises:
+        DamagedCheckpoint: if the saved state is that of another step than the checkpoint.
+    """
+    if state["global_step"] != checkpoint.step:
+        raise DamagedCheckpoint(
+            f"{checkpoint.path}: trainer.global_step is {state['global_step']}; must be {checkpoint.step}, its step"
+        )
+    return state
+
+
+def _check_all_exist(keys: Collection[str], saved: Collection[str], path: Path) -> None:
+    for key in keys:
+        if key not in saved:
+            raise UnknownName(f"component in {path}:", key, saved)

@@ -1,0 +1,108 @@
+"""CheckpointContents: everything that a checkpoint of the run stores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from dalsegno.checkpoint import CALLBACKS, LOSS, SETTINGS, ModelState, OptimizerState, ShardedState
+from dalsegno.errors import ConfigurationError, UnknownName
+from dalsegno.stateful.component import Component, Stateful
+
+from .optim import form_check
+from .parts import RunParts
+from .settings import RecordedSettings
+from .trained_parameters import expect_saved
+
+PROGRESS = ("trainer", "clock", "loader", "rng", "meter", SETTINGS)
+"""Keys of the components that record how far a run is: ``load_components`` never loads them into another run."""
+
+_SCHEDULER = "scheduler."
+
+
+class CheckpointContents:
+    """Sharded states (model, loss function, optimizer, tensors of callbacks) and components (everything else).
+
+    Args:
+        parts: of the run.
+        settings: saved beside them, to compare with those of a later leg.
+        others: further objects with a state, by the key under which each is saved.
+
+    Raises:
+        ConfigurationError: if a key in ``others`` is reserved, its object has no state, or the optimizer trains a
+            parameter that no checkpoint would contain.
+    """
+
+    def __init__(self, parts: RunParts, settings: RecordedSettings, others: Mapping[str, Stateful]) -> None:
+        self._callbacks = parts.callbacks
+        self.model = ModelState(parts.model)
+        self._loss = _loss_states(parts.loss_fn, parts.model)
+        self._optimizer = OptimizerState(parts.model, parts.optimizer, parts.loss_fn)
+        own: dict[str, Stateful] = {
+            SETTINGS: settings,
+            "trainer": parts.state,
+            "clock": parts.state.clock,
+            "loader": parts.loader,
+            "rng": parts.random_state,
+            "meter": parts.metrics,
+        }
+        _check_state(others, reserved=[self.model.key, self._optimizer.key, *own])
+        expect_saved(parts.optimizer, self.model, self._loss, others)
+        own |= {f"{_SCHEDULER}{index}": each for index, each in enumerate(parts.schedulers)}
+        self._targets = {**own, **others}
+
+    def sharded(self) -> list[ShardedState]:
+        """State that is sharded over the ranks."""
+        return [self.model, *self._loss, self._optimizer, *self._callbacks.sharded_states()]
+
+    def evaluated(self) -> list[ShardedState]:
+        """State that an evaluation measures: the weights, and the averages that callbacks put in their place."""
+        return [self.model, *self._loss, *self._callbacks.sharded_states()]
+
+    def components(self) -> list[Component]:
+        """All other state."""
+        own = [Component(key, target, form_check(target)) for key, target in self._targets.items()]
+        return [*own, *self._callbacks.components()]
+
+    def loadable(self) -> list[Component]:
+        """The components that may be loaded into another run."""
+        return [component for component in self.components() if component.key not in PROGRESS]
+
+    def key_of(self, name: str) -> str:
+        """The key that ``name`` in ``load_components`` stands for; a callback's may lack the prefix ``callbacks.``.
+
+        Raises:
+            UnknownName: if no part of this run has it; the message suggests the nearest.
+        """
+        known = [*(each.key for each in self.sharded()), *(each.key for each in self.loadable())]
+        key = next((key for key in (name, f"{CALLBACKS}{name}") if key in known), None)
+        if key is None:
+            raise UnknownName("component in load_components", name, [each.removeprefix(CALLBACKS) for each in known])
+        return key
+
+
+def _loss_states(loss_fn: nn.Module | None, model: nn.Module) -> list[ModelState]:
+    """State of the loss function; none if all its tensors are the model's."""
+    if loss_fn is None:
+        return []
+    state = ModelState(loss_fn, key=LOSS, apart_from=model)
+    return [] if state.is_empty() else [state]
+
+
+def _check_state(others: Mapping[str, object], *, reserved: Sequence[str]) -> None:
+    """
+    Raises:
+        ConfigurationError: if a key is reserved for the run's own state, or an object has no state to save.
+    """
+    for name, thing in others.items():
+        if not isinstance(name, str) or name in reserved or name.startswith((CALLBACKS, _SCHEDULER)):
+            raise ConfigurationError(
+                f"state={{{name!r}: …}}: name it otherwise; a run saves something of its own under "
+                f"{', '.join(reserved)}, {_SCHEDULER}… and {CALLBACKS}…, and needs a text for a name"
+            )
+        if not isinstance(thing, Stateful):
+            raise ConfigurationError(
+                f"state={{{name!r}: …}}: a {type(thing).__name__} has no state_dict and load_state_dict, so there is "
+                "nothing to save"
+            )

@@ -1,0 +1,70 @@
+"""LegRecorder: writes into ``run.json`` that a leg begins, and how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dalsegno.distributed import collectives
+from dalsegno.errors import SaveFailed
+from dalsegno.logs import RunFile
+
+from .parts import RunParts
+from .result import TrainResult
+
+
+class LegRecorder:
+    """On rank 0; does nothing on other ranks.
+
+    Every method raises SaveFailed if ``run.json`` cannot be written, say on a full disk.
+    """
+
+    def __init__(self, parts: RunParts, run_file: RunFile) -> None:
+        self._args = parts.args
+        self._state = parts.state
+        self._control = parts.control
+        self._run_file = run_file
+        self._writes = collectives.rank() == 0
+
+    def begin(self, resumed_from: Path | None) -> None:
+        """Record that a leg begins at the present step."""
+        if self._writes:
+            with self._writing("nothing is trained, and what was there before is as it was"):
+                self._run_file.begin(self._relative(resumed_from), collectives.world_size(), self._state.global_step)
+
+    def end(self, result: TrainResult) -> None:
+        """Record how the leg ended; and the goal of the run, if a callback has judged the training to be over."""
+        if not self._writes:
+            return
+        args = self._args
+        gave_up = result.reason in ("stopped", "aborted") and self._control.stop_is_final
+        safe = f"{result.checkpoint} and the logs are safe" if result.checkpoint else "no checkpoint was saved"
+        with self._writing(
+            f"how this leg ended ({result.reason} at step {result.global_step}) is not in there, but {safe}. Started "
+            "again, the run resumes from its newest checkpoint and records its end"
+        ):
+            self._run_file.end(
+                result.reason,
+                result.stopped_by,
+                result.global_step,
+                result.metrics,
+                result.why,
+                {"max_steps": args.max_steps, "num_train_epochs": args.num_train_epochs} if gave_up else None,
+            )
+
+    @contextmanager
+    def _writing(self, consequence: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise SaveFailed(
+                f"{self._run_file.path} could not be written: {error}; {consequence}; make room first"
+            ) from error
+
+    def _relative(self, path: Path | None) -> str | None:
+        """Relative to ``output_dir``, if the checkpoint is inside."""
+        if path is None:
+            return None
+        path, home = path.resolve(), self._args.directory.resolve()
+        return path.relative_to(home).as_posix() if path.is_relative_to(home) else str(path)

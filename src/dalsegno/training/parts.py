@@ -1,0 +1,108 @@
+"""RunParts: what one run consists of. Built once, before anything is loaded; everything above is built on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from dalsegno.args import TrainingArguments
+from dalsegno.data import ResumableLoader
+from dalsegno.distributed import collectives
+from dalsegno.distributed.buffers import SharedBuffers
+from dalsegno.distributed.rng import RandomState
+from dalsegno.distributed.sharded_tensors import device_of
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import Context
+from dalsegno.events.dispatcher import Dispatcher
+from dalsegno.events.table import Event
+from dalsegno.state import TrainerControl, TrainerState
+
+from .callback_set import CallbackSet
+from .metrics import MetricAccumulator
+
+
+@dataclass(frozen=True, slots=True)
+class RunParts:
+    """Lives as long as the user's ``Trainer`` or ``Run``, over all legs in this process."""
+
+    args: TrainingArguments
+    model: nn.Module
+    """The user's own module, without DDP's or the compiler's wrapper."""
+    loss_fn: nn.Module | None
+    """The loss function, if it is a module."""
+    optimizer: Optimizer
+    schedulers: Sequence[Any]
+    loader: ResumableLoader
+    state: TrainerState
+    control: TrainerControl
+    metrics: MetricAccumulator
+    random_state: RandomState
+    buffers: SharedBuffers
+    dispatcher: Dispatcher
+    callbacks: CallbackSet
+
+
+def build_parts(
+    args: TrainingArguments,
+    *,
+    model: nn.Module,
+    loss_fn: nn.Module | None = None,
+    optimizer: Optimizer,
+    schedulers: Sequence[Any],
+    loader: ResumableLoader,
+    callbacks: Iterable[object],
+    core: Sequence[Callback] = (),
+    context_fields: Mapping[str, Any],
+    unsupported_events: Mapping[Event, str] | None = None,
+) -> RunParts:
+    """
+    Args:
+        args: the run's settings.
+        model: on its device already, and sharded if it is to be.
+        loss_fn: the loss function, if it is a module.
+        optimizer: updates the parameters of ``model`` and ``loss_fn``.
+        schedulers: learning rate schedules.
+        loader: yields the training data.
+        callbacks: the user's.
+        core: the engine's own callbacks; they are called first.
+        context_fields: the fields of every event's context that are not in ``RunParts``.
+        unsupported_events: events that this loop cannot fire, each with the reason and the remedy.
+
+    Raises:
+        ConfigurationError, EventNotFired: as :class:`CallbackSet` does.
+    """
+    is_rank_zero = collectives.rank() == 0
+    state = TrainerState(is_local_process_zero=collectives.local_rank() == 0, is_world_process_zero=is_rank_zero)
+    control = TrainerControl()
+
+    def make_context(kind: type[Context]) -> Context:
+        return kind(
+            args=args,
+            state=state,
+            control=control,
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=schedulers[0] if len(schedulers) == 1 else schedulers,
+            **context_fields,
+        )
+
+    dispatcher = Dispatcher(make_context, is_rank_zero=is_rank_zero, unsupported_events=unsupported_events)
+    return RunParts(
+        args=args,
+        model=model,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        schedulers=schedulers,
+        loader=loader,
+        state=state,
+        control=control,
+        metrics=MetricAccumulator(device_of(model)),
+        random_state=RandomState(args.seed),
+        buffers=SharedBuffers([model] if loss_fn is None else [model, loss_fn]),
+        dispatcher=dispatcher,
+        callbacks=CallbackSet(dispatcher, model, callbacks, core=core),
+    )

@@ -1,0 +1,73 @@
+"""Placement: the model and its loss function on their device, spread over the ranks, with the optimizer that trains
+them."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from dalsegno.args import TrainingArguments
+from dalsegno.checkpoint import unwrapped
+from dalsegno.distributed.parallel import Parallel, parallelize
+from dalsegno.errors import ConfigurationError
+
+from .forward import LossFunction
+from .optim import default_optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedModel:
+    """A model that is ready to be trained."""
+
+    model: nn.Module
+    """The user's own module."""
+    device: torch.device
+    parallel: Parallel
+    """How it is spread over the ranks; calls it."""
+    loss_fn: LossFunction | None
+    """As it is called: on the device and spread, if it is a module."""
+    loss_module: nn.Module | None
+    """The user's own loss function, if it is a module."""
+    optimizer: Optimizer
+
+
+def place(
+    model: nn.Module,
+    loss_fn: LossFunction | None,
+    optimizer: Optimizer | None,
+    args: TrainingArguments,
+    device: torch.device,
+) -> PlacedModel:
+    """Move ``model`` and ``loss_fn`` to ``device``, compile and spread them as ``args`` say, and rebind ``optimizer``
+    to what they are now; None: a default one is built. Collective.
+
+    Raises:
+        ConfigurationError: if the optimizer cannot step without a closure, or does not fit a sharded model.
+    """
+    model.to(device)
+    if args.torch_compile:
+        model.compile(backend=args.torch_compile_backend)
+    loss_module = unwrapped(loss_fn).to(device) if isinstance(loss_fn, nn.Module) else None
+    parallel = parallelize(model, args.parallel, device, loss_module)
+    if optimizer is None:
+        optimizer = default_optimizer([model] if loss_module is None else [model, loss_module], args)
+    else:
+        _check_steps_alone(optimizer)
+        parallel.rebind(optimizer)
+    return PlacedModel(model, device, parallel, parallel.loss_fn or loss_module or loss_fn, loss_module, optimizer)
+
+
+def _check_steps_alone(optimizer: Optimizer) -> None:
+    """
+    Raises:
+        ConfigurationError: if the optimizer evaluates the model by itself, several times a step.
+    """
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigurationError(
+            f"optimizer: {type(optimizer).__name__}.step needs a closure, which only a loop of your own can give it"
+        )

@@ -1,0 +1,128 @@
+"""Recorder: the records of a run, and the numbers that they are made of.
+
+Each record fires on_log_step, whose handlers may add to it, then on_log, whose handlers write it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import torch
+
+from dalsegno.distributed import collectives
+from dalsegno.events.table import Event
+
+from .parts import RunParts
+
+logger = logging.getLogger("dalsegno")
+
+
+class Recorder:
+    """Adds up what each step reports, and makes records of it. Lives as long as the run's parts."""
+
+    def __init__(self, parts: RunParts) -> None:
+        self._args = parts.args
+        self._dispatcher = parts.dispatcher
+        self._state = parts.state
+        self._control = parts.control
+        self._metrics = parts.metrics
+        self._loader = parts.loader
+        self.begin_leg()
+
+    def begin_leg(self) -> None:
+        """Forget the learning rate and the warnings of the previous leg."""
+        self._lr: float | torch.Tensor | None = None  # of the newest update
+        self._listens_to_metrics = self._dispatcher.listens_anywhere(Event.TRAIN_METRICS)
+        self._broken_since: int | None = None  # first of the last records whose loss was NaN or infinite
+        self._has_warned = False
+
+    def add_step(
+        self, loss: torch.Tensor, grad_norm: torch.Tensor | None, lr: float | torch.Tensor | None, tokens: int
+    ) -> None:
+        """Count a finished step: this rank's share of its loss and tokens, the global gradient norm, and the learning
+        rate that it used."""
+        self._metrics.add(loss, grad_norm, tokens)
+        self._lr = lr
+
+    def report_step(self, loss: torch.Tensor, grad_norm: torch.Tensor | None) -> None:
+        """Fire on_train_metrics if a callback on any rank handles it: the one event that costs a reduction and a device
+        sync at each step. Collective."""
+        if not self._listens_to_metrics:
+            return
+        metrics = {"loss": collectives.sum_floats([float(loss)], "the loss of a step")[0]}
+        if grad_norm is not None:
+            metrics["grad_norm"] = float(grad_norm)
+        if self._lr is not None:
+            metrics["learning_rate"] = float(self._lr)
+        train_metrics = self._dispatcher.train_metrics
+        if train_metrics:
+            train_metrics.fill(metrics)
+            train_metrics.fire()
+
+    def log(self, logs: dict[str, Any], kind: str, evaluated_weights: str | None = None) -> None:
+        """Fire on_log_step and on_log with one record."""
+        dispatcher = self._dispatcher
+        if dispatcher.log_step:
+            dispatcher.log_step.fill(logs, kind, evaluated_weights)
+            dispatcher.log_step.fire()
+        if dispatcher.log:
+            dispatcher.log.fill(logs, kind, evaluated_weights)
+            dispatcher.log.fire()
+
+    def log_training(self) -> None:
+        """Log the steps since the last such record. Collective."""
+        logs: dict[str, Any] = self._metrics.reduce_and_reset()
+        if self._lr is not None:
+            logs["learning_rate"] = float(self._lr)
+        if self._metrics.run_tokens:
+            self._state.num_input_tokens_seen = logs["tokens"] = self._metrics.run_tokens
+        loss = logs.get("loss", 0.0)
+        self.log(logs, "train")
+        self._check_loss(loss)
+
+    def final_metrics(self) -> dict[str, Any]:
+        """Totals of the run, for the record at its end. Collective."""
+        state, seconds = self._state, self._state.elapsed()
+        metrics: dict[str, Any] = {
+            "train_runtime": seconds,
+            "train_samples": state.samples_seen,
+            "train_samples_per_second": state.samples_seen / seconds,
+            "train_steps_per_second": state.global_step / seconds,
+            "step": state.global_step,
+        }
+        microbatch = self._loader.samples_per_microbatch()
+        if microbatch is not None:
+            metrics["effective_batch_size"] = microbatch * self._args.gradient_accumulation_steps
+        loss = self._metrics.run_loss()
+        if loss is not None:
+            metrics["train_loss"] = loss
+            self._check_final_loss(loss)
+        return metrics
+
+    def _check_loss(self, loss: float) -> None:
+        """Warn of the first record whose loss is not finite, unless the run ends because of it."""
+        if math.isfinite(loss):
+            self._broken_since = None
+        elif self._broken_since is None:
+            self._broken_since = self._state.global_step
+            if not self._control.should_training_stop:
+                self._warn(
+                    f"the loss is {loss} in the record of step {self._broken_since}; CheckLoss() ends such a run"
+                )
+
+    def _check_final_loss(self, loss: float) -> None:
+        """Warn if ``loss``, the mean over the run, is not finite and the run ends by itself."""
+        if math.isfinite(loss) or self._control.should_training_stop:
+            return
+        if self._broken_since is not None:
+            since = f"since the record of step {self._broken_since}"
+            self._warn(f"the run is at its end, but the loss has been NaN or infinite {since}: look at the weights")
+        elif not self._has_warned:
+            self._warn(f"the run is at its end, but the mean loss of its steps is {loss}: look at the weights")
+
+    def _warn(self, text: str) -> None:
+        self._has_warned = True
+        if collectives.rank() == 0:
+            logger.warning("%s", text)

@@ -1,0 +1,65 @@
+"""Which actions (log, evaluate, save) fall due at a step's end and at an epoch's end, and where the run ends."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from dalsegno.args import TrainingArguments
+from dalsegno.data import ResumableLoader
+
+
+class DueActions(NamedTuple):
+    """Actions that the schedules in ``TrainingArguments`` ask for."""
+
+    log: bool = False
+    evaluate: bool = False
+    save: bool = False
+
+
+class ActionSchedule:
+    """The logging, evaluation and saving schedules of one leg.
+
+    ``step`` counts finished optimizer steps; ``position`` is a place in the data, in epochs.
+    """
+
+    def __init__(self, args: TrainingArguments) -> None:
+        self._args = args
+        self._logging, self._evaluation, self._saving = args.logging, args.evaluation, args.saving
+
+    def is_last(self, step: int, position: float) -> bool:
+        """Whether the run ends at ``step``, or at ``position`` if ``max_steps`` is not set."""
+        args = self._args
+        return step >= args.max_steps if args.max_steps > 0 else position >= args.num_train_epochs
+
+    def at_step(self, step: int, position: float, *, ends_epoch: bool) -> DueActions:
+        """Actions due at the end of ``step``. If the step ends its epoch, the run's last save is left to
+        :meth:`at_epoch_end`."""
+        is_final = self.is_last(step, position) and not ends_epoch
+        return DueActions(
+            log=self._logging.at_step(step) or (step == 1 and self._args.logging_first_step and bool(self._logging)),
+            evaluate=self._evaluation.at_step(step),
+            save=self._saving.at_step(step) or (is_final and bool(self._saving)),
+        )
+
+    def at_epoch_end(self, epochs: int, step: int) -> DueActions:
+        """Actions due once ``epochs`` epochs are done, the last of them with ``step``."""
+        return DueActions(
+            log=self._logging.at_epoch(epochs),
+            evaluate=self._evaluation.at_epoch(epochs),
+            save=self._saving.at_epoch(epochs) or (self.is_last(step, epochs) and bool(self._saving)),
+        )
+
+    def at_data_end(self) -> DueActions:
+        """Actions due when the data ends before the run does."""
+        return DueActions(save=bool(self._saving))
+
+
+def planned_steps(args: TrainingArguments, loader: ResumableLoader) -> int:
+    """Steps of the whole run; -1 if ``max_steps`` is not set and the length of the data is unknown."""
+    if args.max_steps > 0:
+        return args.max_steps
+    microbatches = loader.microbatches_per_epoch()
+    if microbatches is None:
+        return -1
+    return math.ceil(args.num_train_epochs * math.ceil(microbatches / args.gradient_accumulation_steps))
