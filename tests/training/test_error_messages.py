@@ -195,7 +195,7 @@ def test_a_beginning_that_is_none(tmp_path: Path, origin: Any) -> None:
 
 
 def test_evaluating_on_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"trainer.evaluate\(\): there is nothing to evaluate on; give the"):
+    with pytest.raises(ConfigurationError, match=r"trainer.evaluate\(\): there is no evaluation set; pass eval_data"):
         small_trainer(tmp_path).evaluate()
 
 
@@ -217,7 +217,7 @@ def test_who_counts_on_evaluations_is_told_at_once_that_there_are_none(
     """Before the first step; where there is a set, and only no schedule, a callback may still ask for them."""
     own, settings, text = COUNT_ON_EVALUATIONS[name]
     settings = {"max_steps": 2, "save_steps": 1, **settings}
-    with pytest.raises(ConfigurationError, match=f"{text}.* nothing to evaluate on: give eval_dataset="):
+    with pytest.raises(ConfigurationError, match=f"{text}.* no evaluation set: pass eval_dataset="):
         small_trainer(tmp_path, *own, eval_steps=1, **settings).train()
     assert not (tmp_path / "checkpoints").exists() and not (tmp_path / "run.json").exists()
     loop = OwnLoop(tmp_path, *own, **settings)
@@ -227,7 +227,7 @@ def test_who_counts_on_evaluations_is_told_at_once_that_there_are_none(
     ):
         pass
     small_trainer(tmp_path, *own, parts={"eval_dataset": tiny_regression_data(4)}, **settings).train()
-    assert [each for each in caplog.messages if "none is due by itself: see eval_steps" in each]
+    assert [each for each in caplog.messages if "none is scheduled: set eval_steps" in each]
 
 
 def test_a_best_that_no_evaluation_gives(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_default_schedules(tmp_path: Path, kind: str, expected: list[float]) -> 
 
 
 def test_a_schedule_that_needs_an_end_is_refused_where_there_is_none(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="'linear' needs to know the last step, and the data has no length"):
+    with pytest.raises(ConfigurationError, match="'linear' needs the last step, and the data has no length"):
         small_trainer(tmp_path, parts={"train_dataset": iter([])})
 
 

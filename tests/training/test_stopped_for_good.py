@@ -56,7 +56,7 @@ def test_run_again_it_does_nothing_and_says_so(tmp_path: Path, caplog: pytest.Lo
     assert caplog.messages.count(caplog.messages[-1]) == 2
     assert caplog.messages[-1].startswith("stopped at step 4 already, by EarlyStopping: eval_loss was best at step 2")
     assert caplog.messages[-1].endswith(
-        "to go on, raise max_steps or num_train_epochs, whichever the run ends by, or give continue_stopped=True"
+        "train further, raise max_steps or num_train_epochs, whichever the run ends by, or pass continue_stopped=True"
     )
 
 

@@ -181,7 +181,7 @@ def test_an_end_that_cannot_be_true_is_said_and_ignored(
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_END_TIME", announced)
     assert small_trainer(tmp_path, max_steps=4).train().reason == "finished"
-    assert "the end of the job is not looked after" in caplog.text
+    assert "the end of the job is ignored" in caplog.text
 
 
 # --- evaluation -------------------------------------------------------------------------------------------------------

@@ -1,10 +1,10 @@
-"""Agreement: how the ranks come to act on the same wishes at the same step.
+"""ControlSync: makes all ranks act on the same requests at the same step.
 
-A wish may come up on one rank only (a callback that reads a file, a signal, a clock, the end of a save in the
-background), and no rank may act on it alone: the others would wait for it in the next collective, for ever. A
-collective at every step would cost more than small steps themselves. So there is one every k steps, k being the steps
-that fit into a quarter of a second; and at every step only if a callback handles what happens at every step, since its
-wishes must not depend on the clock.
+A request may arise on one rank only (a callback that reads a file, a signal, a clock, the end of a background save). No
+rank may act on it alone: the others would wait for that rank in the next collective, forever. A collective at every
+step would cost more than a small step itself. So the ranks synchronize every k steps, where k steps take a quarter of a
+second; and at every step only if a callback handles an event of every step, since its requests must not depend on the
+clock.
 """
 
 from __future__ import annotations
@@ -18,46 +18,47 @@ from dalsegno.state import NO_REQUESTS, ControlRequests, TrainerControl
 _SECONDS_APART = 0.25
 
 RequestSource = Callable[[], ControlRequests]
-"""Looks for wishes from outside, on this rank alone: asked at every step, so it must be quick and may not call a
-collective. It wishes on until what it wishes has come about. One that wishes to stop tells the control why."""
+"""Returns the requests of a source other than the callbacks, on this rank alone. Called at every step, so it must be
+fast and must not call a collective. It repeats a request until that has been carried out. A source that requests a stop
+sets the reason in the control."""
 
 
 class ControlSync:
-    """Finds out what is wished on any rank. Alone, that is what is wished here."""
+    """Collects the requests of all ranks, of callbacks and of other sources. Lives for one leg."""
 
-    def __init__(self, control: TrainerControl, outside: Sequence[RequestSource] = (), *, each_step: bool) -> None:
-        """``each_step``: callbacks may wish at any step, and shall not have to wait for the clock."""
+    def __init__(self, control: TrainerControl, sources: Sequence[RequestSource] = (), *, each_step: bool) -> None:
+        """``each_step``: synchronize at every step, since callbacks may set flags of the control there."""
         self._control = control
-        self._outside = outside
+        self._sources = sources
         self._alone = collectives.world_size() == 1
         self._each_step = each_step
         self._steps, self._batches = _Pace(), _Pace()
 
     def poll(self) -> ControlRequests:
-        """To be called at each step's end. What all ranks are going to do; nothing, where they do not agree yet."""
+        """Requests that all ranks act on at this step's end; none if the ranks do not synchronize at this step."""
         if self._alone:
             return self.sync()
         return self.sync() if self._steps.is_due() or self._each_step else NO_REQUESTS
 
     def sync(self) -> ControlRequests:
-        """Agree at once."""
-        wishes = self._from_outside()  # first: those that wish to stop tell the control why
-        wishes = self._control.requests() if wishes is NO_REQUESTS else wishes.merge(self._control.requests())
+        """Synchronize now. Collective."""
+        requests = self._poll_sources()  # first: a source that requests a stop sets the reason in the control
+        requests = self._control.requests() if requests is NO_REQUESTS else requests.merge(self._control.requests())
         if not self._alone:
-            *flags, every = collectives.all_reduce_max([*wishes, self._steps.fitting()], "what a step's end shall do")
+            *flags, every = collectives.all_reduce_max([*requests, self._steps.fitting()], "what a step's end shall do")
             self._steps.every = every
-            wishes = ControlRequests(*map(bool, flags))
-        self._control.acknowledge(wishes)
-        return wishes
+            requests = ControlRequests(*map(bool, flags))
+        self._control.acknowledge(requests)
+        return requests
 
     def stop_requested_at_batch(self) -> bool:
-        """To be called between two batches of an evaluation: as :meth:`stops`, in time."""
+        """As :meth:`stop_requested`, every k batches. To be called between two batches of an evaluation."""
         return (self._alone or self._batches.is_due()) and self.stop_requested()
 
     def stop_requested(self) -> bool:
-        """Agree at once whether somebody outside wishes to stop. What callbacks wish has time until the step's end:
-        where they act again after a resume, the run would never get past it."""
-        stop: int = self._from_outside().stop
+        """Whether a source on any rank requests a stop. Requests of callbacks wait for the step's end: a callback that
+        repeats its request after a resume would keep the run from ever finishing the evaluation. Collective."""
+        stop: int = self._poll_sources().stop
         if not self._alone:
             stop, self._batches.every = collectives.all_reduce_max([stop, self._batches.fitting()], "whether to stop")
         if stop:
@@ -65,16 +66,18 @@ class ControlSync:
         return bool(stop)
 
     def abort_requested(self) -> bool:
-        """Agree at once whether a callback wishes to end without a checkpoint: asked before one is captured."""
-        wish: int = self._control.should_abort_without_save
+        """Whether a callback on any rank requests to end without a checkpoint. To be called before one is captured.
+        Collective."""
+        abort: int = self._control.should_abort_without_save
         if not self._alone:
-            (wish,) = collectives.all_reduce_max([wish], "whether to save at all")
-        if wish:
+            (abort,) = collectives.all_reduce_max([abort], "whether to save at all")
+        if abort:
             self._control.acknowledge(ControlRequests(abort=True))
-        return bool(wish)
+        return bool(abort)
 
     def broadcast_reason(self) -> None:
-        """Once all stop: tell all ranks why, and who asked."""
+        """Give every rank the reason for the stop, and who requested it: those of the lowest rank that has them.
+        Collective."""
         if not self._alone:
             control = self._control
             asked = collectives.gather(
@@ -83,16 +86,16 @@ class ControlSync:
             first = next((each for each in asked if each[1]), (None, None, False))
             control.stop_reason, control.stopped_by, control.stop_is_final = first
 
-    def _from_outside(self) -> ControlRequests:
-        wishes = NO_REQUESTS
-        for look in self._outside:
-            if (seen := look()) is not NO_REQUESTS:
-                wishes = wishes.merge(seen)
-        return wishes
+    def _poll_sources(self) -> ControlRequests:
+        requests = NO_REQUESTS
+        for poll in self._sources:
+            if (found := poll()) is not NO_REQUESTS:
+                requests = requests.merge(found)
+        return requests
 
 
 class _Pace:
-    """How many calls fit between two agreements, by rank 0's clock."""
+    """Number of calls between two synchronizations, by rank 0's clock."""
 
     def __init__(self) -> None:
         self.every = 1
@@ -104,7 +107,7 @@ class _Pace:
         return self._calls >= self.every
 
     def fitting(self) -> int:
-        """For the maximum over all ranks; any number, if there was no call."""
+        """Calls that take a quarter of a second, 0 on ranks other than 0: for a maximum over all ranks."""
         if not self._calls:
             return self.every
         seconds, self._last = (time.monotonic() - self._last) / self._calls, time.monotonic()

@@ -1,4 +1,4 @@
-"""Forward: a batch through the model, to its loss. Training and evaluation call it alike."""
+"""ForwardPass: computes the outputs and the loss of a batch, for training and evaluation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dalsegno.errors import ConfigurationError
 from dalsegno.events.dispatcher import Dispatcher
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
-"""``loss_fn(outputs, batch) -> loss``, for models that return none."""
+"""``loss_fn(outputs, batch) -> loss``, for models that return no loss."""
 
 Outputs = MutableMapping[str, Any]
 
@@ -20,7 +20,8 @@ Outputs = MutableMapping[str, Any]
 class ForwardPass:
     """Calls ``module(**batch)`` (a mapping), ``module(*batch)`` (a tuple or list) or ``module(batch)``.
 
-    The loss is what ``loss_fn`` makes of it; else the tensor returned, its ``.loss`` or its ``["loss"]``.
+    The loss is ``loss_fn(outputs, batch)``; without a ``loss_fn``, the returned tensor, its ``.loss`` or its
+    ``["loss"]``.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class ForwardPass:
         """The batch's mean loss, a 0-dim tensor, and the outputs with the loss under ``"loss"``.
 
         Raises:
-            ConfigurationError: if there is no loss in what the model returned.
+            ConfigurationError: if the model returned no loss.
         """
         if self._autocast is None:
             return self._call(batch)
@@ -90,7 +91,7 @@ class ForwardPass:
             return returned.loss, {"loss": returned.loss, "outputs": returned}
         raise ConfigurationError(
             f"the model returned {_describe(returned)} and no loss; return the loss as a 0-dim tensor, as .loss or "
-            'as ["loss"], or give the trainer loss_fn(outputs, batch)'
+            'as ["loss"], or pass loss_fn(outputs, batch) to the trainer'
         )
 
 
@@ -100,18 +101,18 @@ def _arguments(batch: Any) -> tuple[list[Any], dict[str, Any]]:
     if isinstance(batch, (tuple, list)):
         if batch and all(isinstance(each, str) for each in batch):
             raise ConfigurationError(
-                f"a batch of {len(batch)} texts ({batch[0][:40]!r}…), which no model takes as they are; make "
-                "tensors of them in the dataset, or give data_collator=, a function from a list of samples to a batch"
+                f"the model was given a batch of {len(batch)} texts ({batch[0][:40]!r}…); convert them to tensors in "
+                "the dataset, or pass data_collator=, a function from a list of samples to a batch"
             )
         return list(batch), {}
     return [batch], {}
 
 
 def keep_batch_size_static(batch: Any) -> None:
-    """Have ``torch.compile`` make kernels for each batch size, rather than general ones from the second size on.
+    """Make ``torch.compile`` specialize on each batch size, instead of using dynamic shapes from the second size on.
 
-    Otherwise it depends on the sizes that this process has seen before which kernels compute a batch, and so how its
-    sums are rounded: a process that resumes at the smaller batch of an epoch's end sees that one first.
+    With dynamic shapes, the kernels that compute a batch, and so the rounding of its sums, depend on the sizes that
+    this process has seen before: a process that resumes at an epoch's last, smaller batch sees that size first.
     """
     if isinstance(batch, torch.Tensor):
         if batch.dim():

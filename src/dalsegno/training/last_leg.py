@@ -1,4 +1,4 @@
-"""LastLeg: how a run's former process life ended, for the one that is about to begin."""
+"""LastLeg: how the previous leg of a run ended."""
 
 from __future__ import annotations
 
@@ -25,25 +25,26 @@ class LastLeg:
 
     leg: Leg | None
     has_given_up: bool
-    """A callback has judged the training to be over, and the run is to go no further than it was to go then."""
+    """A callback has judged the training to be over, and neither ``max_steps`` nor ``num_train_epochs`` was raised
+    since."""
 
     @classmethod
     def read(cls, run_file: RunFile, args: TrainingArguments) -> Self:
-        """Collective."""
+        """Read it on rank 0. Collective."""
         leg = collectives.from_rank_zero(run_file.last_leg)
         return cls(leg, leg is not None and leg.has_given_up(args.max_steps, args.num_train_epochs))
 
-    def stays_given_up(self, resume: ResumeOptions) -> bool:
-        """Whether a callback has ended the run, and nobody asks for more."""
-        return self.has_given_up and not (resume.chooses or resume.continue_stopped)
+    def stays_given_up(self, options: ResumeOptions) -> bool:
+        """Whether a callback has ended the run, and the user does not ask to resume it all the same."""
+        return self.has_given_up and not (options.chooses or options.continue_stopped)
 
     def warn_gave_up(self) -> None:
-        """Log why nothing is trained, and what to do for more."""
+        """Log why nothing is trained, and how to train further."""
         leg = self.leg
-        assert leg is not None, "it has given up"
+        assert leg is not None, "only a leg gives up"
         logger.warning(
-            "%s at step %d already, by %s: %s; to go on, raise max_steps or num_train_epochs, whichever the run "
-            "ends by, or give continue_stopped=True",
+            "%s at step %d already, by %s: %s; to train further, raise max_steps or num_train_epochs, whichever the "
+            "run ends by, or pass continue_stopped=True",
             leg.reason,
             leg.last_step,
             leg.by,
@@ -51,11 +52,11 @@ class LastLeg:
         )
 
     def result(self, state: TrainerState, newest: Path | None, path_of: Callable[[int], Path]) -> TrainResult | None:
-        """What ``train()`` returned at its end, if the run has come to an end there.
+        """The result that ``train()`` returned at the leg's end, if the run ended there; else None.
 
         Args:
             state: as restored.
-            newest: the checkpoint it was restored from.
+            newest: the checkpoint that it was restored from.
             path_of: the directory of a step's checkpoint.
         """
         leg = self.leg

@@ -1,6 +1,6 @@
-"""Who counts on evaluations is told where none will come, or none with the metric that is looked for.
+"""Checks that evaluations take place, and measure the metrics that callbacks and retention rules need.
 
-Else a misspelt metric, or a forgotten evaluation set, would only be found out by what is missing at the end.
+Otherwise a misspelt metric or a forgotten evaluation set would only show in what is missing at the end.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from dalsegno.policies.retention import Best, retention_of, rules_of
 
 logger = logging.getLogger("dalsegno")
 
-_LOOKED_AT = 10_000
-"""A run of more steps than that is not looked through."""
+_MAX_SEARCHED = 10_000
+"""Steps: a longer run is not searched for one that is both saved and evaluated."""
 
 
 def expect_evaluations(args: TrainingArguments, callbacks: Iterable[Callback], *, has_sets: bool) -> None:
-    """To be called before a leg does anything.
+    """Warn if evaluations are needed, but none is due. To be called before a leg trains.
 
     Raises:
-        ConfigurationError: if there is nothing to evaluate on, and a callback or a rule of ``keep=`` needs that.
+        ConfigurationError: if a callback or a rule of ``keep=`` needs evaluations, and there is no evaluation set.
     """
     waiting = [callback.key for callback in callbacks if callback.needs_evaluations]
     if args.keep is not None and _best_rules(args):
@@ -33,15 +33,15 @@ def expect_evaluations(args: TrainingArguments, callbacks: Iterable[Callback], *
         return
     if not has_sets:
         raise ConfigurationError(
-            f"{waiting[0]} needs evaluations, and there is nothing to evaluate on: give eval_dataset= or "
-            "eval_dataloader= (a loop of your own: evaluate=)"
+            f"{waiting[0]} needs evaluations, and there is no evaluation set: pass eval_dataset= or eval_dataloader= "
+            "(to ds.Run: evaluate=)"
         )
     if not args.evaluation:
-        logger.warning("%s needs evaluations, but none is due by itself: see eval_steps", waiting[0])
+        logger.warning("%s needs evaluations, but none is scheduled: set eval_steps", waiting[0])
     elif _best_rules(args) and _never_meet(args):
         logger.warning(
             "keep=%r: no checkpoint is due at a step that is evaluated (saving %s, evaluating %s), so none is kept as "
-            "one of the best; let save= contain OnBest(), or make save_steps a multiple of eval_steps",
+            "one of the best; add OnBest() to save=, or make save_steps a multiple of eval_steps",
             args.keep,
             args.saving,
             args.evaluation,
@@ -49,10 +49,10 @@ def expect_evaluations(args: TrainingArguments, callbacks: Iterable[Callback], *
 
 
 def expect_metrics(args: TrainingArguments, metrics: Mapping[str, float]) -> None:
-    """To be called with the metrics of all sets.
+    """Check the metrics of all sets.
 
     Raises:
-        UnknownName: if none of them is the one by which a rule of ``keep=`` judges; the message names the nearest.
+        UnknownName: if the metric of a rule of ``keep=`` is missing; the message suggests the nearest.
     """
     for rule in _best_rules(args):
         name = rule.metric or args.best_metric_name
@@ -61,9 +61,9 @@ def expect_metrics(args: TrainingArguments, metrics: Mapping[str, float]) -> Non
 
 
 def _never_meet(args: TrainingArguments) -> bool:
-    """Whether saves and evaluations go by steps alone, and none of the run's steps has both."""
+    """Whether both schedules count steps only, and no step of the run is due for both."""
     saving, evaluation, last = args.saving, args.evaluation, args.max_steps
-    if saving.on_best or saving.interval_s < math.inf or not 0 < last <= _LOOKED_AT:
+    if saving.on_best or saving.interval_s < math.inf or not 0 < last <= _MAX_SEARCHED:
         return False
     if any(trigger.at_epoch(epoch) for trigger in (saving, evaluation) for epoch in range(1, last + 1)):
         return False

@@ -1,4 +1,4 @@
-"""Meter: what is added up between two records, and over the run, without waiting for the device."""
+"""MetricAccumulator: sums of losses, gradient norms and tokens between two records, without device syncs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from dalsegno.distributed import collectives
 from dalsegno.stateful.schema import Count, Must
 
-_FOLD_AT = 512  # tensors held before they are summed into one; bounds memory where nothing is ever logged
+_FOLD_AT = 512  # tensors held before they are summed; bounds memory if nothing is ever logged
 
 
 Row = Annotated[
@@ -33,18 +33,19 @@ class MeterState(TypedDict):
 
 
 class MetricAccumulator:
-    """Losses, gradient norms and counts of this rank since the last record; a component, so that no kill loses any.
+    """Losses, gradient norms and token counts of this rank since the last record, and totals of the run.
 
-    A step's loss stays the tensor that it is: it is looked at when a record is due, all of them at once.
+    A component, so that a kill loses none. Losses stay tensors on the device until a record is due; then all of them
+    are read in one sync.
     """
 
     state_scope = "per_rank"
     state_schema = MeterState
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        """``device`` is where losses and norms lie."""
+        """``device`` of the losses and norms."""
         self._device = device
-        self._losses: list[torch.Tensor] = []  # this rank's shares of the last steps' losses, not yet summed
+        self._losses: list[torch.Tensor] = []  # this rank's shares, not yet summed
         self._loss_sum = 0.0
         self._steps = 0
         self._grad_norms: list[torch.Tensor] = []
@@ -54,7 +55,7 @@ class MetricAccumulator:
         self._run_steps = 0
         self._last: tuple[torch.Tensor, ...] = ()  # loss and norm of the last step
         self._tokens = 0
-        self.run_tokens = 0  # on all ranks, as of the last take
+        self.run_tokens = 0  # on all ranks, as of the last record
 
     def add(self, loss: torch.Tensor, grad_norm: torch.Tensor | None, tokens: int) -> None:
         """Count one step.
@@ -85,19 +86,18 @@ class MetricAccumulator:
             self._grad_norms.clear()
 
     def tokens_seen(self) -> int:
-        """Tokens of the whole run on all ranks, those since the last record estimated from this rank's."""
+        """Tokens of the run on all ranks; since the last record, this rank's count stands for the others'."""
         return self.run_tokens + self._tokens * collectives.world_size()
 
     def is_broken(self) -> bool:
-        """Whether the last step's loss, or the norm of its gradients, is NaN or infinite; on this rank."""
+        """Whether this rank's loss of the last step, or its gradient norm, is NaN or infinite."""
         return not all(math.isfinite(float(each)) for each in self._last)
 
     def reduce_and_reset(self) -> dict[str, float]:
-        """What the interval since the last take amounts to, on all ranks; and begin a new one. Collective.
+        """Reduce the steps since the last call over all ranks, and start over. Collective.
 
         Returns:
-            ``loss`` (mean over the steps), ``grad_norm`` (of the last step), ``max_grad_norm``: each only if there is
-            something of it.
+            ``loss`` (mean over the steps), ``grad_norm`` (of the last step), ``max_grad_norm``; each only if known.
         """
         self._fold()
         loss_sum, tokens = collectives.sum_floats([self._loss_sum, self._tokens], "the loss of a record")
@@ -114,7 +114,7 @@ class MetricAccumulator:
         return figures
 
     def run_loss(self) -> float | None:
-        """The mean of all steps' losses since the run began; the interval goes on. Collective."""
+        """Mean loss over all steps of the run; resets nothing. Collective."""
         self._fold()
         loss_sum, steps = (
             collectives.sum_floats([self._loss_sum], "the loss of the run")[0],
@@ -149,7 +149,7 @@ class MetricAccumulator:
 
     @classmethod
     def reshard(cls, states: Sequence[MeterState], world_size: int) -> list[MeterState]:
-        """Rank 0 gets the sums of all; what is global or counted in steps stays as it is on each."""
+        """Rank 0 gets the sums over all ranks; values that are global or counted in steps stay equal on each."""
         meters = []
         for state in states:
             meter = cls()
@@ -165,5 +165,5 @@ class MetricAccumulator:
 
 
 def _largest(norms: list[float]) -> float:
-    """NaN if one is NaN."""
+    """The maximum; NaN if any is NaN."""
     return max(norms, key=lambda norm: (math.isnan(norm), norm))

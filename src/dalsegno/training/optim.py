@@ -1,4 +1,4 @@
-"""The optimizer and the learning rate schedule that TrainingArguments describe, for whoever brings none."""
+"""Optimizer and learning rate schedules: the defaults from TrainingArguments, and hyperparameters after a load."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .schedule import planned_steps
 
 
 def default_optimizer(modules: Iterable[nn.Module], args: TrainingArguments) -> Optimizer:
-    """AdamW on everything in ``modules`` that is trained; matrices decay, vectors (norms, biases) do not."""
+    """AdamW on all trained parameters of ``modules``, with weight decay on matrices, not on vectors (norms, biases)."""
     parameters = dict.fromkeys(parameter for module in modules for parameter in module.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     groups = [
@@ -62,15 +62,15 @@ def build_schedulers(given: Any, optimizer: Optimizer, args: TrainingArguments, 
 def default_scheduler(optimizer: Optimizer, args: TrainingArguments, max_steps: Callable[[], int]) -> LambdaLR:
     """A linear rise over ``warmup_steps``, then ``lr_scheduler_type`` down to zero at ``max_steps()``, or constant.
 
-    ``max_steps`` is asked each time: it may be raised between two calls of ``train()``.
+    ``max_steps`` is called each time: it may be raised between two calls of ``train()``.
 
     Raises:
-        ConfigurationError: if it shall come down, but nobody knows when: the length of the data is unknown.
+        ConfigurationError: if the schedule decays, but the last step is unknown, since the data has no length.
     """
     if args.lr_scheduler_type != "constant" and max_steps() < 0:
         raise ConfigurationError(
-            f"lr_scheduler_type={args.lr_scheduler_type!r} needs to know the last step, and the data has no length; "
-            "set max_steps, or use 'constant'"
+            f"lr_scheduler_type={args.lr_scheduler_type!r} needs the last step, and the data has no length; set "
+            "max_steps, or use 'constant'"
         )
 
     def factor(step: int) -> float:
@@ -86,7 +86,7 @@ def default_scheduler(optimizer: Optimizer, args: TrainingArguments, max_steps: 
 
 
 class InitialHyperparameters:
-    """The hyperparameters that optimizer and schedules were built with; a checkpoint puts saved ones over them."""
+    """Hyperparameters that the optimizer and the schedules were built with; loading a checkpoint replaces them."""
 
     def __init__(self, optimizer: Optimizer, schedulers: Sequence[Any]) -> None:
         self._optimizer = optimizer
@@ -95,7 +95,7 @@ class InitialHyperparameters:
         self._base_lrs = [list(each.base_lrs) for each in self._schedulers]
 
     def values(self) -> dict[str, Any]:
-        """By name, as plain values; a list where the parameter groups differ."""
+        """Plain values by name; a list if the parameter groups differ."""
         peaks = [{**group, "lr": group.get("initial_lr", group["lr"])} for group in self._groups]
         names = [name for name in peaks[0] if name not in ("params", "param_names", "initial_lr")]
         columns = {name: [_plain(group.get(name)) for group in peaks] for name in names}
@@ -104,12 +104,12 @@ class InitialHyperparameters:
         }
 
     def restore(self, *names: str) -> None:
-        """Give these hyperparameters, say ``weight_decay``, back to the optimizer."""
+        """Set these hyperparameters of the optimizer, say ``weight_decay``, to their initial values."""
         for group, built in zip(self._optimizer.param_groups, self._groups, strict=True):
             group.update({name: built[name] for name in names})
 
     def restore_lrs(self) -> None:
-        """Let the schedules go on from their present place, at the learning rates that were built."""
+        """Set the initial learning rates; the schedules continue from their present position."""
         if not self._schedulers:
             return
         shares = _shares(self._schedulers[-1])
@@ -120,7 +120,7 @@ class InitialHyperparameters:
         self._set_rates(shares)
 
     def reapply_schedule(self) -> None:
-        """Give the groups the rates that the schedule gives for its present place: it may be another schedule now."""
+        """Set the learning rates of the present position again: the schedule may have changed since the save."""
         if self._schedulers:
             self._set_rates(_shares(self._schedulers[-1]))
 
@@ -139,7 +139,7 @@ class InitialHyperparameters:
 
 
 def _shares(scheduler: Any) -> list[float]:
-    """What is left of each group's highest learning rate, at the schedule's place."""
+    """Each group's learning rate at the schedule's position, as a fraction of its base rate."""
     if isinstance(scheduler, LambdaLR):
         return [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
     pairs = zip(scheduler.get_last_lr(), scheduler.base_lrs, strict=True)
@@ -153,14 +153,14 @@ def _plain(value: Any) -> Any:
 
 
 def form_check(target: object) -> ScheduleForm | None:
-    """Of what torch has made, whose state says nothing of its form; None for all else."""
+    """Check of the saved state of torch's own classes, which declare no schema; None for all others."""
     return ScheduleForm(target) if isinstance(target, LRScheduler | torch.amp.GradScaler) else None
 
 
 class ScheduleForm:
-    """Holds a saved state against what a schedule, or torch's gradient scaler, says of itself now.
+    """Compares a saved state with the present one of a schedule, or of torch's gradient scaler.
 
-    They take whatever they are given: torch's schedules put it among their attributes, methods too.
+    ``load_state_dict`` of torch's schedules checks nothing: it sets attributes, and would replace methods too.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -169,7 +169,7 @@ class ScheduleForm:
     def __call__(self, state: Any, where: str) -> None:
         """
         Raises:
-            StateMismatch: if a value is of another kind than the present one, or would take the place of a method.
+            StateMismatch: if a value has another type than the present one, or would replace a method.
         """
         present = self._scheduler.state_dict()
         check(state, dict[str, Any], where)
@@ -179,10 +179,10 @@ class ScheduleForm:
             if name in forms:
                 check(state[name], forms[name], f"{where}.{name}")
             elif name not in present and hasattr(self._scheduler, str(name)):
-                raise StateMismatch(f"{where}: holds {name!r}, which {type(self._scheduler).__name__} does not save")
+                raise StateMismatch(f"{where}: contains {name!r}, which {type(self._scheduler).__name__} does not save")
         lengths = {name: len(state[name]) for name in _PER_GROUP if name in state}
         if len({*lengths.values()}) > 1:
-            raise StateMismatch(f"{where}: must have as many of each, one for each parameter group: {lengths}")
+            raise StateMismatch(f"{where}: must be equally long, one item for each parameter group: {lengths}")
 
 
 _Rate = Annotated[Any, Must("a learning rate", lambda rate: not isinstance(rate, str) and [float(rate)])]
@@ -190,7 +190,7 @@ _PER_GROUP = {
     **dict.fromkeys(["base_lrs", "_last_lr", "min_lrs", "max_lrs"], list[_Rate]),
     "lr_lambdas": list[dict[str, Any] | None],
 }
-"""What has an item for each parameter group: as many as the optimizer had, which may be another one now."""
+"""Lists with an item for each parameter group of the optimizer that was saved; the present one may have others."""
 _COUNTS = {"last_epoch": int, "_step_count": int}
 
 

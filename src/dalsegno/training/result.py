@@ -1,4 +1,4 @@
-"""How a leg of a run came to its end."""
+"""TrainResult: how a leg of a run ended."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ Reason = Literal["finished", "stopped", "aborted", "exhausted", "interrupted", "
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """What ``train()`` returns."""
+    """Returned by ``train()``."""
 
     global_step: int
     """Finished optimizer steps, over all legs."""
     reason: Reason
-    """``finished`` (``max_steps`` or all epochs done), ``stopped`` or ``aborted`` (somebody asked for it), or
-    ``exhausted`` (the data came to its end and cannot begin again)."""
+    """``finished`` (``max_steps`` or all epochs done), ``stopped`` (on request), ``aborted`` (the same,
+    without a checkpoint), or ``exhausted`` (the data ended and cannot be read again)."""
     why: str | None = None
-    """In words, where somebody asked for the end."""
+    """In words, if the end was requested or an exception caused it."""
     stopped_by: str | None = None
-    """The key of the callback that asked, ``signal``, ``clock``, or ``the program``."""
+    """Who requested the end: a callback's key, ``signal``, ``clock`` or ``the program``."""
     metrics: dict[str, Any] = field(default_factory=dict)
     """Of the final record."""
     checkpoint: Path | None = None
-    """The newest one."""
+    """The newest published one."""
     best_step: int | None = None
     """Of the best evaluation, by ``metric_for_best_model``; None if there was none."""
     best_metric: float | None = None
-    """Its value there."""
+    """The metric's value at ``best_step``."""
     best_checkpoint: Path | None = None
-    """The one of that step; None if none was saved then, or it has not been kept."""
+    """Checkpoint of ``best_step``; None if none was saved there, or it was not kept."""
 
     def with_best(self, state: TrainerState, path_of: Callable[[int], Path]) -> TrainResult:
-        """The same, with the best evaluation that ``state`` knows of."""
+        """A copy with the best evaluation recorded in ``state``."""
         if state.best_metric is None:
             return self
         path = path_of(state.best_global_step)
@@ -50,7 +50,7 @@ class TrainResult:
 
 
 def reason_of(error: BaseException | None, control: TrainerControl, exhausted: bool) -> Reason:
-    """The reason for the end, from what led to it."""
+    """Reason for the end: ``error`` first, then a request, then the end of the data."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if error is not None:

@@ -1,4 +1,4 @@
-"""Run around a loop of one's own: the same events, state and checkpoints, without the Trainer.
+"""Run: events, state and checkpoints around a hand-written training loop, without the Trainer.
 
 ::
 
@@ -10,7 +10,7 @@
             optimizer.zero_grad()
             run.step_end(loss=loss)
 
-With several batches in a step (``gradient_accumulation_steps``), the run says which is its last::
+With several batches in a step (``gradient_accumulation_steps``), the run marks the last one::
 
         for batch in run.batches():
             with run.accumulate(model):
@@ -48,13 +48,13 @@ from dalsegno.errors import ConfigurationError
 from dalsegno.events.table import Event
 from dalsegno.state import TrainerControl, TrainerState
 
-from .evaluation import BetweenBatches
 from .lifecycle import RunLifecycle
 from .parts import build_parts
 from .result import TrainResult
 from .resume import ResumeOptions
 from .session import Session
 from .settings import UserSupplied
+from .user_evaluation import UserEvaluation
 
 UNSUPPORTED_EVENTS = dict.fromkeys(
     [
@@ -72,39 +72,39 @@ UNSUPPORTED_EVENTS = dict.fromkeys(
         Event.PREDICTION_STEP,
         Event.PREDICT,
     ],
-    "a loop around dalsegno.Run cannot fire; use dalsegno.Trainer for it, or another callback",
+    "a loop around dalsegno.Run cannot fire; use dalsegno.Trainer, or another callback",
 )
-"""What happens inside a loop that is not ours. A callback that needs one of them is refused when it is given."""
+"""Events inside a hand-written loop. A callback that handles one of them raises EventNotFired when it is added."""
 
 
 class Run:
-    """Brings the run in ``args.output_dir`` to its end, with a hand-written loop inside ``with``.
+    """Trains the run in ``args.output_dir`` to its end, with a hand-written loop inside ``with``.
 
-    Entering restores everything, from the newest verified checkpoint if there is one; if the run is finished, there
-    are no batches. The optimizer's own hooks fire on_pre_optimizer_step and on_optimizer_step.
+    Entering restores everything, from the newest verified checkpoint if there is one; a finished run yields no batches.
+    The optimizer's own hooks fire on_pre_optimizer_step and on_optimizer_step.
 
     Args:
-        args: the settings; those of the update itself (clipping, precision, schedule) are the loop's own affair.
-        model: as the loop calls it, or what is inside of it. On several ranks its persistent buffers (running
-            statistics) are rank 0's on every rank at each step's end.
-        optimizer: the one that the loop steps.
-        loader: yields the batches. One with ``state_dict`` goes on by itself, another is read again up to its place.
-        lr_scheduler: whose state is saved too; one, or a list. The loop steps it.
+        args: the settings; those of the update itself (clipping, precision, schedule) are left to the loop.
+        model: as the loop calls it, wrapped or not. On several ranks, rank 0's persistent buffers (running statistics)
+            are copied to every rank at each step's end.
+        optimizer: stepped by the loop.
+        loader: yields the batches. One with ``state_dict`` resumes by itself, another is read again up to its place.
+        lr_scheduler: one or a list, saved too; stepped by the loop.
         callbacks: as for the Trainer.
-        evaluate: called when an evaluation is due, on all ranks; returns the metrics by name, reduced already:
+        evaluate: called when an evaluation is due, on all ranks; returns the metrics by name, reduced over the ranks:
             ``{"eval_loss": 0.7}``.
-        state: whatever else has ``state_dict`` and ``load_state_dict``, by a name that is not one of the run's own.
+        state: further objects with ``state_dict`` and ``load_state_dict``, by names that are not reserved.
         resume_from_checkpoint: as in ``Trainer.train``, like the next five.
-        strict: whether a damaged newest checkpoint is an error.
-        strict_callbacks: whether a callback that came or went is an error.
-        allow_changes: what may differ from what was saved.
-        load_components: what to begin a new run with, from the path.
-        continue_stopped: whether to go on although a callback has judged the training to be over.
+        strict: whether a damaged newest checkpoint raises.
+        strict_callbacks: whether a saved callback that is missing here, or the reverse, raises.
+        allow_changes: what may differ from the checkpoint.
+        load_components: what a new run begins with, from the path.
+        continue_stopped: whether to train on although a callback has judged the training to be over.
 
     Raises:
-        EventNotFired: for a callback that needs an event which a hand-written loop cannot fire.
-        ConfigurationError: for a name in ``state`` that the run itself saves something under; or if the optimizer
-            trains what is neither the model's nor in ``state``, or nothing of the model.
+        EventNotFired: for a callback that handles an event which a hand-written loop cannot fire.
+        ConfigurationError: for a reserved name in ``state``; or if the optimizer trains parameters that are neither the
+            model's nor in ``state``, or none of the model's.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Run:
         self._dispatcher = self._parts.dispatcher
         self._lifecycle = RunLifecycle(
             self._parts,
-            evaluations=[] if evaluate is None else [_UserEvaluation(evaluate)],
+            evaluations=[] if evaluate is None else [UserEvaluation(evaluate)],
             data=TrainingData.of_loader(loader),
             supplied=UserSupplied(),
             others=state or {},
@@ -162,7 +162,7 @@ class Run:
         self._is_inside = False  # the ``with`` block
         self._session: Session | None = None  # of the newest leg; None if the run was finished before it
         self._finished: TrainResult | None = None
-        self._index = 0  # of the present micro-batch in its step
+        self._index = 0  # of the current micro-batch in its step
         self._lr: float | torch.Tensor | None = None  # that the newest update used
         self._held = ExitStack()
         if self._dispatcher.init_end:
@@ -207,15 +207,15 @@ class Run:
             self._lifecycle.mark_finished(self.result)
 
     def batches(self) -> Iterator[Any]:
-        """The batches of the steps that are left to do. :meth:`step_end` is due after each step's last one.
+        """The batches of all remaining steps. :meth:`step_end` must be called after each step's last batch.
 
         Raises:
-            ConfigurationError: outside of ``with``; or if a step's last batch is behind, and it did not end.
+            ConfigurationError: outside of ``with``; or if :meth:`step_end` was not called after a step's last batch.
         """
         if not self._is_inside:
             raise ConfigurationError(
-                "ds.Run restores when it is entered, and saves and ends the run when it is left: with ds.Run(…) as "
-                "run: for batch in run.batches(): …"
+                "ds.Run restores the run when its with block begins, and saves it when the block ends: with ds.Run(…) "
+                "as run: for batch in run.batches(): …"
             )
         if self._session is None:
             return
@@ -229,30 +229,28 @@ class Run:
 
     @property
     def is_last_microbatch(self) -> bool:
-        """Whether the step ends with the present batch: step the optimizer, and call :meth:`step_end`.
+        """Whether the step ends with the current batch: step the optimizer, and call :meth:`step_end`.
 
-        Without ``gradient_accumulation_steps`` that is each. At an epoch's end a step may have fewer than the others.
+        Without ``gradient_accumulation_steps`` every batch is. An epoch's last step may have fewer than the others.
         """
-        return self._index == len(self._present("is_last_microbatch").microbatches) - 1
+        return self._index == len(self._current("is_last_microbatch").microbatches) - 1
 
     @property
     def microbatch_weight(self) -> float:
-        """By what to multiply the present batch's mean loss before ``backward``, so that the step's is the mean over
-        its samples, on all ranks: 1 / n for one of n that are equally large, less for a smaller one, and 0 for one
-        that only pads, on a rank that has run out of data while another has not. DDP and FSDP2 average over the ranks;
-        that is allowed for.
+        """Factor for the current batch's mean loss before ``backward``, so that the step's loss is the mean over its
+        samples on all ranks: 1 / n for one of n equally large batches, less for a smaller one, and 0 for padding, on a
+        rank that has run out of data before the others. Compensates for DDP and FSDP2, which average over the ranks.
         """
-        return self._present("microbatch_weight").share(self._index) * self._world_size
+        return self._current("microbatch_weight").share(self._index) * self._world_size
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """Around forward and backward of each batch: gradients are reduced over the ranks in the step's last one only.
+        """Around forward and backward of each batch: reduces gradients over the ranks only in the step's last batch.
 
-        What DDP's ``no_sync()`` and FSDP2's ``set_requires_gradient_sync()`` are for. Where nothing is reduced it
-        does nothing.
+        Uses DDP's ``no_sync()`` and FSDP2's ``set_requires_gradient_sync()``; does nothing to other models.
 
         Args:
-            models: as the loop calls them; the one that the run was given, if none.
+            models: as the loop calls them; none: the run's own.
         """
         with ExitStack() as held:
             if not self.is_last_microbatch:
@@ -264,9 +262,9 @@ class Run:
     def _step_batch(self) -> StepBatch | None:
         return None if self._session is None else self._session.step_batch
 
-    def _present(self, what: str) -> StepBatch:
+    def _current(self, what: str) -> StepBatch:
         if self._step_batch is None:
-            raise ConfigurationError(f"run.{what}: there is no batch just now; it is known from a batch to step_end()")
+            raise ConfigurationError(f"run.{what}: no step is in progress; it is known between a batch and step_end()")
         return self._step_batch
 
     def step_end(
@@ -276,16 +274,16 @@ class Run:
         grad_norm: torch.Tensor | float | None = None,
         lr: float | torch.Tensor | None = None,
     ) -> None:
-        """The weights are updated: count the step, and do whatever is due.
+        """Count the step, whose update is done, and log, evaluate, save or stop if due.
 
         Args:
-            loss: the step's mean loss on this rank; what is logged is the mean over the ranks. A tensor on the device
-                is not waited for; ``loss.item()`` is.
-            grad_norm: total L2 norm before clipping, if the loop knows it.
-            lr: the learning rate that was used; None: what the optimizer's first group had when it stepped.
+            loss: the step's mean loss on this rank; the mean over the ranks is logged. A tensor on the device causes no
+                sync; ``loss.item()`` does.
+            grad_norm: total L2 norm before clipping, if the loop computes it.
+            lr: learning rate of the update; None: that of the optimizer's first group when it stepped.
 
         Raises:
-            ConfigurationError: if no step has begun, or this one has further batches; or for what is no number.
+            ConfigurationError: if no step has begun, the step has further batches, or a value is not a number.
         """
         step_batch = self._step_batch
         if self._session is None or step_batch is None:
@@ -303,7 +301,7 @@ class Run:
         )
 
     def _number(self, name: str, given: object) -> torch.Tensor:
-        """It as a 0-dim tensor, detached; where it lies, or with the model."""
+        """``given`` as a 0-dim tensor, detached; a float goes to the model's device."""
         if isinstance(given, DTensor):
             given = given.full_tensor()
         if isinstance(given, torch.Tensor) and given.numel() == 1:
@@ -316,27 +314,27 @@ class Run:
         )
 
     def log(self, metrics: MutableMapping[str, Any]) -> None:
-        """Hand a record of your own to every logger (kind ``user``). On all ranks, with the same values."""
+        """Log a record of your own (kind ``user``). To be called on all ranks, with the same values."""
         self._lifecycle.boundary.recorder.log(dict(metrics), "user")
 
     def stop(self, reason: str = "run.stop() was called", *, save: bool = True) -> None:
-        """Ask for the end of training at this step's end; on any rank."""
+        """Request the end of training at this step's end; on any rank."""
         self.control.stop(reason, save=save)
 
     def save(self) -> None:
-        """Ask for a checkpoint at this step's end; on any rank."""
+        """Request a checkpoint at this step's end; on any rank."""
         self.control.should_save = True
 
     def skip_samples(self, samples: int) -> int:
-        """Read past so many samples (on all ranks together) of the epoch that begins, in whole batches.
+        """Read and drop this many samples, over all ranks, of the epoch that begins, in whole batches.
 
-        To be called in on_epoch_begin, on all ranks alike; gives how many that were.
+        To be called in on_epoch_begin, on all ranks. Returns the number of samples skipped.
         """
         return self._parts.loader.skip(samples)
 
     def between_batches(self) -> None:
-        """To be called in ``evaluate``, between two batches and equally often on all ranks: where a signal or the
-        clock ends the run, this leads out of the evaluation, which the next leg then does from its beginning."""
+        """To be called in ``evaluate``, between two batches and equally often on all ranks: if a signal or the clock
+        ends the leg, it interrupts the evaluation, and the next leg repeats that from its first batch."""
         self._lifecycle.boundary.evaluations.between_batches()
 
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -352,40 +350,9 @@ class Run:
 
 
 def _accumulate(model: nn.Module, held: ExitStack) -> None:
-    """Keep the gradients of a model's backward passes on this rank, until ``held`` closes."""
+    """Do not reduce the gradients of ``model`` until ``held`` closes."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(False)
         held.callback(model.set_requires_gradient_sync, True)
     elif callable(no_sync := getattr(model, "no_sync", None)):
         held.enter_context(no_sync())
-
-
-class _UserEvaluation:
-    """A function of the user's, as an evaluation set."""
-
-    name = "eval"
-
-    def __init__(self, function: Callable[[], Mapping[str, float]]) -> None:
-        self._function = function
-
-    def __call__(self, between_batches: BetweenBatches) -> dict[str, float]:
-        """``between_batches`` is not called here: the function calls ``run.between_batches()``.
-
-        Raises:
-            ConfigurationError: if it returns something else than numbers by name.
-        """
-        metrics: Any = self._function()
-        try:
-            return {str(name): _plain(value) for name, value in metrics.items()}
-        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-            raise ConfigurationError(
-                f'evaluate= returned {metrics!r}; needs the metrics by name, each a number: {{"eval_loss": 0.7}}'
-            ) from error
-
-
-def _plain(value: Any) -> float:
-    """A number as Python has it; it may be a tensor or an array of one element."""
-    number = value.item() if hasattr(value, "item") else value
-    if not isinstance(number, (int, float)):
-        raise TypeError(f"{number!r} is not a number")
-    return number

@@ -1,4 +1,4 @@
-"""Settings: what a run is trained with, kept in each checkpoint, so that a later leg can say what has changed."""
+"""RecordedSettings: the settings of a run, saved in each checkpoint, so that a later leg can compare its own."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from .schedule import planned_steps
 
 logger = logging.getLogger("dalsegno")
 
-_OF_OPTIMIZER = {
+_OPTIMIZER_SETTINGS = {
     "learning_rate": "lr",
     "weight_decay": "weight_decay",
     "adam_beta1": "betas",
     "adam_beta2": "betas",
     "adam_epsilon": "eps",
 }
-"""Settings of the default optimizer, and the names by which it knows them itself."""
+"""Settings of the default optimizer, and its own names for them."""
 
-_OF_SCHEDULE = {"lr_scheduler_type", "warmup_steps"}
-_OF_LOADER = {"per_device_train_batch_size"}  # and all that begins with dataloader_
-_OF_LOOP = {
+_SCHEDULE_SETTINGS = {"lr_scheduler_type", "warmup_steps"}
+_LOADER_SETTINGS = {"per_device_train_batch_size"}  # and every name that begins with dataloader_
+_LOOP_SETTINGS = {
     "per_device_eval_batch_size",
     "max_grad_norm",
     "bf16",
@@ -42,7 +42,7 @@ _OF_LOOP = {
     "parallel",
     "use_cpu",
 }
-_OF_NOBODY = {
+_NOT_RECORDED = {
     "output_dir",
     "local_dir",
     "take_over_lock",
@@ -52,12 +52,12 @@ _OF_NOBODY = {
     "max_steps",
     "num_train_epochs",
 }
-"""What names the run or is for the eye; and the length of the run, which is kept by another name."""
+"""Settings without an effect on the result; and the length of the run, which is recorded under another name."""
 
 
 @dataclass(frozen=True, slots=True)
 class UserSupplied:
-    """Which parts the user brings along, so that the settings that describe the default ones have no effect."""
+    """Parts that the user supplies: the settings of the default ones then have no effect."""
 
     optimizer: bool = True
     schedule: bool = True
@@ -66,11 +66,11 @@ class UserSupplied:
 
 
 class RecordedSettings:
-    """Plain values by name: the component ``settings``.
+    """The component ``settings``: plain values by name.
 
     Args:
         parts: of the run. Only settings that have an effect are recorded.
-        supplied: the parts that the user brings along.
+        supplied: parts that the user supplies.
         data: the training data, for its fingerprint.
     """
 
@@ -88,10 +88,10 @@ class RecordedSettings:
         self._planned_steps = -1
 
     def begin_session(self) -> None:
-        """A leg begins. Look at the data, once in this process, before training does. Collective.
+        """Fingerprint the training data, once in this process, and apply a changed end of the schedule. Collective.
 
         Raises:
-            ConfigurationError: if the ranks are given different datasets.
+            ConfigurationError: if the ranks have different datasets.
         """
         former, self._planned_steps = self._planned_steps, planned_steps(self._args, self._loader)
         if former not in (-1, self._planned_steps) and not self._supplied.schedule:
@@ -99,27 +99,27 @@ class RecordedSettings:
         if self._fingerprint is None:
             self._fingerprint, doubts = self._data.examine()
             if doubts and self._args.saving and collectives.rank() == 0:
-                said = "a resumed run will not read what an uninterrupted one does:\n  " + "\n  ".join(doubts)
-                logger.warning("%s", said, extra={NOT_EXACT: True})
+                text = "a resumed run will not read what an uninterrupted one does:\n  " + "\n  ".join(doubts)
+                logger.warning("%s", text, extra={NOT_EXACT: True})
 
     def apply_overrides(self, changes: Iterable[Change]) -> None:
-        """What a checkpoint has brought back with the optimizer, and the user has changed meanwhile, is the user's."""
+        """Set the hyperparameters that the user has changed since the save: loading the optimizer restored the old."""
         changed = {change.setting for change in changes}
-        names = {_OF_OPTIMIZER[setting] for setting in changed & _OF_OPTIMIZER.keys()}
+        names = {_OPTIMIZER_SETTINGS[setting] for setting in changed & _OPTIMIZER_SETTINGS.keys()}
         if "optimizer" in changed or "lr" in names:
             self._initial.restore_lrs()
-        elif changed & {*_OF_SCHEDULE, END_OF_SCHEDULE}:
+        elif changed & {*_SCHEDULE_SETTINGS, END_OF_SCHEDULE}:
             self._initial.reapply_schedule()
         self._initial.restore(*(names - {"lr"}))
 
     def restore_lrs(self) -> None:
-        """The learning rates of this run, where only the optimizer's state is another's."""
+        """Set this run's learning rates again, after the optimizer state of another run was loaded."""
         self._initial.restore_lrs()
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self._given(), **self._environment(), "dataset": self._fingerprint}
+        return {**self._recorded(), **self._environment(), "dataset": self._fingerprint}
 
-    def _given(self) -> dict[str, Any]:
+    def _recorded(self) -> dict[str, Any]:
         args, supplied = self._args, self._supplied
         values = {name: value for name, value in args.to_dict().items() if self._has_effect(name)}
         if not supplied.schedule and args.lr_scheduler_type != "constant":
@@ -138,24 +138,24 @@ class RecordedSettings:
         return values
 
     def _environment(self) -> dict[str, Any]:
-        """What decides about the order in which sums are taken, and so about the last bits, without being a setting."""
+        """What determines the order of summation, and so the last bits, without being a setting."""
         values = {"world_size": collectives.world_size(), "torch": str(torch.__version__)}
         if self._device.type == "cuda":
             return {**values, "processor": torch.cuda.get_device_name(self._device)}
         return {**values, "processor": _processor(), "threads": torch.get_num_threads()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """They are as they are now: what they were has been compared before."""
+        """Does nothing: the saved settings are compared before anything is loaded."""
 
     def _has_effect(self, name: str) -> bool:
         supplied = self._supplied
-        if name in _OF_OPTIMIZER:
+        if name in _OPTIMIZER_SETTINGS:
             return not (supplied.optimizer or supplied.schedule)
-        if name in _OF_SCHEDULE:
+        if name in _SCHEDULE_SETTINGS:
             return not supplied.schedule
-        if name in _OF_LOADER or name.startswith("dataloader_"):
+        if name in _LOADER_SETTINGS or name.startswith("dataloader_"):
             return not supplied.loader
-        return name not in _OF_NOBODY and not (supplied.loop and name in _OF_LOOP)
+        return name not in _NOT_RECORDED and not (supplied.loop and name in _LOOP_SETTINGS)
 
 
 def _processor() -> str:

@@ -1,7 +1,7 @@
-"""Interrupts: the signals that ask for the end of training. A handler notes that one came, and does nothing else.
+"""SignalWatcher: turns signals into requests to stop. A signal handler records the signal, and does nothing else.
 
-What has been noted is found where the ranks agree, between two steps or two batches of an evaluation; then all of them
-stop there, save, and leave. A second Ctrl-C does not wait for that: it is a ``KeyboardInterrupt`` where it comes.
+The ranks find the recorded signal when they synchronize, between two steps or two batches of an evaluation; then all of
+them stop, save and return. A second Ctrl-C raises ``KeyboardInterrupt`` at once.
 """
 
 from __future__ import annotations
@@ -23,58 +23,58 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class SignalWatcher:
-    """Notes :data:`SIGNALS` while it is :meth:`listening`, and wishes to stop once it has."""
+    """Records :data:`SIGNALS` while :meth:`listening`, and requests a stop once one has arrived."""
 
     def __init__(self, control: TrainerControl) -> None:
         self._control = control
-        self._noted: list[signal.Signals] = []
-        self._former: dict[signal.Signals, Any] = {}  # the handlers in whose place ours are
+        self._recorded: list[signal.Signals] = []
+        self._previous: dict[signal.Signals, Any] = {}  # handlers that ours replace
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle the signals inside; afterwards they are handled as before.
+        """Handle the signals inside; restore the previous handlers afterwards.
 
-        A handler of the program's own is called when all is done, for a signal that it would have been given before
-        (``scontrol requeue``, say). A signal that the program ignores stays ignored. Handlers are the main thread's
-        affair: on another one, nothing is handled.
+        A recorded signal is raised again at the end if the program had its own handler for it (``scontrol requeue``,
+        say). A signal that the program ignores stays ignored. Python handles signals on the main thread only: on
+        another thread, nothing is handled.
         """
         global _listening
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         present = {number: signal.getsignal(number) for number in SIGNALS}
-        self._former = {number: each for number, each in present.items() if each not in (None, signal.SIG_IGN)}
-        self._noted = []
+        self._previous = {number: each for number, each in present.items() if each not in (None, signal.SIG_IGN)}
+        self._recorded = []
         outer, _listening = _listening, self
-        for number in self._former:
-            signal.signal(number, self._note)
+        for number in self._previous:
+            signal.signal(number, self._record)
         try:
             yield
         finally:
             _listening = outer
             self._restore()
-        for number in dict.fromkeys(self._noted):
-            if self._former[number] not in (signal.SIG_DFL, signal.default_int_handler):
+        for number in dict.fromkeys(self._recorded):
+            if self._previous[number] not in (signal.SIG_DFL, signal.default_int_handler):
                 signal.raise_signal(number)
 
     def poll(self) -> ControlRequests:
-        """A wish to stop, once a signal has come."""
-        if not self._noted:
+        """Request a stop, once a signal has arrived."""
+        if not self._recorded:
             return NO_REQUESTS
-        first = self._noted[0]
+        first = self._recorded[0]
         if first is signal.SIGINT and not self._control.should_training_stop:
             logger.warning("SIGINT: training ends here, with a checkpoint; press Ctrl-C again to end without one")
         self._control.stop(first.name, by="signal")
         return ControlRequests(stop=True)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and signal.SIGINT in self._noted:
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and signal.SIGINT in self._recorded:
             raise KeyboardInterrupt
-        self._noted.append(signal.Signals(number))
+        self._recorded.append(signal.Signals(number))
 
     def _restore(self) -> None:
-        for number, handler in self._former.items():
-            if signal.getsignal(number) == self._note:  # else somebody has set another one meanwhile
+        for number, handler in self._previous.items():
+            if signal.getsignal(number) == self._record:  # else the program has set another handler since
                 signal.signal(number, handler)
 
 
@@ -82,7 +82,7 @@ _listening: SignalWatcher | None = None
 
 
 def _restore_in_child() -> None:
-    """A process that is forked during the training is another program: what ends it is no wish to stop ours."""
+    """A process that is forked during training is another program: a signal to it must not stop the run."""
     if _listening is not None:
         _listening._restore()
 

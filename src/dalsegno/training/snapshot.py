@@ -1,7 +1,7 @@
-"""Takeback: what an evaluation has changed before it was broken off, taken back.
+"""StateSnapshot: undoes what an interrupted evaluation has changed.
 
-It is going to be done again, from its first batch on, in another leg. So whatever it has drawn from the random
-generators, and told callbacks that keep a state, must not have happened. Model and optimizer it does not change.
+Another leg repeats the evaluation from its first batch. So random numbers that it drew, and changes to the state of
+callbacks, are undone. An evaluation changes neither model nor optimizer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dalsegno.events.callback import Callback
 from dalsegno.events.table import Event
 from dalsegno.stateful.component import Stateful
 
-_IN_EVALUATION = {
+_EVALUATION_EVENTS = {
     Event.EVALUATE_BEGIN,
     Event.BEFORE_FORWARD,
     Event.AFTER_FORWARD,
@@ -28,19 +28,19 @@ _IN_EVALUATION = {
 
 
 class StateSnapshot:
-    """Remembers how things are now. Costs about 0.1 ms, and what ``state_dict`` costs of each callback that listens."""
+    """The present state. Costs about 0.1 ms, and a ``state_dict`` of each callback that takes part in evaluations."""
 
     def __init__(self, callbacks: Iterable[Callback]) -> None:
         self._random = RandomState(0)
-        listening = [each for each in callbacks if not _IN_EVALUATION.isdisjoint(each.handled_events())]
-        targets: list[Stateful] = [self._random, *(each for each in listening if isinstance(each, Stateful))]
-        self._states = [(target, tree_map(_own_copy, target.state_dict())) for target in targets]
+        affected = [each for each in callbacks if not _EVALUATION_EVENTS.isdisjoint(each.handled_events())]
+        targets: list[Stateful] = [self._random, *(each for each in affected if isinstance(each, Stateful))]
+        self._states = [(target, tree_map(_copied, target.state_dict())) for target in targets]
 
     def restore(self) -> None:
-        """Let all be as it was."""
+        """Load the snapshot."""
         for target, state in self._states:
             target.load_state_dict(state)
 
 
-def _own_copy(leaf: Any) -> Any:
+def _copied(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)

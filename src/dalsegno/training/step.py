@@ -1,11 +1,11 @@
-"""Update: one step of the weights. Accumulate the micro-batches' gradients, clip, step, schedule.
+"""TrainStep: one optimizer step. Accumulate the micro-batches' gradients, clip, update, schedule.
 
 ::
 
     for each micro-batch:
-        forward, backward of its share of the step's loss
-    unscale; clip to the largest allowed norm
-    optimizer.step()         (or skipped, if the gradient scaler found non-finite values)
+        forward; backward of its share of the step's loss
+    unscale; clip to max_grad_norm
+    optimizer.step()         (skipped if the gradient scaler found non-finite values)
     zero_grad(); scheduler.step()
 """
 
@@ -31,14 +31,14 @@ from .parts import RunParts
 
 
 class StepResult(NamedTuple):
-    """What one update was like."""
+    """Outcome of one step."""
 
     loss: torch.Tensor
-    """This rank's share of the step's loss (the shares of all ranks sum to it). 0-dim."""
+    """This rank's share of the step's loss, which is the sum over all ranks. 0-dim."""
     grad_norm: torch.Tensor | None
-    """Total L2 norm before clipping, on all ranks; None where nobody needs it. 0-dim."""
+    """Total L2 norm before clipping, over all ranks, 0-dim; None if it was not computed."""
     lr: float | torch.Tensor
-    """The learning rate that was used, of the first parameter group."""
+    """Learning rate that the update used, of the first parameter group."""
 
 
 class GradNormDemand:
@@ -51,7 +51,7 @@ class GradNormDemand:
         self._listens_to_metrics = False
 
     def begin_leg(self) -> None:
-        """Look which events callbacks handle."""
+        """Look whether a callback on any rank handles on_train_metrics."""
         self._listens_to_metrics = self._dispatcher.listens_anywhere(Event.TRAIN_METRICS)
 
     def __call__(self) -> bool:
@@ -59,7 +59,7 @@ class GradNormDemand:
 
 
 class TrainStep:
-    """Carries out one step at each call.
+    """Runs one step at each call.
 
     Args:
         parts: of the run. A ``ReduceLROnPlateau`` among the schedulers is not stepped here.
@@ -159,14 +159,14 @@ class TrainStep:
         return total
 
     def _backward(self, loss: torch.Tensor, outputs: Outputs, share: float) -> torch.Tensor:
-        """Add this micro-batch's gradients. Returns its part of the step's loss, detached."""
+        """Add this micro-batch's gradients; its share of the step's loss, detached."""
         dispatcher = self._dispatcher
         if dispatcher.before_backward:
             dispatcher.before_backward.fill(outputs, loss.detach())
             dispatcher.before_backward.fire()
             loss = outputs["loss"]
         counted = loss.detach()
-        if share != 1.0:  # of padding nothing counts, not even a NaN
+        if share != 1.0:  # padding does not count, not even a NaN
             counted = counted * share if share else torch.zeros_like(counted)
         factor = share * self._world_size
         scaled = loss if factor == 1.0 else loss * factor
@@ -190,13 +190,13 @@ class TrainStep:
         self._scaler.step(self._optimizer)
         self._scaler.update()
         self._scale = self._scaler.get_scale()
-        return self._scale >= before  # it shrinks if, and only if, it met a non-finite gradient
+        return self._scale >= before  # the scale shrinks if and only if a gradient was not finite
 
     def _clear_gradients(self) -> None:
         if type(self._optimizer).zero_grad is not Optimizer.zero_grad:
             self._optimizer.zero_grad()
             return
-        # What it comes down to, without what torch does around it: 40 µs a step (python -m benchmarks loop).
+        # The effect of zero_grad() without its overhead, which is 40 µs a step (python -m benchmarks loop).
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None

@@ -1,4 +1,4 @@
-"""TimeLimit: a leg that ends by itself before its time is up, with a checkpoint."""
+"""TimeLimit: ends a leg with a checkpoint before ``max_seconds``, or the end of its Slurm job, is reached."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from dalsegno.state import NO_REQUESTS, ControlRequests, TrainerControl
 logger = logging.getLogger("dalsegno")
 
 SLURM_END = "SLURM_JOB_END_TIME"
-"""Where Slurm says when it will end the job: Unix seconds."""
+"""Environment variable in which Slurm gives the end of the job, in Unix seconds."""
 
-_SPARE = 60.0  # seconds to leave the program in
-_SPARE_SHARE = 0.1  # of a job that is short
+_SPARE = 60.0  # seconds for the program to exit
+_SPARE_SHARE = 0.1  # of the time that a short job has left
 
 
 class TimeLimit:
-    """Wishes to stop ``max_seconds`` after :meth:`start`, and in time before the end that Slurm announces.
+    """Requests a stop ``max_seconds`` after :meth:`start`, and in time before the end that Slurm announces.
 
-    Before that end there must be time for one more step and a save. How long they take is measured: the time since the
-    last look, and twice the longest save so far, with a minute to spare (a tenth of what a short job has left).
+    One more step and a save must fit in before that end. Their durations are measured: the time since the last
+    :meth:`poll`, and twice the longest save so far, plus a minute (a tenth of what a short job has left).
     """
 
     def __init__(
@@ -32,26 +32,26 @@ class TimeLimit:
         self._control = control
         self._max_seconds = math.inf if max_seconds is None else max_seconds
         self._environment = environment
-        self._started = self._looked = self._slurm_end = math.inf  # by the monotonic clock
+        self._started = self._polled = self._slurm_end = math.inf  # by the monotonic clock
         self._spare = _SPARE
         self._longest_save = 0.0
         self._why: str | None = None
 
     def start(self) -> None:
-        """A leg begins now."""
+        """Start the clock of a leg."""
         self._why = None
-        self._started = self._looked = time.monotonic()
+        self._started = self._polled = time.monotonic()
         left = _seconds_until(self._environment.get(SLURM_END))
         self._slurm_end, self._spare = self._started + left, min(_SPARE, _SPARE_SHARE * left)
 
     def allow_for(self, save: float) -> None:
-        """A save took this many seconds, from its capture to its publication."""
+        """Allow for a save that took this many seconds, from its capture to its publication."""
         self._longest_save = max(self._longest_save, save)
 
     def poll(self) -> ControlRequests:
-        """A wish to stop, once it is time."""
+        """Request a stop, once it is time."""
         now = time.monotonic()
-        step, self._looked = now - self._looked, now
+        step, self._polled = now - self._polled, now
         left = self._slurm_end - now
         if now - self._started >= self._max_seconds:
             self._why = f"max_seconds={self._max_seconds:g}"
@@ -64,14 +64,14 @@ class TimeLimit:
 
 
 def _seconds_until(announced: str | None) -> float:
-    """From now; infinite where nothing (true) is announced."""
+    """Seconds from now; infinite if no valid time is announced."""
     if announced is None:
         return math.inf
     if not announced.isdecimal():
-        logger.warning("%s=%r is no time in Unix seconds; the end of the job is not looked after", SLURM_END, announced)
+        logger.warning("%s=%r is not a time in Unix seconds; the end of the job is ignored", SLURM_END, announced)
         return math.inf
     left = int(announced) - time.time()
-    if left <= 0:  # a job whose end was put off knows the old one
-        logger.warning("%s=%s has gone by; the end of the job is not looked after", SLURM_END, announced)
+    if left <= 0:  # a job that was extended still has its old end
+        logger.warning("%s=%s is in the past; the end of the job is ignored", SLURM_END, announced)
         return math.inf
     return left

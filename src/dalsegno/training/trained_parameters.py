@@ -1,4 +1,4 @@
-"""What an optimizer trains must be what a checkpoint holds: or a resumed run would go on with other weights."""
+"""Checks that a checkpoint contains every parameter that the optimizer trains: else a resumed run would differ."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ def expect_saved(
     """
     Args:
         optimizer: of the run.
-        model: that is trained.
-        loss_fn: the loss function beside it, if it has tensors of its own.
-        others: what else is saved, by name.
+        model: the model's state.
+        loss_fn: the loss function's state, if it has tensors of its own.
+        others: further objects that are saved, by key.
 
     Raises:
-        ConfigurationError: if it trains a parameter that none of all this holds, or nothing of the model.
+        ConfigurationError: if the optimizer trains a parameter that none of these contains, or none of the model's.
     """
     of_model, of_loss = model.held(), {each for state in loss_fn for each in state.held()}
-    strange = {
+    foreign = {
         f"group {number}, parameter {position}, of shape {list(parameter.shape)}": parameter
         for number, group in enumerate(optimizer.param_groups)
         for position, parameter in enumerate(group["params"])
         if id(parameter) not in of_model | of_loss
     }
-    lost = [what for what, parameter in strange.items() if not _is_in(parameter, others.values())]
+    unsaved = [place for place, parameter in foreign.items() if not _is_in(parameter, others.values())]
     is_built_on_model = any(id(each) in of_model for group in optimizer.param_groups for each in group["params"])
-    if model.is_trained() and not is_built_on_model and len(lost) == len(strange):
+    if model.is_trained() and not is_built_on_model and len(unsaved) == len(foreign):
         raise ConfigurationError(
-            f"optimizer: none of what this {type(optimizer).__name__} trains is the model's, so the model would stay "
-            "as it is; build it on model.parameters(), after whatever replaces them (fully_shard, a new head)"
+            f"optimizer: none of the parameters of this {type(optimizer).__name__} is the model's, so the model would "
+            "not be trained; build it on model.parameters(), after whatever replaces them (fully_shard, a new head)"
         )
-    if lost:
-        more = f", and {len(lost) - 1} more" if lost[1:] else ""
+    if unsaved:
+        more = f", and {len(unsaved) - 1} more" if unsaved[1:] else ""
         raise ConfigurationError(
-            f"optimizer: it trains what no checkpoint of this run would hold ({lost[0]}{more}). If the model has "
-            "replaced it, build the optimizer afterwards. Else a Trainer saves the model and, if it is a module, "
-            'loss_fn=: put it into one of them; dalsegno.Run also saves what state={"name": module} names'
+            f"optimizer: it trains what no checkpoint of this run would contain ({unsaved[0]}{more}). If the model has "
+            "replaced that parameter, build the optimizer afterwards. Else a Trainer saves the model and, if it is a "
+            'module, loss_fn=: put the parameter into one of them; dalsegno.Run also saves state={"name": module}'
         )
 
 
 def _is_in(parameter: Tensor, others: Iterable[Stateful]) -> bool:
-    """Whether one of ``others`` has it: as a module, or in the memory of what its state consists of."""
+    """Whether one of ``others`` has the parameter: as a module, or in the memory of a tensor in its state dict."""
     for each in others:
         if isinstance(each, nn.Module):
             if any(parameter is own for own in each.parameters()):

@@ -52,30 +52,29 @@ _MEANT = {
 
 _UNSUPPORTED_IF_FUSED = dict.fromkeys(
     [Event.GRADIENTS_READY, Event.PRE_OPTIMIZER_STEP],
-    "fuse_optim_with_backward=True cannot fire: no moment has all gradients; do without one of the two",
+    "fuse_optim_with_backward=True cannot fire, since no moment has all gradients; remove one of the two",
 )
 
 
 class Trainer:
-    """Trains ``model`` as ``args`` say, and goes on with the run that lies in ``args.output_dir``.
+    """Trains ``model`` with the settings ``args``, and resumes the run in ``args.output_dir``.
 
     Args:
         model: called with each batch, ``model(**batch)`` for a mapping; returns the loss as a 0-dim tensor, as
             ``.loss`` or as ``["loss"]``.
         args: the settings of the run.
-        train_dataset: map or iterable dataset; or give a ``train_dataloader`` of your own, which is taken as it is.
-        eval_dataset: the same for evaluation; a dict of several is evaluated one by one, under their names.
+        train_dataset: map or iterable dataset; or pass your own ``train_dataloader``, which is used as it is.
+        eval_dataset: the same for evaluation; the sets of a dict are evaluated one by one, under their names.
         loss_fn: ``loss_fn(outputs, batch)``, for models that return no loss. If it is a module, it is moved to the
             model's device, its parameters are trained with the model's, and all its tensors are saved.
-        loss_weight: what a batch's mean loss counts for in its step, say its number of tokens; the number of its
-            samples if None. Costs a small collective per step when there are several ranks.
-        data_collator: makes a batch of a list of samples; torch's own if None.
+        loss_weight: weight of a batch's mean loss within its step, a function of the batch, say its number of tokens;
+            None: its number of samples. On several ranks it costs a small collective per step.
+        data_collator: makes a batch from a list of samples; None: torch's own.
         optimizer: built on ``model`` (and ``loss_fn``); None: AdamW from ``args``.
         lr_scheduler: one or a list, each stepped after every step (a ``ReduceLROnPlateau`` after every evaluation,
-            with ``metric_for_best_model``); None: warm-up and decay from ``args``, or constant with your own optimizer
-            if ``args`` say so.
-        callbacks: in the order in which they are called, after the default ones; other libraries' too.
-        processing_class: the tokenizer or the like; handed to callbacks.
+            with ``metric_for_best_model``); None: warm-up and decay from ``args``.
+        callbacks: called in this order, after the default ones; those of other libraries work too.
+        processing_class: the tokenizer or the like; passed to callbacks.
 
     Raises:
         ConfigurationError: if parts are missing, or do not fit together.
@@ -161,28 +160,28 @@ class Trainer:
         load_components: Collection[str] = (),
         continue_stopped: bool = False,
     ) -> TrainResult:
-        """Bring the run in ``output_dir`` to its end: nothing happens if it is there already.
+        """Train the run in ``output_dir`` to its end; a run that is finished already is not trained.
 
         Args:
-            resume_from_checkpoint: True: go on from the newest checkpoint whose every byte verifies, or start if there
-                is none. A path: go on from that one; what came later is moved into ``rewound/``. False: move all that
-                is in ``output_dir`` into ``rewound/``, and start anew.
-            strict: if the newest checkpoint is damaged, that is an error: no older one is used in its place.
-            strict_callbacks: a saved callback that is not here, or one here that was not saved, is an error.
-            allow_changes: what may differ from what was saved, although it is an error else: ``"dataset"``,
-                ``"model"``, ``"optimizer"``. The error says what differs, and what becomes of it.
-            load_components: load only these, say ``("model",)``, and begin a new run with them: from the checkpoint of
-                another run at the path or, the model, from a file or folder of safetensors there. Once this run has
-                checkpoints of its own, it goes on from the newest of them.
-            continue_stopped: go on although a callback has judged the training to be over (early stopping, a
-                divergence). Without it, that is done only if ``max_steps`` or ``num_train_epochs`` has been raised.
+            resume_from_checkpoint: True: resume from the newest checkpoint whose every byte verifies, or start if there
+                is none. A path: resume from that checkpoint; what came later moves into ``rewound/``. False: move all
+                of ``output_dir`` into ``rewound/``, and start anew.
+            strict: raise if the newest checkpoint is damaged, instead of using an older one.
+            strict_callbacks: raise if a saved callback is missing here, or one here was not saved.
+            allow_changes: what may differ from the checkpoint without an error: ``"dataset"``, ``"model"``,
+                ``"optimizer"``. The error names the difference and its consequence.
+            load_components: load only these, say ``("model",)``, and begin a new run with them: from another run's
+                checkpoint at the path or, for the model, a file or folder of safetensors there. Once this run has
+                checkpoints, it resumes from the newest of them.
+            continue_stopped: train on although a callback has judged the training to be over (early stopping, a
+                divergence). Otherwise such a run resumes only if ``max_steps`` or ``num_train_epochs`` was raised.
 
         Raises:
-            UnknownName: for another name in ``allow_changes``, or one in ``load_components`` that is not there.
+            UnknownName: for an unknown name in ``allow_changes`` or ``load_components``.
             Locked: if another live process trains in this ``output_dir``.
             NotFound: if there is no checkpoint at the path.
-            DamagedCheckpoint: if the one at the path is damaged, or there are some, but not one is whole.
-            StateMismatch: if what was saved does not fit what is here; nothing has been changed then.
+            DamagedCheckpoint: if the checkpoint at the path is damaged, or no checkpoint verifies.
+            StateMismatch: before anything is changed, if a saved state does not fit its object here.
             EmptyDataset: if there is not a single batch.
         """
         options = ResumeOptions(
@@ -199,22 +198,22 @@ class Trainer:
                 return lifecycle.mark_finished(loop.train(lifecycle.session(resumed_from), self._train_step))
 
     def evaluate(self) -> dict[str, float]:
-        """Measure the model as it is on each evaluation set. On all ranks.
+        """Measure the present model on each evaluation set. Collective.
 
         Raises:
-            ConfigurationError: if there is none.
+            ConfigurationError: if there is no evaluation set.
         """
         if not self._lifecycle.boundary.evaluations.has_sets:
             raise ConfigurationError(
-                "trainer.evaluate(): there is nothing to evaluate on; give the trainer eval_dataset= or "
-                "eval_dataloader=, or use trainer.predict(dataset)"
+                "trainer.evaluate(): there is no evaluation set; pass eval_dataset= or eval_dataloader= to the "
+                "trainer, or use trainer.predict(dataset)"
             )
         return self._lifecycle.boundary.evaluations.evaluate()
 
     def predict(self, test_dataset: Any) -> dict[str, float]:
-        """The metrics of the model as it is on other data, as ``test_loss`` and so on. On all ranks.
+        """Measure the present model on other data: ``test_loss`` and so on. Collective.
 
-        What the model says to each batch is handed to ``on_prediction_step``; ``on_predict`` gets the metrics.
+        ``on_prediction_step`` receives the outputs of each batch, ``on_predict`` the metrics.
         """
         metrics: dict[str, float] = {}
         for name, prefix, loader in evaluation_sets_from_args(self.args, test_dataset, None, self._collator):
@@ -227,25 +226,25 @@ class Trainer:
         return metrics
 
     def log(self, metrics: MutableMapping[str, Any]) -> None:
-        """Hand a record of your own to every logger (kind ``user``). On all ranks, with the same values."""
+        """Log a record of your own (kind ``user``). To be called on all ranks, with the same values."""
         self._lifecycle.boundary.recorder.log(dict(metrics), "user")
 
     def stop(self, reason: str = "trainer.stop() was called", *, save: bool = True) -> None:
-        """Ask for the end of training at this step's end; from any thread, on any rank."""
+        """Request the end of training at this step's end; from any thread, on any rank."""
         self.control.stop(reason, save=save)
 
     def save(self) -> None:
-        """Ask for a checkpoint at this step's end; from any thread, on any rank."""
+        """Request a checkpoint at this step's end; from any thread, on any rank."""
         self.control.should_save = True
 
     def skip_samples(self, samples: int) -> int:
-        """Pass over so many samples (on all ranks together) of the epoch that begins: see ``SkipSamples``.
+        """Skip this many samples, over all ranks, of the epoch that begins: see ``SkipSamples``.
 
-        To be called in on_epoch_begin, on all ranks alike. Of a map dataset nothing is loaded; all else is read past,
-        in whole micro-batches.
+        To be called in on_epoch_begin, on all ranks. Skipped samples of a map dataset are not loaded; other data is
+        read and dropped, in whole micro-batches.
 
         Returns:
-            How many that were: fewer where the epoch ends, more where the last micro-batch goes beyond.
+            Number of samples skipped: fewer if the epoch ends before, more if the last micro-batch exceeds the number.
         """
         return self._parts.loader.skip(samples)
 
@@ -279,7 +278,7 @@ def _check_arguments(model: object, args: object, callbacks: Sequence[object]) -
 def _check_best(args: TrainingArguments, sets: Sequence[str]) -> None:
     """
     Raises:
-        ConfigurationError: if no evaluation will ever say which model is the best.
+        ConfigurationError: if no evaluation decides which model is the best.
     """
     if not args.load_best_model_at_end or args.metric_for_best_model is not None:
         return
@@ -287,7 +286,7 @@ def _check_best(args: TrainingArguments, sets: Sequence[str]) -> None:
         raise ConfigurationError("load_best_model_at_end=True needs eval_dataset= or eval_dataloader=")
     if sets != ["eval"]:
         names = ", ".join(f"eval_{name}_loss" for name in sets)
-        raise ConfigurationError(f"load_best_model_at_end=True: say by metric_for_best_model= which decides: {names}")
+        raise ConfigurationError(f"load_best_model_at_end=True: set metric_for_best_model to one of {names}")
 
 
 def _build_parts(
@@ -313,7 +312,7 @@ def _build_parts(
 
 
 def _build_step(parts: RunParts, placed: PlacedModel) -> tuple[TrainStep, ForwardPass]:
-    """What computes a step, and the forward pass that evaluations share with it."""
+    """The train step, and the forward pass that evaluations share with it."""
     args, device = parts.args, placed.device
     wants_norm = GradNormDemand(parts)
     parallel = placed.parallel
