@@ -54,7 +54,9 @@ def run_with(output_dir: Path, state: dict[Any, Any]) -> ds.Run:
 
 @pytest.mark.parametrize("name", [*OWN, 3])
 def test_a_name_of_the_runs_own_is_refused(tmp_path: Path, name: Any) -> None:
-    with pytest.raises(ConfigurationError, match=re.escape(f"state={{{name!r}: …}}: name it otherwise; a run saves")):
+    with pytest.raises(
+        ConfigurationError, match=re.escape(f"state={{{name!r}: …}}: choose another name, a string; a run")
+    ):
         run_with(tmp_path, {name: Keeps()})
 
 

@@ -237,9 +237,9 @@ def test_names_and_places_that_are_none(tmp_path: Path, origin: Path) -> None:
         tuned(run, tmp_path / "weights", load_components=("model", "optimizer"))
     with pytest.raises(ds.UnknownName, match=r"unknown component in .*step-00000004: 'callbacks\.Mine'"):
         tuned(run, origin, Trace(name="Mine"), load_components=("Mine",))
-    with pytest.raises(ds.ConfigurationError, match=r"load_components=\['model'\]: say from where"):
+    with pytest.raises(ds.ConfigurationError, match=r"load_components=\['model'\]: pass resume_from_checkpoint="):
         tuned(run, True)  # type: ignore[arg-type]
-    with pytest.raises(ds.ConfigurationError, match=r"these are weights, and no run .* give load_components="):
+    with pytest.raises(ds.ConfigurationError, match=r"contains weights only, so no run .* pass load_components="):
         tuned(run, tmp_path / "weights", load_components=())
     with pytest.raises(ds.NotFound, match=r"nowhere: not a checkpoint, not a .safetensors file, not a directory with"):
         tuned(run, tmp_path / "nowhere")

@@ -364,7 +364,7 @@ def test_a_checkpoint_of_former_times_is_loaded_without_comparison(tmp_path: Pat
     forget_settings(tmp_path / "checkpoints/step-00000002")
     watched = leg(tmp_path, 4, seed=9)
     assert watched.report.changes == []
-    assert "settings: this checkpoint does not know its own, so nothing was compared" in watched.report.notes
+    assert "settings: not saved in this checkpoint, so nothing was compared" in watched.report.notes
 
 
 def forget_settings(checkpoint: Path) -> None:

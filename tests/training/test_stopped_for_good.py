@@ -136,7 +136,7 @@ def test_an_abort_without_a_checkpoint_leaves_nothing_to_go_on_from(tmp_path: Pa
     )
     trainer.train()
     with pytest.raises(
-        ds.ConfigurationError, match=r"aborted or broke off .* no checkpoint to go back to; build a new"
+        ds.ConfigurationError, match=r"aborted or interrupted .* no checkpoint to resume from; build a new"
     ):
         trainer.train()
 
@@ -147,7 +147,7 @@ def test_broken_weights_in_memory_are_said(tmp_path: Path, caplog: pytest.LogCap
     trainer.train()
     trainer.args.max_steps = 8
     trainer.train()
-    assert "weights hold NaN or infinity as training begins at step 6; to go on from before" in caplog.text
+    assert "weights contain NaN or infinity as training begins at step 6; to resume from before" in caplog.text
 
 
 def test_other_libraries_flags_and_our_checks_are_final_too(tmp_path: Path) -> None:

@@ -227,7 +227,7 @@ def test_a_run_without_a_whole_checkpoint_begins_anew_only_if_it_is_told_to(tmp_
         with pytest.raises(DamagedCheckpoint, match="no checkpoint is valid") as raised:
             logged(tmp_path, max_steps=4).train()
         assert raised.value.__notes__ == [
-            "resume_from_checkpoint=False starts anew, and moves all that is there into rewound/"
+            "resume_from_checkpoint=False starts anew, and moves all of output_dir into rewound/"
         ]
     assert logged(tmp_path, max_steps=4).train(False).global_step == 4
     assert saved_steps(tmp_path / "rewound/timeline.0001/checkpoints") == [2, 4]

@@ -140,7 +140,7 @@ class Checkpointer:
         except DamagedCheckpoint as error:
             if not strict and self._mirror.fetch_newer(None):
                 return self._manager.find()
-            error.add_note("resume_from_checkpoint=False starts anew, and moves all that is there into rewound/")
+            error.add_note("resume_from_checkpoint=False starts anew, and moves all of output_dir into rewound/")
             raise
         if self._mirror.fetch_newer(None if checkpoint is None else checkpoint.step):
             checkpoint = self._manager.find(strict=strict)
@@ -156,8 +156,8 @@ class Checkpointer:
         """
         if collectives.from_rank_zero(lambda: weights_are_at(path)):
             raise ConfigurationError(
-                f"resume_from_checkpoint={str(path)!r}: these are weights, and no run to go on with; give "
-                'load_components=("model",), too, and a new run begins with them'
+                f"resume_from_checkpoint={str(path)!r}: contains weights only, so no run can resume from it; also pass "
+                'load_components=("model",) to begin a new run with them'
             )
         return self._at(path)
 
@@ -203,9 +203,11 @@ class Checkpointer:
             adapt=adapt,
         )
         if SETTINGS in report.fresh:
-            report.notes.append("settings: this checkpoint does not know its own, so nothing was compared")
+            report.notes.append("settings: not saved in this checkpoint, so nothing was compared")
         if not checkpoint.manifest.finite:
-            report.notes.append("model: NaN or infinity is in its weights; resume_from_checkpoint= an older checkpoint")
+            report.notes.append(
+                "model: its weights contain NaN or infinity; pass resume_from_checkpoint= an older checkpoint"
+            )
         self._settings.apply_overrides(report.changes)
         parts.state.num_input_tokens_seen = parts.metrics.tokens_seen()
         return report
@@ -261,18 +263,18 @@ class Checkpointer:
             checkpoint = self._at(args.directory / best)
         except (NotFound, DamagedCheckpoint) as error:
             raise type(error)(
-                f"{error}; it is the best one of this run, which load_best_model_at_end=True asks for: bring it back, "
-                "or train with load_best_model_at_end=False, which leaves the last weights in the model"
+                f"{error}; load_best_model_at_end=True needs it, the best checkpoint of this run: restore it, or train "
+                "with load_best_model_at_end=False, which leaves the last weights in the model"
             ) from error
         load_parts(checkpoint, self._contents.evaluated())
 
 
 def _expect_whole_run(checkpoint: Checkpoint) -> None:
     wanted = ["model", "optimizer", *PROGRESS]
-    wanted.remove(SETTINGS)  # which the first checkpoints did not have
+    wanted.remove(SETTINGS)  # which checkpoints of the first versions lack
     if missing := [key for key in wanted if key not in checkpoint.manifest.components]:
         raise DamagedCheckpoint(
-            f"{checkpoint.path}: holds no state of {', '.join(missing)}, so no run can go on from it"
+            f"{checkpoint.path}: contains no state of {', '.join(missing)}, so no run can resume from it"
         )
 
 

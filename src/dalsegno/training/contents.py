@@ -98,8 +98,8 @@ def _check_state(others: Mapping[str, object], *, reserved: Sequence[str]) -> No
     for name, thing in others.items():
         if not isinstance(name, str) or name in reserved or name.startswith((CALLBACKS, _SCHEDULER)):
             raise ConfigurationError(
-                f"state={{{name!r}: …}}: name it otherwise; a run saves something of its own under "
-                f"{', '.join(reserved)}, {_SCHEDULER}… and {CALLBACKS}…, and needs a text for a name"
+                f"state={{{name!r}: …}}: choose another name, a string; a run reserves "
+                f"{', '.join(reserved)}, {_SCHEDULER}… and {CALLBACKS}… for its own state"
             )
         if not isinstance(thing, Stateful):
             raise ConfigurationError(

@@ -142,8 +142,8 @@ class RunLifecycle:
         self._checkpointer.check_serializable()
         if not are_finite(self._parts.model):
             logger.warning(
-                "the model's weights hold NaN or infinity as training begins at step %d; to go on from before, give "
-                "resume_from_checkpoint= an older checkpoint",
+                "the model's weights contain NaN or infinity as training begins at step %d; to resume from before, "
+                "pass resume_from_checkpoint= an older checkpoint",
                 self._parts.state.global_step,
             )
         self._result, self._model_modified = None, True

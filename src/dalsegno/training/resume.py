@@ -47,7 +47,7 @@ class ResumeOptions:
     def __post_init__(self) -> None:
         if not isinstance(self.origin, (bool, str, Path)):
             raise ConfigurationError(
-                f"resume_from_checkpoint={self.origin!r}; give True (from the newest checkpoint, if any), False "
+                f"resume_from_checkpoint={self.origin!r}; pass True (from the newest checkpoint, if any), False "
                 "(start anew) or a checkpoint's path"
             )
         object.__setattr__(self, "allow_changes", check_allowed(self.allow_changes))
@@ -55,7 +55,7 @@ class ResumeOptions:
         object.__setattr__(self, "load_components", names)
         if names and isinstance(self.origin, bool):
             raise ConfigurationError(
-                f"load_components={names}: say from where: resume_from_checkpoint= a checkpoint, or a folder of "
+                f"load_components={names}: pass resume_from_checkpoint= the path of a checkpoint, or of a folder of "
                 f"safetensors; it is {self.origin}"
             )
 
@@ -133,7 +133,7 @@ class Resumer:
         checkpoint = self._checkpointer.newest(strict=options.strict)
         if checkpoint is None and model_modified:
             raise ConfigurationError(
-                "the last train() was aborted or broke off inside a step, and there is no checkpoint to go back to; "
+                "the last train() was aborted or interrupted inside a step, and there is no checkpoint to resume from; "
                 "build a new trainer (or Run), which begins at step 0"
             )
         return checkpoint
@@ -165,7 +165,7 @@ class Resumer:
         """Warn about changes since the save, then fire on_load."""
         changes = [str(change) for change in report.changes if change.severity != "info"]
         if changes and self._state.is_world_process_zero:
-            logger.warning("the run goes on with changes:\n  %s", "\n  ".join(changes))
+            logger.warning("the run resumes with changes:\n  %s", "\n  ".join(changes))
         load = self._dispatcher.load
         if load:
             load.fill(path, step, report)

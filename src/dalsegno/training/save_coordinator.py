@@ -146,7 +146,7 @@ class SaveCoordinator:
             save.wait()
             failure = save.failure
         except KeyboardInterrupt:
-            failure = SaveFailed(f"{save.path.name} was given up on Ctrl-C")
+            failure = SaveFailed(f"{save.path.name} was cancelled by Ctrl-C")
         except SaveFailed as error:
             failure = error
         if failure is None:
@@ -167,7 +167,7 @@ class SaveCoordinator:
             failure.add_note(f"max_failed_saves={self._args.max_failed_saves} in a row")
             raise failure
         if collectives.rank() == 0:
-            logger.error("%s; training goes on, and the next save is tried as if nothing had happened", failure)
+            logger.error("%s; training continues, and the next save is tried as usual", failure)
 
     def _relative(self, path: Path) -> str:
         return path.relative_to(self._args.directory).as_posix()
