@@ -1,1 +1,16 @@
-"""The engine: from ``Trainer.train`` through session, step and step boundary down to the checkpointer."""
+"""The engine, in reading order: no module imports from a line above its own.
+
+::
+
+    trainer · run                           what the user builds
+    loop                                    the training loop
+    lifecycle · last_leg · run_dir          a run over its legs: lock, restore, start, finish
+    session                                 one leg: epochs, steps, begin and end
+    resume                                  the checkpoint that a leg begins with
+    step_boundary                           between two steps: log, evaluate, save, stop
+    recorder · evaluation_runner · save_coordinator · control_sync
+    checkpointer · contents · settings      saves and loads, what they contain, what is compared
+    step · evaluation · forward · placement
+    parts · callback_set                    what all of these share
+    schedule · optim · metrics · result · snapshot · signals · time_limit
+"""
