@@ -214,8 +214,7 @@ class Session:
             lr: learning rate that the update used.
         """
         state, dispatcher, step_batch = self._state, self._dispatcher, self.step_batch
-        if step_batch is None:
-            raise ConfigurationError("run.step_end(): no step has begun; take a batch from the run first")
+        assert step_batch is not None, "step_end() ends a step that steps() has yielded"
         self.step_batch = None
         self._buffers.share()
         self._recorder.add_step(loss, grad_norm, lr, step_batch.tokens)
