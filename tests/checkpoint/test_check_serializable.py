@@ -388,7 +388,11 @@ class LeavesOut(Line):
 
 
 OPTIMIZERS: dict[str, tuple[type[nn.Module], Callable[[nn.Module], torch.optim.Optimizer], str]] = {
-    "another model's": (Line, lambda model: SGD(Line().parameters(), lr=0.1), "none of what this SGD trains is the"),
+    "another model's": (
+        Line,
+        lambda model: SGD(Line().parameters(), lr=0.1),
+        "none of the parameters of this SGD is the",
+    ),
     "one too many": (Line, strange_optimizer, r"no checkpoint .* \(group 0, parameter 2, of shape \[3\]\)"),
     "one that is left out": (
         LeavesOut,

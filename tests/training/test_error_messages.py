@@ -182,14 +182,14 @@ def test_ranks_that_are_not_there(tmp_path: Path, parallel: str) -> None:
 
 
 def test_texts_that_nobody_has_made_tensors_of(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"a batch of 4 texts \('text'…\), .*; make tensors .* data_collator="):
+    with pytest.raises(ConfigurationError, match=r"a batch of 4 texts \('text'…\); convert .* data_collator="):
         small_trainer(tmp_path, parts={"train_dataset": ["text"] * 8}, max_steps=1).train()
 
 
 @pytest.mark.parametrize("origin", [None, 7, [Path("a")]])
 def test_a_beginning_that_is_none(tmp_path: Path, origin: Any) -> None:
     with pytest.raises(
-        ConfigurationError, match=r"resume_from_checkpoint=.*; give True .*, False .* or a checkpoint's"
+        ConfigurationError, match=r"resume_from_checkpoint=.*; pass True .*, False .* or a checkpoint's"
     ):
         small_trainer(tmp_path, max_steps=1).train(origin)
 
@@ -334,7 +334,7 @@ def test_the_best_model_of_nothing_that_is_measured(tmp_path: Path) -> None:
     args = ds.TrainingArguments(tmp_path, max_steps=1, load_best_model_at_end=True)
     with pytest.raises(ds.ConfigurationError, match="needs eval_dataset= or eval_dataloader="):
         ds.Trainer(model, args, train_dataset=data)
-    with pytest.raises(ds.ConfigurationError, match="which decides: eval_web_loss, eval_code_loss"):
+    with pytest.raises(ds.ConfigurationError, match="to one of eval_web_loss, eval_code_loss"):
         ds.Trainer(model, args, train_dataset=data, eval_dataset={"web": data, "code": data})
 
 

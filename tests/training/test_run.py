@@ -229,7 +229,7 @@ def test_what_is_no_loss_is_refused(tmp_path: Path, loss: Any) -> None:
 def test_what_is_no_evaluation_is_refused(tmp_path: Path, returned: Any) -> None:
     loop = OwnLoop(tmp_path, eval_steps=1)
     loop.evaluate = lambda: returned  # type: ignore[method-assign]
-    with pytest.raises(ds.ConfigurationError, match=r"evaluate= returned .*; must return numbers by name"):
+    with pytest.raises(ds.ConfigurationError, match=r"evaluate= returned .*; it must return numbers by name"):
         loop.train()
 
 
