@@ -391,7 +391,7 @@ OPTIMIZERS: dict[str, tuple[type[nn.Module], Callable[[nn.Module], torch.optim.O
     "another model's": (
         Line,
         lambda model: SGD(Line().parameters(), lr=0.1),
-        "none of the parameters of this SGD is the",
+        "none of the parameters of this SGD is",
     ),
     "one too many": (Line, strange_optimizer, r"no checkpoint .* \(group 0, parameter 2, of shape \[3\]\)"),
     "one that is left out": (

@@ -5,7 +5,7 @@
     trainer · run                           what the user builds
     loop                                    the training loop
     lifecycle · last_leg · run_dir          a run over its legs: lock, restore, start, finish
-    session                                 one leg: epochs, steps, begin and end
+    session · leg_recorder                  one leg: epochs, steps, begin and end
     resume                                  the checkpoint that a leg begins with
     step_boundary                           between two steps: log, evaluate, save, stop
     recorder · evaluation_runner · save_coordinator · control_sync
