@@ -466,5 +466,5 @@ def test_on_evaluate_end_comes_whatever_happens(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="first") as caught:
         trainer.evaluate()
     assert ends == ["near", "near"], "one that fails keeps no other from being called"
-    assert "and on the way out: ValueError: second" in caught.value.__notes__
+    assert "and during teardown: ValueError: second" in caught.value.__notes__
     assert arguments(tmp_path).directory == tmp_path

@@ -192,7 +192,7 @@ def test_failing_on_the_way_out_hides_nothing_and_stops_nobody(tmp_path: Path) -
         small_trainer(tmp_path, bad, good, max_steps=1).train()
     assert told == ["Oops", "exception"]
     notes = " ".join(caught.value.__notes__)
-    assert notes.count("and on the way out: RuntimeError: and again") == 2
+    assert notes.count("and during teardown: RuntimeError: and again") == 2
 
 
 def test_a_failing_train_end_after_a_good_run_is_raised_when_all_have_heard(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ class EvaluationRunner:
             yield begin.context.evaluated_weights
         except BaseException as error:
             for failure in self._announce_end(evaluation):
-                error.add_note(f"and on the way out: {type(failure).__name__}: {failure}")
+                error.add_note(f"and during teardown: {type(failure).__name__}: {failure}")
             raise
         for failure in self._announce_end(evaluation):
             raise failure

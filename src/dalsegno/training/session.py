@@ -146,7 +146,7 @@ class Session:
         for failure in failures:
             if error is None:
                 raise failure
-            error.add_note(f"and on the way out: {type(failure).__name__}: {failure}")
+            error.add_note(f"and during teardown: {type(failure).__name__}: {failure}")
 
     # -- steps --------------------------------------------------------------------------------------------------
 

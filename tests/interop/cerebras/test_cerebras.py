@@ -165,7 +165,7 @@ def test_what_an_exception_hook_raises_hides_nothing(tmp_path: Path) -> None:
     callback = journal()
     with pytest.raises(Broken) as caught:
         play(tmp_path, Clumsy(), callback, break_at=1)
-    assert "and on the way out: RuntimeError: and this too" in caught.value.__notes__
+    assert "and during teardown: RuntimeError: and this too" in caught.value.__notes__
     assert callback.seen[-1] == "fit_exception"
 
 
