@@ -11,7 +11,7 @@ demo: $(READY)
 	$(BIN)/dalsegno demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -283,14 +283,16 @@ class Disk:
                 yield f"{path}{name}", bytes(self.files.get(what, b""))
 
 
-def after_power_cut(operations: Sequence[Operation], chance: random.Random | None, share: float) -> Disk:
-    """A disk after these operations: what is certain, and of the rest about ``share``, by ``chance``, in part.
+def after_power_cut(
+    operations: Sequence[Operation], certain: Sequence[bool], chance: random.Random | None, share: float
+) -> Disk:
+    """A disk after these operations: those that are certain, and of the rest about ``share``, by ``chance``, in part.
 
     Which sectors arrive is drawn one by one, so any order in which they may have been written is among the outcomes;
     two writes to one sector meet in memory before, in their own order.
     """
     disk = Disk()
-    for operation, is_certain in zip(operations, _certain(operations), strict=True):
+    for operation, is_certain in zip(operations, certain, strict=True):
         if is_certain:
             disk.apply(operation)
         elif chance is None:
@@ -327,17 +329,18 @@ def _settled_by(operation: Operation) -> int:
 
 def undisturbed(operations: Sequence[Operation]) -> Disk:
     """The disk when all has arrived."""
-    return after_power_cut(operations, None, 1.0)
+    return after_power_cut(operations, [True] * len(operations), None, 1.0)
 
 
 def states(operations: Sequence[Operation], seed: int, subsets: int = 8) -> Iterator[tuple[int, Disk]]:
     """For every prefix: its length, and the disks that a power cut may leave then."""
     for length in range(len(operations) + 1):
         prefix = operations[:length]
-        yield length, after_power_cut(prefix, None, 0.0)
+        certain = _certain(prefix)
+        yield length, after_power_cut(prefix, certain, None, 0.0)
         yield length, undisturbed(prefix)
         for number in range(subsets):
-            yield length, after_power_cut(prefix, random.Random(f"{seed}/{length}/{number}"), 0.5)
+            yield length, after_power_cut(prefix, certain, random.Random(f"{seed}/{length}/{number}"), 0.5)
 
 
 def write_tree(tree: dict[str, bytes | None], folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 import re
@@ -84,20 +83,29 @@ class Cut:
 
 
 def distinct_cuts(operations: list[Operation]) -> list[Cut]:
-    known: set[bytes] = set()
+    known: set[int] = set()
     cuts = []
     newest = list(published(operations))
     for length, disk in states(operations, SEED):
         tree = disk.tree()
-        print_ = hashlib.sha256(repr((sorted(tree.items()), newest[length])).encode()).digest()
-        if print_ not in known:
-            known.add(print_)
+        seen_as = hash((frozenset(tree.items()), newest[length]))
+        if seen_as not in known:
+            known.add(seen_as)
             cuts.append(Cut(length, tree, newest[length]))
     return cuts
 
 
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A run, and what the power may leave of it."""
+
+    log: str
+    operations: list[Operation]
+    cuts: list[Cut]
+
+
 @pytest.fixture(scope="module", params=["logs/train.jsonl", "logs/train.json"])
-def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Operation]]:
+def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     folder = tmp_path_factory.mktemp("power") / "run"
     folder.mkdir()
     recorder = Recorder(folder)
@@ -109,7 +117,7 @@ def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         if path.name != ".lock"
     }
     assert undisturbed(recorder.operations).tree() == there, "an operation has gone by the recorder"
-    return request.param, recorder.operations
+    return Recorded(request.param, recorder.operations, distinct_cuts(recorder.operations))
 
 
 def check(cut: Cut, log: str, folder: Path) -> None:
@@ -131,10 +139,9 @@ def check(cut: Cut, log: str, folder: Path) -> None:
         assert steps == list(range(1, found.step + 1))
 
 
-def test_every_moment(recorded: tuple[str, list[Operation]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log, operations = recorded
+def test_every_moment(recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, operations, cuts = recorded.log, recorded.operations, recorded.cuts
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # thousands of disks, each looked at once
-    cuts = distinct_cuts(operations)
     assert len(operations) > 250 and len(cuts) > 1000 and max(cut.published for cut in cuts) == STEPS
     for number, cut in enumerate(cuts):
         folder = tmp_path / str(number)
@@ -146,10 +153,10 @@ def test_every_moment(recorded: tuple[str, list[Operation]], tmp_path: Path, mon
         shutil.rmtree(folder)
 
 
-def test_some_moments_to_the_end(recorded: tuple[str, list[Operation]], tmp_path: Path) -> None:
+def test_some_moments_to_the_end(recorded: Recorded, tmp_path: Path) -> None:
     """Trained on from what is left: bit by bit the run that was never cut off."""
-    log, operations = recorded
-    cuts = [cut for cut in distinct_cuts(operations) if "run.json" in cut.tree]
+    log = recorded.log
+    cuts = [cut for cut in recorded.cuts if "run.json" in cut.tree]
     trainer(tmp_path / "whole", log=log).train()
     for number, cut in enumerate(random.Random(SEED).sample(cuts, 12)):
         folder = tmp_path / str(number)

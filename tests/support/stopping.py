@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,24 +83,22 @@ def stoppable_trainer(output_dir: Path, *callbacks: ds.Callback, quick: bool = T
     return trainer
 
 
-def moments(seed: int, count: int) -> list[FaultPlan]:
-    """Instants at which SIGTERM comes: most in what happens every step or two, some in a save or an evaluation."""
+def moments(seed: int) -> list[FaultPlan]:
+    """Instants at which SIGTERM comes, in any order: in each phase of a step, an evaluation and a save; at any time."""
     dice = random.Random(seed)
     events = [Event.STEP_BEGIN, Event.AFTER_BACKWARD, Event.OPTIMIZER_STEP, Event.STEP_END, Event.STEP_DONE]
-    events += [Event.PREDICTION_STEP] * 5 + [Event.EVALUATE_BEGIN, Event.EVALUATE, Event.LOG, Event.EPOCH_END]
-    events += [Event.BEFORE_SAVE, Event.SAVE]
+    events += [Event.PREDICTION_STEP] * 4 + [Event.EVALUATE_BEGIN, Event.EVALUATE, Event.LOG, Event.EPOCH_END]
+    events += [Event.BEFORE_SAVE, Event.SAVE, Event.TRAIN_BEGIN]
     operations = [("write", ".partial"), ("fsync", ".partial"), ("rename", "checkpoints/step-"), ("any", "run.json")]
-    plans = [FaultPlan(event=Event.TRAIN_BEGIN, sends=signal.SIGTERM)]
-    while len(plans) < count:
-        number, kind = dice.randint(1, 3), dice.random()
-        if kind < 0.7:
-            plans.append(FaultPlan(event=dice.choice(events), count=number, sends=signal.SIGTERM))
-        elif kind < 0.85:
-            operation, path = dice.choice(operations)
-            plans.append(FaultPlan(operation=operation, path=path, count=number, sends=signal.SIGTERM))
-        else:
-            plans.append(FaultPlan(seconds=dice.uniform(0, 0.1), sends=signal.SIGTERM))
-    return plans
+    occasions: list[dict[str, Any]] = [{"event": event} for event in events]
+    occasions += [{"operation": operation, "path": path} for operation, path in operations]
+    plans = [
+        FaultPlan(**occasion, count=1 if occasion.get("event") is Event.TRAIN_BEGIN else dice.randint(1, 3))
+        for occasion in occasions
+    ]
+    plans += [FaultPlan(seconds=dice.uniform(0, 0.1)) for _ in range(2)]
+    dice.shuffle(plans)
+    return [replace(plan, sends=signal.SIGTERM) for plan in plans]
 
 
 class Alarm(ds.Callback):

@@ -205,6 +205,9 @@ def _parts(value: Any, depth: int) -> Iterator[bytes | np.ndarray]:
         yield str(value).encode()
     elif isinstance(value, Mapping | Sequence) and depth < 10:
         items = [each for item in value.items() for each in item] if isinstance(value, Mapping) else value
+        if all(type(each) is int for each in items):  # the same bytes at once: random generators have 600 numbers
+            yield "".join(f"int{each}" for each in items).encode()
+            return
         for each in items:
             yield from _parts(each, depth + 1)
     elif callable(to_bytes := getattr(value, "tobytes", None)):  # an image

@@ -7,6 +7,7 @@ They are forked from a server process that has torch loaded. Functions and argum
 from __future__ import annotations
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import signal
@@ -26,6 +27,12 @@ from typing import Any, TypeVar, cast
 from dalsegno.errors import RankFailed
 
 T = TypeVar("T")
+
+PRELOADED = ["dalsegno.training.trainer", "dalsegno.testing", "torch._dynamo"]
+"""Modules that the server imports before it forks the first ranks. Extend it before that for functions that import more.
+
+The first optimizer of a process imports torch._dynamo, which takes a second.
+"""
 
 _GRACE = 20.0  # seconds that the other ranks have to end once one has failed
 
@@ -52,8 +59,7 @@ class Ranks:
 
     def __init__(self, function: Callable[..., Any], world_size: int, args: tuple[Any, ...]) -> None:
         context = multiprocessing.get_context("forkserver")
-        # The first optimizer of a process imports torch._dynamo, which takes a second.
-        context.set_forkserver_preload(["dalsegno.training.trainer", "dalsegno.testing", "torch._dynamo"])
+        context.set_forkserver_preload(PRELOADED)
         self._folder = tempfile.TemporaryDirectory(prefix="dalsegno-ranks-")
         store = Path(self._folder.name) / "store"
         self._processes: list[ForkServerProcess] = []
@@ -171,6 +177,7 @@ def _run_rank(
     import torch.distributed as dist
     from tqdm import tqdm
 
+    gc.freeze()  # what the server has imported is never garbage: collections skip it, and its pages stay shared
     tqdm.set_lock(threading.RLock())  # its default is a system semaphore, which a killed process would leak
     multiprocessing.set_start_method("fork", force=True)  # data loader workers are then children that notice its death
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no rank outlives the program that started it

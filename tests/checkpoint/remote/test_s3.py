@@ -17,6 +17,13 @@ from dalsegno.checkpoint.remote.store import Store
 from dalsegno.testing import Ranks, run_ranks, start_ranks
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A run of ten steps that nothing has befallen, on this disk: its folder, and what it has come to."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    return folder, run_ranks(jobs.train, 1, folder, None, 10)[0]
+
+
 @pytest.mark.parametrize(
     ("part", "count"),
     [
@@ -28,7 +35,9 @@ from dalsegno.testing import Ranks, run_ranks, start_ranks
     ],
     ids=["log", "first", "fourth", "manifest", "older"],
 )
-def test_killed_in_mid_upload_a_new_host_goes_on(s3: S3, url: str, tmp_path: Path, part: str, count: int) -> None:
+def test_killed_in_mid_upload_a_new_host_goes_on(
+    s3: S3, url: str, tmp_path: Path, whole: tuple[Path, Any], part: str, count: int
+) -> None:
     """The process dies when the server is sent a file of such a name for the ``count``-th time."""
     run_ranks(jobs.train, 1, url, tmp_path / "one", 4)
     left = itertools.count(count - 1, -1)
@@ -45,11 +54,11 @@ def test_killed_in_mid_upload_a_new_host_goes_on(s3: S3, url: str, tmp_path: Pat
     s3.reset()
     whole_there = steps_at(Store(url))
     (second,) = run_ranks(jobs.train, 1, url, tmp_path / "two", 10)
-    (whole,) = run_ranks(jobs.train, 1, tmp_path / "whole", None, 10)
+    unbroken, outcome = whole
     assert second["from"] == whole_there[-1] and whole_there[:2] == [2, 4]
-    assert second["weights"] == whole["weights"]
+    assert second["weights"] == outcome["weights"]
     for name in ("train.jsonl", "array.json"):
-        assert training(tmp_path / "two/logs" / name) == training(tmp_path / "whole/logs" / name)
+        assert training(tmp_path / "two/logs" / name) == training(unbroken / "logs" / name)
     assert steps_at(Store(url))[-1] == 10
 
 
