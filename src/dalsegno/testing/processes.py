@@ -29,7 +29,7 @@ from dalsegno.errors import RankFailed
 T = TypeVar("T")
 
 PRELOADED = ["dalsegno.training.trainer", "dalsegno.testing", "torch._dynamo"]
-"""Modules that the server imports before it forks the first ranks. Extend it before that for functions that import more.
+"""Modules that the server imports before it forks the first ranks; extend it before that if your functions import more.
 
 The first optimizer of a process imports torch._dynamo, which takes a second.
 """
