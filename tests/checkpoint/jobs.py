@@ -29,7 +29,7 @@ from dalsegno.system import filesystem
 
 
 def save_and_die(directory: Path, position: int) -> None:
-    """Save steps 1 and 2, and be gone at that operation of the second save."""
+    """Save steps 1 and 2, and exit at one operation of the second save."""
     manager, saved = CheckpointManager(directory), Saved()
     saved.save(manager, 1)
     calls = itertools.count()
@@ -46,7 +46,7 @@ FORBIDDEN = ("pickle.find_class", "exec", "compile", "os.system", "subprocess.Po
 
 
 def die_if_code_runs() -> None:
-    """From now on this process ends with status 66 if anything is unpickled, compiled, executed or started."""
+    """Exit with status 66 if from now on anything is unpickled, compiled, executed or started."""
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if event in FORBIDDEN:
@@ -61,16 +61,16 @@ def unpickle_with_audit_hook(path: Path) -> None:
 
 
 def load_with_audit_hook(directory: Path) -> str:
-    """What it says about the hostile checkpoint of step 1."""
+    """The error for the hostile checkpoint of step 1."""
     saved, warm = Saved(), CheckpointManager(directory / "warm")
-    saved.save(warm, 1)  # what is imported or compiled at first use is there before the hook
+    saved.save(warm, 1)  # imports and compiles on first use, before the hook is set
     warm.load(warm.find(warm.path_of(1)), saved.sharded, saved.components)  # type: ignore[arg-type]
     die_if_code_runs()
     return _what_loading_says(saved, directory)
 
 
 def load_in_little_memory(directory: Path, spare: int) -> str:
-    """What it says about the hostile checkpoint of step 1, with ``spare`` bytes of memory more than it has."""
+    """The error for the hostile checkpoint of step 1, with at most ``spare`` further bytes of memory."""
     saved = Saved()
     saved.save(CheckpointManager(directory / "warm"), 1)
     has = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -93,7 +93,7 @@ def _what_loading_says(saved: Saved, directory: Path) -> str:
 
 
 class Net(nn.Module):
-    """Odd sizes, so that two ranks share unevenly; a tied weight; a parameter smaller than the number of ranks."""
+    """Odd sizes, so that two ranks have uneven shards; a tied weight; a parameter smaller than the world size."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def whole(value: Any) -> Any:
-    """The same tree with each DTensor gathered, tensors as arrays, which a pipe takes, and in an order of its own."""
+    """The tree with DTensors gathered, tensors as arrays, which a pipe can carry, and keys sorted."""
     if isinstance(value, DTensor):
         return value.full_tensor().detach().numpy()
     if isinstance(value, torch.Tensor):
@@ -156,7 +156,7 @@ def save_after_training(directory: Path, way: str, kind: str) -> Any:
 
 
 def load_into_another(directory: Path, way: str, kind: str) -> Any:
-    """What was loaded; whether a tied weight is one tensor still; and what a further step makes of it."""
+    """The loaded state; whether a tied weight is still one tensor; and the state after one more step."""
     model = wrapped(Net(seed=1), way)
     optimizer = OPTIMIZERS[kind](model.parameters())
     manager = CheckpointManager(directory)
@@ -173,7 +173,7 @@ def load_into_another(directory: Path, way: str, kind: str) -> Any:
 
 
 def save_states(directory: Path, odd_rank: int | None = None) -> list[str]:
-    """Save a replicated state, which differs on ``odd_rank``, and two per-rank ones; gives the warnings."""
+    """Save a replicated state, which differs on ``odd_rank``, and two per-rank ones; returns the warnings."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -190,7 +190,7 @@ def save_states(directory: Path, odd_rank: int | None = None) -> list[str]:
 
 
 def load_states(directory: Path, save_as: int) -> Any:
-    """Load what :func:`save_states` saved without ``Gone``, and save it as another step."""
+    """Load the states of :func:`save_states` without ``Gone``, and save them as another step."""
     manager = CheckpointManager(directory)
     checkpoint = manager.find()
     assert checkpoint is not None
@@ -212,7 +212,7 @@ def load_gone(directory: Path) -> Any:
 
 
 def fail_to_save(directory: Path, bad_rank: int, bad_state: Any) -> Any:
-    """Save once, then with a state on one rank that cannot be saved; gives the error and what a third save leaves."""
+    """Save; save with an invalid state on one rank; save again. Returns the error and the files left by the failure."""
     manager, mine = CheckpointManager(directory), RankNotes(1)
     components = [Component("callbacks.Mine", mine)]
     manager.save(1, [], components)
@@ -240,7 +240,7 @@ def fail_to_write(directory: Path, bad_rank: int) -> Any:
 
 
 def find_only(directory: Path) -> tuple[int, int]:
-    """The step that is found, and how many files this rank read for it."""
+    """The step that find() returns, and the number of files that this rank read."""
     opened = []
     original = os.readv
 
@@ -255,7 +255,7 @@ def find_only(directory: Path) -> tuple[int, int]:
 
 
 def find_while_ranks_fail_differently(directory: Path) -> str:
-    """Rank 0 meets a wrong checksum, rank 1 a disk that does not answer."""
+    """Rank 0 finds a wrong checksum, rank 1 a disk error."""
     original = os.readv
 
     def failing(descriptor: int, buffers: Any) -> int:
@@ -271,13 +271,13 @@ def find_while_ranks_fail_differently(directory: Path) -> str:
         CheckpointManager(directory).find()
     except Exception as error:
         os.readv = original
-        CheckpointManager(directory).find()  # a collective: both ranks are here again
+        CheckpointManager(directory).find()  # a collective: the ranks are in step again
         return f"{type(error).__name__}: {error}"
     return "found"
 
 
 def save_notes_of(directory: Path, size: int) -> str:
-    """Save a state of so many bytes on each rank."""
+    """Save a state of the given number of bytes on each rank."""
     notes = RankNotes(torch.zeros(size, dtype=torch.uint8))
     try:
         CheckpointManager(directory).save(1, [], [Component("callbacks.Mine", notes)])
@@ -287,7 +287,7 @@ def save_notes_of(directory: Path, size: int) -> str:
 
 
 def save_where_one_rank_begins_anew(directory: Path) -> list[int]:
-    """How often this rank has planned after each of three saves, the last one with a new manager on rank 1."""
+    """How often this rank planned after each of three saves, the last one with a new manager on rank 1."""
     original, asked, counts = planning.plan, itertools.count(1), []
     planning.plan = lambda tensors: (next(asked), original(tensors))[1]
     saved, manager = Saved(), CheckpointManager(directory)
@@ -301,7 +301,7 @@ def save_where_one_rank_begins_anew(directory: Path) -> list[int]:
 
 
 def load_while_a_file_fails(directory: Path, what: str) -> str:
-    """Load a model of two tensors, between which something happens to their file. What is said then."""
+    """Load a model of two tensors, whose file is changed between them; returns the error."""
     model = nn.Linear(1000, 1000)
     manager, sharded = CheckpointManager(directory), [ModelState(model)]
     manager.save(1, sharded, [])
@@ -331,7 +331,7 @@ def load_while_a_file_fails(directory: Path, what: str) -> str:
 
 
 def load_and_empty_the_files(directory: Path) -> list[float]:
-    """The tensor in a callback's state, looked at when nothing is left of the checkpoint's files."""
+    """The tensor in a callback's state, read after the checkpoint's files were deleted."""
     manager, saved = CheckpointManager(directory), Saved(seed=1)
     checkpoint = manager.find()
     assert checkpoint is not None

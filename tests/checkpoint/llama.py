@@ -43,7 +43,7 @@ def train_tied_and_untied(folder: Path) -> dict[bool, dict[str, Any]]:
 
 
 def train(output_dir: Path, tied: bool) -> dict[str, Any]:
-    """Two steps; gives the logits (6, vocabulary) of the first sentence, and every parameter, whole, as arrays."""
+    """Train two steps; returns the logits (6, vocabulary) of the first sentence and every full parameter as arrays."""
     from transformers import LlamaForCausalLM
 
     torch.manual_seed(0)

@@ -32,7 +32,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) ->
 
 
 class Notes:
-    """A replicated component whose state is whatever one puts in."""
+    """A replicated component with a settable state."""
 
     def __init__(self, state: Any = None) -> None:
         self.state = state
@@ -45,7 +45,7 @@ class Notes:
 
 
 class RankNotes(Notes):
-    """The same, for each rank; resharded by handing the old ranks' states around."""
+    """A per-rank component; reshard() assigns the saved states to the new ranks in turn."""
 
     state_scope = "per_rank"
 
@@ -59,7 +59,7 @@ class FixedRankNotes(Notes):
 
 
 class Saved:
-    """A run's parts in one place."""
+    """The parts of a run."""
 
     def __init__(self, seed: int = 0, state: Any = None) -> None:
         self.model = small_model(seed)

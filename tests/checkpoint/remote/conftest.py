@@ -19,7 +19,7 @@ def server() -> Iterator[S3]:
 
 @pytest.fixture
 def s3(server: S3, monkeypatch: pytest.MonkeyPatch) -> S3:
-    """The server, which answers, watched by nobody; this process and those that it starts find it."""
+    """The server, without a watcher; this process and its children use it."""
     server.reset()
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)

@@ -21,7 +21,7 @@ from support.listeners import Listener
 
 
 class Resumed(ds.Callback):
-    """The step that the leg goes on from."""
+    """Step that the leg resumes from."""
 
     step = 0
 
@@ -48,7 +48,7 @@ def trainer(
 
 
 def train(output_dir: str | Path, local_dir: Path | None, max_steps: int, **settings: Any) -> dict[str, Any]:
-    """Where it began, and what it has come to."""
+    """The first step of the leg, and the result."""
     resumed = Resumed()
     mine = trainer(output_dir, local_dir, max_steps, resumed, **settings)
     result = mine.train()
@@ -60,7 +60,7 @@ def train_fsdp(output_dir: str | Path, local_dir: Path | None, max_steps: int) -
 
 
 class Large(nn.Module):
-    """40 MB, for several parts."""
+    """A model of 40 MB, which is uploaded in several parts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def train_large(output_dir: str, local_dir: Path, max_steps: int) -> dict[str, A
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that another process or thread does."""
+    """Wait for another process or thread."""
     deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
@@ -90,11 +90,11 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def train_on_host(host: str, url: str, local_dir: Path, max_steps: int, take_over: bool = False) -> str:
-    """On a host of that name, until there is a file ``stop`` in the folder. How it ended, or what it was told."""
+    """Train on a host of that name until the directory contains a file ``stop``; returns the outcome or the error."""
     new_names = 0x04000000  # CLONE_NEWUTS
     if ctypes.CDLL(None, use_errno=True).unshare(new_names) == 0:
         socket.sethostname(host)
-    else:  # that takes rights
+    else:  # without the privilege for it
         names = types.SimpleNamespace(nodename=host)
         os.uname = lambda: names  # type: ignore[assignment,return-value]
 

@@ -31,12 +31,12 @@ class S3:
             "AWS_DEFAULT_REGION": "us-east-1",
         }
         self.reset()
-        S3FileSystem.clear_instance_cache()  # it goes by its arguments, and an environment is none of them
+        S3FileSystem.clear_instance_cache()  # instances are cached by arguments, without the environment
         keys = {"aws_access_key_id": "nobody", "aws_secret_access_key": "nothing", "region_name": "us-east-1"}
         boto3.client("s3", endpoint_url=self.address, **keys).create_bucket(Bucket=BUCKET)
 
     def reset(self) -> None:
-        """Nobody watches, and it answers."""
+        """Remove the watcher, and answer requests again."""
         self.watch: Callable[[str, str, str], object] = lambda *_: None
         self.is_down = False
 

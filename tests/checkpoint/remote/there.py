@@ -12,12 +12,12 @@ TIMED = ("timestamp", "_runtime", "_per_second", "peak_mem", "tok_per_sec", "mfu
 
 
 def steps_at(store: Store) -> list[int]:
-    """Of the published checkpoints there."""
+    """Steps of the published checkpoints at the URL."""
     return sorted(int(name.split("/")[1][5:]) for name in store.sizes("checkpoints") if name.endswith("/manifest.json"))
 
 
 def training(path: Path) -> list[dict[str, Any]]:
-    """The records of training in a log of either form, without what tells the time."""
+    """Training records of a log of either format, without fields that depend on time."""
     lines = [line.rstrip(",") for line in path.read_text().splitlines()]
     parsed = [json.loads(line) for line in lines if line.strip() not in ("[", "]", "")]
     return [
