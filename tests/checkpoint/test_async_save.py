@@ -21,7 +21,7 @@ from support.async_saves import (
 
 
 def test_an_error_on_one_rank_at_each_stage(tmp_path: Path) -> None:
-    """No rank has saved then, and rank 0 says why; all go on together, and the next save works."""
+    """No rank has saved, and rank 0 logs the reason; all ranks continue, and the next save succeeds."""
     (saved, said), (also_saved, silent) = run_ranks(train_with_trouble, 2, tmp_path)
     good = [step for step in range(1, 22) if step not in TROUBLES]
     assert saved == also_saved == good
@@ -63,7 +63,7 @@ def test_killed_before_it_is_published(tmp_path: Path, when: str) -> None:
 
 
 def test_rank_zero_is_killed_when_it_is_published(tmp_path: Path) -> None:
-    """The other one cannot know, and says so."""
+    """The other rank cannot know the outcome, and its error says so."""
     outcomes = start_ranks(save_while_one_is_killed, 2, tmp_path, 0, "after rename", "step-00000002").wait()
     assert outcomes[0].was_killed
     reason, names = outcomes[1].value

@@ -28,7 +28,7 @@ from support.tuned import whole
 
 
 class Keeps:
-    """Has whatever it is given for a state, and counts its steps."""
+    """Has the given state, and counts its steps."""
 
     def __init__(self, state: Any = None) -> None:
         self.state = state
@@ -205,7 +205,7 @@ def test_a_run_that_saves_nothing_is_not_rehearsed(tmp_path: Path) -> None:
 
 
 class Outputs(nn.Module):
-    """Leaves the loss to somebody else."""
+    """Returns no loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -337,7 +337,7 @@ def test_a_loss_function_of_another_shape_is_refused(tmp_path: Path) -> None:
 
 
 class Sharing(nn.Module):
-    """Uses a weight of the model's, and has one of its own."""
+    """Uses a weight of the model, and has another one."""
 
     def __init__(self, model: Outputs) -> None:
         super().__init__()

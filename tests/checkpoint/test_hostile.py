@@ -153,7 +153,7 @@ def claim_size(directory: Path, size: int) -> None:
 
 
 def hole(directory: Path) -> None:
-    """As large as it says, and takes no room: it has to be read to be found out."""
+    """A sparse file of the recorded size: only reading it finds the fault."""
     claim_size(directory, 1 << 30)
     os.truncate(directory / "shared.json", 1 << 30)
 
@@ -182,7 +182,7 @@ def listening(path: Path) -> None:
 
 
 def lay_index(directory: Path, tensor: dict[str, Any]) -> None:
-    """In the place of what the index says of one tensor of the model."""
+    """In place of the index entry of one tensor of the model."""
     path = directory / "index.json"
     content = json.loads(path.read_bytes())
     content["tensors"]["model.0.weight"] |= tensor
@@ -234,7 +234,7 @@ LIES = {
 
 @pytest.mark.parametrize("lie", LIES)
 def test_a_lie_costs_little_memory(tmp_path: Path, lie: str) -> None:
-    """Less than half a gigabyte, whatever is claimed; and nothing is loaded."""
+    """Uses less than half a gigabyte at any claimed size; nothing is loaded."""
     manager = CheckpointManager(tmp_path)
     Saved().save(manager, 1)
     LIES[lie](manager.path_of(1))

@@ -69,7 +69,7 @@ def shapes_and_boxes(draw: st.DrawFn) -> tuple[list[int], list[Box]]:
 
 @settings(max_examples=300)
 @given(given_=shapes_and_boxes())
-def test_whatever_does_not_fill_it_is_refused(path: Path, given_: tuple[list[int], list[Box]]) -> None:
+def test_pieces_that_do_not_cover_the_tensor_are_refused(path: Path, given_: tuple[list[int], list[Box]]) -> None:
     shape, boxes = given_
     assert is_taken(path, shape, boxes) == fills(shape, boxes)
 
@@ -77,7 +77,7 @@ def test_whatever_does_not_fill_it_is_refused(path: Path, given_: tuple[list[int
 @settings(max_examples=100)
 @given(shape=st.lists(st.integers(1, 6), min_size=1, max_size=4), data=st.data())
 def test_however_it_is_cut_it_is_taken(path: Path, shape: list[int], data: st.DataObject) -> None:
-    """Into two, again and again; and one piece that is told twice, or not at all, is found."""
+    """Split in two repeatedly; a piece that is duplicated or missing is found."""
     boxes: list[Box] = [[(0, size) for size in shape]]
     for _ in range(data.draw(st.integers(0, 8))):
         box = boxes.pop(data.draw(st.integers(0, len(boxes) - 1)))

@@ -83,7 +83,7 @@ def test_safetensors_reads_it(tmp_path: Path, source: Source) -> None:
     assert read["float32"].dtype == torch.float32 and read["scalar"].shape == ()
 
 
-def test_whatever_their_strides(tmp_path: Path, source: Source) -> None:
+def test_tensors_with_any_strides(tmp_path: Path, source: Source) -> None:
     tensors = of_every_shape()
     stored = StoredFile(write(tmp_path, tensors, source))
     for name, span in stored.spans().items():

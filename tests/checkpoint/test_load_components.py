@@ -73,8 +73,8 @@ def test_only_the_model_of_another_run(tmp_path: Path, origin: Path) -> None:
 
 
 @pytest.mark.parametrize("kill_at", [2, 4], ids=["before its first checkpoint", "after it"])
-def test_the_same_script_killed_goes_on_by_itself(tmp_path: Path, origin: Path, kill_at: int) -> None:
-    """Until it has a checkpoint of its own it begins again; then that one wins."""
+def test_the_same_script_resumes_after_a_kill(tmp_path: Path, origin: Path, kill_at: int) -> None:
+    """The new run starts over until it has its own checkpoint, which it then resumes from."""
     (whole,) = run_ranks(tuned, 1, tmp_path / "whole", origin)
     (outcome,) = start_ranks(tuned_until, 1, tmp_path / "killed", origin, kill_at).wait()
     assert outcome.was_killed
@@ -177,7 +177,7 @@ def test_another_precision_is_cast_and_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("there", ["model.", ""])
 def test_names_that_begin_otherwise(tmp_path: Path, there: str) -> None:
-    """Those of a model inside of another one: the error says it in a line."""
+    """Names of a model inside another module: the error has one line for it."""
     expected = saved_model(tmp_path / "weights")
     tensors = {f"{there}{name}": each.clone() for name, each in expected.items()}
     save_file(tensors, make(tmp_path / "other") / "model.safetensors")
@@ -223,10 +223,10 @@ def test_a_llama_of_transformers(tmp_path: Path) -> None:
         assert torch.equal(tensor, target.state_dict()[name]), name
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- refusals --------------------------------------------------------------------------------------------------------
 
 
-def test_names_and_places_that_are_none(tmp_path: Path, origin: Path) -> None:
+def test_invalid_names_and_paths(tmp_path: Path, origin: Path) -> None:
     saved_model(tmp_path / "weights")
     run = tmp_path / "run"
     with pytest.raises(ds.UnknownName, match="unknown component in load_components 'modle'; did you mean 'model'"):

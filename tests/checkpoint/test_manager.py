@@ -122,7 +122,7 @@ def test_a_strict_search_changes_nothing(tmp_path: Path) -> None:
     assert again is not None and again.step == 10
 
 
-def test_where_none_is_whole_the_run_does_not_begin_anew(tmp_path: Path) -> None:
+def test_a_run_without_a_valid_checkpoint_does_not_start_over(tmp_path: Path) -> None:
     """Neither at the first attempt nor at the next: nothing has been moved out of sight."""
     manager = three_saved(tmp_path)
     for step in (1, 2, 10):
@@ -187,7 +187,7 @@ def test_a_directory_under_a_wrong_name(tmp_path: Path) -> None:
 
 
 def changed_manifest(path: Path, change: dict[str, object]) -> None:
-    """As one that dalsegno would write: its own checksum agrees."""
+    """With a matching checksum, as dalsegno would write it."""
     content = json.loads(path.read_bytes()) | change
     del content["xxh3"]
     path.write_text(json.dumps(content | {"xxh3": _checksum_of(content)}))
@@ -290,7 +290,7 @@ def test_a_step_is_not_saved_twice(tmp_path: Path) -> None:
     ],
 )
 def test_what_stays(tmp_path: Path, keep: Callable[[list[Entry]], set[int]] | None, stay: list[int]) -> None:
-    """The newest stays, whatever the policy says."""
+    """The newest stays under every policy."""
     manager, saved = CheckpointManager(tmp_path), Saved()
     for step, loss in [(1, 9.0), (2, 3.0), (3, 5.0), (4, float("nan"))]:
         saved.save(manager, step, metrics={"loss": loss}, is_best=step <= 2)
@@ -313,7 +313,7 @@ def test_what_goes_is_hidden_first(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_one_that_was_resumed_from_stays(tmp_path: Path) -> None:
-    """Until a newer one is good: the newest may be damaged, and nobody has looked."""
+    """Until a newer one is verified: the newest may be damaged."""
     three_saved(tmp_path)
     manager = CheckpointManager(tmp_path, keep=Latest(1))
     manager.find(manager.path_of(2))
@@ -459,7 +459,7 @@ def test_model_only_and_what_has_no_place(tmp_path: Path) -> None:
 
 
 def test_states_are_those_of_the_moment_of_the_save(tmp_path: Path) -> None:
-    """Tensors that a component goes on changing do not change what was saved, nor what a second save says."""
+    """A component that changes its tensors later changes neither the saved state nor that of a second save."""
     manager, notes = CheckpointManager(tmp_path), Notes({"x": torch.zeros(3)})
     for step in (1, 2):
         notes.state["x"] += 1

@@ -127,7 +127,7 @@ def save_what_differs(directory: Path) -> str:
     return "saved"
 
 
-def test_ranks_that_hold_different_tensors_are_told(tmp_path: Path) -> None:
+def test_different_tensors_on_the_ranks_are_refused(tmp_path: Path) -> None:
     told = run_ranks(save_what_differs, 2, tmp_path)
     assert told[0] == told[1]
     assert "rank 0 has things.expert [2, 3] torch.float32, where rank 1 has things.expert [2, 4]" in told[0]

@@ -58,7 +58,7 @@ def test_states_that_are_the_same_and_states_of_ones_own(tmp_path: Path) -> None
         assert state == (rank, [rank, rank])
 
 
-def test_a_replicated_state_that_differs_is_told(tmp_path: Path) -> None:
+def test_a_replicated_state_that_differs_is_logged(tmp_path: Path) -> None:
     told, silent = run_ranks(jobs.save_states, 2, tmp_path, 1)
     assert len(told) == 1 and told[0].startswith(
         "callbacks.Shared: its state is replicated, yet it differs from rank 0's on rank 1"
@@ -67,7 +67,7 @@ def test_a_replicated_state_that_differs_is_told(tmp_path: Path) -> None:
 
 
 def test_another_number_of_ranks(tmp_path: Path) -> None:
-    """2 to 1 to 2; what nobody takes in between comes back whole."""
+    """2 to 1 to 2; states that no component claims in between are restored unchanged."""
     run_ranks(jobs.save_states, 2, tmp_path)
     ((_, mine, report),) = run_ranks(jobs.load_states, 1, tmp_path, 2)
     assert mine == ["rank 0", "rank 1"]
@@ -110,7 +110,7 @@ def test_the_ranks_share_the_reading_and_agree(tmp_path: Path) -> None:
 
 
 def test_ranks_that_fail_differently_take_the_same_way_out(tmp_path: Path) -> None:
-    """A disk that does not answer on one rank is no damage, whatever another rank has read: nothing is renamed."""
+    """A disk error on one rank is not damage, even if another rank finds some: nothing is renamed."""
     run_ranks(jobs.save_after_training, 2, tmp_path, "ddp", "adamw")
     first, second = run_ranks(jobs.find_while_ranks_fail_differently, 2, tmp_path)
     assert second.startswith("OSError: [Errno 5] Input/output error: '")

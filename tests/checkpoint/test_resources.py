@@ -45,7 +45,7 @@ def whole_steps(output_dir: Path) -> list[int]:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def test_where_there_is_memory_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_continues_if_there_is_memory_for_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     overtaken = Overtaken()
     monkeypatch.setattr(filesystem, "watcher", overtaken)
     trainer = heavy_trainer(tmp_path, overtaken.callback, megabytes=1, max_steps=6, save_steps=2)
@@ -53,7 +53,7 @@ def test_where_there_is_memory_training_goes_on(tmp_path: Path, monkeypatch: pyt
     assert overtaken.steps == [2, 4], "and behind the last save there is no step"
 
 
-def test_where_there_is_none_the_save_waits_for_the_disk_and_says_so_once(
+def test_without_memory_for_a_copy_training_waits_and_warns_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overtaken = Overtaken()

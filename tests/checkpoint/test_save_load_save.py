@@ -103,7 +103,7 @@ def parts_of(model: Built, notes: Notes) -> tuple[list[Any], list[Component]]:
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """All but the manifest, which says when it was made."""
+    """All files except the manifest, which contains the time."""
     found = [path for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json"]
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
 

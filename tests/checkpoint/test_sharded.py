@@ -55,7 +55,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_run_goes_on_as_if_it_had_not_been_cut(tmp_path: Path, name: str) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, name: str) -> None:
     straight = small_model()
     optimizer = OPTIMIZERS[name](straight)
     train(straight, optimizer, 3)

@@ -65,7 +65,7 @@ def test_a_file_that_fails_when_half_of_it_is_loaded(tmp_path: Path, what: str, 
 
 
 def test_what_was_loaded_hangs_on_no_file(tmp_path: Path) -> None:
-    """A state that a callback has been given is its own, whatever becomes of the checkpoint."""
+    """A restored state is independent of the checkpoint's files."""
     manager, saved = CheckpointManager(tmp_path), Saved()
     saved.save(manager, 1)
     assert run_ranks(jobs.load_and_empty_the_files, 1, tmp_path) == [[1.0, 1.0, 1.0]]

@@ -35,7 +35,7 @@ def there() -> Iterator[Store]:
 
 
 def started(url: str, folder: Path, host: str) -> Ranks:
-    """A run that has begun on that host, and goes on until it is stopped."""
+    """A run on that host that trains until it is stopped."""
     ranks = start_ranks(jobs.train_on_host, 1, host, url, folder, 1_000_000)
     jobs.until(lambda: bool(steps_at(Store(url))))
     return ranks
@@ -58,7 +58,7 @@ def test_another_host_is_kept_out_until_the_run_has_ended(url: str, tmp_path: Pa
     assert told == "finished"
 
 
-def test_a_host_that_is_gone_is_taken_over_once_somebody_says_so(url: str, tmp_path: Path) -> None:
+def test_the_lock_of_a_dead_host_is_taken_over_on_request(url: str, tmp_path: Path) -> None:
     first = started(url, tmp_path / "one", "node-1")
     first.kill()
     assert first.wait()[0].was_killed
@@ -111,7 +111,7 @@ def test_another_life_with_the_same_number_is_dead(there: Store, tmp_path: Path)
 
 
 @pytest.mark.parametrize("content", [b"", b"no JSON", b"[" * 100_000, b'{"host": 3}'])
-def test_a_file_that_says_nothing_keeps_nobody_out(there: Store, content: bytes) -> None:
+def test_an_invalid_lock_file_is_ignored(there: Store, content: bytes) -> None:
     there.write(".lock", content)
     claim = RemoteLock(there)
     claim.take(take_over=False)

@@ -36,7 +36,7 @@ def steps_of(folder: Path) -> list[int]:
     return [found.step for found in list_checkpoints(folder) if found.step is not None]
 
 
-def test_what_lies_here_lies_there(there: Store, tmp_path: Path) -> None:
+def test_the_store_has_the_same_checkpoints(there: Store, tmp_path: Path) -> None:
     jobs.train(URL, tmp_path, 6, save_total_limit=2)
     assert steps_of(tmp_path) == steps_at(there) == [4, 6]
     for name in there.sizes():
@@ -45,7 +45,7 @@ def test_what_lies_here_lies_there(there: Store, tmp_path: Path) -> None:
     assert here - set(there.sizes()) == {".lock"}
 
 
-def test_a_new_host_finds_both_and_goes_on_to_the_same_end(there: Store, tmp_path: Path) -> None:
+def test_a_new_host_fetches_both_and_ends_the_same(there: Store, tmp_path: Path) -> None:
     jobs.train(URL, tmp_path / "one", 6)
     second = jobs.train(URL, tmp_path / "two", 10)
     whole = jobs.train(tmp_path / "whole", None, 10)
@@ -81,7 +81,7 @@ def test_what_is_damaged_there_is_not_used(tmp_path: Path, caplog: pytest.LogCap
 
 
 def test_when_another_host_has_gone_on_its_timeline_counts(tmp_path: Path) -> None:
-    """What is here is newer, but was never sent; there, somebody has gone on since."""
+    """The local checkpoint is newer but was never sent; another host has continued the run since."""
     jobs.train(URL, tmp_path / "one", 4)
     jobs.train(tmp_path / "one", None, 8)
     jobs.train(URL, tmp_path / "two", 6)
@@ -118,7 +118,7 @@ def test_prunes_are_followed_also_of_what_other_hosts_have_sent(there: Store, tm
 def test_a_prune_is_followed_before_the_next_checkpoint(
     there: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even one that takes so long that what is new has been sent meanwhile, if anybody was told of it already."""
+    """Even a deletion that takes longer than the upload of the newer checkpoint."""
     delete, deadline = checkpoint_dir.delete, time.monotonic() + 60
 
     def delete_late(path: Path) -> bool:
@@ -167,7 +167,7 @@ def test_what_was_half_sent_is_removed_and_what_is_not_ours_is_not(there: Store,
     assert there.read("checkpoints/mine/notes.txt") == b"keep"
 
 
-def test_where_it_lies_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_local_directory_of_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ds.ConfigurationError, match=r"local_dir='x': output_dir='.*' is not a URL"):
         ds.TrainingArguments(tmp_path, local_dir="x")
     with pytest.raises(ds.ConfigurationError, match=r"output_dir='nowhere://x': Protocol not known: nowhere"):

@@ -35,7 +35,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     ],
     ids=["log", "first", "fourth", "manifest", "older"],
 )
-def test_killed_in_mid_upload_a_new_host_goes_on(
+def test_a_new_host_resumes_after_a_kill_during_an_upload(
     s3: S3, url: str, tmp_path: Path, whole: tuple[Path, Any], part: str, count: int
 ) -> None:
     """The process dies when the server is sent a file of such a name for the ``count``-th time."""
@@ -69,7 +69,7 @@ def test_two_ranks(s3: S3, url: str, tmp_path: Path) -> None:
     assert second["from"] == 4 and second["weights"] == whole["weights"]
 
 
-def test_large_files_go_in_parts_and_half_a_file_is_none(s3: S3, url: str, tmp_path: Path) -> None:
+def test_large_files_are_sent_in_parts_and_half_a_file_is_ignored(s3: S3, url: str, tmp_path: Path) -> None:
     parts: list[str] = []
     ranks: Ranks
 
@@ -110,7 +110,7 @@ def test_an_outage_ends_no_training_and_costs_no_checkpoint(
     assert steps_at(Store(url)) == [2, 4, 6]
 
 
-def test_nothing_is_trained_while_nobody_can_tell_how_far_the_run_is(s3: S3, url: str, tmp_path: Path) -> None:
+def test_nothing_is_trained_while_the_url_cannot_be_read(s3: S3, url: str, tmp_path: Path) -> None:
     s3.is_down = True
     with pytest.raises(OSError) as raised:
         jobs.train(url, tmp_path, 2)
