@@ -56,8 +56,9 @@ class CheckpointInfo:
     @property
     def entry(self) -> Entry | None:
         """Input of a retention policy; None unless the checkpoint is valid."""
-        is_valid = self.checkpoint is not None and self.status is CheckpointStatus.VALID
-        return self.checkpoint.manifest.entry if self.checkpoint is not None and is_valid else None
+        if self.checkpoint is None or self.status is not CheckpointStatus.VALID:
+            return None
+        return self.checkpoint.manifest.entry
 
 
 def list_checkpoints(place: Path) -> list[CheckpointInfo]:
