@@ -3,14 +3,14 @@
 ::
 
     <output_dir>/checkpoints/
-      step-00000500/                  a published checkpoint
-        manifest.json                 written last: what it does not name is not part of the checkpoint
-        index.json                    where each sharded tensor is stored
-        model/shard-00000.safetensors   one directory per sharded component, one file per writing rank
-        shared.json, shared.safetensors           sidecar: state that all ranks share
-        rank-00000.json, rank-00000.safetensors   sidecar: state of one rank
-      step-00000600.partial/          being written or deleted; the rename to and from this name is atomic
-      step-00000400.damaged/          failed verification
+      step-00000500/                            a published checkpoint
+        manifest.json                           written last: what it does not name is not part of the checkpoint
+        index.json                              where each sharded tensor is stored
+        model/shard-00000.safetensors           one directory per sharded component, one file per writing rank
+        shared.json, shared.safetensors         sidecar: state that all ranks share
+        rank-00000.json, rank-00000.safetensors sidecar: state of one rank
+      step-00000600.partial/                    being written or deleted; the rename to and from this name is atomic
+      step-00000400.damaged/                    failed verification
 """
 
 from __future__ import annotations
