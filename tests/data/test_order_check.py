@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import dalsegno as ds
-from dalsegno.data import TrainingData, expect_same_length
+from dalsegno.data import TrainingData, check_same_length
 from dalsegno.data.fingerprint import digest
 from dalsegno.data.generators import OwnGenerators
 from dalsegno.data.order_check import order_of
@@ -176,4 +176,4 @@ def test_ranks_with_different_samples(tmp_path: Path) -> None:
 
 
 def test_alone_any_length_will_do() -> None:
-    expect_same_length("train_dataset", range(3))
+    check_same_length("train_dataset", range(3))

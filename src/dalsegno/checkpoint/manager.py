@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint
-from dalsegno.policies.retention import Entry, Keep, staying
+from dalsegno.policies.retention import Entry, Keep, steps_to_keep
 from dalsegno.stateful.component import Component, State
 from dalsegno.system import filesystem
 
@@ -303,7 +303,7 @@ class CheckpointManager:
         if self._keep is None:
             return []
         entries = self._entries()
-        kept = staying(self._keep, entries)
+        kept = steps_to_keep(self._keep, entries)
         unkept = [self.path_of(entry.step) for entry in entries if entry.step not in kept]
         return [path for path in unkept if path.resolve() != self._trusted and checkpoint_dir.delete(path)]
 

@@ -9,7 +9,7 @@ from .eval_batches import EvalBatches
 from .loader import NOT_EXACT, Microbatch, ResumableLoader, sample_count
 from .sampler import ResumableSampler
 from .sources import EvalLoader, eval_loader, resumable_eval_loader, resumable_loader, train_loader
-from .training_data import TrainingData, expect_same_length
+from .training_data import TrainingData, check_same_length
 
 __all__ = [
     "NOT_EXACT",
@@ -19,8 +19,8 @@ __all__ = [
     "ResumableLoader",
     "ResumableSampler",
     "TrainingData",
+    "check_same_length",
     "eval_loader",
-    "expect_same_length",
     "resumable_eval_loader",
     "resumable_loader",
     "sample_count",

@@ -15,8 +15,8 @@ from . import (
     EvalBatches,
     EvalLoader,
     ResumableLoader,
+    check_same_length,
     eval_loader,
-    expect_same_length,
     resumable_eval_loader,
     resumable_loader,
     train_loader,
@@ -48,7 +48,7 @@ def train_loader_from_args(
         raise ConfigurationError("give exactly one of train_dataset= and train_dataloader=")
     if loader is not None:
         return resumable_loader(loader, seed=args.shuffle_seed, world_size=collectives.world_size())
-    expect_same_length("train_dataset", dataset)
+    check_same_length("train_dataset", dataset)
     return train_loader(
         dataset,
         batch_size=args.per_device_train_batch_size,
@@ -78,7 +78,7 @@ def evaluation_sets_from_args(
     def feed(source: Any) -> EvalLoader:
         if datasets is None:
             return resumable_eval_loader(source, seed=args.seed, world_size=collectives.world_size())
-        expect_same_length("eval_dataset", source)
+        check_same_length("eval_dataset", source)
         return eval_loader(
             source,
             batch_size=args.per_device_eval_batch_size,

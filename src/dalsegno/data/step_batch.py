@@ -148,7 +148,7 @@ def _weigh_together(
     )
 
 
-def agreed_place(feed: Source) -> float:
+def agreed_position(feed: Source) -> float:
     """Return the position in epochs, equal on all ranks. Collective."""
     return (
         feed.position if feed.lockstep else _place(collectives.gather(_position_and_length(feed), "where the data are"))

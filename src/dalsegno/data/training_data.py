@@ -81,7 +81,7 @@ class TrainingData:
         return problems
 
 
-def expect_same_length(argument: str, dataset: Any) -> None:
+def check_same_length(argument: str, dataset: Any) -> None:
     """Check lengths before any loader is built: ranks with different ones could not step together. Collective.
 
     Raises:

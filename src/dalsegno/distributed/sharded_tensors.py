@@ -44,7 +44,7 @@ def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(strip_wrappers(name), parameter) for name, parameter in model.named_parameters()]
 
 
-def expect_materialized(model: nn.Module) -> None:
+def check_materialized(model: nn.Module) -> None:
     """
     Raises:
         ConfigurationError: if a lazy module's parameter or buffer has no shape yet.

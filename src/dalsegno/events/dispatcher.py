@@ -194,7 +194,7 @@ class Dispatcher:
                 return callback
         raise UnknownName("callback", key, [callback.key for callback in self.callbacks])
 
-    def wishes_each_step(self) -> bool:
+    def may_request_each_step(self) -> bool:
         """Whether a callback may set a flag of the control at any step; equal on all ranks."""
         return any(
             callback.makes_wishes and not _AT_EACH_STEP.isdisjoint(callback.handled_events())

@@ -31,7 +31,7 @@ Keep = Callable[[Sequence[Entry]], set[int]]
 """Maps all checkpoints of a run, oldest first, to the steps to keep."""
 
 
-def staying(keep: Keep, entries: Sequence[Entry]) -> set[int]:
+def steps_to_keep(keep: Keep, entries: Sequence[Entry]) -> set[int]:
     """Return the steps to keep: the newest checkpoint and those that the rule keeps. Checkpoints with non-finite
     weights are hidden from the rule, so that none is kept instead of a good one."""
     return keep([entry for entry in entries if entry.finite]) | {entry.step for entry in entries[-1:]}

@@ -158,7 +158,7 @@ class Component:
         Raises:
             StateMismatch: if ``state`` does not match the declared schema; ``where`` prefixes the message.
         """
-        form = own_form(self.target)
+        form = declared_schema(self.target)
         if self.check is not None:
             self.check(state, where)
         elif form is not None:
@@ -188,7 +188,7 @@ class Component:
         return list(reshard(states, world_size))
 
 
-def own_form(target: object) -> schema.Form:
+def declared_schema(target: object) -> schema.Form:
     """Return the ``state_schema`` of the class that defines ``state_dict``; None if that class has none."""
     for names in (vars(target) if hasattr(target, "__dict__") else {}, *map(vars, type(target).__mro__)):
         if "state_schema" in names:

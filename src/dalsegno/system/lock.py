@@ -73,7 +73,7 @@ class DirectoryLock:
         return holder is not None and holder.lives_here()
 
     def acquire(self) -> str:
-        """Take the lock. Returns the token in the lock file, for :func:`is_seen`."""
+        """Take the lock. Returns the token in the lock file, for :func:`is_visible`."""
         if self._path in self._held_here:
             raise Locked(f"{self._path.parent}: already in use by another run in this process ({os.getpid()})")
         descriptor = open_own(self._path, os.O_RDWR | os.O_CREAT)
@@ -103,7 +103,7 @@ class DirectoryLock:
             who = holder or "another process"
             raise Locked(f"{folder}: in use by {who}; wait for it, stop it, or use another output_dir")
         if holder is not None and not self._take_over:
-            holder.expect_dead(folder, self._path.name)
+            holder.raise_if_maybe_alive(folder, self._path.name)
 
     def release(self) -> None:
         if self._descriptor is not None:
@@ -176,7 +176,7 @@ class Holder:
         """Whether the holder is a live process of this host."""
         return self.is_here() and _lives(self.pid)
 
-    def expect_dead(self, place: object, file_name: str) -> None:
+    def raise_if_maybe_alive(self, place: object, file_name: str) -> None:
         """
         Raises:
             Locked: if the holder is on another host and may be alive.
@@ -200,7 +200,7 @@ class Holder:
         return f"process {self.pid} on {self.host} since {since}"
 
 
-def is_seen(directory: Path, token: str) -> bool:
+def is_visible(directory: Path, token: str) -> bool:
     """Whether the lock file, as seen from this host, contains the token that :meth:`DirectoryLock.acquire` returned.
 
     Waits for it, up to :data:`VISIBLE_WITHIN_S`. Not for the process that holds the lock.

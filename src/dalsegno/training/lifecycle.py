@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dalsegno.data import TrainingData
-from dalsegno.data.step_batch import LossWeight, agreed_place
+from dalsegno.data.step_batch import LossWeight, agreed_position
 from dalsegno.distributed.sharded_tensors import are_finite
 from dalsegno.logs import RunFile
 from dalsegno.stateful.component import Stateful
@@ -120,7 +120,7 @@ class RunLifecycle:
 
     def finished_result(self, options: ResumeOptions) -> TrainResult | None:
         """The result of the leg that ended this run, unless none did or the user asks for more. Collective."""
-        args, state, place = self._parts.args, self._parts.state, agreed_place(self._parts.loader)
+        args, state, place = self._parts.args, self._parts.state, agreed_position(self._parts.loader)
         is_done = state.global_step >= args.max_steps if args.max_steps > 0 else place >= state.num_train_epochs
         last = LastLeg.read(self._run_file, args)
         if not is_done:

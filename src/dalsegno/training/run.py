@@ -43,7 +43,7 @@ from dalsegno.checkpoint import unwrapped
 from dalsegno.data import TrainingData, resumable_loader
 from dalsegno.data.step_batch import StepBatch
 from dalsegno.distributed import collectives
-from dalsegno.distributed.sharded_tensors import device_of, expect_materialized
+from dalsegno.distributed.sharded_tensors import check_materialized, device_of
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.table import Event
 from dalsegno.state import TrainerControl, TrainerState
@@ -125,7 +125,7 @@ class Run:
         load_components: Collection[str] = (),
         continue_stopped: bool = False,
     ) -> None:
-        expect_materialized(model)
+        check_materialized(model)
         schedulers = lr_scheduler if isinstance(lr_scheduler, (list, tuple)) else [lr_scheduler] if lr_scheduler else []
         self.args = args
         self.resumed_from: Path | None = None

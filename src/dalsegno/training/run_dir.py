@@ -12,7 +12,7 @@ from dalsegno.args import TrainingArguments
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError, Locked
 from dalsegno.system.filesystem import make_directory
-from dalsegno.system.lock import DirectoryLock, is_seen
+from dalsegno.system.lock import DirectoryLock, is_visible
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def _check_is_shared(directory: Path, token: str) -> None:
         ConfigurationError: on all ranks, if one does not see what rank 0 has written. Else each host would have a part
             of every checkpoint.
     """
-    me = (socket.gethostname(), collectives.rank() == 0 or is_seen(directory, token))
+    me = (socket.gethostname(), collectives.rank() == 0 or is_visible(directory, token))
     ranks = collectives.gather(me, "who sees output_dir")
     if blind := [f"rank {rank} on {host}" for rank, (host, sees) in enumerate(ranks) if not sees]:
         more = f" and {len(blind) - 1} more" if blind[1:] else ""

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import torch
 
-from dalsegno.data.step_batch import LossWeight, StepBatch, agreed_place, iter_steps
+from dalsegno.data.step_batch import LossWeight, StepBatch, agreed_position, iter_steps
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError, EmptyDataset
 
@@ -157,7 +157,7 @@ class Session:
             EmptyDataset: if there is not a single batch.
         """
         epoch_begin, loader = self._dispatcher.epoch_begin, self._loader
-        self._position = agreed_place(loader)
+        self._position = agreed_position(loader)
         if self._boundary.should_stop_now():
             return
         if self._state.evaluations_owed:

@@ -57,7 +57,7 @@ class StepBoundary:
         sources = [*self._sources, self.saves.poll]
         if self._save_interval_s < math.inf:
             sources.append(self._poll_clock)
-        self._control_sync = ControlSync(self._control, sources, each_step=self._dispatcher.wishes_each_step())
+        self._control_sync = ControlSync(self._control, sources, each_step=self._dispatcher.may_request_each_step())
         self.recorder.begin_leg()
         self.saves.begin_leg()
         self._save_is_held = False

@@ -19,7 +19,7 @@ from dalsegno.data.step_batch import LossWeight
 from dalsegno.distributed.parallel import FusedBackward
 from dalsegno.distributed.parallel.torchrun import init_distributed
 from dalsegno.distributed.precision import autocast_dtype
-from dalsegno.distributed.sharded_tensors import expect_materialized
+from dalsegno.distributed.sharded_tensors import check_materialized
 from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.events.callback import Callback
 from dalsegno.events.registration import check_callbacks
@@ -272,7 +272,7 @@ def _check_arguments(model: object, args: object, callbacks: Sequence[object]) -
             "and TrainingArguments, in this order"
         )
     check_callbacks(callbacks)
-    expect_materialized(model)
+    check_materialized(model)
 
 
 def _check_best(args: TrainingArguments, sets: Sequence[str]) -> None:

@@ -40,7 +40,7 @@ class RemoteLock:
             if holder.token in self._held_here if holder.is_me() else holder.lives_here():
                 raise Locked(f"{self._store.url}: in use by {holder}; wait for it, stop it, or use another output_dir")
             if not take_over:
-                holder.expect_dead(self._store.url, FILE_NAME)
+                holder.raise_if_maybe_alive(self._store.url, FILE_NAME)
         me = Holder.here()
         self._store.write(FILE_NAME, json.dumps(asdict(me)).encode())
         self._token = me.token

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-from fsspec.callbacks import Callback
+from fsspec.callbacks import DEFAULT_CALLBACK, Callback
 
 from dalsegno.errors import ConfigurationError
 from dalsegno.system.extras import how_to_install
@@ -55,10 +55,11 @@ class Store:
         self._make_parent(name)
         self._system.pipe_file(self._path(name), data)
 
-    def send(self, local: Path, name: str, moved: Moved) -> None:
+    def send(self, local: Path, name: str, moved: Moved | None) -> None:
         """Upload a file. A file of that name is replaced once the new one is complete."""
         self._make_parent(name)
-        self._system.put_file(str(local), self._path(name), callback=_Moves(moved), chunksize=PART)
+        callback = DEFAULT_CALLBACK if moved is None else _Moves(moved)
+        self._system.put_file(str(local), self._path(name), callback=callback, chunksize=PART)
 
     def receive(self, name: str, local: Path) -> None:
         """Download a file."""

@@ -13,7 +13,7 @@ from dalsegno.checkpoint.format import checkpoint_dir
 from dalsegno.checkpoint.format.manifest import Checkpoint, Manifest
 from dalsegno.checkpoint.format.names import CHECKPOINTS, MANIFEST, checkpoint_path, step_of
 from dalsegno.errors import DamagedCheckpoint, StateMismatch
-from dalsegno.policies.retention import Keep, staying
+from dalsegno.policies.retention import Keep, steps_to_keep
 
 from . import upload_set
 from .store import Moved, Store
@@ -34,8 +34,8 @@ class Uploader:
     def __init__(self, store: Store, run: Path, keep: Keep | None) -> None:
         self.url = store.url
         self.run = run
-        self.moved: Moved = int
-        """Called with the number of bytes that were sent."""
+        self.moved: Moved | None = None
+        """Called with the number of bytes that were sent, if given."""
         self._store = store
         self._here = run / CHECKPOINTS
         self._keep = keep
@@ -125,7 +125,7 @@ class Uploader:
         gone = (self._were_here - here) & self._there.keys()
         if self._keep is not None:
             manifests = [_parsed(self._there[step]) for step in sorted(self._there)]
-            kept = staying(self._keep, [manifest.entry for manifest in manifests if manifest is not None])
+            kept = steps_to_keep(self._keep, [manifest.entry for manifest in manifests if manifest is not None])
             gone |= self._there.keys() - here - self._were_here - kept
         newest = max(self._there, default=None)
         for step in sorted(gone - {newest}):

@@ -6,7 +6,7 @@ from torch import nn
 
 from dalsegno.checkpoint.format.index import Index
 from dalsegno.errors import CannotSave, ConfigurationError
-from dalsegno.stateful.component import State, Stateful, TensorHolder, own_form
+from dalsegno.stateful.component import State, Stateful, TensorHolder, declared_schema
 from dalsegno.stateful.schema import check
 
 from .sharded import LoadTarget, Tensors, class_name_of, is_dense
@@ -52,7 +52,7 @@ class CallbackTensors:
         return {name: tensor.detach() for name, tensor in tensors.items()}, rest
 
     def check_rest(self, stored: Index, rest: State, where: str) -> None:
-        form = own_form(self._holder)
+        form = declared_schema(self._holder)
         if form is not None:
             check(rest, form, where)
 
