@@ -56,7 +56,7 @@ class ModelMerge(Callback):
     """
 
     makes_wishes = False
-    observes = False
+    background_safe = False
     state_schema = ModelMergeState
 
     def __init__(
