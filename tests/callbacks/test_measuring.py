@@ -329,7 +329,7 @@ def test_without_apprise(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda: Notify("json://localhost", on="saved"), "unknown Notify: on 'saved'; did you mean 'save'"),
         (lambda: FlopUtilization(0), "peak_hardware_flops=0; needs a finite number over 0"),
         (lambda: DumpActivations(modules="("), "is not a regular expression"),
-        (lambda: ModelEvalMetrics({"a": 1}, select=guesses), "is no metric"),  # type: ignore[dict-item]
+        (lambda: ModelEvalMetrics({"a": 1}, select=guesses), "is not a metric"),  # type: ignore[dict-item]
     ],
 )
 def test_wrong_arguments(build: Any, said: str) -> None:

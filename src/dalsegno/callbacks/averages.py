@@ -1,6 +1,6 @@
-"""Averages of a model's weights: beside each a tensor of its own, spread over the ranks alike, that can take its place.
+"""Averages of a model's weights, sharded like the weights, which can be swapped into the model.
 
-What is averaged, how often and with which weight is the affair of the callback that holds them.
+The callback that owns an :class:`Averages` decides when to update it, and with which weight.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from dalsegno.errors import ConfigurationError
 from dalsegno.events.contexts import EvaluateBeginContext
 
 _in_place: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-"""Whose averages are in the place of a model's weights now, by key: one callback's at a time."""
+"""Key of the callback whose averages are swapped into a model: one callback at a time."""
 
 
 def name_evaluated_weights(ctx: EvaluateBeginContext) -> None:
-    """Let the records of an evaluation name the averages that are in place, whoever has put them there."""
+    """Make the records of an evaluation name the averages that are swapped in, of any callback."""
     ctx.evaluated_weights = _in_place.get(ctx.model, ctx.evaluated_weights)
 
 
 class Averages:
-    """Of every parameter that is trained, a tied one once; of less than 32 bits in fp32, so that small changes count.
+    """Averages of all trained parameters, a tied one once; in fp32 for parameters of fewer than 32 bits.
 
-    No tensors are made before they are asked for, by :meth:`follow` or :meth:`begin`.
+    Tensors are allocated by :meth:`follow` or :meth:`begin`, not before.
     """
 
     def __init__(self) -> None:
         self._averages: dict[str, Tensor] = {}
-        self._unbegun: set[str] = set()  # averages that are nothing yet
+        self._unbegun: set[str] = set()  # averages without a value yet
         self._model: nn.Module | None = None
-        self._weights: list[Tensor] = []  # this rank's part of each parameter, and of its average
+        self._weights: list[Tensor] = []  # this rank's shard of each parameter, and of its average
         self._local: list[Tensor] = []
-        self._kept: list[Tensor] | None = None  # the weights, while the averages are in their place
+        self._kept: list[Tensor] | None = None  # the weights, while the averages are swapped in
 
     @property
     def have_begun(self) -> bool:
-        """Whether there are any that are bound to a model."""
+        """Whether averages are bound to a model."""
         return self._model is not None
 
     def follow(self, model: nn.Module) -> dict[str, Tensor]:
-        """One for each parameter that is trained now, by its name; what is in a new one does not count yet."""
+        """Return an average for each parameter that is now trained, by name; a new one has no valid value yet."""
         trained = {name: each for name, each in named_parameters(model) if each.requires_grad}
         for name, parameter in trained.items():
             known = self._averages.get(name)
@@ -57,11 +57,11 @@ class Averages:
         return self._averages
 
     def note_restored(self, names: Collection[str]) -> None:
-        """In the averages of these names is what a checkpoint had of them."""
+        """Note that the averages of these names have been restored from a checkpoint."""
         self._unbegun -= set(names)
 
     def begin(self, model: nn.Module) -> set[str]:
-        """Bind them to the weights; those that have not begun begin with these. Returns the names of these."""
+        """Bind the averages to the model; initialize new ones with the weights. Returns the names of the new ones."""
         averages = self.follow(model)
         parameters = dict(named_parameters(model))
         self._model = model
@@ -74,7 +74,7 @@ class Averages:
         return begun
 
     def end(self) -> None:
-        """Let go of all tensors."""
+        """Release all tensors."""
         self._averages, self._unbegun, self._model, self._weights, self._local = {}, set(), None, [], []
 
     @torch.no_grad()
@@ -89,10 +89,10 @@ class Averages:
 
     @contextmanager
     def averaged(self, key: str) -> Iterator[None]:
-        """Inside, they are in the weights' place, for the callback of this key. On all ranks.
+        """Swap the averages into the model, for the callback of this key. Must be entered on all ranks.
 
         Raises:
-            ConfigurationError: if any are there already, as in an evaluation; or if there are none.
+            ConfigurationError: if averages are already swapped in, as in an evaluation; or if there are none.
         """
         if self._model is None or self._model in _in_place:
             there = None if self._model is None else _in_place[self._model]
@@ -106,11 +106,11 @@ class Averages:
 
     @torch.no_grad()
     def put_in_place(self, key: str) -> bool:
-        """Keep the weights aside, and put the averages into the model; not where others are. Whether it is done."""
+        """Copy the averages into the model, unless others are there; keep the weights. Returns whether it did."""
         if self._model is None or self._model in _in_place:
             return False
         if any(weight.is_cuda for weight in self._weights):
-            torch.cuda.synchronize()  # a checkpoint may still be copied from these weights, beside all else
+            torch.cuda.synchronize()  # a save may still be copying these weights on another stream
         self._kept = [weight.clone() for weight in self._weights]
         _in_place[self._model] = key
         if self._weights:
@@ -119,7 +119,7 @@ class Averages:
 
     @torch.no_grad()
     def take_back(self) -> None:
-        """Put the weights into their place again."""
+        """Restore the weights."""
         kept, self._kept = self._kept, None
         if kept:
             torch._foreach_copy_(self._weights, kept)
@@ -128,7 +128,7 @@ class Averages:
 
 
 def _like(parameter: Tensor) -> Tensor:
-    """A tensor for a parameter's average, spread over the ranks as it is."""
+    """Return a tensor for a parameter's average, sharded like the parameter."""
     small = parameter.is_floating_point() and parameter.dtype.itemsize < torch.float32.itemsize
     average = torch.empty_like(parameter, dtype=torch.float32 if small else parameter.dtype, requires_grad=False)
     _part(average).copy_(_part(parameter))
@@ -136,6 +136,6 @@ def _like(parameter: Tensor) -> Tensor:
 
 
 def _part(tensor: Tensor) -> Tensor:
-    """What this rank has of it: the same memory."""
+    """Return this rank's shard, sharing memory."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()

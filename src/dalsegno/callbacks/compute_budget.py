@@ -1,4 +1,4 @@
-"""ComputeBudget: what a run has cost so far, and how fast it spends it."""
+"""ComputeBudget: the compute that a run has used so far, and its rate."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ class ComputeBudgetState(TypedDict):
 class ComputeBudget(Callback):
     """Adds to each record of training:
 
-    - ``total_petaflops``: what the model has done on all ranks since the run began, forward and backward, in 10¹⁵
-      FLOPs (:mod:`dalsegno.callbacks.measures.flops`). A sum that each checkpoint holds: what a token takes is counted
-      for each record anew, since longer sequences take more, and so may the model after a resume.
-    - ``chinchilla_multiple``: tokens of the run over ``tokens_per_parameter`` times the model's parameters. At 1 it has
-      seen as many as train a model of this size best for what that costs, which is about 20 for each parameter
-      (Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models", arXiv:2203.15556, section 3).
+    - ``total_petaflops``: the model's FLOPs on all ranks since the run began, forward and backward, in 10¹⁵ FLOPs
+      (:mod:`dalsegno.callbacks.measures.flops`). The sum is part of each checkpoint. FLOPs per token are counted again
+      for each record, since longer sequences take more, and the model may change at a resume.
+    - ``chinchilla_multiple``: tokens of the run over ``tokens_per_parameter`` times the model's parameters. 1 is the
+      compute-optimal number of tokens for a model of this size, about 20 per parameter (Hoffmann et al. 2022, "Training
+      Compute-Optimal Large Language Models", arXiv:2203.15556, section 3).
     - ``tokens_per_device_per_second``: since the last record.
-    - ``mfu``: the same that ``DefaultMetrics`` adds where it knows the peak.
+    - ``mfu``: the same value that ``DefaultMetrics`` adds where it knows the peak.
 
-    The last two leave out a leg's first step, in which kernels are chosen and compiled, where the record is of more
-    than that; evaluations and saves in between count. Tokens are the elements of ``input_ids``: without them there are
-    only ``total_petaflops``, by samples, and ``mfu``. Of a model that cannot be counted there are neither of these, and
-    a warning says why. A run that gets it later takes the tokens before to have cost as much each as those since.
+    The last two leave out a leg's first step, in which kernels are chosen and compiled, if the record covers more
+    steps; they include evaluations and saves. Tokens are the elements of ``input_ids``: without them there are only
+    ``total_petaflops``, by samples, and ``mfu``. For a model that cannot be counted, both are missing, and a warning
+    gives the reason. If the callback is added to a run later, earlier tokens count as many FLOPs each as later ones.
 
     Args:
-        parameters: how many the model has, say those that a token meets in a mixture of experts. None: all of them, a
+        parameters: number of parameters, e.g. those active per token in a mixture of experts. None: all of the model, a
             tied one once.
-        tokens_per_parameter: which ratio of tokens to parameters is one multiple.
-        peak_hardware_flops: of one device, in FLOP/s, for the type of number that is trained in. None: what is known
-            of the device, if the run is in bf16 or fp16.
-        name: the key of its state in checkpoints; the class's name if None.
+        tokens_per_parameter: ratio of tokens to parameters that counts as 1.
+        peak_hardware_flops: peak of one device in FLOP/s, for the training's dtype. None: the known peak of the device,
+            if the run is in bf16 or fp16.
+        name: the key of its state in checkpoints; None: the class's name.
 
     Raises:
-        ConfigurationError: for a value that cannot work.
+        ConfigurationError: for an invalid value.
     """
 
     makes_wishes = False
@@ -71,7 +71,7 @@ class ComputeBudget(Callback):
         self._parameters = 0
         self._peak: float | None = None  # of all ranks' devices
         self._model_flops: ModelFlops | None = None
-        self._flops = 0.0  # up to a record, and how far the run was there
+        self._flops = 0.0  # up to the last record, with the run's tokens and samples at that record
         self._tokens = self._samples = 0
 
     def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
@@ -79,7 +79,7 @@ class ComputeBudget(Callback):
         return super().bound_handlers(binder)
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
-        assert self._model_flops is not None, "it is bound before it listens"
+        assert self._model_flops is not None, "bound_handlers() is called before any event"
         self._peak = self._model_flops.want(self._given_peak, ctx, always=True, each_record=True)
         self._parameters = self._given or _count_parameters(ctx.model)
 
@@ -107,5 +107,5 @@ class ComputeBudget(Callback):
 
 
 def _count_parameters(model: nn.Module) -> int:
-    """Elements of all of them, frozen ones too, each once; of sharded ones of the whole."""
+    """Count the elements of all parameters, frozen ones too, each once; of sharded ones, the whole."""
     return sum(parameter.numel() for parameter in model.parameters())

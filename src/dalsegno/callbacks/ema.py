@@ -1,4 +1,4 @@
-"""EMA: an exponential moving average of the weights, which is what is evaluated."""
+"""EMA: an exponential moving average of the weights, used in evaluations."""
 
 from __future__ import annotations
 
@@ -27,38 +27,38 @@ logger = logging.getLogger("dalsegno")
 
 
 class EMAState(TypedDict):
-    """What is saved beside the averages."""
+    """State that is saved with the averages."""
 
     updates: Count
 
 
 class EMA(Callback):
-    """Keeps ``average ← decay · average + (1 − decay) · weights``, and has the averages evaluated.
+    """Updates ``average ← decay · average + (1 − decay) · weights``; evaluations use the averages.
 
-    The average begins with the weights that the run begins with. It is taken of every parameter that is trained, of a
-    tied one once; parameters of less than 32 bits are averaged in fp32, where small changes do not get lost. Buffers
-    (running statistics) are not averaged: an evaluation uses the model's present ones.
+    Averages start at the run's first weights. They cover all trained parameters, a tied one once; parameters of fewer
+    than 32 bits are averaged in fp32, so that small changes are not lost. Buffers (running statistics) are not
+    averaged: an evaluation uses the model's present ones.
 
-    Averages are spread over the ranks as the weights are: under FSDP2 each rank has those of its shards. They lie in
-    each checkpoint beside the model, and follow it to any number of ranks; ``export_model(..., average="EMA")`` writes
-    them. In an evaluation they take the weights' place, which come back afterwards, whatever happens in it; that takes
-    memory for a copy of the weights while it lasts. Of several of these callbacks the first one's are evaluated. Which
-    weights were measured is said in the evaluation's record: ``evaluated_weights`` is this callback's key. Checkpoints
-    have the weights that are trained.
+    Averages are sharded like the weights: under FSDP2 each rank has those of its shards. Each checkpoint contains them,
+    and they are resharded with the model; ``export_model(..., average="EMA")`` writes them. In an evaluation the
+    averages are swapped into the model; the weights are restored afterwards, also after an exception. Meanwhile that
+    needs memory for a copy of the weights. With several such callbacks, the first one's averages are evaluated. The
+    evaluation's record names them: ``evaluated_weights`` is this callback's key. The model in checkpoints is the
+    trained one.
 
-    The average itself goes back to Polyak and Juditsky 1992, "Acceleration of Stochastic Approximation by Averaging";
-    with exponential weights, to Kingma and Ba 2015, "Adam" (arXiv:1412.6980), section 7.2. The warm-up is that of
-    TensorFlow's ``ExponentialMovingAverage``.
+    Averaging: Polyak and Juditsky 1992, "Acceleration of Stochastic Approximation by Averaging"; with exponential
+    weights: Kingma and Ba 2015, "Adam" (arXiv:1412.6980), section 7.2. The warm-up is that of TensorFlow's
+    ``ExponentialMovingAverage``.
 
     Args:
-        decay: what is left of the average at each update, 0 to 1. It looks back over about 1 / (1 − decay) updates.
-        every: steps from one update to the next.
-        warmup: let the n-th update (from 0) use ``min(decay, (1 + n) / (10 + n))``, so that the first weights are soon
-            forgotten.
-        name: the callback's key, and the averages' name in checkpoints; the class's name if None.
+        decay: factor of the average at each update, from 0 to below 1. Averages over about 1 / (1 − decay) updates.
+        every: steps between updates.
+        warmup: the n-th update (from 0) uses ``min(decay, (1 + n) / (10 + n))``, so that the first weights soon lose
+            their influence.
+        name: the callback's key, and the averages' name in checkpoints; None: the class's name.
 
     Raises:
-        ConfigurationError: for a value that cannot work.
+        ConfigurationError: for an invalid value.
     """
 
     makes_wishes = False
@@ -78,23 +78,23 @@ class EMA(Callback):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Inside ``with ema.averaged():`` the model has the averages in place of its weights. On all ranks.
+        """Swap the averages into the model: ``with ema.averaged():``. Must be entered on all ranks.
 
         Raises:
-            ConfigurationError: if averages are there already, these or another callback's, as in an evaluation; or if
-                nothing was restored and no training has begun.
+            ConfigurationError: if averages of any callback are already swapped in, as in an evaluation; or if nothing
+                was restored and no training has begun.
         """
         with self._averages.averaged(self.key):
             yield
 
     def on_load(self, ctx: LoadContext) -> None:
-        self._begin(ctx.model)  # a finished run's averages can be measured, and no training begins there
+        self._begin(ctx.model)  # so that a finished run's averages can be evaluated: it begins no training
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         self._begin(ctx.model)
 
     def on_step_end(self, ctx: StepEndContext) -> None:
-        if not self._averages.have_begun:  # it came in the middle of a leg
+        if not self._averages.have_begun:  # added in the middle of a leg
             self._begin(ctx.model)
         if ctx.step % self._every == 0:
             decay = min(self._decay, (1 + self._updates) / (10 + self._updates)) if self._warmup else self._decay
@@ -111,7 +111,7 @@ class EMA(Callback):
         self._is_evaluated = False
 
     def sharded_state(self, model: nn.Module) -> tuple[dict[str, Tensor], EMAState]:
-        """The averages by the names of their parameters."""
+        """Return the averages by parameter name."""
         return self._averages.follow(model), {"updates": self._updates}
 
     def load_sharded_state(self, names: Collection[str], rest: Any) -> None:

@@ -33,30 +33,32 @@ class ExpertLoadState(TypedDict):
 
 
 class ExpertLoadBalance(Callback):
-    """Adds to the first record of training after every so many steps how the routers of a mixture of experts spread the
-    tokens of that step, over all ranks and micro-batches. For each router, under its name in the model:
+    """Measures, every ``every`` steps, how the routers of a mixture of experts distribute the step's tokens.
 
-    - ``expert_load/<router>/max``: the busiest expert's share of the tokens, times the number of experts. 1 is balance.
-    - ``expert_load/<router>/entropy``: of the shares, over that of balance: 1 is balance, 0 is one expert for all.
-    - ``expert_load/<router>/idle``: how many experts got no token.
+    Counts over all ranks and micro-batches, and adds to the next training record, for each router by its name:
 
-    A router is a module whose name matches; one inside of another is part of that. If its output holds the experts that
-    each token goes to, these are counted: whole numbers of shape (..., experts of a token), or a mask (..., experts).
-    They are what the router decides, with its biases and groups. Else its output, or the first tensor in it, holds a
-    score for each expert in its last dimension, and a token goes to the ``top_k`` highest.
+    - ``expert_load/<router>/max``: the busiest expert's share of the tokens times the number of experts; 1 if balanced.
+    - ``expert_load/<router>/entropy``: entropy of the shares over that of a balanced load: 1 if balanced, 0 if all
+      tokens go to one expert.
+    - ``expert_load/<router>/idle``: number of experts without a token.
+
+    A router is a module whose name matches; a matching module inside another is part of that one. If the output
+    contains the experts of each token, these are counted: integers of shape (..., experts per token), or a mask
+    (..., experts). They include the effect of the router's biases and groups. Else the output, or the first tensor in
+    it, contains a score for each expert in its last dimension, and a token goes to the ``top_k`` highest.
 
     Padding does not count: neither batches that only fill up ranks, nor tokens that the batch's ``attention_mask``
-    (samples, tokens) leaves out. Steps that are not due cost a look at a flag in each router.
+    (samples, tokens) leaves out. In other steps, each router costs the test of a flag.
 
     Args:
-        every: steps from one look to the next.
-        router: regular expression, found anywhere in a module's name.
-        top_k: experts that each token goes to, for routers that put out scores alone. None: what the router or the
-            model's ``config`` says (``top_k``, ``num_experts_per_tok``, ...), else 1.
-        name: the key of its state in checkpoints; the class's name if None.
+        every: steps between measurements.
+        router: regular expression, searched in modules' names.
+        top_k: experts per token, for routers that output scores only. None: from the router or the model's ``config``
+            (``top_k``, ``num_experts_per_tok``, ...), else 1.
+        name: the key of its state in checkpoints; None: the class's name.
 
     Raises:
-        ConfigurationError: for a value that cannot work; and when training begins, if no module's name matches.
+        ConfigurationError: for an invalid value; when training begins, if no module's name matches.
     """
 
     makes_wishes = False
@@ -78,7 +80,7 @@ class ExpertLoadBalance(Callback):
         self._counts: dict[str, Tensor] = {}
         self._batch: Any = None  # of the micro-batch that is counted
         self._is_due = self._counting = False
-        self._loads: dict[str, list[int]] = {}  # of the newest step that was due, until a record has taken them
+        self._loads: dict[str, list[int]] = {}  # of the last measured step, until they are logged
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         self._counts, self._is_due = {}, False
@@ -105,9 +107,10 @@ class ExpertLoadBalance(Callback):
     def on_step_end(self, ctx: StepEndContext) -> None:
         if self._is_due:
             counted, self._counts = self._counts, {}
-            told = collectives.gather({name: counts.tolist() for name, counts in counted.items()}, "ExpertLoadBalance")
-            names = sorted({name for each in told for name in each})  # a rank with padding only tells of none
-            of_ranks = {name: [each[name] for each in told if name in each] for name in names}
+            here = {name: counts.tolist() for name, counts in counted.items()}
+            gathered = collectives.gather(here, "ExpertLoadBalance")
+            names = sorted({name for each in gathered for name in each})  # a rank with only padding has none
+            of_ranks = {name: [each[name] for each in gathered if name in each] for name in names}
             self._loads = {name: [sum(loads) for loads in zip(*of_ranks[name], strict=True)] for name in names}
         self._is_due = self._counting = False
 
@@ -139,7 +142,7 @@ class ExpertLoadBalance(Callback):
                 sent = routed(module, outputs, self._top_k or experts_of_a_token(module, config))
             except ValueError as error:
                 raise ConfigurationError(
-                    f"ExpertLoadBalance: {name} {error}; router={self._router.pattern!r} shall match routers only"
+                    f"ExpertLoadBalance: {name} {error}; router={self._router.pattern!r} must match routers only"
                 ) from error
             mask = self._batch.get(masked_by) if isinstance(self._batch, Mapping) else None
             if isinstance(mask, Tensor) and _is_of(mask, sent):
@@ -151,7 +154,7 @@ class ExpertLoadBalance(Callback):
 
 
 def _is_of(mask: Tensor, sent: Tensor) -> bool:
-    """Whether it is a mask of just these tokens, in this order."""
+    """Whether ``mask`` masks exactly these tokens, in this order."""
     tokens = sent.shape[:-1]
     return mask.dim() == 2 and (tokens == mask.shape or tokens == (mask.numel(),))
 

@@ -1,4 +1,4 @@
-"""GradientNoiseScale: up to which batch size a larger batch makes training faster."""
+"""GradientNoiseScale: the batch size up to which a larger batch makes training faster."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ class GradientNoiseScale(Callback):
     needs about half the steps; one much larger gains little.
 
     Both are estimated, without bias, from the squared norms of gradients over few samples and over many (appendix A.1):
-    of each rank's first micro-batch, and of the whole step, before clipping. A sample's weight is the part of the
-    step's loss that it has in fact, whatever ``loss_weight`` says. The estimates of single steps scatter widely, and
-    |G|² may even come out negative; so each is averaged exponentially, and what is logged is the ratio of the averages:
-    of the run from its beginning, over every resume, and nothing as long as it is not positive.
+    of each rank's first micro-batch, and of the whole step, before clipping. A sample's weight is its actual fraction
+    of the step's loss, with any ``loss_weight``. The estimates of single steps scatter widely, and |G|² may even be
+    negative; so each is averaged exponentially, over the whole run and every resume, and the ratio of the averages is
+    logged while it is positive.
 
-    It looks at steps that are logged, and needs two micro-batches in them: an epoch's last step may have only one, and
-    is passed over, as is one with NaN or infinity. Other steps cost nothing, and no copy of a gradient is kept.
+    Measures steps with a record, which need two micro-batches: an epoch's last step with a single one is skipped, as is
+    a step with NaN or infinity. Other steps cost nothing, and no copy of a gradient is kept.
 
     Args:
-        decay: what is left of the averages at each estimate, from 0 to below 1.
+        decay: factor of the averages at each new estimate, from 0 to below 1.
 
     Raises:
-        ConfigurationError: for a value that cannot work. When training begins: without gradient accumulation; with
-            sharded weights, whose gradients exist on no rank before they are summed over all; or with
-            ``fuse_optim_with_backward``, where they are gone by the end of the step.
+        ConfigurationError: for an invalid value. When training begins: without gradient accumulation; with sharded
+            weights, whose gradients exist on no rank before the reduction; or with ``fuse_optim_with_backward``, where
+            they are freed before the end of the step.
     """
 
     makes_wishes = False
@@ -63,14 +63,14 @@ class GradientNoiseScale(Callback):
 
     def __init__(self, decay: float = 0.95) -> None:
         self._decay = number("GradientNoiseScale", "decay", decay, least=0, under=1)
-        self._noise = 0.0  # both begin at zero, which does not show in their ratio
+        self._noise = 0.0  # both begin at zero, a bias that cancels in their ratio
         self._signal = 0.0
         self._factors: list[Tensor] = []
-        """Of each micro-batch: by what its loss was multiplied before the backward pass. 0-dim."""
+        """For each micro-batch, the factor of its loss in the backward pass. 0-dim."""
         self._first: Tensor | None = None
-        """The squared norm of the first one's gradients, multiplied so, if more came after it. 0-dim."""
+        """Squared norm of the first micro-batch's gradients, with its factor, if it is not the only one. 0-dim."""
         self._samples = 0
-        """Of this rank, in this step."""
+        """Samples of this rank in this step."""
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         _refuse_what_cannot_be_measured(ctx)
@@ -102,23 +102,23 @@ class GradientNoiseScale(Callback):
         self._noise, self._signal = state["noise"], state["signal"]
 
     def _observe(self, whole: Tensor) -> None:
-        """Take in a step, by the squared norm of its gradients. Collective; waits for the device.
+        """Update the averages with a step, by the squared norm of its gradients. Collective; waits for the device.
 
-        A micro-batch whose loss is the part p of the step's stands for b = pN of its N samples, and its gradient has
-        E|g|² = |G|² + tr(Σ) / b. So has that of the step, with N; and the mean over several, weighted by p, with the
-        sum of their b over their number.
+        A micro-batch whose loss is the fraction p of the step's loss represents b = pN of its N samples, and its
+        gradient has E|g|² = |G|² + tr(Σ) / b. The same holds for the step's gradient, with N; and for the mean over
+        several micro-batches, weighted by p, with the sum of their b over their number.
         """
         nothing = torch.zeros_like(whole)
         first = (nothing, nothing) if self._first is None else (self._factors[0], self._first)
         here = (whole, sum((each.to(whole) for each in self._factors), nothing), *first)
         square, total, factor, small = torch.stack([each.to(whole) for each in here]).tolist()
-        counts = factor > 0  # the other ranks' may, where this rank's is padding
+        counts = factor > 0  # not where this rank's micro-batch is padding
         own = [square, total, factor, small / factor if counts else 0.0, counts, self._samples]
         square, total, factor, small, several, samples = collectives.sum_floats(own, "the gradients' noise scale")
-        ranked = collectives.world_size()  # gradients are averaged over them, and equal on all when that is done
+        ranked = collectives.world_size()  # gradients are averaged over ranks, and then equal on all
         of_step = square / ranked * (ranked / total) ** 2 if total else math.nan
-        times = several * total / factor if factor else 1.0  # as many samples are in the step as in a first micro-batch
-        if not times > 1:  # there was no first one that others followed
+        times = several * total / factor if factor else 1.0  # samples of the step over those of a first micro-batch
+        if not times > 1:  # the step has a single micro-batch
             return
         noise = samples * (small / factor - of_step) / (times - 1)
         signal = of_step - noise / samples
@@ -128,7 +128,7 @@ class GradientNoiseScale(Callback):
 
 
 def _squared_norm(model: nn.Module) -> Tensor:
-    """Of all gradients that lie here, as one vector: 0-dim, float64, on the device."""
+    """Squared norm of all of this rank's gradients as one vector: 0-dim, float64, on the device."""
     gradients = [piece.local for piece in gradient_shards(model) if piece.exists]
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device_of(model))
@@ -143,11 +143,11 @@ def _refuse_what_cannot_be_measured(ctx: Context) -> None:
         )
     if ctx.args.fuse_optim_with_backward:
         raise ConfigurationError(
-            "GradientNoiseScale: with fuse_optim_with_backward=True no gradient is left when a step's are all there; "
-            "do without one of the two"
+            "GradientNoiseScale: with fuse_optim_with_backward=True, no gradient is left at the end of the step; "
+            "remove one of the two"
         )
     if any(isinstance(parameter, DTensor) for parameter in ctx.model.parameters()):
         raise ConfigurationError(
-            "GradientNoiseScale: the weights are sharded, and a rank's own gradients are not there to be measured; "
-            "use parallel='ddp', for a few hundred steps of a model that fits, say, or do without"
+            "GradientNoiseScale: the weights are sharded, so a rank's own gradients cannot be measured; use "
+            "parallel='ddp', say for a few hundred steps of a model that fits, or remove the callback"
         )

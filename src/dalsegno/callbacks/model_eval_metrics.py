@@ -1,4 +1,4 @@
-"""ModelEvalMetrics: any metric of torchmetrics, at each evaluation."""
+"""ModelEvalMetrics: metrics of torchmetrics, at each evaluation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .argument_checks import mapping
 
 
 class Metric(Protocol):
-    """What torchmetrics' metrics are to this callback. ``compute`` reduces over the ranks by itself."""
+    """The methods of torchmetrics' metrics that are used. ``compute`` reduces over the ranks by itself."""
 
     def update(self, *args: Any) -> Any: ...
 
@@ -26,7 +26,7 @@ class Metric(Protocol):
 
 
 Select = Callable[[Any, Any], tuple[Any, ...]]
-"""(outputs, batch) → what ``update`` of the metrics is called with."""
+"""(outputs, batch) → arguments of the metrics' ``update``."""
 
 
 class ModelEvalMetrics(Callback):
@@ -39,19 +39,19 @@ class ModelEvalMetrics(Callback):
             select=lambda outputs, batch: (outputs["logits"], batch["labels"]),
         )
 
-    Each is reset when a set's evaluation begins, updated with every batch, and computed over all ranks when it ends.
-    Padding does not count, also where a rank has nothing else. A metric of several values, a ``MetricCollection`` say,
-    has an entry for each: ``eval_<name>_<value>``; one that is a curve is a list. What ``EarlyStopping``,
-    ``metric_for_best_model`` and the loggers see contains them.
+    A metric is reset when a set's evaluation begins, updated with every batch, and computed over all ranks at its end.
+    Padding does not count, even if a rank has only padding. A metric with several values, such as a
+    ``MetricCollection``, has an entry for each: ``eval_<name>_<value>``; a curve is a list. ``EarlyStopping``,
+    ``metric_for_best_model`` and loggers can use the values.
 
     Args:
-        metrics: by name; torchmetrics' own, or anything with ``update``, ``compute`` and ``reset`` whose ``compute``
-            gives the same value on all ranks.
-        select: what of outputs and batch to tell them. Outputs hold ``"loss"``, and what else the model returned.
-        name: the callback's key; the class's name if None. Two of them, with a ``select`` each, need two.
+        metrics: metrics by name: of torchmetrics, or objects with ``update``, ``compute`` and ``reset`` whose
+            ``compute`` returns the same value on all ranks.
+        select: returns the metrics' arguments. Outputs contain ``"loss"`` and the model's other return values.
+        name: the callback's key; None: the class's name. Two callbacks, each with a ``select``, need two names.
 
     Raises:
-        ConfigurationError: for something that is no metric.
+        ConfigurationError: for something that is not a metric.
     """
 
     makes_wishes = False
@@ -62,7 +62,7 @@ class ModelEvalMetrics(Callback):
             missing = [needed for needed in ("update", "compute", "reset") if not hasattr(metric, needed)]
             if missing or isinstance(metric, type):
                 raise ConfigurationError(
-                    f"ModelEvalMetrics: metrics[{name!r}]={metric!r} is no metric; it needs {missing or 'to be built'}"
+                    f"ModelEvalMetrics: metrics[{name!r}]={metric!r} is not a metric; needs {missing or 'an instance'}"
                 )
         if not callable(select):
             raise ConfigurationError(f"ModelEvalMetrics: select={select!r}; needs a function of (outputs, batch)")
@@ -100,13 +100,13 @@ class ModelEvalMetrics(Callback):
             metric.reset()
 
 
-# torchmetrics gathers a list state tensor by tensor, after it has concatenated what is reduced by concatenation. It
-# takes an empty list for fp32 of one dimension, and a lone scalar is gathered in another way than rows are. So each
-# rank needs tensors of the same dtype and dimensions in its lists, else the ranks' collectives do not match.
+# torchmetrics gathers a list state tensor by tensor, after concatenating states that are reduced by concatenation. It
+# treats an empty list as fp32 of one dimension, and gathers a single scalar differently from rows. So each rank needs
+# tensors of the same dtype and dimensions in its lists; otherwise the ranks' collectives do not match.
 
 
 def _update_without_rows(metric: Metric, batch: tuple[Any, ...]) -> None:
-    """Update a metric of torchmetrics with padding: its lists get tensors without a row, its other states stay."""
+    """Update a metric of torchmetrics with padding: append tensors without rows to its lists, keep other states."""
     inner = _inner_metrics(metric)
     before = [{name: _copied(getattr(each, name)) for name in each._reductions} for each in inner]
     if inner:
@@ -120,7 +120,7 @@ def _update_without_rows(metric: Metric, batch: tuple[Any, ...]) -> None:
 
 
 def _copied(state: list[Tensor] | Tensor) -> list[Tensor] | Tensor:
-    return list(state) if isinstance(state, list) else state.clone()  # which an update may change in place
+    return list(state) if isinstance(state, list) else state.clone()  # an update may change it in place
 
 
 def _give_scalars_a_row(metric: Metric) -> None:
@@ -136,12 +136,12 @@ def _with_rows(tensor: Tensor) -> Tensor:
 
 
 def _inner_metrics(metric: Metric) -> list[Any]:
-    """The metrics of torchmetrics that it is made of: itself, those of a collection, those that it wraps."""
+    """Return the metrics of torchmetrics inside: itself, those of a collection, those that it wraps."""
     return [each for each in metric.modules() if hasattr(each, "add_state")] if isinstance(metric, nn.Module) else []
 
 
 def _entries(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """What a metric has come to, as entries of a record: of a mapping one for each of its values."""
+    """Yield a metric's value as entries of a record: one for each value of a mapping."""
     if isinstance(value, Mapping):
         for key, each in value.items():
             yield from _entries(f"{name}_{key}", each)

@@ -1,4 +1,4 @@
-"""ModelMerge: the mean of the weights over the last steps before given ones."""
+"""ModelMerge: the mean of the weights over the last steps before given steps."""
 
 from __future__ import annotations
 
@@ -23,36 +23,35 @@ logger = logging.getLogger("dalsegno")
 
 
 class ModelMergeState(TypedDict):
-    """What is saved beside the means."""
+    """State that is saved with the means."""
 
     merge_step: Count
     merged: Count
 
 
 class ModelMerge(Callback):
-    """Averages the weights of the last ``window`` steps before each merge step, that one's among them.
+    """Averages the weights of the last ``window`` steps up to each merge step, including it.
 
-    The mean weights of the end of a training often do better than the last ones, and a merge at a constant learning
-    rate shows about what the model would be after the rate has fallen (Izmailov et al. 2018, "Averaging Weights Leads
-    to Wider Optima and Better Generalization", arXiv:1803.05407; Li et al. 2025, "Model Merging in Pre-training of
-    Large Language Models", arXiv:2505.12082).
+    Mean weights from the end of training are often better than the last ones, and a merge at a constant learning rate
+    approximates the model after a decay (Izmailov et al. 2018, "Averaging Weights Leads to Wider Optima and Better
+    Generalization", arXiv:1803.05407; Li et al. 2025, "Model Merging in Pre-training of Large Language Models",
+    arXiv:2505.12082).
 
-    The means are taken of what ``EMA`` averages, and are spread, saved and resharded as its averages are. The
-    checkpoint of a merge step holds the merged weights; ``export_model(..., average="ModelMerge")`` writes them. Before
-    the first window begins there are no tensors; when the next one begins, those of the last are dropped. Training and
-    evaluations go by the weights themselves; ``with merge.averaged():`` puts the merged ones in their place.
+    Covers the same parameters as ``EMA``; the means are sharded, saved and resharded like its averages. The checkpoint
+    of a merge step contains the merged weights; ``export_model(..., average="ModelMerge")`` writes them. Tensors are
+    allocated when the first window begins, and replaced when the next one does. Training and evaluations use the
+    weights themselves; ``with merge.averaged():`` swaps in the merged ones.
 
     Args:
-        steps: the merge steps, one or several. None: the run's last step.
-        window: how many steps before a merge step, and with it, count. A run has fewer before its first ``window`` are
-            done.
-        every: steps from one that counts to the next; a merge step always does.
-        name: the callback's key, and the merged weights' name in checkpoints; the class's name if None.
+        steps: one or several merge steps. None: the run's last step.
+        window: number of steps up to a merge step, including it, that are averaged; fewer if the run has fewer.
+        every: steps between averaged steps; a merge step is always averaged.
+        name: the callback's key, and the merged weights' name in checkpoints; None: the class's name.
 
     Raises:
-        ConfigurationError: for a value that cannot work, or windows that overlap: one ``ModelMerge`` has one mean at a
-            time. When training begins: if no checkpoint is to be saved at a merge step, or if the last step is to be
-            one and is not known.
+        ConfigurationError: for an invalid value, or for windows that overlap: a ``ModelMerge`` has one mean at a time.
+            When training begins: if no checkpoint will be saved at a merge step, or if the last step is needed and
+            unknown.
     """
 
     makes_wishes = False
@@ -68,17 +67,17 @@ class ModelMerge(Callback):
         if every > window:
             raise ConfigurationError(f"ModelMerge: every={every!r}; needs a whole number up to the window's {window}")
         self._steps = None if steps is None else _merge_steps(steps, window)
-        self._last_step = 0  # of the run, where that is what is to be merged at
-        self._merge_step = 0  # the end of the window that the means are of; 0: there are none
-        self._merged = 0  # how many weights are in them
+        self._last_step = 0  # of the run
+        self._merge_step = 0  # end of the window of the present means; 0: there are none
+        self._merged = 0  # number of steps in the present means
         self._means = Averages()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Inside ``with merge.averaged():`` the model has the merged weights in place of its own. On all ranks.
+        """Swap the merged weights into the model: ``with merge.averaged():``. Must be entered on all ranks.
 
         Raises:
-            ConfigurationError: if averages are there already, these or another callback's; or if no window has begun.
+            ConfigurationError: if averages of any callback are already swapped in; or if no window has begun.
         """
         with self._means.averaged(self.key):
             yield
@@ -119,7 +118,7 @@ class ModelMerge(Callback):
         name_evaluated_weights(ctx)
 
     def sharded_state(self, model: nn.Module) -> tuple[dict[str, Tensor], ModelMergeState]:
-        """The means by the names of their parameters; nothing before the first window."""
+        """Return the means by parameter name; none before the first window."""
         rest: ModelMergeState = {"merge_step": self._merge_step, "merged": self._merged}
         return self.tensors_to_load(model, rest), rest
 
@@ -134,7 +133,7 @@ class ModelMerge(Callback):
             self._means.end()
 
     def _merge_step_of(self, step: int) -> int | None:
-        """The end of the window that a step lies in."""
+        """Return the end of the window that contains ``step``; None if none does."""
         steps = [self._last_step] if self._steps is None else self._steps
         return next((end for end in steps if end - self._window < step <= end), None)
 
@@ -157,10 +156,10 @@ class ModelMerge(Callback):
 
 
 def _merge_steps(steps: int | Sequence[int], window: int) -> list[int]:
-    """In order.
+    """Return the merge steps in order.
 
     Raises:
-        ConfigurationError: if one is no step, or a window begins before the one before it has ended.
+        ConfigurationError: if one is not a step, or two windows overlap.
     """
     several: Any = list(steps) if isinstance(steps, (list, tuple, range)) else [steps]
     if not several:

@@ -1,4 +1,4 @@
-"""StabilityMonitor: how often the loss and the gradient norm spike."""
+"""StabilityMonitor: the share of spikes in the loss and the gradient norm."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from dalsegno.stateful.schema import Count, Finite
 from .argument_checks import number, texts, whole
 
 FEWEST = 32
-"""Values that a mean and a standard deviation are taken from before anything is judged by them."""
+"""Minimum number of values for a mean and a standard deviation; earlier values are not judged."""
 
-_ROUNDING = 1e-12  # of the mean: a constant's deviations are no larger
+_ROUNDING = 1e-12  # relative to the mean: bounds the deviations of a constant
 
 
 class SpikeScoreState(TypedDict):
@@ -27,23 +27,23 @@ class SpikeScoreState(TypedDict):
 
 
 class StabilityMonitor(Callback):
-    """Adds the spike score of each metric to each record of training: the share of spikes among its values so far.
+    """Adds the spike score of each metric to each training record: the share of spikes among its values so far.
 
     A value is a spike if it differs from the mean of the ``window`` values before it by more than ``deviations`` of
     their standard deviations, or is NaN or infinite (Walsh et al. 2025, "2 OLMo 2 Furious", arXiv:2501.00656, section
     3, with a window of 1,000 steps and seven deviations). The first 32 values are not judged. The score,
-    ``spike_score/loss`` and so on, lies between 0 and 1; it covers the run from its beginning, over every resume.
+    ``spike_score/loss`` and so on, is between 0 and 1; it covers the whole run, over every resume.
 
-    The values are those of the records, so the score is one of steps where ``logging_steps=1``, else of intervals'
-    means. All ranks log the same values; nothing is reduced for them, and the device is not waited for.
+    Values are taken from the records: of single steps with ``logging_steps=1``, else means over intervals. All ranks
+    log the same values, without a reduction, and without waiting for the device.
 
     Args:
-        metrics: names in the records of training. One that a record lacks is not judged there.
-        window: how many values the mean is taken from.
-        deviations: how many standard deviations make a spike.
+        metrics: names in the training records. A metric that a record lacks is not judged there.
+        window: number of values for mean and standard deviation.
+        deviations: number of standard deviations beyond which a value is a spike.
 
     Raises:
-        ConfigurationError: for a value that cannot work.
+        ConfigurationError: for an invalid value.
     """
 
     makes_wishes = False
@@ -79,7 +79,7 @@ class StabilityMonitor(Callback):
                 score.check_state(state[name])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """A metric that is watched only now begins with no values; one that is no longer watched is forgotten."""
+        """Restore the scores. A newly watched metric begins without values; one no longer watched is dropped."""
         for name, score in self._scores.items():
             if name in state:
                 score.load_state_dict(state[name])
@@ -96,11 +96,11 @@ class SpikeScore:
 
     @property
     def value(self) -> float:
-        """Between 0 and 1; 0 where nothing has been judged yet."""
+        """Between 0 and 1; 0 if nothing has been judged yet."""
         return self._spikes / self._judged if self._judged else 0.0
 
     def observe(self, value: float) -> None:
-        """Judge the next value by those before it. NaN and infinity are judged, but judge no other."""
+        """Judge the next value by those before it. NaN and infinity are judged, but not used to judge others."""
         if len(self._recent) >= FEWEST:
             self._judged += 1
             self._spikes += self._is_spike(value)
@@ -111,7 +111,7 @@ class SpikeScore:
         if not math.isfinite(value):
             return True
         count = len(self._recent)
-        mean = math.fsum(each / count for each in self._recent)  # no sum in between is too large for a float
+        mean = math.fsum(each / count for each in self._recent)  # avoids overflow of intermediate sums
         deviation = math.hypot(*(each - mean for each in self._recent)) / math.sqrt(count)
         return abs(value - mean) > max(self._deviations * deviation, _ROUNDING * abs(mean))
 
@@ -126,7 +126,7 @@ class SpikeScore:
         if self._recent.maxlen is not None and len(state["recent"]) > self._recent.maxlen:
             raise StateMismatch(
                 f"StabilityMonitor: window={self._recent.maxlen}; the checkpoint has {len(state['recent'])} values "
-                "of a longer window, and a score of both would be neither; resume with the window of the checkpoint"
+                "of a longer window, so the score would belong to neither; resume with the window of the checkpoint"
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
