@@ -222,7 +222,7 @@ def test_by_hand_they_can_be_put_in_place(tmp_path: Path) -> None:
     plain = trainer.predict(sentences(4, seed=2))["test_loss"]
     with ema.averaged():
         assert trainer.predict(sentences(4, seed=2))["test_loss"] != plain
-        with pytest.raises(ds.ConfigurationError, match="the averages of EMA are in place"), ema.averaged():
+        with pytest.raises(ds.ConfigurationError, match="the averages of EMA are swapped in already"), ema.averaged():
             pass
     assert same(weights(trainer), before)
     assert trainer.predict(sentences(4, seed=2))["test_loss"] == plain

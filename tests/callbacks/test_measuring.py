@@ -307,7 +307,7 @@ def test_a_run_that_breaks_off_says_so_once(tmp_path: Path, inbox: tuple[str, li
     with pytest.raises(ValueError, match="no more"):
         small_trainer(tmp_path / "run", Listener({"on_step_end": on_step_end}), Notify([address]), max_steps=4).train()
     (message,) = messages
-    assert message["title"] == "run: broke off" and "ValueError: no more" in message["message"]
+    assert message["title"] == "run: failed" and "ValueError: no more" in message["message"]
 
 
 def test_a_server_that_is_gone_is_not_felt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -290,7 +290,7 @@ def test_prompts_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         path.write_text(content)
         with pytest.raises(ds.ConfigurationError, match=said):
             TextgenCallback(path)
-    with pytest.raises(ds.NotFound, match="no such file; a prompt itself goes into a list"):
+    with pytest.raises(ds.NotFound, match="no such file; pass a prompt itself in a list"):
         TextgenCallback("the cat")
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(ds.ConfigurationError, match=r"in a clone of dalsegno, pip install -e '\.\[yaml\]'"):

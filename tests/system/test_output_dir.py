@@ -71,7 +71,7 @@ def test_a_full_disk_costs_records_and_not_the_run(
     assert steps == [step for step in range(1, 9) if step not in lost]
     told = [message for message in caplog.messages if "lost" in message]
     assert told[0] == (
-        f"{log}: the record of step 3 is lost ([Errno 28] No space left on device: '{log}'); training goes on"
+        f"{log}: the record of step 3 is lost ([Errno 28] No space left on device: '{log}'); training continues"
     )
     count = 3 if frees else 7  # with the final one
     state = "is written again" if frees else "ends incomplete"

@@ -96,7 +96,11 @@ class Averages:
         """
         if self._model is None or self._model in _in_place:
             there = None if self._model is None else _in_place[self._model]
-            what = f"the averages of {there} are in place" if there else "there is no average yet: train() brings it"
+            what = (
+                f"the averages of {there} are swapped in already"
+                if there
+                else "there is no average yet; call train() first"
+            )
             raise ConfigurationError(f"{key}.averaged(): {what}")
         self.put_in_place(key)
         try:

@@ -86,7 +86,7 @@ class ModelMerge(Callback):
         last, saving = ctx.state.max_steps, ctx.args.saving
         if self._steps is None and last < 1:
             raise ConfigurationError(
-                "ModelMerge: nobody knows the run's last step; give max_steps=, or ModelMerge(steps=)"
+                "ModelMerge: the run's last step is unknown; set max_steps=, or ModelMerge(steps=)"
             )
         self._last_step = last
         for step in self._steps or []:
@@ -169,6 +169,6 @@ def _merge_steps(steps: int | Sequence[int], window: int) -> list[int]:
         if later - earlier < window:
             raise ConfigurationError(
                 f"ModelMerge: steps={earlier} and {later} are closer than window={window}; give a second ModelMerge "
-                "one of them, with a name of its own"
+                "one of them, with another name"
             )
     return ordered

@@ -80,7 +80,7 @@ class Notify(Callback):
     def on_exception(self, ctx: ExceptionContext) -> None:
         self._error = ctx.exception
         if "exception" in self._on:
-            self._send(ctx, "broke off", f"{type(ctx.exception).__name__}: {ctx.exception}")
+            self._send(ctx, "failed", f"{type(ctx.exception).__name__}: {ctx.exception}")
 
     def on_train_end(self, ctx: TrainEndContext) -> None:
         if "end" in self._on and not (self._error is not None and "exception" in self._on):

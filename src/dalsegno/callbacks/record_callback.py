@@ -92,7 +92,7 @@ class RecordCallback(Callback):
 
     def _note_loss(self, log: RecordLog, step: int, error: OSError) -> None:
         if not self._lost:
-            logger.error("%s: the record of step %d is lost (%s); training goes on", log.path, step, error)
+            logger.error("%s: the record of step %d is lost (%s); training continues", log.path, step, error)
         self._lost.append(step)
 
     def _log_loss(self, log: RecordLog, state: str) -> None:

@@ -69,7 +69,7 @@ class TextGenerator:
             continued = self._generate(encoded, self._most)
         return [self._decode(before, ids) for before, ids in zip(encoded, continued, strict=True)]
 
-    def rehearse(self, beginnings: Sequence[str]) -> None:
+    def dry_run(self, beginnings: Sequence[str]) -> None:
         """Generate a single token at the end of the longest possible text, so that errors occur before training."""
         encoded = [ids + ids[-1:] * (self._most - 1) for ids in map(self._encode, beginnings)]
         try:

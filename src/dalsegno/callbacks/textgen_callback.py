@@ -76,7 +76,7 @@ class TextgenCallback(RecordCallback):
         super().on_train_begin(ctx)
         dtype = autocast_dtype(bf16=ctx.args.bf16, fp16=ctx.args.fp16)
         self._generator = TextGenerator(ctx.model, ctx.processing_class, self._settings, self._most, dtype)
-        self._generator.rehearse(self._prompts)
+        self._generator.dry_run(self._prompts)
 
     def on_evaluate(self, ctx: EvaluateContext) -> None:
         step = ctx.state.global_step
@@ -130,7 +130,7 @@ def _read(path: Path, source: str) -> Any:
     try:
         return yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise NotFound(f"{source}: there is no such file; a prompt itself goes into a list") from None
+        raise NotFound(f"{source}: no such file; pass a prompt itself in a list") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigurationError(f"{source}: {error}") from error
 
