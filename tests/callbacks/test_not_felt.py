@@ -87,8 +87,8 @@ def test_after_an_evaluation_parameters_are_shards_again(tmp_path: Path) -> None
 # --- the device is not waited for -------------------------------------------------------------------------------------
 
 DUE_AT_EVERY_STEP = {"DumpActivations"}  # what it is there for is to bring them all over
-OWN_STEPS = {"GradHistogram": 2, "LearningDynamics": 2}
-"""These are due at steps of their own, when they write into files of their own."""
+OWN_STEPS = {"ExpertLoadBalance": 2, "GradHistogram": 2, "LearningDynamics": 2}
+"""These are due at steps of their own, when they read what they have counted, or write files of their own."""
 
 READS = {"item", "tolist", "numpy", "cpu", "__array__", "__bool__", "__float__", "__int__", "__index__", "__contains__"}
 SENDS = {"tensor", "as_tensor", "from_numpy"}  # from a list in Python: where there is a device, it is waited for
