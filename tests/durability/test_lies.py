@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from durability.lies import SAVED, agree, all_outcomes, believe, first_leg, is_good
 
@@ -14,14 +18,39 @@ def test_a_lie_is_refused_or_harmless(tmp_path: Path) -> None:
     assert [(lie.words, outcome) for lie, outcome in outcomes if not is_good(outcome)] == []
 
 
-def test_a_moment_that_the_optimizer_does_not_list_is_refused(tmp_path: Path) -> None:
-    """Its tensor is there; without it the first step would raise a KeyError."""
-    first_leg(tmp_path, "map")
-    checkpoint = tmp_path / f"checkpoints/step-{SAVED:08d}"
+def forged(folder: Path, change: Callable[[Any], object]) -> str:
+    """What loading the first leg's checkpoint comes to, once its optimizer's non-tensor state is changed."""
+    first_leg(folder, "map")
+    checkpoint = folder / f"checkpoints/step-{SAVED:08d}"
     content = json.loads((checkpoint / "shared.json").read_bytes())
-    name = content["states"]["optimizer"]["states"][0]["spread"]["exp_avg"].pop()
+    change(content["states"]["optimizer"]["states"][0])
     (checkpoint / "shared.json").write_text(json.dumps(content))
     agree(checkpoint)
-    outcome = believe(tmp_path, "map")
+    return believe(folder, "map")
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"eps": 10**40}, "groups[0].eps: 1"),
+        (
+            {"betas": {"$tuple": [0.9, 3.0]}},
+            "groups[0]: AdamW does not accept it: Invalid beta parameter at index 1: 3.0",
+        ),
+    ],
+)
+def test_a_hyperparameter_that_no_step_could_take_is_refused(
+    tmp_path: Path, changed: dict[str, Any], words: str
+) -> None:
+    """The constructor of the optimizer would refuse it, too."""
+    outcome = forged(tmp_path, lambda optimizer: optimizer["groups"][0].update(changed))
     assert outcome.startswith("refused: ")
-    assert f"tensor that is not listed: {name}.exp_avg" in outcome
+    assert words in outcome
+
+
+def test_a_moment_that_the_optimizer_does_not_list_is_refused(tmp_path: Path) -> None:
+    """Its tensor is there; without it the first step would raise a KeyError."""
+    dropped: list[str] = []
+    outcome = forged(tmp_path, lambda optimizer: dropped.append(optimizer["spread"]["exp_avg"].pop()))
+    assert outcome.startswith("refused: ")
+    assert f"tensor that is not listed: {dropped[0]}.exp_avg" in outcome

@@ -90,6 +90,36 @@ def check_optimizer_rest(rest: State, optimizer: torch.optim.Optimizer, where: s
         example = {key: value for key, value in here.items() if key not in ("params", "param_names")}
         given = {key: value for key, value in saved.items() if value is not None or key not in optional}
         check_like(given, example, f"{where}.groups[{number}]")
+        if any(_is_number(value) and value != example.get(key) for key, value in given.items()):
+            _check_accepted(type(optimizer), given, f"{where}.groups[{number}]")
+
+
+_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
+"""Arguments that choose how a step is computed."""
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float | tuple)
+
+
+def _check_accepted(kind: type[torch.optim.Optimizer], group: dict[str, Any], where: str) -> None:
+    """Let a torch optimizer judge hyperparameters as its constructor does; out of range they fail in the first step.
+
+    Raises:
+        StateMismatch: if the constructor would refuse one.
+    """
+    numbers = {key: value for key, value in group.items() if _is_number(value) and key not in _IMPLEMENTATION}
+    for key, value in numbers.items():
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, int) and number.bit_length() > 63:
+                raise StateMismatch(f"{where}.{key}: {value} does not fit into 64 bits")
+    if not kind.__module__.startswith("torch.optim."):
+        return
+    known = inspect.signature(kind).parameters
+    try:
+        kind([torch.zeros(1, 1)], **{key: value for key, value in numbers.items() if key in known})
+    except ValueError as error:
+        raise StateMismatch(f"{where}: {kind.__name__} does not accept it: {error}") from error
 
 
 def _optional_arguments(kind: type) -> set[str]:
