@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 
 from dalsegno.system.lazy_exports import lazy_exports
 
-from .stats.smooth import smooth as smooth  # eagerly: a lazy name would resolve to the module of that name
-
 if TYPE_CHECKING:
     from .diff import FieldDifference as FieldDifference
     from .diff import RecordDifference as RecordDifference
@@ -37,6 +35,7 @@ if TYPE_CHECKING:
     from .stats.detect import DetectorSettings as DetectorSettings
     from .stats.detect import Firing as Firing
     from .stats.detect import detect_divergence as detect_divergence
+    from .stats.smooth import smooth as smooth
     from .stats.spikes import Spike as Spike
     from .stats.spikes import find_spikes as find_spikes
     from .stats.sweep import Candidate as Candidate
