@@ -32,31 +32,33 @@ class Stop(NamedTuple):
 
 
 STEP = [
-    Stop("training.trainer:Trainer.train", "lock, restore, then the loop"),
-    Stop("training.loop:train", "the story on one screen"),
-    Stop("training.session:Session.steps", "the next step's micro-batches"),
+    Stop("training.trainer:Trainer.train", "lock output_dir, restore, run the loop"),
+    Stop("training.loop:train", "the loop, on one screen"),
+    Stop("training.session:Session.steps", "epochs; what the next step's end will do"),
     Stop("data.step_batch:iter_steps", "which samples a step takes"),
-    Stop("training.step:TrainStep", "accumulate, clip, update"),
-    Stop("training.session:Session.step_end", "count the step"),
+    Stop("training.step:TrainStep", "accumulate, clip, update, schedule"),
+    Stop("training.session:Session.step_end", "count the step; on_step_end"),
     Stop("training.step_boundary:StepBoundary.run_due_actions", "log, evaluate, save, stop: all ranks together"),
 ]
 SAVE = [
-    Stop("training.step_boundary:StepBoundary.run_due_actions", "a save is due, or a rank asks for one"),
-    Stop("training.save_coordinator:SaveCoordinator.save", "at most one at a time; on_before_save"),
+    Stop("training.step_boundary:StepBoundary.run_due_actions", "a save is due, or requested on any rank"),
+    Stop("training.save_coordinator:SaveCoordinator.save", "one at a time; on_before_save"),
     Stop("training.checkpointer:Checkpointer.save", "what is saved: tensors and components"),
-    Stop("checkpoint.manager:CheckpointManager.save_async", "plan, copy into buffers: the only pause"),
-    Stop("checkpoint.save.async_save:AsyncSave", "writes and hashes the files, then the manifest", True),
-    Stop("system.filesystem:rename", "publishes the checkpoint", True),
+    Stop("checkpoint.manager:CheckpointManager.save_async", "the checkpoints of a run"),
+    Stop("checkpoint.save.snapshot:Snapshotter.capture", "copies into buffers: the only pause"),
+    Stop("checkpoint.save.async_save:AsyncSave", "streams files to disk, with checksums", True),
+    Stop("checkpoint.format.checkpoint_dir:publish", "writes the manifest, then renames", True),
     Stop("training.save_coordinator:SaveCoordinator.finalize", "at a later boundary: on_save"),
 ]
 RESUME = [
     Stop("training.trainer:Trainer.train", "resume_from_checkpoint=True"),
     Stop("training.lifecycle:RunLifecycle.restore", "under the lock of output_dir"),
-    Stop("training.resume:Resumer.select_checkpoint", "the newest one whose every byte verifies"),
-    Stop("checkpoint.manager:CheckpointManager.find", "damaged ones are passed over, with the reason"),
-    Stop("training.resume:Resumer.load", "compares settings, then loads"),
-    Stop("checkpoint.manager:CheckpointManager.load", "everything is compared before anything changes"),
-    Stop("logs.rewind:rewind", "each log is cut back to its saved offset"),
+    Stop("training.resume:Resumer.select_checkpoint", "the newest one, or the one at a path"),
+    Stop("checkpoint.manager:CheckpointManager.find", "verifies every byte, quarantines damaged ones"),
+    Stop("training.resume:Resumer.load", "one timeline: what came later is archived"),
+    Stop("training.checkpointer:Checkpointer.load", "what is to be loaded"),
+    Stop("checkpoint.manager:CheckpointManager.load", "compares everything, then changes something"),
+    Stop("logs.rewind:rewind", "cuts each log back to its saved offset"),
 ]
 
 

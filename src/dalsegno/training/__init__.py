@@ -1,4 +1,6 @@
-"""The engine, in reading order: no module imports from a line above its own.
+"""The training engine: steps, what happens between them, saves and resumes, of the Trainer and of Run alike.
+
+In reading order: no module imports from a line above its own.
 
 ::
 
