@@ -45,7 +45,7 @@ SAVE = [
     Stop("training.save_coordinator:SaveCoordinator.save", "one at a time; on_before_save"),
     Stop("training.checkpointer:Checkpointer.save", "what is saved: tensors and components"),
     Stop("checkpoint.manager:CheckpointManager.save_async", "the checkpoints of a run"),
-    Stop("checkpoint.save.snapshot:Snapshotter.capture", "copies into buffers: the only pause"),
+    Stop("checkpoint.save.snapshot:Snapshotter.capture", "copies into buffers while training waits"),
     Stop("checkpoint.save.async_save:AsyncSave", "streams files to disk, with checksums", True),
     Stop("checkpoint.format.checkpoint_dir:publish", "writes the manifest, then renames", True),
     Stop("training.save_coordinator:SaveCoordinator.finalize", "at a later boundary: on_save"),
@@ -57,8 +57,8 @@ RESUME = [
     Stop("checkpoint.manager:CheckpointManager.find", "verifies every byte, quarantines damaged ones"),
     Stop("training.resume:Resumer.load", "one timeline: what came later is archived"),
     Stop("training.checkpointer:Checkpointer.load", "what is to be loaded"),
-    Stop("checkpoint.manager:CheckpointManager.load", "compares everything, then changes something"),
-    Stop("logs.rewind:rewind", "cuts each log back to its saved offset"),
+    Stop("checkpoint.manager:CheckpointManager.load", "compares everything, then loads"),
+    Stop("logs.rewind:rewind", "archives what came later; logs/writer.py cuts it"),
 ]
 
 

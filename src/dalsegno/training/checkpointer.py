@@ -62,7 +62,7 @@ class Checkpointer:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Inside, this process owns the run's checkpoints. At the end all saves and uploads have finished."""
+        """Own the run's checkpoints while the context is open; closing waits for all saves and uploads."""
         try:
             self._mirror.claim(take_over=self._parts.args.take_over_lock)
             self._manager.remove_partial()
@@ -105,7 +105,7 @@ class Checkpointer:
             CannotSave: on every rank, if a state contains what cannot be saved.
         """
         parts = self._parts
-        parts.random_state.step = step
+        parts.random_state.step = step  # part of the captured state
         return self._manager.save_async(
             step,
             self._contents.sharded(),
@@ -124,7 +124,7 @@ class Checkpointer:
         self._time_limit.allow_for(time.monotonic() - began)
 
     def amend(self, step: int, *, metrics: Mapping[str, float], is_best: bool) -> None:
-        """Write into that step's checkpoint, which is published, what an evaluation has measured since."""
+        """Add to that step's published checkpoint the metrics of an evaluation that ran after the save."""
         self._manager.amend(step, metrics=metrics, is_best=is_best)
 
     # -- find ---------------------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ class Checkpointer:
 
         Raises:
             StateMismatch: before anything is changed, if a saved state does not fit its object here.
-            DamagedCheckpoint: before anything is changed, if a state is missing without which no run can resume.
+            DamagedCheckpoint: before anything is changed, if a required state is missing.
         """
         _expect_whole_run(checkpoint)
         parts = self._parts
@@ -213,7 +213,7 @@ class Checkpointer:
         return report
 
     def component_load(self, path: Path, names: Collection[str], allowed: Collection[str]) -> Callable[[], LoadReport]:
-        """The load of only these components from ``path`` into a new run, verified and ready to be called.
+        """Verify ``path``, and return a function that loads only these components from it into a new run.
 
         Args:
             path: a checkpoint of any run or, for the model, safetensors.

@@ -25,7 +25,7 @@ _SAVE_DONE = ControlRequests(save_done=True)
 
 
 class SaveCoordinator:
-    """Decides whether a step is saved, fires on_before_save and on_save, and counts failed saves."""
+    """Runs requested saves one at a time, fires on_before_save and on_save, and counts failed saves."""
 
     def __init__(self, parts: RunParts, checkpointer: Checkpointer) -> None:
         self._args = parts.args
@@ -54,7 +54,7 @@ class SaveCoordinator:
         return _SAVE_DONE if self._current is not None and self._current.done else NO_REQUESTS
 
     def prepare(self) -> None:
-        """Prepare the first save, once in a leg, after its first step: the optimizer has its state then. Collective."""
+        """Allocate save buffers once in a leg, after its first step, when the optimizer has state. Collective."""
         if not self._is_prepared:
             self._is_prepared = True
             self._checkpointer.prepare()
@@ -122,12 +122,12 @@ class SaveCoordinator:
             dispatcher.save.fill(save.path, save.step, save.is_best)
             dispatcher.save.fire()
 
-    def skip_final_save(self) -> None:
-        """All ranks have agreed to end the leg without a checkpoint: that the last save failed is not an error."""
+    def tolerate_failed_save(self) -> None:
+        """All ranks have agreed to end the leg without a checkpoint: do not raise if the last save failed."""
         self._must_succeed = False
 
     def finish(self) -> None:
-        """At the end of a leg that no exception ends: finalize the last save. Collective.
+        """Finalize the last save of a leg that ends without an exception. Collective.
 
         Raises:
             SaveFailed: if it has failed.

@@ -1,6 +1,6 @@
 """Session: one leg of a run. Events, state and checkpoints around a training loop.
 
-A loop uses it so, :mod:`dalsegno.training.loop` as well as one around ``dalsegno.Run``::
+A leg is one process's part of a run. Usage, in :mod:`dalsegno.training.loop` and in a loop around ``dalsegno.Run``::
 
     with session:                               # on_train_begin
         for step_batch in session.steps():      # on_epoch_begin, on_step_begin
@@ -32,7 +32,7 @@ from .step_boundary import StepBoundary
 
 
 class Session:
-    """Runs from the present state, restored already, to the end of the run or of this leg.
+    """One leg: begins with the restored state, and ends when the run does or a stop is requested.
 
     Args:
         parts: of the run.
@@ -72,10 +72,10 @@ class Session:
         self._schedule = ActionSchedule(parts.args)
         self._world_size = collectives.world_size()
         self._position = parts.loader.position  # after the step in progress, in epochs; the same on all ranks
-        self._ends_epoch = False  # whether the step in progress does, if the length of the data is known
+        self._ends_epoch = False  # whether the step in progress is its epoch's last, if the length of the data is known
         self._due = DueActions()
         self._data_is_exhausted = False
-        self._is_checked = False
+        self._serializability_checked = False
         self._final_metrics: dict[str, Any] = {}
 
     # -- begin and end ------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ class Session:
         """The micro-batches of each remaining step. :meth:`step_end` must be called before the next one.
 
         Raises:
-            EmptyDataset: if there is not a single batch.
+            EmptyDataset: if the training data contains no batch.
         """
         epoch_begin, loader = self._dispatcher.epoch_begin, self._loader
         self._position = agreed_position(loader)
@@ -184,9 +184,9 @@ class Session:
             if 0 < self._args.max_steps <= self._state.global_step:  # the loader is longer than its length says
                 return
             self._plan_step(step_batch)
-            if not self._is_checked:  # again: only now does a loader, or a callback, have all of its state
+            if not self._serializability_checked:  # again: some loaders and callbacks create state with the first batch
                 self._checkpointer.check_serializable()
-                self._is_checked = True
+                self._serializability_checked = True
             if step_begin:
                 step_begin.fire()
             self.step_batch = step_batch
@@ -260,14 +260,14 @@ class Session:
         return self._schedule.at_epoch_end(self._loader.epoch + 1, step)
 
     def _end_of_data(self) -> None:
-        """An epoch had no batch."""
+        """End the run: the loader yielded no batch in this epoch."""
         if self._state.global_step == 0:
-            raise EmptyDataset("the training data has not a single batch; look at the dataset, or at drop_last")
+            raise EmptyDataset("the training data contains no batch; look at the dataset, or at drop_last")
         self._data_is_exhausted = True
         self._boundary.run_due_actions(self._schedule.at_data_end())
 
     def _ends_inside_epoch(self) -> bool:
-        """Whether the run ends here, in the middle of an epoch, whose end then does not come."""
+        """Whether the run ends here, within an epoch, so that on_epoch_end does not fire."""
         epoch_is_used_up = self._loader.started and self._position >= self._loader.epoch + 1
         return self._schedule.is_last(self._state.global_step, self._position) and not epoch_is_used_up
 

@@ -2,11 +2,11 @@
 
 ::
 
-    step_end → train_metrics → log_step → log
+    (session: step_end, train_metrics) → log_step → log
              → for each evaluation set: its events and batches
-             → save (of the save before) → before_save → capture → step_done
+             → save (of the previous save) → before_save → capture → (session: step_done)
 
-So the captured state contains all that happened in its step. It is written to disk while the next steps run, and
+So the captured state includes the step's logs and evaluation results. It is written to disk while the next steps run, and
 on_save fires at the first boundary after the checkpoint is published.
 """
 
@@ -39,7 +39,7 @@ class StepBoundary:
         evaluations: Sequence[Evaluation],
         sources: Sequence[RequestSource],
     ) -> None:
-        """``sources``: of requests, beside the callbacks."""
+        """``sources``: of requests other than those of callbacks, such as signals and the time limit."""
         self._args = parts.args
         self._dispatcher = parts.dispatcher
         self._state = parts.state
@@ -51,7 +51,7 @@ class StepBoundary:
         self.begin_leg()
 
     def begin_leg(self) -> None:
-        """Forget every decision of the previous leg."""
+        """Reset what the previous leg decided."""
         self._save_interval_s = self._args.saving.interval_s
         self._saved_at = time.monotonic()
         sources = [*self._sources, self.saves.poll]
@@ -73,8 +73,8 @@ class StepBoundary:
     def run_due_actions(self, due: DueActions, *, epoch_ends: bool = False) -> None:
         """Run what is ``due``, and what callbacks request as far as the ranks agree on it here. Collective.
 
-        ``epoch_ends``: the end of the epoch follows at once. A save requested here is then held until there, so that
-        one checkpoint contains both, unless the leg ends here.
+        ``epoch_ends``: this step is its epoch's last. Unless the leg ends here, a save is held until after on_epoch_end,
+        so that one checkpoint contains both.
         """
         control_sync = self._control_sync
         requests = control_sync.sync() if any(due) or epoch_ends else control_sync.poll()
@@ -88,7 +88,7 @@ class StepBoundary:
         if requests.stop or requests.abort:
             self._stop()
         if requests.abort:
-            self.saves.skip_final_save()
+            self.saves.tolerate_failed_save()
         if requests.end_epoch:
             self._state.epoch_is_cut = True
         if requests.save_done:
@@ -101,9 +101,9 @@ class StepBoundary:
             self.saves.prepare()
 
     def save_held(self, *, also: bool) -> None:
-        """Save what :meth:`run_due_actions` has held until an epoch's end that does not come. Collective.
+        """Run a held save when the loop is left before on_epoch_end. Collective.
 
-        ``also``: a save was due at that end itself.
+        ``also``: a save was due at the end of the epoch, too.
         """
         if self._save_is_held or also:
             self._save_is_held = False
@@ -118,7 +118,7 @@ class StepBoundary:
         self.saves.save(self.evaluations.metrics(), self._control_sync)
         if control.should_abort_without_save:
             self._stop()
-            self.saves.skip_final_save()
+            self.saves.tolerate_failed_save()
         else:
             control.stop_reason, control.stopped_by, control.stop_is_final = asked
 

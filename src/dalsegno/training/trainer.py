@@ -52,7 +52,7 @@ _MEANT = {
 
 _UNSUPPORTED_IF_FUSED = dict.fromkeys(
     [Event.GRADIENTS_READY, Event.PRE_OPTIMIZER_STEP],
-    "fuse_optim_with_backward=True cannot fire, since no moment has all gradients; remove one of the two",
+    "fuse_optim_with_backward=True cannot fire, since all gradients never exist at the same time; remove one of the two",
 )
 
 
@@ -74,7 +74,7 @@ class Trainer:
         lr_scheduler: one or a list, each stepped after every step (a ``ReduceLROnPlateau`` after every evaluation,
             with ``metric_for_best_model``); None: warm-up and decay from ``args``.
         callbacks: called in this order, after the default ones; those of other libraries work too.
-        processing_class: the tokenizer or the like; passed to callbacks.
+        processing_class: tokenizer or processor; passed to callbacks.
 
     Raises:
         ConfigurationError: if parts are missing, or do not fit together.
@@ -173,8 +173,8 @@ class Trainer:
             load_components: load only these, say ``("model",)``, and begin a new run with them: from another run's
                 checkpoint at the path or, for the model, a file or folder of safetensors there. Once this run has
                 checkpoints, it resumes from the newest of them.
-            continue_stopped: train on although a callback has judged the training to be over (early stopping, a
-                divergence). Otherwise such a run resumes only if ``max_steps`` or ``num_train_epochs`` was raised.
+            continue_stopped: continue a run that a callback has ended (early stopping, a divergence). Otherwise such a
+                run resumes only if ``max_steps`` or ``num_train_epochs`` was raised.
 
         Raises:
             UnknownName: for an unknown name in ``allow_changes`` or ``load_components``.
@@ -182,7 +182,7 @@ class Trainer:
             NotFound: if there is no checkpoint at the path.
             DamagedCheckpoint: if the checkpoint at the path is damaged, or no checkpoint verifies.
             StateMismatch: before anything is changed, if a saved state does not fit its object here.
-            EmptyDataset: if there is not a single batch.
+            EmptyDataset: if the training data contains no batch.
         """
         options = ResumeOptions(
             resume_from_checkpoint, strict, strict_callbacks, allow_changes, load_components, continue_stopped
@@ -198,7 +198,7 @@ class Trainer:
                 return lifecycle.mark_finished(loop.train(lifecycle.session(resumed_from), self._train_step))
 
     def evaluate(self) -> dict[str, float]:
-        """Measure the present model on each evaluation set. Collective.
+        """Evaluate the model as it is on each evaluation set. Collective.
 
         Raises:
             ConfigurationError: if there is no evaluation set.
