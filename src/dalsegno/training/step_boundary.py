@@ -6,8 +6,8 @@
              → for each evaluation set: its events and batches
              → save (of the previous save) → before_save → capture → (session: step_done)
 
-So the captured state includes the step's logs and evaluation results. It is written to disk while the next steps run, and
-on_save fires at the first boundary after the checkpoint is published.
+So the captured state includes the step's logs and evaluation results. It is written to disk while the next steps
+run, and on_save fires at a boundary after the checkpoint is published.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class StepBoundary:
     def run_due_actions(self, due: DueActions, *, epoch_ends: bool = False) -> None:
         """Run what is ``due``, and what callbacks request as far as the ranks agree on it here. Collective.
 
-        ``epoch_ends``: this step is its epoch's last. Unless the leg ends here, a save is held until after on_epoch_end,
-        so that one checkpoint contains both.
+        ``epoch_ends``: this step is its epoch's last. Unless the leg ends here, a save is held until after
+        on_epoch_end, so that one checkpoint contains both.
         """
         control_sync = self._control_sync
         requests = control_sync.sync() if any(due) or epoch_ends else control_sync.poll()

@@ -52,7 +52,7 @@ _MEANT = {
 
 _UNSUPPORTED_IF_FUSED = dict.fromkeys(
     [Event.GRADIENTS_READY, Event.PRE_OPTIMIZER_STEP],
-    "fuse_optim_with_backward=True cannot fire, since all gradients never exist at the same time; remove one of the two",
+    "fuse_optim_with_backward=True cannot fire, since not all gradients exist at any one time; remove one of the two",
 )
 
 
