@@ -23,6 +23,9 @@ settings.load_profile("steady")
 # Small sums gain nothing by more threads, and these wait for each other by turning in circles.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Where an error comes from matters to whoever mends a test.
+os.environ["DALSEGNO_FULL_TRACEBACK"] = "1"
+
 # A proxy would be asked for what lies on this machine.
 os.environ["no_proxy"] = os.environ["NO_PROXY"] = "127.0.0.1,localhost"
 

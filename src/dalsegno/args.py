@@ -11,6 +11,7 @@ from typing import Any, Literal
 from .errors import ConfigurationError, UnknownName
 from .policies.retention import Best, Latest, Retention, retention_of
 from .policies.triggers import Every, OnBest, SaveTrigger, save_trigger
+from .system.tracebacks import short_traceback
 from .system.urls import cache_dir, is_mangled_url, is_url
 
 Strategy = Literal["no", "steps", "epoch"]
@@ -178,6 +179,7 @@ class TrainingArguments:
                 raise UnknownName(f"argument of {cls.__name__}", name, known, MEANT)
         return super().__new__(cls)
 
+    @short_traceback
     def __post_init__(self) -> None:
         if not is_url(self.output_dir):
             if self.local_dir is not None:

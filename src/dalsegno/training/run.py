@@ -47,6 +47,7 @@ from dalsegno.distributed.sharded_tensors import check_materialized, device_of
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.table import Event
 from dalsegno.state import TrainerControl, TrainerState
+from dalsegno.system.tracebacks import short_traceback
 
 from .lifecycle import RunLifecycle
 from .parts import build_parts
@@ -107,6 +108,7 @@ class Run:
             model's nor in ``state``, or none of the model's.
     """
 
+    @short_traceback
     def __init__(
         self,
         args: TrainingArguments,
@@ -181,6 +183,7 @@ class Run:
         """How the run ended; None until it has."""
         return self._finished if self._session is None else self._session.result
 
+    @short_traceback
     def __enter__(self) -> Self:
         lifecycle = self._lifecycle
         with ExitStack() as held:

@@ -25,6 +25,7 @@ from dalsegno.events.callback import Callback
 from dalsegno.events.registration import check_callbacks
 from dalsegno.events.table import Event
 from dalsegno.state import TrainerControl, TrainerState
+from dalsegno.system.tracebacks import short_traceback
 
 from . import loop
 from .evaluation import LossEvaluation
@@ -87,6 +88,7 @@ class Trainer:
                 raise UnknownName(f"argument of {cls.__name__}", name, known, _MEANT)
         return super().__new__(cls)
 
+    @short_traceback
     def __init__(
         self,
         model: nn.Module,
@@ -150,6 +152,7 @@ class Trainer:
         """In calling order."""
         return self._parts.callbacks.bound
 
+    @short_traceback
     def train(
         self,
         resume_from_checkpoint: bool | str | Path = True,
@@ -197,6 +200,7 @@ class Trainer:
             with self._train_step.leg():
                 return lifecycle.mark_finished(loop.train(lifecycle.session(resumed_from), self._train_step))
 
+    @short_traceback
     def evaluate(self) -> dict[str, float]:
         """Evaluate the model as it is on each evaluation set. Collective.
 
@@ -210,6 +214,7 @@ class Trainer:
             )
         return self._lifecycle.boundary.evaluations.evaluate()
 
+    @short_traceback
     def predict(self, test_dataset: Any) -> dict[str, float]:
         """Measure the present model on other data: ``test_loss`` and so on. Collective.
 
@@ -248,10 +253,12 @@ class Trainer:
         """
         return self._parts.loader.skip(samples)
 
+    @short_traceback
     def add_callback(self, callback: object) -> None:
         """Add a callback; it is called after the others."""
         self._parts.callbacks.add(callback)
 
+    @short_traceback
     def remove_callback(self, callback: object) -> Callback:
         """Remove a callback, given itself or its key, and return it.
 
