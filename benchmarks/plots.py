@@ -61,7 +61,7 @@ def _seconds(series: Series) -> float:
         smoothed=smooth(series.values, window),
         window=window,
         dotted=False,
-        beside=False,
+        is_companion=False,
     )
     draw([[Panel("loss", "a run", "step", "loss", [curve])]], View())._repr_png_()
     return time.perf_counter() - began

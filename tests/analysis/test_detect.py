@@ -101,5 +101,5 @@ def test_bad_runs_of_nan_only_have_no_limit() -> None:
 
 
 def test_a_sweep_needs_both_kinds() -> None:
-    with pytest.raises(ConfigurationError, match="both kinds"):
+    with pytest.raises(ConfigurationError, match="both good and bad runs"):
         sweep_settings([falling()], [])

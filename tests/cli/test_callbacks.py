@@ -17,7 +17,7 @@ def test_the_list_has_every_builtin_with_a_line(capsys: pytest.CaptureFixture[st
     lines = {line.split()[0]: line for line in table}
     assert set(callbacks.__all__) <= set(lines)
     assert "built-in" in lines["JsonLogger"]
-    assert "Writes one record for each on_log" in lines["JsonLogger"]
+    assert "Writes one record at each on_log" in lines["JsonLogger"]
     assert main(["callbacks", "list", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert {row["name"] for row in rows} == set(lines)
@@ -42,7 +42,7 @@ def test_one_is_shown_with_its_arguments(capsys: pytest.CaptureFixture[str]) -> 
     page = capsys.readouterr().out
     lines = {line.split()[0]: line.split("  ") for line in page.splitlines() if "  " in line}
     told = [part.strip() for part in lines["patience"] if part]
-    assert told == ["patience", "int", "3", "how many bad observations in a row end the training."]
+    assert told == ["patience", "int", "3", "number of consecutive bad observations that stops training."]
     assert "'stop' or 'abort'" in [part.strip() for part in lines["action"]]
     assert "Handles on_log.\nHas state, saved with each checkpoint.\n" in page
     assert "Args:" not in page

@@ -399,7 +399,7 @@ def test_a_generator_that_is_gone() -> None:
     feed = dataset(lambda: Augmented(11))()
     next(iter(feed))
     state = feed.state_dict()
-    with pytest.raises(StateMismatch, match=r"'dataset.numpy' of the data was saved, and now it is not there"):
+    with pytest.raises(StateMismatch, match=r"'dataset.numpy' of the data was saved, and now it is missing"):
         dataset(lambda: Numbers(11))().load_state_dict(state)
     with pytest.raises(StateMismatch, match=r"'dataset.python' of the data was saved, and now it is Random"):
         dataset(lambda: Augmented(11))().load_state_dict({**state, "generators": {"dataset.python": [1, 2]}})

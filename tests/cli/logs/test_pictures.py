@@ -62,7 +62,7 @@ def test_what_is_written(
         (["heatmap", "killed", "-f", "nothing"], "no parameter of killed matches 'nothing'"),
         (["compare", "killed"], "a comparison needs at least two"),
         (["detect"], "no runs given: name them as"),
-        (["detect", "killed", "--sweep"], "a sweep needs runs of both kinds"),
+        (["detect", "killed", "--sweep"], "a sweep needs both good and bad runs"),
         (["detect", "killed", "--patience", "0"], "patience is 0"),
         (["report", "killed", "-o", "nowhere/a.html"], "name a file in an existing directory"),
     ],
