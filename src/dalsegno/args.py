@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from .errors import ConfigurationError, UnknownName
 from .policies.retention import Best, Latest, Retention, retention_of
+from .policies.step_schedule import StepSchedule, StepValues
 from .policies.triggers import Every, OnBest, SaveTrigger, save_trigger
 from .system.tracebacks import short_traceback
 from .system.urls import cache_dir, is_mangled_url, is_url
@@ -45,6 +46,7 @@ MEANT = {
     "batch_size": "per_device_train_batch_size",
     "train_batch_size": "per_device_train_batch_size",
     "eval_batch_size": "per_device_eval_batch_size",
+    "batch_size_schedule": "gradient_accumulation_schedule",
     "epochs": "num_train_epochs",
     "steps": "max_steps",
     "warmup_ratio": "warmup_steps",
@@ -81,6 +83,9 @@ class TrainingArguments:
     """Samples per evaluation batch and rank."""
     gradient_accumulation_steps: int = 1
     """Micro-batches per step. The remainder at the end of an epoch is a smaller step."""
+    gradient_accumulation_schedule: StepValues | None = None
+    """Micro-batches per step, instead, by the number of finished steps from which they apply: ``{0: 1, 1000: 2}``, or
+    that as text. None: the same number all along."""
 
     learning_rate: float = 5e-5
     """Peak learning rate of the default AdamW."""
@@ -214,6 +219,7 @@ class TrainingArguments:
         if seconds is not None and (type(seconds) not in (int, float) or not 0 < seconds < math.inf):
             raise ConfigurationError(f"max_seconds={seconds!r}; needs a number over 0, or None for no limit")
         self._check_policies()
+        self._check_accumulation()
         if self.load_best_model_at_end and not (self.evaluation and self.saving):
             raise ConfigurationError(
                 "load_best_model_at_end=True needs evaluations and checkpoints; see eval_steps, save_steps"
@@ -242,6 +248,23 @@ class TrainingArguments:
             self.keep = retention_of(self.keep)
             if self.save_total_limit is not None:
                 raise ConfigurationError(f"keep={self.keep!r}, and save_total_limit= too; give only one")
+
+    def _check_accumulation(self) -> None:
+        if self.gradient_accumulation_schedule is None:
+            return
+        self.gradient_accumulation_schedule = self.accumulation.values
+        if self.gradient_accumulation_steps != _default("gradient_accumulation_steps"):
+            raise ConfigurationError(
+                f"gradient_accumulation_schedule={self.gradient_accumulation_schedule!r}, and "
+                "gradient_accumulation_steps= too; give only one"
+            )
+
+    @property
+    def accumulation(self) -> StepSchedule:
+        """Micro-batches of each step, from ``gradient_accumulation_schedule`` or ``gradient_accumulation_steps``."""
+        if self.gradient_accumulation_schedule is None:
+            return StepSchedule("gradient_accumulation_steps", {0: self.gradient_accumulation_steps})
+        return StepSchedule("gradient_accumulation_schedule", self.gradient_accumulation_schedule)
 
     @property
     def directory(self) -> Path:
@@ -302,7 +325,8 @@ class TrainingArguments:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as a JSON-serializable dict."""
-        texts = {name: getattr(self, name) for name in ("output_dir", "local_dir", "save", "keep")}
+        written = ("output_dir", "local_dir", "save", "keep", "gradient_accumulation_schedule")
+        texts = {name: getattr(self, name) for name in written}
         return asdict(self) | {name: None if value is None else str(value) for name, value in texts.items()}
 
 

@@ -136,7 +136,7 @@ def _squared_norm(model: nn.Module) -> Tensor:
 
 
 def _refuse_what_cannot_be_measured(ctx: Context) -> None:
-    if ctx.args.gradient_accumulation_steps < 2:
+    if max(ctx.args.accumulation.values.values()) < 2:
         raise ConfigurationError(
             "GradientNoiseScale: needs two micro-batches in a step, to compare the gradients of one and of all: "
             "gradient_accumulation_steps=2 or more, with a smaller per_device_train_batch_size for the same batch"

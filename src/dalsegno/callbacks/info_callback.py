@@ -124,13 +124,15 @@ def _device_line(model: nn.Module) -> str:
 
 
 def _batch_line(ctx: Context) -> str:
-    accumulated, world_size = ctx.args.gradient_accumulation_steps, collectives.world_size()
+    schedule, world_size = ctx.args.accumulation.values, collectives.world_size()
+    accumulated = schedule[0]
+    changes = f" at first; micro-batches by step: {schedule}" * (len(schedule) > 1)
     size = _batch_size(ctx)
     factors = f" x {accumulated} micro-batches" * (accumulated > 1) + f" x {world_size} ranks" * (world_size > 1)
     if size is None:
-        return "as the loader gives it" + factors
+        return "as the loader gives it" + factors + changes
     product = f"{factors} = {size * accumulated * world_size} samples" if factors else " samples"
-    return f"{size}{product} a step"
+    return f"{size}{product} a step{changes}"
 
 
 def _batch_size(ctx: Context) -> int | None:

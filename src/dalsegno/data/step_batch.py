@@ -12,7 +12,7 @@ ranks have, because the others would otherwise wait for it forever.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
@@ -73,8 +73,9 @@ class StepBatch:
         return self.weights[index] / self.total if self.total else 0.0
 
 
-def iter_steps(feed: Source, size: int, loss_weight: LossWeight | None = None) -> Iterator[StepBatch]:
-    """Yield the rest of the epoch in steps of ``size`` micro-batches; the last step may be smaller.
+def iter_steps(feed: Source, sizes: Iterable[int], loss_weight: LossWeight | None = None) -> Iterator[StepBatch]:
+    """Yield the rest of the epoch in steps of ``sizes`` micro-batches, endless and read step by step; the last step may
+    be smaller.
 
     Raises:
         EmptyDataset: if one rank has no batch while another has one.
@@ -82,7 +83,7 @@ def iter_steps(feed: Source, size: int, loss_weight: LossWeight | None = None) -
     source = iter(feed)
     alone = collectives.world_size() == 1
     known = feed.lockstep and loss_weight is None
-    while True:
+    for size in sizes:
         began = time.perf_counter()
         held = list(islice(source, size))
         seconds = time.perf_counter() - began

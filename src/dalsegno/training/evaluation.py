@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import repeat
 from typing import Protocol
 
 import torch
@@ -79,7 +80,7 @@ class LossEvaluation:
         """This rank's weighted sum of losses; the weights and the samples of all ranks."""
         dispatcher, weight, samples = self._dispatcher, 0.0, 0
         losses: list[torch.Tensor] = []
-        for index, step_batch in enumerate(iter_steps(self._loader, 1, self._loss_weight)):
+        for index, step_batch in enumerate(iter_steps(self._loader, repeat(1), self._loss_weight)):
             between_batches()
             batch = to_device(step_batch.microbatches[0].batch, self._device)
             loss, outputs = self._forward(batch)

@@ -94,7 +94,7 @@ class Recorder:
         }
         microbatch = self._loader.samples_per_microbatch()
         if microbatch is not None:
-            metrics["effective_batch_size"] = microbatch * self._args.gradient_accumulation_steps
+            metrics["effective_batch_size"] = microbatch * self._args.accumulation.at(max(state.global_step, 1) - 1)
         loss = self._metrics.run_loss()
         if loss is not None:
             metrics["train_loss"] = loss

@@ -293,8 +293,9 @@ class Run:
             raise ConfigurationError("run.step_end(): no step has begun; take a batch from the run first")
         if not self.is_last_microbatch:
             of = f"{self._index + 1} of the {len(step_batch.microbatches)} batches of this step"
+            size = self.args.accumulation.at(self.state.global_step)
             raise ConfigurationError(
-                f"run.step_end() after {of} (gradient_accumulation_steps={self.args.gradient_accumulation_steps}); "
+                f"run.step_end() after {of} (gradient_accumulation_steps={size}); "
                 "update the weights and call it only if run.is_last_microbatch"
             )
         self._session.step_end(

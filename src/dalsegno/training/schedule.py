@@ -62,4 +62,12 @@ def planned_steps(args: TrainingArguments, loader: ResumableLoader) -> int:
     microbatches = loader.microbatches_per_epoch()
     if microbatches is None:
         return -1
-    return math.ceil(args.num_train_epochs * math.ceil(microbatches / args.gradient_accumulation_steps))
+    accumulation, epochs, step = args.accumulation, 0, 0
+    while step < accumulation.last_change and epochs + 1 <= args.num_train_epochs:
+        step += accumulation.steps_to_consume(microbatches, step)
+        epochs += 1
+    if step < accumulation.last_change:
+        left = math.ceil(args.num_train_epochs * microbatches) - epochs * microbatches
+        return step + accumulation.steps_to_consume(left, step)
+    each = accumulation.steps_to_consume(microbatches, step)  # of all later epochs
+    return step + math.ceil(args.num_train_epochs * each) - epochs * each

@@ -180,7 +180,7 @@ class Session:
         if self._state.epoch_is_cut:  # by the step that the leg resumes from
             return
         step_begin = self._dispatcher.step_begin
-        for step_batch in iter_steps(self._loader, self._args.gradient_accumulation_steps, self._loss_weight):
+        for step_batch in iter_steps(self._loader, self._step_sizes(), self._loss_weight):
             if 0 < self._args.max_steps <= self._state.global_step:  # the loader is longer than its length says
                 return
             self._plan_step(step_batch)
@@ -198,6 +198,12 @@ class Session:
                 )
             if self._boundary.stopping or self._state.epoch_is_cut or self._ends_inside_epoch():
                 return
+
+    def _step_sizes(self) -> Iterator[int]:
+        """Micro-batches of each step from here on."""
+        accumulation = self._args.accumulation
+        while True:
+            yield accumulation.at(self._state.global_step)
 
     def step_end(
         self,

@@ -134,7 +134,8 @@ class RecordedSettings:
             values |= {f"optimizer.{name}": value for name, value in self._initial.values().items()}
         samples = self._loader.samples_per_microbatch()
         if samples is not None:
-            values["samples per step"] = samples * args.gradient_accumulation_steps
+            sizes = {step: samples * count for step, count in args.accumulation.values.items()}
+            values["samples per step"] = sizes[0] if len(sizes) == 1 else str(sizes)
         return values
 
     def _environment(self) -> dict[str, Any]:

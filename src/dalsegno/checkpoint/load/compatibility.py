@@ -113,6 +113,7 @@ RULES: dict[str, Rule] = {
     "world_size": Rule("info", "state is resharded; the data resumes at the same sample"),
     "per_device_train_batch_size": Rule("info", "the data resumes at the same sample"),
     "gradient_accumulation_steps": Rule("info", "the data resumes at the same sample"),
+    "gradient_accumulation_schedule": Rule("info", "the data resumes at the same sample"),
     "optimizer.*": Rule("info", "the checkpoint's value is used: it is part of your optimizer's state"),
 }
 """By setting; ``name.*`` covers all with that prefix. The new value of any other setting takes effect."""

@@ -53,13 +53,18 @@ class Loop(StandIn):
 
     def __init__(self, context: Context) -> None:
         args, self._state = context.args, context.state
+        self._accumulation = args.accumulation
         self.num_steps = None
         self.max_steps = args.max_steps if args.max_steps > 0 else None
         self.num_epochs = None if args.max_steps > 0 else args.num_train_epochs
         self.eval_frequency = args.evaluation.steps or None
-        self.grad_accum_steps = args.gradient_accumulation_steps
         self.train_only = not args.evaluation
         self.val_loop = ValidationLoop()
+
+    @property
+    def grad_accum_steps(self) -> int:
+        """Of the next step."""
+        return self._accumulation.at(self._state.global_step)
 
     @property
     def total_steps(self) -> int:

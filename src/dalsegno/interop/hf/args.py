@@ -67,6 +67,7 @@ class Arguments:
         args = context.args
         self._args = args
         self._model = context.model
+        self._state = context.state
         self.output_dir = str(args.directory)
         self.logging_dir = str(args.directory / "logs" / "tensorboard")
         self.logging_strategy, self.logging_steps = _schedule(args.logging)
@@ -96,8 +97,10 @@ class Arguments:
     _n_gpu = n_gpu
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_args":
+        if name.startswith("__") or name in ("_args", "_state"):
             raise AttributeError(name)
+        if name == "gradient_accumulation_steps":  # of the next step
+            return self._args.accumulation.at(self._state.global_step)
         if hasattr(self._args, name):
             return getattr(self._args, name)
         if name in _FIXED:

@@ -47,7 +47,7 @@ class SharedState(Callback):
             "is_local_process_zero": context.state.is_local_process_zero,
             "is_world_process_zero": context.state.is_world_process_zero,
         }
-        self._accumulation = args.gradient_accumulation_steps
+        self._accumulation = args.accumulation
         self._epoch = 0
         self.in_update = False
         """Whether the run is between a step's begin and its update, where forward passes are for training."""
@@ -103,7 +103,7 @@ class SharedState(Callback):
             self._of_step["elapsed_time"] = time.monotonic() - self._began
         self._batch_metrics = {
             "total_samples": ctx.samples_seen - self._samples_before,
-            "grad_accum_steps": self._accumulation,
+            "grad_accum_steps": self._accumulation.at(ctx.state.global_step - 1),
         }
 
     def on_log(self, ctx: LogContext) -> None:
