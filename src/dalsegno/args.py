@@ -40,6 +40,7 @@ _AT_LEAST: dict[str, float] = {
     "max_failed_saves": 1,
     "dataloader_num_workers": 0,
 }
+_AS_TEXT = ("output_dir", "local_dir", "save", "keep", "gradient_accumulation_schedule", "sequence_length_schedule")
 
 MEANT = {
     "lr": "learning_rate",
@@ -86,6 +87,8 @@ class TrainingArguments:
     gradient_accumulation_schedule: StepValues | None = None
     """Micro-batches per step, instead, by the number of finished steps from which they apply: ``{0: 1, 1000: 2}``, or
     that as text. None: the same number all along."""
+    sequence_length_schedule: StepValues | None = None
+    """Tokens to which sequences are cut in training, in the same notation: ``{0: 512, 2000: 1024}``. None: not cut."""
 
     learning_rate: float = 5e-5
     """Peak learning rate of the default AdamW."""
@@ -219,7 +222,7 @@ class TrainingArguments:
         if seconds is not None and (type(seconds) not in (int, float) or not 0 < seconds < math.inf):
             raise ConfigurationError(f"max_seconds={seconds!r}; needs a number over 0, or None for no limit")
         self._check_policies()
-        self._check_accumulation()
+        self._check_schedules()
         if self.load_best_model_at_end and not (self.evaluation and self.saving):
             raise ConfigurationError(
                 "load_best_model_at_end=True needs evaluations and checkpoints; see eval_steps, save_steps"
@@ -249,7 +252,14 @@ class TrainingArguments:
             if self.save_total_limit is not None:
                 raise ConfigurationError(f"keep={self.keep!r}, and save_total_limit= too; give only one")
 
-    def _check_accumulation(self) -> None:
+    def _check_schedules(self) -> None:
+        if self.sequence_lengths is not None:
+            self.sequence_length_schedule = self.sequence_lengths.values
+            if self.torch_compile:
+                raise ConfigurationError(
+                    "sequence_length_schedule= and torch_compile=True: compiled kernels depend on the lengths that a "
+                    "process has seen, so a resumed run would not be exact; use one of the two"
+                )
         if self.gradient_accumulation_schedule is None:
             return
         self.gradient_accumulation_schedule = self.accumulation.values
@@ -265,6 +275,13 @@ class TrainingArguments:
         if self.gradient_accumulation_schedule is None:
             return StepSchedule("gradient_accumulation_steps", {0: self.gradient_accumulation_steps})
         return StepSchedule("gradient_accumulation_schedule", self.gradient_accumulation_schedule)
+
+    @property
+    def sequence_lengths(self) -> StepSchedule | None:
+        """Tokens to which each step's sequences are cut, from ``sequence_length_schedule``; None: not cut."""
+        if self.sequence_length_schedule is None:
+            return None
+        return StepSchedule("sequence_length_schedule", self.sequence_length_schedule)
 
     @property
     def directory(self) -> Path:
@@ -325,8 +342,7 @@ class TrainingArguments:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as a JSON-serializable dict."""
-        written = ("output_dir", "local_dir", "save", "keep", "gradient_accumulation_schedule")
-        texts = {name: getattr(self, name) for name in written}
+        texts = {name: getattr(self, name) for name in _AS_TEXT}
         return asdict(self) | {name: None if value is None else str(value) for name, value in texts.items()}
 
 

@@ -19,7 +19,8 @@ from typing import Any, Self
 
 import torch
 
-from dalsegno.data.step_batch import LossWeight, StepBatch, agreed_position, iter_steps
+from dalsegno.data.sequence_length import ShortenedSequences
+from dalsegno.data.step_batch import LossWeight, Source, StepBatch, agreed_position, iter_steps
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError, EmptyDataset
 
@@ -180,7 +181,7 @@ class Session:
         if self._state.epoch_is_cut:  # by the step that the leg resumes from
             return
         step_begin = self._dispatcher.step_begin
-        for step_batch in iter_steps(self._loader, self._step_sizes(), self._loss_weight):
+        for step_batch in iter_steps(self._data(), self._step_sizes(), self._loss_weight):
             if 0 < self._args.max_steps <= self._state.global_step:  # the loader is longer than its length says
                 return
             self._plan_step(step_batch)
@@ -198,6 +199,13 @@ class Session:
                 )
             if self._boundary.stopping or self._state.epoch_is_cut or self._ends_inside_epoch():
                 return
+
+    def _data(self) -> Source:
+        """The loader, with sequences cut to the length that applies to each step."""
+        lengths = self._args.sequence_lengths
+        if lengths is None:
+            return self._loader
+        return ShortenedSequences(self._loader, lambda: lengths.at(self._state.global_step))
 
     def _step_sizes(self) -> Iterator[int]:
         """Micro-batches of each step from here on."""

@@ -114,6 +114,7 @@ RULES: dict[str, Rule] = {
     "per_device_train_batch_size": Rule("info", "the data resumes at the same sample"),
     "gradient_accumulation_steps": Rule("info", "the data resumes at the same sample"),
     "gradient_accumulation_schedule": Rule("info", "the data resumes at the same sample"),
+    "sequence_length_schedule": Rule("warning", "sequences are cut to other lengths"),
     "optimizer.*": Rule("info", "the checkpoint's value is used: it is part of your optimizer's state"),
 }
 """By setting; ``name.*`` covers all with that prefix. The new value of any other setting takes effect."""
