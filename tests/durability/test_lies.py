@@ -54,3 +54,16 @@ def test_a_moment_that_the_optimizer_does_not_list_is_refused(tmp_path: Path) ->
     outcome = forged(tmp_path, lambda optimizer: dropped.append(optimizer["spread"]["exp_avg"].pop()))
     assert outcome.startswith("refused: ")
     assert f"tensor that is not listed: {dropped[0]}.exp_avg" in outcome
+
+
+def test_a_count_of_the_loaders_that_is_none_is_refused(tmp_path: Path) -> None:
+    """torchdata adds to it when it gives its first batch."""
+    first_leg(tmp_path, "stateful")
+    checkpoint = tmp_path / f"checkpoints/step-{SAVED:08d}"
+    content = json.loads((checkpoint / "rank-00000.json").read_bytes())
+    content["states"]["loader"]["states"][0]["loader"]["_num_yielded"] = [0]
+    (checkpoint / "rank-00000.json").write_text(json.dumps(content))
+    agree(checkpoint)
+    outcome = believe(tmp_path, "stateful")
+    assert outcome.startswith("refused")
+    assert "loader._num_yielded: is [0]; must be a whole number" in outcome

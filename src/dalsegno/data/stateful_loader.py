@@ -169,6 +169,7 @@ class StatefulLoader(UserLoader):
 
     @staticmethod
     def _resumed(loader: Any, saved: Any) -> Iterator[Any]:
+        _check_counts(saved, "loader")
         try:
             with keep_exhausted_workers(loader, saved):
                 loader.load_state_dict(saved)
@@ -209,3 +210,23 @@ class StatefulLoader(UserLoader):
         self._set_position(state, "stateful")
         self._cut, self._saved, self._loaded_stream = state["cut"], state["loader"], state.get("stream")
         self._left, self._opened, self._resumed_inside, self._first_of_leg = None, False, False, None
+
+
+_COUNTS = ("_num_yielded", "_sampler_iter_yielded", "samples_yielded", "_num_workers", "_last_yielded_worker_id")
+"""Names in the state of torchdata's loader that hold a whole number."""
+_OF_THE_USER = ("dataset_state", "dataset_iter_state")
+"""Names that hold states of the user's own classes."""
+
+
+def _check_counts(saved: Any, path: str) -> None:
+    """
+    Raises:
+        StateMismatch: if a count of torchdata's is not a whole number, which fails only when a batch is read.
+    """
+    if not isinstance(saved, dict):
+        return
+    for name, value in saved.items():
+        if name in _COUNTS and value is not None and not isinstance(value, int):
+            raise StateMismatch(f"{path}.{name}: is {value!r}; must be a whole number")
+        if name not in _OF_THE_USER:
+            _check_counts(value, f"{path}.{name}")
