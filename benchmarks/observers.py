@@ -167,7 +167,7 @@ class Sentences(Dataset[dict[str, Tensor]]):
 class Turns(ds.Callback):
     """A training's share of the machine: while it has its turn, the others wait."""
 
-    makes_wishes = False
+    sets_control_flags = False
 
     def __init__(self, block: int, steps: int, mine: Semaphore, next_one: Semaphore) -> None:
         self._block, self.steps = block, steps

@@ -69,7 +69,7 @@ def stoppable_trainer(output_dir: Path, *callbacks: ds.Callback, quick: bool = T
         "disable_tqdm": True,
     }
     counts = CountsWithoutSaves()
-    counts.makes_wishes = quick
+    counts.sets_control_flags = quick
     own = [JsonLogger(run="stopped"), GradNormLogger(), DivergenceDetector(), DataOrder(), counts, RunningLoss()]
     trainer = ds.Trainer(
         TinyRegression(),

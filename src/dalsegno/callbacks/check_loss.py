@@ -24,7 +24,7 @@ class CheckLoss(Callback):
     checkpoint contains weights that such a loss has changed. Padding is not checked.
     """
 
-    makes_wishes = False  # except at records and checkpoints, where the ranks synchronize anyway
+    sets_control_flags = False  # except at records and checkpoints, where the ranks synchronize anyway
 
     def __init__(self) -> None:
         self._first: tuple[Tensor, Tensor, Tensor] | None = None

@@ -52,7 +52,7 @@ class ComputeBudget(Callback):
         ConfigurationError: for an invalid value.
     """
 
-    makes_wishes = False
+    sets_control_flags = False
     state_schema = ComputeBudgetState
 
     def __init__(

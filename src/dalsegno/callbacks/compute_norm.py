@@ -31,7 +31,7 @@ class ComputeNorm(Callback):
         ConfigurationError: if ``per_layer`` is neither True nor False.
     """
 
-    makes_wishes = False
+    sets_control_flags = False
 
     def __init__(self, per_layer: bool = False) -> None:
         self._per_layer = flag("ComputeNorm", "per_layer", per_layer)

@@ -39,7 +39,7 @@ class CountParams(Callback):
     """
 
     ranks = "zero"
-    makes_wishes = False
+    sets_control_flags = False
 
     def __init__(self, depth: int | None = 2) -> None:
         self._depth = None if depth is None else whole("CountParams", "depth", depth)

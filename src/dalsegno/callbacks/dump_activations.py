@@ -43,7 +43,7 @@ class DumpActivations(Callback):
         ConfigurationError: for an invalid value; when training begins, if no module's name matches.
     """
 
-    makes_wishes = False
+    sets_control_flags = False
 
     def __init__(self, outdir: str | Path = "activations", buffer_steps: int = 1, modules: str | None = None) -> None:
         self._outdir = folder("DumpActivations", "outdir", outdir)

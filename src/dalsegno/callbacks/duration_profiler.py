@@ -24,7 +24,7 @@ class DurationProfiler(Callback):
     wait for the device; costs one small reduction per record.
     """
 
-    makes_wishes = False
+    sets_control_flags = False
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = defaultdict(float)

@@ -61,7 +61,7 @@ class EMA(Callback):
         ConfigurationError: for an invalid value.
     """
 
-    makes_wishes = False
+    sets_control_flags = False
     background_safe = False
     state_schema = EMAState
 

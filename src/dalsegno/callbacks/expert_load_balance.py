@@ -61,7 +61,7 @@ class ExpertLoadBalance(Callback):
         ConfigurationError: for an invalid value; when training begins, if no module's name matches.
     """
 
-    makes_wishes = False
+    sets_control_flags = False
     state_schema = ExpertLoadState
 
     def __init__(

@@ -31,7 +31,7 @@ class FlopUtilization(Callback):
         ConfigurationError: if ``peak_hardware_flops`` is not a number over 0.
     """
 
-    makes_wishes = False
+    sets_control_flags = False
 
     def __init__(self, peak_hardware_flops: float | None = None) -> None:
         given = peak_hardware_flops

@@ -27,7 +27,7 @@ class GarbageCollection(Callback):
         ConfigurationError: if ``every`` is not a whole number.
     """
 
-    makes_wishes = False
+    sets_control_flags = False
 
     def __init__(self, every: int = 1000) -> None:
         self._every = whole("GarbageCollection", "every", every)

@@ -57,7 +57,7 @@ class GradientNoiseScale(Callback):
             they are freed before the end of the step.
     """
 
-    makes_wishes = False
+    sets_control_flags = False
 
     state_schema = NoiseScaleState
 

@@ -46,7 +46,7 @@ class HangWatchdog(Callback):
         ConfigurationError: if ``seconds`` is not a number over 0.
     """
 
-    makes_wishes = False
+    sets_control_flags = False
 
     def __init__(self, seconds: float = 540.0) -> None:
         self._seconds = number("HangWatchdog", "seconds", seconds, over=0)

@@ -20,7 +20,7 @@ class LogInputSummaries(Callback):
     into the values. The statistics are computed on the device and read with the record.
     """
 
-    makes_wishes = False
+    sets_control_flags = False
 
     def __init__(self) -> None:
         self._measured: dict[str, Tensor] = {}

@@ -27,7 +27,7 @@ class LogOptimizerParamGroup(Callback):
         UnknownName: when training begins, if no group has the setting; the message names the nearest.
     """
 
-    makes_wishes = False
+    sets_control_flags = False
 
     def __init__(self, keys: str | Iterable[str]) -> None:
         self._keys = texts("LogOptimizerParamGroup", "keys", keys)

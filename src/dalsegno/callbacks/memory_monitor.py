@@ -39,7 +39,7 @@ class MemoryMonitor(Callback):
     ``memory/resident_peak``. Costs one small reduction per record, and does not wait for the device.
     """
 
-    makes_wishes = False
+    sets_control_flags = False
 
     def __init__(self) -> None:
         self._device = torch.device("cpu")

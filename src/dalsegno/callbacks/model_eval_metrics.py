@@ -54,7 +54,7 @@ class ModelEvalMetrics(Callback):
         ConfigurationError: for something that is not a metric.
     """
 
-    makes_wishes = False
+    sets_control_flags = False
 
     def __init__(self, metrics: Mapping[str, Metric], select: Select, *, name: str | None = None) -> None:
         self.name = name

@@ -54,7 +54,7 @@ class ModelMerge(Callback):
             unknown.
     """
 
-    makes_wishes = False
+    sets_control_flags = False
     background_safe = False
     state_schema = ModelMergeState
 

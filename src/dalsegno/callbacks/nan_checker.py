@@ -55,7 +55,7 @@ class NaNChecker(Callback):
         ConfigurationError: if ``gradients`` is neither True nor False.
     """
 
-    makes_wishes = False  # except at records and checkpoints, where the ranks synchronize anyway
+    sets_control_flags = False  # except at records and checkpoints, where the ranks synchronize anyway
 
     def __init__(self, gradients: bool = True) -> None:
         self._gradients = flag("NaNChecker", "gradients", gradients)

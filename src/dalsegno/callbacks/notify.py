@@ -48,7 +48,7 @@ class Notify(Callback):
     """
 
     ranks = "zero"
-    makes_wishes = False
+    sets_control_flags = False
 
     def __init__(self, urls: str | Iterable[str], on: str | Iterable[str] = ("end", "exception")) -> None:
         self._on = {one_of("Notify", "on", occasion, OCCASIONS) for occasion in texts("Notify", "on", on)}

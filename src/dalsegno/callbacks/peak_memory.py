@@ -37,7 +37,7 @@ class PeakMemory(Callback):
         ConfigurationError: for an invalid value.
     """
 
-    makes_wishes = False
+    sets_control_flags = False
 
     def __init__(
         self,

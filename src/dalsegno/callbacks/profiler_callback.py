@@ -44,7 +44,7 @@ class ProfilerCallback(Callback):
         ConfigurationError: for an invalid value.
     """
 
-    makes_wishes = False
+    sets_control_flags = False
 
     def __init__(
         self,

@@ -56,7 +56,7 @@ class ProgressCallback(Callback):
         ConfigurationError: for an invalid value; the message names the argument.
     """
 
-    makes_wishes = False
+    sets_control_flags = False
     ranks = "zero"
 
     def __init__(

@@ -20,7 +20,7 @@ class RateProfiler(Callback):
     one small collective per record, and does not wait for the device.
     """
 
-    makes_wishes = False
+    sets_control_flags = False
 
     def __init__(self) -> None:
         self._began = 0.0

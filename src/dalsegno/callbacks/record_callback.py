@@ -23,7 +23,7 @@ class RecordCallback(Callback):
     (say, the disk is full) does not end the run: its loss is logged, and the next record is tried.
     """
 
-    makes_wishes = False
+    sets_control_flags = False
     state_compared = False  # the file's offset, which only rank 0 knows
     state_schema: Any = PositionState | None
 

@@ -51,7 +51,7 @@ class ResumableSummaryWriter(Callback):
     _first_in: ClassVar[WeakValueDictionary[Path, ResumableSummaryWriter]] = WeakValueDictionary()
     """The writer of this leg that first opened a file in a directory."""
 
-    makes_wishes = False
+    sets_control_flags = False
     state_schema = EventState
     state_compared = False  # the files' lengths, which only rank 0 knows
 

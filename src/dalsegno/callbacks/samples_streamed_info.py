@@ -12,7 +12,7 @@ class SamplesStreamedInfo(Callback):
     Counts over all legs of the run, each sample as often as it was used. Padding does not count.
     """
 
-    makes_wishes = False
+    sets_control_flags = False
 
     def on_log_step(self, ctx: LogContext) -> None:
         if ctx.kind in ("train", "final"):

@@ -17,7 +17,7 @@ class ScaleLoss(Callback):
         ConfigurationError: if ``value`` is not a finite number.
     """
 
-    makes_wishes = False
+    sets_control_flags = False
 
     def __init__(self, value: float) -> None:
         self._value = number("ScaleLoss", "value", value)

@@ -29,7 +29,7 @@ class ScopedFlags(Callback):
         ConfigurationError: for a value of another type.
     """
 
-    makes_wishes = False
+    sets_control_flags = False
 
     def __init__(self, flags: Mapping[str, Any]) -> None:
         for name, value in mapping("ScopedFlags", "flags", flags).items():

@@ -32,7 +32,7 @@ class SkipSamples(Callback):
         ConfigurationError: if ``n`` is not a whole number of at least 0.
     """
 
-    makes_wishes = False
+    sets_control_flags = False
     background_safe = False
     state_schema = SkipSamplesState
 

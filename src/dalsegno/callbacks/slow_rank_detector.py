@@ -46,7 +46,7 @@ class SlowRankDetector(Callback):
         ConfigurationError: for an invalid value.
     """
 
-    makes_wishes = False
+    sets_control_flags = False
 
     def __init__(self, factor: float = 1.5, patience: int = 3) -> None:
         self._factor = number("SlowRankDetector", "factor", factor, over=1)

@@ -46,7 +46,7 @@ class StabilityMonitor(Callback):
         ConfigurationError: for an invalid value.
     """
 
-    makes_wishes = False
+    sets_control_flags = False
 
     state_schema = dict[str, SpikeScoreState]
 

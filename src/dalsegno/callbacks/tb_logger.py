@@ -69,7 +69,7 @@ class TBLogger(Callback):
     """
 
     ranks = "zero"
-    makes_wishes = False
+    sets_control_flags = False
     state_compared = False
     state_schema = TBLoggerState
 

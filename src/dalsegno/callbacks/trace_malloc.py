@@ -27,7 +27,7 @@ class TraceMalloc(Callback):
         ConfigurationError: if one of them is not a whole number of at least 1.
     """
 
-    makes_wishes = False
+    sets_control_flags = False
     ranks = "zero"
 
     def __init__(self, every: int = 100, lines: int = 10, frames: int = 1) -> None:

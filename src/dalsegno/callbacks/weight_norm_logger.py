@@ -14,7 +14,7 @@ class WeightNormLogger(Callback):
     device once per evaluation; other steps cost nothing.
     """
 
-    makes_wishes = False
+    sets_control_flags = False
 
     def on_log_step(self, ctx: LogContext) -> None:
         if ctx.kind == "eval":

@@ -62,7 +62,7 @@ class CallbackEntry:
 class Disabled(Callback):
     """Handles no event, and replaces the default callback of the same key."""
 
-    makes_wishes = False
+    sets_control_flags = False
 
     def __init__(self, key: str) -> None:
         self.name = key

@@ -26,7 +26,7 @@ class ConfigRecord(Callback):
     A leg whose settings differ from the previous leg's moves the file to ``config.json.0001`` (``.0002``, …) first.
     """
 
-    makes_wishes = False
+    sets_control_flags = False
     ranks = "zero"
 
     def __init__(self, settings: Mapping[str, Any]) -> None:

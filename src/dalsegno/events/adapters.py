@@ -41,7 +41,7 @@ _STATE_ATTRIBUTES = (
     "aliases",
     "migrate",
     "reshard",
-    "makes_wishes",
+    "sets_control_flags",
 )
 
 

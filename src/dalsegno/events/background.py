@@ -44,7 +44,7 @@ class Background(Callback):
             is not ``background_safe``; for a ``queue`` below 1, or an unknown ``when_full``.
     """
 
-    makes_wishes = False
+    sets_control_flags = False
     background_safe = False  # its handlers already get a snapshot of a past event
 
     def __init__(self, callback: object, queue: int = 1000, when_full: WhenFull = "drop_oldest") -> None:

@@ -64,7 +64,7 @@ class Callback:
     """``"replicated"``: rank 0's state is saved and loaded by every rank. ``"per_rank"``: each rank has its own."""
     state_version: int = 1
     """Increase it when the state's schema changes, and upgrade older ones in ``migrate(state, from_version)``."""
-    makes_wishes: bool = True
+    sets_control_flags: bool = True
     """False: no handler sets a flag of ``ctx.control``. If one may, at any step, several ranks have to agree at every
     step, which costs a small reduction."""
     background_safe: bool = True

@@ -197,7 +197,7 @@ class Dispatcher:
     def may_request_each_step(self) -> bool:
         """Whether a callback may set a flag of the control at any step; equal on all ranks."""
         return any(
-            callback.makes_wishes and not _AT_EACH_STEP.isdisjoint(callback.handled_events())
+            callback.sets_control_flags and not _AT_EACH_STEP.isdisjoint(callback.handled_events())
             for callback in self.callbacks
         )
 

@@ -21,7 +21,7 @@ class DataOrderState(TypedDict):
 class DataOrder(Callback):
     """Its state is the number of batches and a digest of them: equal digests mean the same data in the same order."""
 
-    makes_wishes = False
+    sets_control_flags = False
     state_scope = "per_rank"
     state_schema = DataOrderState
 

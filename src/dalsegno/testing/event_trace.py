@@ -62,7 +62,7 @@ def _partial(step: int) -> str:
 class EventRecorder(Callback):
     """Records the trace of the run that this process trains, from its first step."""
 
-    makes_wishes = False
+    sets_control_flags = False
 
     def __init__(self) -> None:
         self._steps = 0

@@ -89,7 +89,7 @@ class _Countdown:
 
 
 class _KillAtEvent(Callback):
-    makes_wishes = False
+    sets_control_flags = False
 
     def __init__(self, event: Event, count: int, strike: Strike) -> None:
         setattr(self, event.handler, _Countdown(count, strike))

@@ -200,7 +200,7 @@ def _train(factory: Factory, output_dir: Path, breaks: Sequence[Break], breaks_o
 class _Beginning(Callback):
     """Records a warning, before a leg's first step, that the resumed run will differ."""
 
-    makes_wishes = False
+    sets_control_flags = False
 
     def __init__(self, warnings: Path) -> None:
         self._warnings = warnings

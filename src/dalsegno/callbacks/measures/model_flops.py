@@ -42,7 +42,7 @@ class ModelFlops(Callback):
     """
 
     name = "model flops"
-    makes_wishes = False
+    sets_control_flags = False
 
     def __init__(self, context: Context) -> None:
         self.rate: float | None = None

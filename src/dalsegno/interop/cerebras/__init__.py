@@ -46,7 +46,7 @@ class Cerebras(CallbackAdapter):
     silent = (*_SAVE, *_LOAD, *SILENT)
 
     state_rehearsed = False  # on_save_checkpoint must be called for real saves only
-    makes_wishes = False  # except through trainer.early_exit, which SharedState polls
+    sets_control_flags = False  # except through trainer.early_exit, which SharedState polls
 
     def __init__(self, foreign: object, name: str | None = None) -> None:
         self._shared: SharedState | None = None

@@ -31,7 +31,7 @@ class SharedState(Callback):
     """``args``, ``state`` and loaders in Hugging Face's form; the history of records, which is saved with the run."""
 
     name = "huggingface"
-    makes_wishes = False
+    sets_control_flags = False
     state_schema = History
     state_compared = False  # records contain times that each rank measures by its own clock
 

@@ -58,7 +58,7 @@ class InstructLab(CallbackAdapter):
         (Event.EPOCH_END, "on_epoch_end"),
         (Event.TRAIN_END, "on_train_end"),
     )
-    makes_wishes = False
+    sets_control_flags = False
 
     def __init__(self, foreign: object, name: str | None = None) -> None:
         super().__init__(foreign, name)

@@ -58,7 +58,7 @@ def functions(*, name: str | None = None, **on: Function | Sequence[Function]) -
 class Functions(Callback):
     """Several functions, each in the background."""
 
-    makes_wishes = False
+    sets_control_flags = False
     background_safe = False
     ranks = "zero"
 

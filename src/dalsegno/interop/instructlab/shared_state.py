@@ -32,7 +32,7 @@ class SharedState(Callback):
     """Handles each event before InstructLab's callbacks do, so that their contexts contain its values."""
 
     name = "instructlab"
-    makes_wishes = False
+    sets_control_flags = False
 
     def __init__(self, context: Context) -> None:
         args, model = context.args, context.model
