@@ -60,7 +60,7 @@ class Stage:
         self.on.step_end.fire()
 
     def evaluate(self, name: str = "eval") -> None:
-        self.on.evaluate.fill({}, name, None)
+        self.on.evaluate.fill({}, name, None, {}, True)
         self.on.evaluate.fire()
 
     def end(self) -> None:

@@ -304,9 +304,21 @@ class EvaluateContext(Context):
     """``eval``, or the key of ``eval_dataset`` if that is a dict."""
     evaluated_weights: str | None = field(init=False)
     """The key of the callback whose averaged weights were measured; None: the model's own."""
+    all_metrics: dict[str, Any] = field(init=False)
+    """Metrics of all sets measured so far in this evaluation, including those of a previous leg that it interrupted."""
+    is_last: bool = field(init=False)
+    """Whether this set is the evaluation's last."""
 
-    def fill(self, metrics: dict[str, Any], name: str, evaluated_weights: str | None) -> None:
+    def fill(
+        self,
+        metrics: dict[str, Any],
+        name: str,
+        evaluated_weights: str | None,
+        all_metrics: dict[str, Any],
+        is_last: bool,
+    ) -> None:
         self.metrics, self.name, self.evaluated_weights = metrics, name, evaluated_weights
+        self.all_metrics, self.is_last = all_metrics, is_last
 
 
 @dataclass(slots=True)

@@ -57,7 +57,7 @@ class EvaluationRunner:
         """Measure the model on each set. Collective."""
         metrics: dict[str, float] = {}
         for evaluation in self._evaluations:
-            metrics |= self._run(evaluation)
+            metrics |= self._run(evaluation, metrics, is_last=evaluation is self._evaluations[-1])
         return metrics
 
     def evaluate_step(self, stop_requested: Callable[[], bool]) -> bool:
@@ -76,10 +76,11 @@ class EvaluationRunner:
         if not state.evaluations_owed:
             state.evaluations_owed = [each.name for each in self._evaluations]
             self.set_metrics({})
-        for evaluation in [each for each in self._evaluations if each.name in state.evaluations_owed]:
+        owed = [each for each in self._evaluations if each.name in state.evaluations_owed]
+        for evaluation in owed:
             before = StateSnapshot(self._callbacks.bound)
             try:
-                metrics = self._run(evaluation, stop_requested)
+                metrics = self._run(evaluation, self.metrics(), stop_requested, is_last=evaluation is owed[-1])
             except EvaluationInterrupted:
                 before.restore()
                 return False
@@ -98,7 +99,15 @@ class EvaluationRunner:
         if self._stop_requested is not None and self._stop_requested():
             raise EvaluationInterrupted
 
-    def _run(self, evaluation: Evaluation, stop_requested: Callable[[], bool] | None = None) -> dict[str, float]:
+    def _run(
+        self,
+        evaluation: Evaluation,
+        earlier: Mapping[str, float],
+        stop_requested: Callable[[], bool] | None = None,
+        *,
+        is_last: bool,
+    ) -> dict[str, float]:
+        """``earlier``: metrics of the sets before this one."""
         dispatcher = self._dispatcher
         with self._announced(evaluation) as evaluated_weights:
             outer, self._stop_requested = self._stop_requested, stop_requested
@@ -108,7 +117,9 @@ class EvaluationRunner:
                 self._stop_requested = outer
         self._recorder.log(metrics, "eval", evaluated_weights)
         if dispatcher.evaluate:
-            dispatcher.evaluate.fill(metrics, evaluation.name, evaluated_weights)
+            dispatcher.evaluate.fill(
+                metrics, evaluation.name, evaluated_weights, all_metrics={**earlier, **metrics}, is_last=is_last
+            )
             dispatcher.evaluate.fire()
         return metrics
 

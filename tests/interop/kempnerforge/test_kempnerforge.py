@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import urllib.request
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 import dalsegno as ds
 from dalsegno.callbacks import JsonLogger
 from dalsegno.logs import read_records
-from dalsegno.testing import FaultPlan, assert_resume_equivalent, run_ranks
+from dalsegno.testing import FaultPlan, assert_resume_equivalent, run_ranks, tiny_regression_data
 from interop.script import Broken, play
 from support.listeners import Listener
 from support.own_loops import OwnLoop
@@ -60,7 +61,7 @@ def journal() -> Any:
 BEGIN = [("train_begin", 2), ("step_end", 1), ("step_end", 2)]
 REST = [
     ("step_end", 3),
-    ("eval_end", 3, "eval_loss"),
+    ("eval_end", 3, "eval/loss"),
     ("step_end", 4),
     ("checkpoint_save", 4, "step-00000004"),
     ("step_end", 5),
@@ -70,7 +71,7 @@ REST = [
 def test_a_whole_run(tmp_path: Path) -> None:
     hook = journal()
     play(tmp_path, hook)
-    last = [("step_end", 6), ("eval_end", 6, "eval_loss"), ("checkpoint_save", 6, "step-00000006"), ("train_end", 6, 0)]
+    last = [("step_end", 6), ("eval_end", 6, "eval/loss"), ("checkpoint_save", 6, "step-00000006"), ("train_end", 6, 0)]
     assert hook.seen == [*BEGIN, *REST, *last]
 
 
@@ -151,6 +152,81 @@ def test_the_loss_is_the_same_on_all_ranks(tmp_path: Path) -> None:
     first, second = run_ranks(losses_on_a_rank, 2, tmp_path)
     assert first == second
     assert len(first) == 2
+
+
+# --- evaluations ------------------------------------------------------------------------------------------------------
+
+
+def early_stopping(patience: int) -> Any:
+    class EarlyStoppingHook(hook_base()):  # type: ignore[misc]
+        """Of the same contract as KempnerForge's example: without the loss that it looks for, nothing is better."""
+
+        def __init__(self) -> None:
+            self.best, self.waited = math.inf, 0
+            self.metrics: list[dict[str, float]] = []
+
+        def on_eval_end(self, metrics: dict[str, float], step: int) -> None:
+            self.metrics.append(metrics)
+            loss = metrics.get("eval/loss", math.inf)
+            self.waited = 0 if loss < self.best else self.waited + 1
+            self.best = min(self.best, loss)
+            if self.waited >= patience:
+                raise KeyboardInterrupt
+
+    return EarlyStoppingHook()
+
+
+def evaluated(output_dir: Path, hook: Any, sets: Any, **settings: Any) -> ds.TrainResult:
+    parts = {"eval_dataset": sets}
+    return small_trainer(
+        output_dir, hook, model=Line(), parts=parts, **{"max_steps": 40, "eval_steps": 4, **settings}
+    ).train()
+
+
+def test_a_run_that_improves_is_not_stopped(tmp_path: Path) -> None:
+    hook = early_stopping(3)
+    result = evaluated(tmp_path, hook, tiny_regression_data(8, seed=1))
+    assert (result.reason, result.global_step, len(hook.metrics)) == ("finished", 40, 10)
+    first = hook.metrics[0]
+    assert sorted(first) == ["eval/loss", "eval/perplexity", "eval/runtime", "eval/samples_per_second"]
+    assert first["eval/perplexity"] == math.exp(min(first["eval/loss"], 20.0))
+
+
+def test_one_that_no_longer_improves_is(tmp_path: Path) -> None:
+    result = evaluated(tmp_path, early_stopping(3), tiny_regression_data(8, seed=1), learning_rate=0.0)
+    assert (result.reason, result.global_step, result.stopped_by) == ("stopped", 16, "EarlyStoppingHook")
+
+
+def test_several_sets_are_one_evaluation(tmp_path: Path) -> None:
+    sets = {"a": tiny_regression_data(8, seed=1), "a_b": tiny_regression_data(8, seed=2)}
+    hooks = {metric: early_stopping(3) for metric in ("eval_a_b_loss", None)}
+    for metric, hook in hooks.items():
+        settings = {"max_steps": 4, "metric_for_best_model": metric}
+        evaluated(tmp_path / str(metric), hook, sets, **settings)
+        (metrics,) = hook.metrics
+        main = "eval/a/loss" if metric is None else "eval/a_b/loss"
+        assert metrics["eval/loss"] == metrics[main]
+        assert metrics["eval/a/perplexity"] != metrics["eval/a_b/perplexity"]
+
+
+def test_an_evaluation_over_two_legs_is_one(tmp_path: Path) -> None:
+    """A signal comes during the second set; the next leg measures that set alone."""
+    sets = {"a": tiny_regression_data(8, seed=1), "b": tiny_regression_data(8, seed=2)}
+    settings = {"max_steps": 4, "save_steps": 4}
+    first, second, whole = early_stopping(3), early_stopping(3), early_stopping(3)
+
+    def stop(ctx: Any) -> None:
+        if ctx.name == "b":
+            signal.raise_signal(signal.SIGTERM)
+
+    parts = {"eval_dataset": sets}
+    stopper = Listener({"on_evaluate_begin": stop})
+    small_trainer(tmp_path / "run", first, stopper, model=Line(), parts=parts, eval_steps=4, **settings).train()
+    evaluated(tmp_path / "run", second, sets, **settings)
+    evaluated(tmp_path / "whole", whole, sets, **settings)
+    assert (first.metrics, len(second.metrics)) == ([], 1)
+    losses = [name for name in whole.metrics[0] if name.endswith("loss")]
+    assert [second.metrics[0][name] for name in losses] == [whole.metrics[0][name] for name in losses]
 
 
 # --- hooks from the documentation -------------------------------------------------------------------------------------

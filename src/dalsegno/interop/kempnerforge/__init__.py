@@ -3,7 +3,7 @@
 ===========================================  ===========================================================================
 ``on_train_begin(config)``                   ``config`` is dalsegno's TrainingArguments
 ``on_step_end(ctx)``                         a :class:`StepContext`; not for a step whose loss is not finite
-``on_eval_end(metrics, step)``               for each evaluation set
+``on_eval_end(metrics, step)``               after an evaluation, of all sets: ``eval/loss``, ``eval/perplexity``
 ``on_checkpoint_save(step, path)``           ``path`` is the checkpoint's directory; the checkpoint is durable
 ``on_train_end(step, tokens_seen)``          always, after an exception too
 ===========================================  ===========================================================================
@@ -16,13 +16,13 @@ step's end, with a checkpoint.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dalsegno.events.adapters import CallbackAdapter
 from dalsegno.events.callback import Answer, Binder
-from dalsegno.events.contexts import Context, MetricsContext
+from dalsegno.events.contexts import Context, EvaluateContext, MetricsContext
 from dalsegno.events.table import Event
 
 if TYPE_CHECKING:
@@ -86,8 +86,9 @@ class KempnerForge(CallbackAdapter):
             if math.isfinite(context.loss):
                 function(context)
 
-        def eval_end(_: Any, ctx: Any) -> None:
-            function(dict(ctx.metrics), ctx.state.global_step)
+        def eval_end(_: Any, ctx: EvaluateContext) -> None:
+            if ctx.is_last:
+                function(eval_metrics(ctx), ctx.state.global_step)
 
         def checkpoint_save(_: Any, ctx: Any) -> None:
             function(ctx.step, str(ctx.path))
@@ -114,6 +115,39 @@ def _step_context(ctx: MetricsContext) -> StepContext:
         model=ctx.model,
         optimizer=ctx.optimizer,
     )
+
+
+_MAX_LOSS = 20.0
+"""Loss from which on KempnerForge's perplexity no longer grows: e**20 is 4.9e8."""
+
+
+def eval_metrics(ctx: EvaluateContext) -> dict[str, float]:
+    """Return an evaluation's metrics under KempnerForge's names, with the perplexity of each loss.
+
+    ``eval_loss`` becomes ``eval/loss``. Among several sets, set "a" has ``eval/a/loss``, and ``eval/loss`` is the loss
+    that selects the best model, or else the first set's: KempnerForge has one set, and its hooks read this name.
+    """
+    sets = list(ctx.eval_dataloader) if isinstance(ctx.eval_dataloader, Mapping) else []
+    metrics: dict[str, float] = {}
+    for name, value in ctx.all_metrics.items():
+        theirs = _their_name(name, sets)
+        metrics[theirs] = value
+        if theirs.endswith("/loss"):
+            metrics[f"{theirs.removesuffix('loss')}perplexity"] = math.exp(min(value, _MAX_LOSS))
+    if sets and "eval/loss" not in metrics:
+        best = _their_name(ctx.args.best_metric_name, sets)
+        main = best if best.endswith("/loss") and best in metrics else f"eval/{sets[0]}/loss"
+        metrics["eval/loss"] = metrics[main]
+        metrics["eval/perplexity"] = metrics[f"{main.removesuffix('loss')}perplexity"]
+    return metrics
+
+
+def _their_name(name: str, sets: Sequence[str]) -> str:
+    own = name.removeprefix("eval_")
+    for each in sorted(sets, key=len, reverse=True):
+        if own.startswith(f"{each}_"):
+            return f"eval/{each}/{own.removeprefix(f'{each}_')}"
+    return f"eval/{own}"
 
 
 def _or_stop(call: Callable[[Any, Any], None], method: str) -> Call:
