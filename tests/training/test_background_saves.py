@@ -18,6 +18,7 @@ from dalsegno.distributed import collectives
 from dalsegno.system import filesystem
 from dalsegno.testing import compare_runs, run_ranks
 from support.disks import small_disk
+from support.held_saves import hold_save
 from support.listeners import Listener
 from support.runs import busy_ddp
 from support.small import small_trainer
@@ -91,7 +92,7 @@ def test_training_goes_on_while_a_save_is_held_up(tmp_path: Path, watch: Watch) 
 
     def on_save(ctx: Any) -> None:
         whole(ctx.path)
-        told_at.append(ctx.state.global_step)
+        told_at.append(ctx.trainer.state.global_step)
 
     watch(hold)
     listener = Listener({"on_step_end": on_step_end, "on_save": on_save}, name="listener")
@@ -225,3 +226,23 @@ def test_a_disk_that_is_really_full(tmp_path: Path, background: bool) -> None:
         assert names and not [name for name in names if name.endswith(".partial")]
         assert CheckpointManager(disk).find() is not None
         assert os.statvfs(disk).f_bavail * 4096 < 200_000
+
+
+def test_on_save_has_the_state_of_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is published three steps later; a save that nothing has overtaken has the run's own state."""
+    seen: list[tuple[int, int, int, float, int]] = []
+
+    def note(ctx: ds.SaveContext) -> None:
+        state = ctx.state
+        seen.append((ctx.step, state.global_step, state.samples_seen, state.epoch, ctx.trainer.state.global_step))
+
+    def reset_flops(ctx: ds.SaveContext) -> None:
+        ctx.state.total_flos = 7.0
+
+    holder = hold_save(monkeypatch, 4, until=7)
+    listeners = [Listener({"on_save": note}), Listener({"on_save": reset_flops}, name="setter")]
+    trainer = small_trainer(tmp_path, holder, *listeners, max_steps=8, save_steps=4)
+    trainer.train()
+    assert seen[0] == (4, 4, 16, 0.8, 7)
+    assert seen[-1] == (8, 8, 32, 1.6, 8)
+    assert trainer.state.total_flos == 7.0

@@ -332,12 +332,14 @@ class BeforeSaveContext(Context):
 
 @dataclass(slots=True)
 class SaveContext(Context):
+    """``state`` is that of the checkpoint: a copy, if the run has trained further steps since."""
+
     path: Path = field(init=False)
     step: int = field(init=False)
     is_best: bool = field(init=False)
 
-    def fill(self, path: Path, step: int, is_best: bool) -> None:
-        self.path, self.step, self.is_best = path, step, is_best
+    def fill(self, path: Path, step: int, is_best: bool, state: TrainerState) -> None:
+        self.path, self.step, self.is_best, self.state = path, step, is_best, state
 
 
 @dataclass(slots=True)

@@ -33,6 +33,7 @@ class SaveCoordinator:
         self._state = parts.state
         self._checkpointer = checkpointer
         self._current: AsyncSave | None = None  # in progress, or done and not yet finalized
+        self._captured_state = parts.state  # as of the save in progress
         self._best_before: str | None = None  # the best checkpoint before the save in progress
         self.set_latest(None)
         self.begin_leg()
@@ -80,6 +81,7 @@ class SaveCoordinator:
             dispatcher.before_save.fire()
         if control_sync.abort_requested():
             return
+        self._captured_state = self._state.copy()
         self._current = self._checkpointer.save(step, metrics=metrics, is_best=is_best)
         self._requested_step = step
         if not self._args.save_in_background:
@@ -119,7 +121,8 @@ class SaveCoordinator:
         self._note_success(save)
         dispatcher = self._dispatcher
         if dispatcher.save:
-            dispatcher.save.fill(save.path, save.step, save.is_best)
+            state = self._state if self._state.global_step == save.step else self._captured_state
+            dispatcher.save.fill(save.path, save.step, save.is_best, state)
             dispatcher.save.fire()
 
     def tolerate_failed_save(self) -> None:

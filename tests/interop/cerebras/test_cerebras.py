@@ -18,6 +18,7 @@ from dalsegno.callbacks import JsonLogger
 from dalsegno.logs import read_records
 from dalsegno.testing import FaultPlan, assert_resume_equivalent, run_ranks
 from interop.script import Broken, play
+from support.held_saves import hold_save
 from support.listeners import Listener
 from support.small import Line, same, small_trainer, weights
 
@@ -347,6 +348,19 @@ def test_the_names_that_callbacks_use(tmp_path: Path) -> None:
     assert (seen["logger"], seen["precision"], seen["schedulers"]) == ("dalsegno", None, 1)
     assert seen["model"] is trainer.model
     assert seen["first"] == [True, False, False]
+
+
+def test_the_trainer_is_at_the_step_of_a_checkpoint_that_is_published_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, str]] = []
+
+    class Upload(base()):  # type: ignore[misc]
+        def on_after_save_checkpoint(self, trainer: Any, ckpt_path: str) -> None:
+            seen.append((trainer.global_step, Path(ckpt_path).name))
+
+    small_trainer(tmp_path, hold_save(monkeypatch, 2, until=4), Upload(), max_steps=6, save_steps=2).train()
+    assert seen[0] == (2, "step-00000002")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import torch
 import dalsegno as ds
 from dalsegno.testing import FaultPlan, assert_resume_equivalent, tiny_regression_data
 from interop.script import Broken, play
+from support.held_saves import hold_save
 from support.listeners import Listener
 from support.small import small_trainer
 
@@ -304,6 +305,23 @@ def test_a_checkpoint_written_in_the_background_is_told_with_its_own_step(tmp_pa
 
     small_trainer(tmp_path, Note(), max_steps=9, save_steps=4, save_in_background=True).train()
     assert told == [4, 8, 9]
+
+
+def test_what_is_known_of_a_checkpoint_written_in_the_background_is_of_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+
+    class Note(ds.TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            told.append(
+                (state.global_step, state.epoch, state.samples_seen, [each["step"] for each in state.log_history])
+            )
+
+    small_trainer(
+        tmp_path, hold_save(monkeypatch, 4, until=7), Note(), max_steps=8, save_steps=4, logging_steps=2
+    ).train()
+    assert told[0] == (4, 0.8, 16, [2, 4])
 
 
 # --- state ------------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from dalsegno.callbacks import JsonLogger
 from dalsegno.stateful.component import Stateful
 from dalsegno.testing import FaultPlan, assert_resume_equivalent, run_ranks, tiny_regression_data
 from interop.script import Broken, play
+from support.held_saves import hold_save
 from support.listeners import Listener
 from support.small import same, small_trainer, weights
 
@@ -132,6 +133,18 @@ def test_what_is_known_when(tmp_path: Path) -> None:
     assert save.checkpoint_path == str(tmp_path / "checkpoints" / "step-00000004")
     assert (save.output_dir, save.is_world_process_zero) == (str(tmp_path), True)
     assert [each.epoch for each in callback.contexts if each.hook_name == "on_epoch_end"] == [0, 1]
+
+
+def test_a_save_is_known_with_the_values_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its checkpoint is published three steps later, in another epoch."""
+    callback = journal()
+    holder = hold_save(monkeypatch, 4, until=7)
+    small_trainer(tmp_path, holder, callback, max_steps=8, save_steps=4).train()
+    save, end = at(callback, "save", 4), at(callback, "step_end", 4)
+    assert save.checkpoint_path == str(tmp_path / "checkpoints" / "step-00000004")
+    assert (save.epoch, save.total_samples, save.batch_metrics) == (0, 16, {"total_samples": 4, "grad_accum_steps": 1})
+    assert (save.loss, save.learning_rate) == (end.loss, end.learning_rate)
+    assert at(callback, "step_end", 7).checkpoint_path is None, "it is not of this step"
 
 
 def test_nothing_of_an_older_step_lingers(tmp_path: Path) -> None:

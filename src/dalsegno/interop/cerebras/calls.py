@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from dalsegno.events.callback import Callback
-from dalsegno.events.contexts import BeforeForwardContext
+from dalsegno.events.contexts import BeforeForwardContext, SaveContext
 from dalsegno.events.table import Event
 
 from .shared_state import SharedState
@@ -100,6 +100,22 @@ class SetUp:
         def call(adapted: Callback, ctx: Any) -> None:
             if shared.is_first(adapted, self.method):
                 method(shared.trainer)
+
+        return call
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """Calls ``method(trainer, ckpt_path)``, with a trainer as of the checkpoint."""
+
+    event: Event
+    method: str
+    names = ("trainer", "ckpt_path")
+
+    def bind(self, method: Callable[..., Any], shared: SharedState, stacks: Stacks) -> Bound:
+        def call(_: Callback, ctx: SaveContext) -> None:
+            with shared.trainer.as_of(ctx.state):
+                method(shared.trainer, str(ctx.path))
 
         return call
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dalsegno.events.table import Event
 
-from .calls import Call, Enter, Forward, Leave, Row, SetUp
+from .calls import Call, Enter, Forward, Leave, Row, Saved, SetUp
 
 _SET_UP = ("pre_setup", "setup", "post_setup")
 
@@ -45,7 +45,7 @@ ORDER: tuple[Row, ...] = (
     Call(Event.PREDICTION_STEP, "on_validate_batch_end", "model outputs batch val_batch_idx", "validating"),
     Call(Event.EVALUATE, "on_validate_end", "model val_loop"),
     Leave(Event.EVALUATE, "on_enter_validate", "validate"),
-    Call(Event.SAVE, "on_after_save_checkpoint", "ckpt_path"),
+    Saved(Event.SAVE, "on_after_save_checkpoint"),
     # teardown; after an exception innermost first
     Leave(Event.EXCEPTION, "on_enter_validate", "validate"),
     Call(Event.EXCEPTION, "on_validate_exception", "exception", "validation broke"),

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.events.contexts import Context
+from dalsegno.state import TrainerState
 
 
 class StandIn:
@@ -146,6 +147,15 @@ class Trainer(StandIn):
         self.is_silent = False
         """Whether logged values are dropped, because this step has no record."""
         self._scopes: list[str] = []
+
+    @contextmanager
+    def as_of(self, state: TrainerState) -> Iterator[None]:
+        """Have the progress of ``state`` inside: that of a checkpoint, which may be of an earlier step."""
+        live, self._state = self._state, state
+        try:
+            yield
+        finally:
+            self._state = live
 
     @property
     def global_step(self) -> int:

@@ -12,7 +12,6 @@ from dalsegno.events.contexts import (
     EvaluateContext,
     LogContext,
     MicrobatchEndContext,
-    SaveContext,
 )
 from dalsegno.events.table import Event
 
@@ -111,19 +110,6 @@ def with_metrics(invoke: Invoke, shared: SharedState) -> Call:
     return call
 
 
-def at_saved_step(invoke: Invoke, shared: SharedState) -> Call:
-    """Call with the state of the saved step, since Hugging Face's Trainer waits for a save."""
-
-    def call(adapted: Any, ctx: SaveContext) -> Answer:
-        if ctx.step == ctx.state.global_step:
-            return invoke(adapted, ctx)
-        then = ctx.copy()
-        then.state.global_step = ctx.step
-        return invoke(adapted, then)
-
-    return call
-
-
 def ignoring_last_step(invoke: Invoke, shared: SharedState) -> Call:
     """For ``DefaultFlowCallback``, which stops training at the last step: dalsegno ends there by itself."""
     state = shared.state
@@ -158,7 +144,7 @@ WRAPPERS: Mapping[tuple[Event, str], Wrapper] = {
     (Event.PREDICTION_STEP, "on_prediction_step"): direct,
     (Event.EVALUATE, "on_evaluate"): with_metrics,
     (Event.PREDICT, "on_predict"): with_metrics,
-    (Event.SAVE, "on_save"): at_saved_step,
+    (Event.SAVE, "on_save"): direct,
     (Event.EPOCH_END, "on_epoch_end"): direct,
     (Event.TRAIN_END, "on_train_end"): direct,
 }

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -105,7 +104,7 @@ class InstructLab(CallbackAdapter):
                 submit(partial(function, shared.context(method)))
 
         def call_saved(_: Any, ctx: Any) -> None:
-            submit(partial(function, replace(shared.context(method), step=ctx.step)))  # more may have finished
+            submit(partial(function, shared.saved_context(ctx)))
 
         def call_once_a_step(_: Any, ctx: Any) -> None:
             if self._last_ended is not shared.step:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import (
+    BeforeSaveContext,
     Context,
     EpochContext,
     EvaluateContext,
@@ -59,6 +62,7 @@ class SharedState(Callback):
         self._batch_metrics: dict[str, Any] = {}
         self._val_metrics: dict[str, Any] = {}
         self._checkpoint: str | None = None
+        self._captured = TrainingContext()
         self._began = 0.0
         self._samples_before = 0
 
@@ -116,8 +120,16 @@ class SharedState(Callback):
         losses = [value for name, value in metrics.items() if name.endswith("_loss")]
         self._val_metrics |= {**metrics, **({"val_loss": losses[0]} if losses else {})}
 
+    def on_before_save(self, ctx: BeforeSaveContext) -> None:
+        self._captured = self.context("on_save")
+
     def on_save(self, ctx: SaveContext) -> None:
-        self._checkpoint = str(ctx.path)
+        if ctx.state is self._state:  # the checkpoint of this step
+            self._checkpoint = str(ctx.path)
+
+    def saved_context(self, ctx: SaveContext) -> TrainingContext:
+        """Return a snapshot as of the checkpoint: further steps may have finished since."""
+        return copy.deepcopy(replace(self._captured, checkpoint_path=str(ctx.path)))
 
     def on_epoch_end(self, ctx: EpochContext) -> None:
         self._epoch = ctx.epoch
