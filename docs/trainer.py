@@ -7,7 +7,7 @@ import ast
 import inspect
 from pathlib import Path
 
-from dalsegno import args
+from dalsegno.args import training_arguments
 
 PAGE = Path(__file__).with_suffix(".md")
 BEGIN, END = "<!-- written by docs/trainer.py -->\n", "<!-- end -->\n"
@@ -15,7 +15,7 @@ BEGIN, END = "<!-- written by docs/trainer.py -->\n", "<!-- end -->\n"
 
 def table() -> str:
     """Return name, default and meaning of every setting, in the order of the class."""
-    tree = ast.parse(inspect.getsource(args))
+    tree = ast.parse(inspect.getsource(training_arguments))
     (settings,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments"]
     rows = []
     for field, text in zip(settings.body, settings.body[1:], strict=False):

@@ -41,7 +41,7 @@ FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in room
 FLOORS_WITHIN = {
     "checkpoint": [["format"], ["state"], ["save", "load"], ["inspect"], ["interchange", "remote"], ["manager"]],
 }
-MODULES_AT_THE_TOP = {"errors", "state", "args"}
+MODULES_AT_THE_TOP = {"errors", "state"}
 
 MUST_NOT_KNOW = {
     "checkpoint": {"events", "state"},  # it saves whatever has a state
@@ -70,12 +70,12 @@ WITHOUT_TORCH = [
 
 
 def modules() -> dict[str, Path]:
-    """Dotted name to file; ``dalsegno`` itself is left out: it only hands out names."""
+    """Dotted name to file, without the package itself, which only hands out names, and its ``__main__``."""
     found = {}
     for path in SOURCE.rglob("*.py"):
         parts = path.relative_to(SOURCE).with_suffix("").parts
         name = ".".join(["dalsegno", *(parts[:-1] if parts[-1] == "__init__" else parts)])
-        if name != "dalsegno":
+        if name not in ("dalsegno", "dalsegno.__main__"):
             found[name] = path
     return found
 
@@ -108,7 +108,7 @@ def test_every_room_has_its_floor() -> None:
 
 
 def test_no_loose_modules() -> None:
-    loose = {path.stem for path in SOURCE.glob("*.py")} - {"__init__"}
+    loose = {path.stem for path in SOURCE.glob("*.py")} - {"__init__", "__main__"}
     assert loose == MODULES_AT_THE_TOP
 
 

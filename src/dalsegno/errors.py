@@ -37,12 +37,21 @@ class ConfigurationError(DalsegnoError, ValueError):
 class UnknownName(ConfigurationError, TypeError):
     """An unknown name of an argument, an event or a callback's key."""
 
-    def __init__(self, what: str, name: str, known: Iterable[str], meant: Mapping[str, str] | None = None) -> None:
-        """``meant`` maps other words, such as those of other libraries, to known names."""
+    def __init__(self, what: str, name: str, known: Iterable[str], answers: Mapping[str, str] | None = None) -> None:
+        """``answers`` maps other words, such as those of other libraries, to known names or to advice."""
         known = sorted(known)
-        near = [meant[name]] if meant and name in meant else difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}"
-        super().__init__(f"unknown {what} {name!r}; {hint}")
+        answer = (answers or {}).get(name) or _nearest(name, known)
+        if answer is None:
+            answer = f"known: {', '.join(known) or 'none'}"
+        elif answer in known:
+            answer = f"did you mean {answer!r}?"
+        super().__init__(f"unknown {what} {name!r}; {answer}")
+
+
+def _nearest(name: str, known: list[str]) -> str | None:
+    """The most similar name, else the shortest that contains ``name``; None rather than something far-fetched."""
+    similar = difflib.get_close_matches(name, known, n=1, cutoff=0.65)
+    return next(iter(similar or sorted((each for each in known if name in each), key=len)), None)
 
 
 class UnknownDialect(ConfigurationError, TypeError):

@@ -34,11 +34,9 @@ def test_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         assert all(name in text for name in COMMANDS)
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["--version"])
-    assert end.value.code == 0
-    assert capsys.readouterr().out == f"dalsegno {version('dalsegno')}\n"
+def test_version_by_python_dash_m() -> None:
+    done = subprocess.run([sys.executable, "-m", "dalsegno", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"dalsegno {version('dalsegno')}\n"
 
 
 @pytest.mark.parametrize(("word", "nearest"), [("dmo", "demo"), ("checkresume", "check-resume")])

@@ -24,7 +24,7 @@ def script(name: str) -> Any:
     return module
 
 
-@pytest.mark.parametrize("name", ["data", "events", "own-loop", "trainer"])
+@pytest.mark.parametrize("name", ["data", "events", "other-names", "own-loop", "trainer"])
 def test_a_page_made_from_the_code_is_up_to_date(name: str) -> None:
     module = script(name)
     assert module.PAGE.read_text() == module.page(), f"run: python docs/{name}.py"

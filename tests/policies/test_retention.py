@@ -73,7 +73,7 @@ def test_rules_are_read_as_they_are_written(rule: Retention) -> None:
         ("Latest(2.5)", ConfigurationError, "Latest(count=2.5): needs a whole number of at least 1"),
         ("Best(mode='more')", ConfigurationError, "Best(mode='more'): allowed are 'min', 'max' and None"),
         ("Lastest(3)", UnknownName, "unknown rule 'Lastest'; did you mean 'Latest'?"),
-        ("Best(number=3)", UnknownName, "unknown argument of Best 'number'; did you mean"),
+        ("Best(number=3)", UnknownName, "unknown argument of Best 'number'; known: count, metric, mode"),
         ("Latest(3, 4)", ConfigurationError, "Latest(3, 4): '4' is not an argument; known: count"),
         ("Latest(count=1, count=2)", ConfigurationError, "Latest(count=1, count=2): count is given twice"),
         ("Latest()", ConfigurationError, "Latest(): needs count"),

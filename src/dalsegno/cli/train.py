@@ -65,12 +65,13 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 def suggest(unknown: Sequence[str]) -> str:
     """How to set on the command line what was passed as an unknown option."""
-    from dalsegno.args import MEANT, TrainingArguments
+    from dalsegno.args import TrainingArguments, answers
 
+    settings = TrainingArguments.__dataclass_fields__
     name, equals, value = unknown[0].removeprefix("--").partition("=")
     name = name.replace("-", "_")
-    name = MEANT.get(name, name)
-    if name not in TrainingArguments.__dataclass_fields__:
+    name = answers(settings, "Trainer").get(name, name)
+    if name not in settings:
         return "; to override a setting of the file, use --set KEY=VALUE"
     value = value if equals else next((word for word in unknown[1:2] if not word.startswith("--")), "VALUE")
     return f"; did you mean --set args.{name}={value}?"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from dalsegno.args import MEANT, TrainingArguments
+from dalsegno.args import TrainingArguments, answers
 from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.events.callback import Callback
 from dalsegno.logs.values import to_json
@@ -132,6 +132,8 @@ def _read_factory(document: Document, build: Callable[..., Any]) -> tuple[dict[s
 def _read_args(document: Document) -> TrainingArguments:
     written = document.section("args")
     signature = signature_of(TrainingArguments)
-    arguments = signature.check(written, lambda name: document.argument_location(name, "args"), MEANT)
+    arguments = signature.check(
+        written, lambda name: document.argument_location(name, "args"), answers(signature, "Trainer")
+    )
     with error_context(document.location("args")):
         return TrainingArguments(**arguments)

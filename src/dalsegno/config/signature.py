@@ -53,13 +53,13 @@ class Signature(dict[str, Argument]):
         return {each.name: each.default for each in self.values() if isinstance(each.default, _PLAIN)}
 
     def check(
-        self, given: Mapping[str, Any], location: Callable[[str], str], meant: Mapping[str, str] | None = None
+        self, given: Mapping[str, Any], location: Callable[[str], str], answers: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
         """Check ``given`` against the annotations and coerce its values.
 
         Args:
             location: gives the location of an argument, for error messages.
-            meant: known wrong name → right name.
+            answers: by an unknown name, the right one or advice.
 
         Raises:
             UnknownName: for an unknown argument; suggests the nearest.
@@ -68,7 +68,7 @@ class Signature(dict[str, Argument]):
         for name in given:
             if name not in self and not self.takes_others:
                 with error_context(location(name)):
-                    raise UnknownName("argument", name, self, meant)
+                    raise UnknownName("argument", name, self, answers)
         if self._unnamed is not None:
             raise ConfigurationError(f"{location('')}: its parameter {self._unnamed!r} cannot be passed by name")
         for argument in self.values():

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dalsegno.args import TrainingArguments
+from dalsegno.args import TrainingArguments, answers
 from dalsegno.data import ResumableLoader, TrainingData
 from dalsegno.data.build import Collator, eval_batches, evaluation_sets_from_args, train_loader_from_args
 from dalsegno.data.step_batch import LossWeight
@@ -39,17 +39,6 @@ from .resume import ResumeOptions
 from .run_dir import check_writable
 from .settings import UserSupplied
 from .step import GradNormDemand, TrainStep
-
-_MEANT = {
-    "train_data": "train_dataset",
-    "eval_data": "eval_dataset",
-    "train_loader": "train_dataloader",
-    "eval_loader": "eval_dataloader",
-    "optimizers": "optimizer",
-    "scheduler": "lr_scheduler",
-    "tokenizer": "processing_class",
-    "collate_fn": "data_collator",
-}
 
 _UNSUPPORTED_IF_FUSED = dict.fromkeys(
     [Event.GRADIENTS_READY, Event.PRE_OPTIMIZER_STEP],
@@ -85,7 +74,9 @@ class Trainer:
         known = list(inspect.signature(cls.__init__).parameters)[1:]
         for name in named:
             if name not in known:
-                raise UnknownName(f"argument of {cls.__name__}", name, known, _MEANT)
+                settings = {each: f"use TrainingArguments({each}=…)" for each in TrainingArguments.__dataclass_fields__}
+                advice = settings | answers(known, "TrainingArguments")
+                raise UnknownName(f"argument of {cls.__name__}", name, known, advice)
         return super().__new__(cls)
 
     @short_traceback

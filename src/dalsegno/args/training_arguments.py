@@ -8,12 +8,14 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from .errors import ConfigurationError, UnknownName
-from .policies.retention import Best, Latest, Retention, retention_of
-from .policies.step_schedule import StepSchedule, StepValues
-from .policies.triggers import Every, OnBest, SaveTrigger, save_trigger
-from .system.tracebacks import short_traceback
-from .system.urls import cache_dir, is_mangled_url, is_url
+from dalsegno.errors import ConfigurationError, UnknownName
+from dalsegno.policies.retention import Best, Latest, Retention, retention_of
+from dalsegno.policies.step_schedule import StepSchedule, StepValues
+from dalsegno.policies.triggers import Every, OnBest, SaveTrigger, save_trigger
+from dalsegno.system.tracebacks import short_traceback
+from dalsegno.system.urls import cache_dir, is_mangled_url, is_url
+
+from .other_names import answers
 
 Strategy = Literal["no", "steps", "epoch"]
 
@@ -41,19 +43,6 @@ _AT_LEAST: dict[str, float] = {
     "dataloader_num_workers": 0,
 }
 _AS_TEXT = ("output_dir", "local_dir", "save", "keep", "gradient_accumulation_schedule", "sequence_length_schedule")
-
-MEANT = {
-    "lr": "learning_rate",
-    "batch_size": "per_device_train_batch_size",
-    "train_batch_size": "per_device_train_batch_size",
-    "eval_batch_size": "per_device_eval_batch_size",
-    "batch_size_schedule": "gradient_accumulation_schedule",
-    "epochs": "num_train_epochs",
-    "steps": "max_steps",
-    "warmup_ratio": "warmup_steps",
-    "evaluation_strategy": "eval_strategy",
-}
-"""Names of these settings in other libraries, or in older versions of them."""
 
 
 @dataclass
@@ -184,7 +173,7 @@ class TrainingArguments:
         known = [field.name for field in fields(cls)]
         for name in named:
             if name not in known:
-                raise UnknownName(f"argument of {cls.__name__}", name, known, MEANT)
+                raise UnknownName(f"argument of {cls.__name__}", name, known, answers(known, "Trainer"))
         return super().__new__(cls)
 
     @short_traceback

@@ -1,0 +1,199 @@
+"""Settings of other trainers: for each argument the name it has here, or how to get the same effect.
+
+Errors about unknown arguments quote these answers, and ``docs/other-names.md`` lists them. An answer that is a single
+word is the name of an argument of ``TrainingArguments`` or ``Trainer``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+_OPTIMIZER = "build the optimizer and pass it: Trainer(optimizer=…)"
+_SCHEDULE = "build the schedule and pass it: Trainer(lr_scheduler=…)"
+_LOADER = "build the loader and pass it: Trainer(train_dataloader=…)"
+_PARALLEL = "parallel='ddp' or 'fsdp', under torchrun"
+_DDP = "wrap the model in DDP with this option, in a loop of your own around dalsegno.Run"
+_GROUP = "call torch.distributed.init_process_group(…) with it before you build the trainer, which uses that group"
+_GRADIENT_CHECKPOINTING = "call model.gradient_checkpointing_enable() before you build the trainer"
+_METRICS = "callbacks=[ModelEvalMetrics(…)] computes metrics batch by batch and keeps no outputs"
+_KERNELS = "apply these kernels to the model before you build the trainer"
+_HUB = "upload in on_save of a callback; `dalsegno checkpoints export` writes the model in Hugging Face's layout"
+_TRACKER = "configure the tracker itself, by its environment variables or its callback's arguments"
+_BATCHES = "pass a part of the dataset: torch.utils.data.Subset(dataset, range(n))"
+_OUTPUT_DIR = "checkpoints and logs are in output_dir, which all hosts must see; rank 0 writes the logs"
+_LOG_LEVEL = "logging.getLogger('dalsegno').setLevel(…)"
+_MEMORY = "callbacks=[PeakMemory()] or [MemoryMonitor()] records memory"
+
+COMMON = {
+    "model": "model",
+    "callbacks": "callbacks",
+    "loss_weight": "loss_weight",
+    "lr": "learning_rate",
+    "batch_size": "per_device_train_batch_size",
+    "batch_size_schedule": "gradient_accumulation_schedule",
+    "epochs": "num_train_epochs",
+    "steps": "max_steps",
+    "train_data": "train_dataset",
+    "eval_data": "eval_dataset",
+    "train_loader": "train_dataloader",
+    "eval_loader": "eval_dataloader",
+    "scheduler": "lr_scheduler",
+    "tokenizer": "processing_class",
+    "collate_fn": "data_collator",
+    "criterion": "loss_fn",
+    "grad_clip": "max_grad_norm",
+}
+"""Names in common use, and arguments of ``Trainer`` that are passed to ``TrainingArguments``."""
+
+HUGGING_FACE = {
+    "train_batch_size": "per_device_train_batch_size",
+    "eval_batch_size": "per_device_eval_batch_size",
+    "evaluation_strategy": "eval_strategy",
+    "warmup_ratio": "warmup_steps takes a number of steps: ratio × max_steps",
+    "lr_scheduler_kwargs": _SCHEDULE,
+    "optim": _OPTIMIZER,
+    "optim_args": _OPTIMIZER,
+    "optim_target_modules": _OPTIMIZER,
+    "optimizers": "optimizer",
+    "optimizer_cls_and_kwargs": _OPTIMIZER,
+    "average_tokens_across_devices": "loss_weight= of the trainer: a function that returns a batch's number of tokens",
+    "label_smoothing_factor": "compute it in loss_fn= of the trainer, with CrossEntropyLoss(label_smoothing=…)",
+    "compute_loss_func": "loss_fn",
+    "model_init": "build the model and pass it: Trainer(model, …)",
+    "compute_metrics": _METRICS,
+    "preprocess_logits_for_metrics": "select= of the callback ModelEvalMetrics",
+    "include_for_metrics": _METRICS,
+    "batch_eval_metrics": _METRICS,
+    "eval_do_concat_batches": _METRICS,
+    "eval_use_gather_object": _METRICS,
+    "eval_accumulation_steps": _METRICS,
+    "prediction_loss_only": "evaluation keeps no outputs, so nothing needs to be switched off",
+    "eval_delay": "eval_steps=0, and a callback that sets ctx.control.should_evaluate from the step on that you want",
+    "eval_on_start": "call trainer.evaluate() before trainer.train()",
+    "bf16_full_eval": "evaluation has the precision of training: bf16=, fp16=",
+    "fp16_full_eval": "evaluation has the precision of training: bf16=, fp16=",
+    "tf32": "torch.set_float32_matmul_precision('high') before training",
+    "activation_checkpointing": _GRADIENT_CHECKPOINTING,
+    "activation_checkpointing_kwargs": _GRADIENT_CHECKPOINTING,
+    "gradient_checkpointing": _GRADIENT_CHECKPOINTING,
+    "gradient_checkpointing_kwargs": _GRADIENT_CHECKPOINTING,
+    "torch_compile_mode": "compile the model in place before you build the trainer: model.compile(mode=…)",
+    "use_liger_kernel": _KERNELS,
+    "liger_kernel_config": _KERNELS,
+    "use_cache": "model.config.use_cache = False before training",
+    "neftune_noise_alpha": "add the noise in a forward hook on model.get_input_embeddings()",
+    "torch_empty_cache_steps": "call torch.cuda.empty_cache() in on_step_end of a callback",
+    "auto_find_batch_size": "not here: a run whose batch size depends on free memory would not resume exactly",
+    "log_on_each_node": _OUTPUT_DIR,
+    "save_on_each_node": _OUTPUT_DIR,
+    "logging_dir": _OUTPUT_DIR,
+    "overwrite_output_dir": "trainer.train(False) moves the run in output_dir into rewound/ and starts from scratch",
+    "logging_nan_inf_filter": "NaN and infinity are logged as they are; CheckLoss() or NaNChecker() ends the run",
+    "include_num_input_tokens_seen": "tokens are always counted: state.num_input_tokens_seen",
+    "log_level": _LOG_LEVEL,
+    "log_level_replica": _LOG_LEVEL,
+    "report_to": "callbacks=[TBLogger()], or another library's callback such as transformers' WandbCallback()",
+    "project": _TRACKER,
+    "trackio_space_id": _TRACKER,
+    "trackio_bucket_id": _TRACKER,
+    "trackio_static_space_id": _TRACKER,
+    "save_only_model": "`dalsegno checkpoints export` writes the model alone; a checkpoint has all that a resume needs",
+    "save_safetensors": "tensors are always saved as safetensors",
+    "enable_jit_checkpoint": "SIGTERM always saves a checkpoint before the end",
+    "push_to_hub": _HUB,
+    "hub_token": _HUB,
+    "hub_private_repo": _HUB,
+    "hub_model_id": _HUB,
+    "hub_strategy": _HUB,
+    "hub_always_push": _HUB,
+    "hub_revision": _HUB,
+    "ignore_data_skip": "a resumed run always continues at the next sample; a map dataset takes no time for that",
+    "restore_callback_states_from_checkpoint": "states of callbacks are always saved and restored",
+    "resume_from_checkpoint": "trainer.train() resumes by itself; trainer.train(path) from that checkpoint",
+    "full_determinism": "torch.use_deterministic_algorithms(True) before training",
+    "accelerator_config": _PARALLEL,
+    "parallelism_config": _PARALLEL,
+    "fsdp": "parallel='fsdp', under torchrun",
+    "fsdp_config": "parallel='fsdp', under torchrun, has no options",
+    "deepspeed": "parallel='fsdp', under torchrun, shards parameters, gradients and optimizer state as ZeRO-3 does",
+    "ddp_find_unused_parameters": _DDP,
+    "ddp_bucket_cap_mb": _DDP,
+    "ddp_broadcast_buffers": _DDP,
+    "ddp_static_graph": _DDP,
+    "ddp_backend": _GROUP,
+    "ddp_timeout": _GROUP,
+    "local_rank": "torchrun tells each process its rank",
+    "no_cuda": "use_cpu",
+    "dataloader_multiprocessing_context": _LOADER,
+    "dataloader_in_order": _LOADER,
+    "train_sampling_strategy": _LOADER,
+    "length_column_name": _LOADER,
+    "group_by_length": _LOADER,
+    "remove_unused_columns": "dataset.remove_columns(…): the model gets every column of a batch",
+    "label_names": "the model gets every column of a batch; loss_fn= of the trainer may use any",
+    "debug": "callbacks=[NaNChecker()] names the first module with NaN or infinity",
+    "skip_memory_metrics": _MEMORY,
+    "do_train": "call trainer.train()",
+    "do_eval": "call trainer.evaluate()",
+    "do_predict": "call trainer.predict(dataset)",
+}
+"""Of Hugging Face's ``TrainingArguments`` and ``Trainer``."""
+
+LIGHTNING = {
+    "accelerator": "a GPU is used if there is one; use_cpu=True for the CPU",
+    "strategy": _PARALLEL,
+    "devices": "torchrun --nproc-per-node N starts one process per device",
+    "num_nodes": "torchrun --nnodes N",
+    "precision": "bf16=True or fp16=True",
+    "logger": "callbacks=[JsonLogger(), TBLogger()]",
+    "fast_dev_run": "max_steps=1",
+    "max_epochs": "num_train_epochs",
+    "min_epochs": "not here: EarlyStopping(patience=…) counts evaluations",
+    "min_steps": "not here: EarlyStopping(patience=…) counts evaluations",
+    "max_time": "max_seconds",
+    "limit_train_batches": _BATCHES,
+    "limit_val_batches": _BATCHES,
+    "limit_test_batches": _BATCHES,
+    "limit_predict_batches": _BATCHES,
+    "overfit_batches": _BATCHES,
+    "val_check_interval": "eval_steps",
+    "check_val_every_n_epoch": "eval_strategy='epoch' evaluates after every epoch",
+    "num_sanity_val_steps": "call trainer.evaluate() before trainer.train()",
+    "log_every_n_steps": "logging_steps",
+    "enable_checkpointing": "save_steps=0 saves no checkpoints",
+    "enable_progress_bar": "disable_tqdm=True prints lines instead",
+    "enable_model_summary": "callbacks=[CountParams()] prints a summary",
+    "accumulate_grad_batches": "gradient_accumulation_steps",
+    "gradient_clip_val": "max_grad_norm",
+    "gradient_clip_algorithm": "gradients are clipped by their total norm: max_grad_norm=",
+    "deterministic": "torch.use_deterministic_algorithms(True) before training",
+    "benchmark": "torch.backends.cudnn.benchmark = True before training",
+    "inference_mode": "evaluation runs under torch.no_grad()",
+    "use_distributed_sampler": "samples are always distributed over the ranks",
+    "profiler": "callbacks=[ProfilerCallback(…)]",
+    "detect_anomaly": "torch.autograd.set_detect_anomaly(True), or callbacks=[NaNChecker()]",
+    "barebones": "trainer.remove_callback(key) removes the default callbacks; what is not there costs nothing",
+    "plugins": _PARALLEL,
+    "sync_batchnorm": "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before you build the trainer",
+    "reload_dataloaders_every_n_epochs": "a dataset may read its epoch's data itself; see docs/data.md",
+    "default_root_dir": "output_dir",
+    "enable_autolog_hparams": "settings are recorded in every checkpoint",
+    "model_registry": "upload in on_save of a callback",
+}
+"""Of Lightning's ``Trainer``."""
+
+_ANSWERS = {**LIGHTNING, **HUGGING_FACE, **COMMON}
+_ANSWERS |= {answer: answer for answer in _ANSWERS.values() if answer.isidentifier()}
+
+
+def answers(known: Container[str], elsewhere: str) -> dict[str, str]:
+    """What to use instead of an argument that a callable does not take, by that argument's name.
+
+    Args:
+        known: the callable's own arguments.
+        elsewhere: the callable that takes the arguments which are not among them.
+    """
+    return {
+        name: answer if answer in known or not answer.isidentifier() else f"use {elsewhere}({answer}=…)"
+        for name, answer in _ANSWERS.items()
+    }
