@@ -55,6 +55,7 @@ WITHOUT_TORCH = [
     "stateful.schema",
     "policies",
     "args",
+    "system.exit_status",
     "system.filesystem",
     "system.lock",
     "system.urls",

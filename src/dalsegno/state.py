@@ -157,6 +157,19 @@ class ControlRequests(NamedTuple):
 NO_REQUESTS = ControlRequests()
 
 
+class StopRequest(NamedTuple):
+    """Why training is to end, and who requested it."""
+
+    reason: str | None
+    """Human-readable; None if only the flag was set."""
+    by: str
+    """Key of a callback, or ``signal``, ``clock`` or ``the program``."""
+    is_final: bool
+    """Whether the stop ends the run: after a restart the run trains no further until the user asks for more."""
+    diverged: bool = False
+    """Whether training has diverged."""
+
+
 class TrainerControl:
     """The callbacks' requests. A handler sets a flag; all ranks act on it together at the end of the step.
 
@@ -172,21 +185,15 @@ class TrainerControl:
         "should_evaluate",
         "should_log",
         "should_save",
-        "stop_is_final",
-        "stop_reason",
-        "stopped_by",
+        "stop_request",
     )
 
     should_log: bool
     should_evaluate: bool
     should_save: bool
     should_epoch_stop: bool
-    stop_reason: str | None
-    """Human-readable reason for the stop, once one is requested."""
-    stopped_by: str | None
-    """Key of the callback that requested the stop, or ``signal``, ``clock`` or ``the program``."""
-    stop_is_final: bool
-    """Whether the stop ends the run: after a restart the run trains no further until the user asks for more."""
+    stop_request: StopRequest | None
+    """The first request to stop; None until there is one."""
     current_handler: Handler | None
     """The running handler, set by the dispatcher to attribute flags to a callback; None between handlers."""
 
@@ -198,9 +205,18 @@ class TrainerControl:
         """Reset all requests, at the start of a leg."""
         self.should_log = self.should_evaluate = self.should_save = self.should_epoch_stop = False
         self._stopping = self._aborting = False
-        self.stop_reason = self.stopped_by = None
+        self.stop_request = None
         self._thread = threading.get_ident()  # handlers run on the thread that starts the leg
-        self.stop_is_final = False
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Human-readable reason for the stop, once one is requested."""
+        return self.stop_request.reason if self.stop_request else None
+
+    @property
+    def stopped_by(self) -> str | None:
+        """Key of the callback that requested the stop, or ``signal``, ``clock`` or ``the program``."""
+        return self.stop_request.by if self.stop_request else None
 
     @property
     def should_training_stop(self) -> bool:
@@ -209,7 +225,7 @@ class TrainerControl:
     @should_training_stop.setter
     def should_training_stop(self, value: bool) -> None:
         self._stopping = value
-        self._remember(value, None, is_final=True)
+        self._set(value)
 
     @property
     def should_abort_without_save(self) -> bool:
@@ -218,29 +234,39 @@ class TrainerControl:
     @should_abort_without_save.setter
     def should_abort_without_save(self, value: bool) -> None:
         self._aborting = value
-        self._remember(value, None, is_final=True)
+        self._set(value)
 
-    def stop(self, reason: str, *, save: bool = True, final: bool = False, by: str | None = None) -> None:
+    def stop(
+        self,
+        reason: str,
+        *,
+        save: bool = True,
+        final: bool = False,
+        diverged: bool = False,
+        by: str | None = None,
+    ) -> None:
         """Request the end of training, for a human-readable reason; ``save=False`` writes no checkpoint.
 
-        ``final`` means that training is complete (converged, or diverged): after a restart the run trains no further
-        until the user asks for more. Otherwise only this leg ends, and the next one resumes. Setting the bare flag, as
-        other libraries' callbacks do, is final. ``by`` names the requester; inside a handler it is detected.
+        ``final`` means that training is complete: after a restart the run trains no further until the user asks for
+        more. ``diverged`` means the same, because training has failed: the exit status is then 3. Otherwise only this
+        leg ends, and the next one resumes. Setting the bare flag, as other libraries' callbacks do, is final. ``by``
+        names the requester; inside a handler it is detected.
         """
         if save:
             self._stopping = True
         else:
             self._aborting = True
-        self._remember(True, reason, by, is_final=final)
+        self._remember(StopRequest(reason, by or self._caller(), final or diverged, diverged))
 
-    def _remember(self, value: bool, reason: str | None, by: str | None = None, *, is_final: bool) -> None:
-        if not value:
-            if not self.should_training_stop:
-                self.stop_reason = self.stopped_by = None
-                self.stop_is_final = False
-        elif self.stopped_by is None:
-            self.stop_reason, self.stop_is_final = reason, is_final
-            self.stopped_by = by or self._caller()
+    def _set(self, value: bool) -> None:
+        """Another library's flag was set or cleared: a stop by it is final."""
+        if value:
+            self._remember(StopRequest(None, self._caller(), is_final=True))
+        elif not self.should_training_stop:
+            self.stop_request = None
+
+    def _remember(self, request: StopRequest) -> None:
+        self.stop_request = self.stop_request or request
 
     def _caller(self) -> str:
         """Key of the callback whose handler sets a flag. A flag set on another thread is the program's."""
@@ -283,8 +309,10 @@ class TrainerControl:
         flags = control.requests()
         self.should_log, self.should_evaluate, self.should_save, self.should_epoch_stop = flags[:4]
         self._stopping, self._aborting = flags.stop, flags.abort
-        reason, by, is_final = control.stop_reason, control.stopped_by, control.stop_is_final
-        self._remember(self.should_training_stop, reason, by, is_final=is_final)
+        if control.stop_request is not None:
+            self._remember(control.stop_request)
+        else:
+            self._set(self.should_training_stop)
 
 
 def _from_foreign_control(returned: Any) -> TrainerControl:

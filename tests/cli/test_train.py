@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from dalsegno.cli import main
 from dalsegno.logs import read_records
 
 OWN_TRAINING = """
+import signal
 import torch
 import dalsegno as ds
 from dalsegno.testing import TinyRegression, tiny_regression_data
@@ -24,6 +26,25 @@ class Stop(ds.Callback):
     def on_step_end(self, ctx):
         if ctx.step == self.step:
             ctx.control.stop("enough")
+
+
+class Signal(ds.Callback):
+    def __init__(self, number: int):
+        self.number = number
+
+    def on_step_end(self, ctx):
+        if ctx.step == 2:
+            signal.raise_signal(self.number)
+
+
+class BrokenLoss(ds.Callback):
+    def on_before_backward(self, ctx):
+        ctx.outputs["loss"] = ctx.outputs["loss"] * float("nan")
+
+
+class Faulty(ds.Callback):
+    def on_step_end(self, ctx):
+        raise RuntimeError("broken")
 
 
 def build(args, callbacks, length: int = 20):
@@ -70,16 +91,42 @@ def test_a_run_is_trained_gone_on_with_and_begun_anew(folder: Path) -> None:
     assert steps(folder) == [1]
 
 
-def test_a_run_that_is_stopped_says_so_to_the_shell(folder: Path) -> None:
-    assert main(["train", "run.toml", "--set", "callbacks.own_run:Stop.step=2"]) == 1
-    assert steps(folder) == [1, 2]
+STATUSES = {
+    "stopped by a callback": (["callbacks.own_run:Stop.step=2"], 0, 0),
+    "stopped by a signal": ([f"callbacks.own_run:Signal.number={signal.SIGUSR1:d}"], 75, 0),
+    "stopped by its time limit": (["args.max_seconds=1e-6"], 75, 75),
+    "diverged by CheckLoss": (["callbacks.own_run:BrokenLoss.enabled=true", "callbacks.CheckLoss.name=c"], 3, 3),
+    "diverged by NaNChecker": (["callbacks.own_run:BrokenLoss.enabled=true", "callbacks.NaNChecker.name=c"], 3, 3),
+    "diverged by DivergenceDetector": (
+        [f"callbacks.DivergenceDetector.{each}" for each in ("threshold=0.1", "warmup=0", "patience=1", "mode=max")],
+        3,
+        3,
+    ),
+}
+"""Overrides, and the exit status of the command and of the same command again."""
+
+
+@pytest.mark.parametrize("how", STATUSES)
+def test_the_exit_status_tells_how_a_run_ended(how: str, folder: Path) -> None:
+    overrides, first, second = STATUSES[how]
+    command = ["train", "run.toml", *(word for each in overrides for word in ("--set", each))]
+    assert [main(command), main(command)] == [first, second]
+
+
+def test_an_error_is_1_with_or_without_a_traceback(folder: Path) -> None:
+    faulty = dalsegno("train", "run.toml", "--set", "callbacks.own_run:Faulty.enabled=true", folder=folder)
+    assert faulty.returncode == 1 and "RuntimeError: broken" in faulty.stderr
+    assert main(["train", "run.toml", "--set", "args.save_steps=2"]) == 0
+    for file in (folder / "runs" / "a" / "checkpoints").rglob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+    assert main(["train", "run.toml", "--set", "args.max_steps=6"]) == 1, "no checkpoint verifies"
 
 
 def test_a_run_that_was_stopped_for_good_goes_on_when_told_to(folder: Path) -> None:
     (folder / "final_run.py").write_text(OWN_TRAINING.replace('stop("enough")', 'stop("enough", final=True)'))
     (folder / "run.toml").write_text(RUN.replace("own_run", "final_run"))
     command = ["train", "run.toml", "--set", "callbacks.final_run:Stop.step=2"]
-    assert main(command) == main(command) == 1
+    assert main(command) == main(command) == 0
     assert steps(folder) == [1, 2]
     assert main([*command, "--continue-stopped"]) == 0
     assert steps(folder) == [1, 2, 3, 4]

@@ -100,7 +100,7 @@ def training_seconds(legs: Sequence[LegSummary]) -> float:
 
 
 def _is_divergence(leg: Leg) -> bool:
-    return "diverge" in f"{leg.by or ''} {leg.why or ''}".lower()
+    return leg.diverged or "diverge" in f"{leg.by or ''} {leg.why or ''}".lower()
 
 
 def _followed_by(leg: LegSummary, following: Leg) -> LegSummary:

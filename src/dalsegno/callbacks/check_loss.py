@@ -68,4 +68,4 @@ class CheckLoss(Callback):
         if broken:
             step, rank, index, value = broken[0]
             where = f"micro-batch {index:.0f} (from 0) of step {step:.0f} on rank {rank}"
-            ctx.control.stop(f"the loss is {value} in {where}", save=False, final=True)
+            ctx.control.stop(f"the loss is {value} in {where}", save=False, diverged=True)

@@ -98,7 +98,7 @@ class DivergenceDetector(Callback):
         verdict = self._divergence.observe(value)
         if verdict.diverged:
             reason = f"{self._metric} diverged at step {ctx.state.global_step}: {verdict.reason}"
-            ctx.control.stop(reason, save=is_number and self._action == "stop", final=True)
+            ctx.control.stop(reason, save=is_number and self._action == "stop", diverged=True)
 
     def state_dict(self) -> DivergenceState:
         return self._divergence.state_dict()

@@ -125,7 +125,7 @@ class NaNChecker(Callback):
             # Parameters' gradients are reduced over all ranks: what one rank has found in a module comes before.
             step, what, rank = min(found, key=lambda each: (each[0], each[1].startswith(_OF_WEIGHTS)))
             where = f"on rank {rank}" if not what.startswith(_OF_WEIGHTS) or len(gathered) == 1 else "over all ranks"
-            ctx.control.stop(f"{what} is not finite, first in step {step}, {where}", save=False, final=True)
+            ctx.control.stop(f"{what} is not finite, first in step {step}, {where}", save=False, diverged=True)
 
     def _looking_at(self, name: str) -> Any:
         what = f"the output of {name}"

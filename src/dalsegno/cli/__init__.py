@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from dalsegno.errors import DalsegnoError, UnknownName
+from dalsegno.system.exit_status import ExitStatus, exit_status_of
 
 COMMANDS = ("demo", "train", "callbacks", "check-resume", "logs", "checkpoints")
 """In the order of the help."""
@@ -26,8 +27,8 @@ FAILED = 2
 """Exit status: the command failed. 1 is a command's own negative result."""
 RUN_USER_CODE = ("demo", "train", "check-resume")
 """Commands whose OSErrors keep their traceback, because user code may raise them; elsewhere the message suffices."""
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as in shells: 128 + SIGINT."""
+TRAINING = ("train",)
+"""Commands that end with an :class:`~dalsegno.system.exit_status.ExitStatus`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except DalsegnoError as error:
         print(f"dalsegno: {error}", file=sys.stderr)
-        return FAILED
+        return exit_status_of(error) if words[0] in TRAINING else FAILED
     except BrokenPipeError:  # the reader has closed the pipe; Python's flush at exit must not fail as well
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
     except KeyboardInterrupt:
         print("\ndalsegno: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return ExitStatus.INTERRUPTED
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
@@ -64,7 +65,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
         prog="dalsegno",
         description="Train PyTorch models that resume bit by bit after a kill, and analyze their logs and checkpoints.",
         epilog="Run 'dalsegno COMMAND --help' for a command's options. Exit status: 0 success, 1 negative result (say, "
-        "the runs differ), 2 error.",
+        "the runs differ), 2 error; those of a training are in its command's --help.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")

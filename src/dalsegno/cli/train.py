@@ -20,7 +20,8 @@ The whole file is checked before anything is built. On several GPUs:
 
     torchrun --no-python --nproc-per-node 8 dalsegno train run.toml
 
-Exit status: 0 if the run is finished, 1 if it stopped early, 2 on an error.
+Exit status: 0 finished, or stopped early by a callback; 1 error; 2 wrong use; 3 diverged; 75 stopped in time by a
+signal or a time limit: the same command continues the run.
 """
 
 from __future__ import annotations
@@ -94,4 +95,4 @@ def run(arguments: argparse.Namespace) -> int:
     origin = arguments.checkpoint or not arguments.start_over
     more = {"continue_stopped": True} if arguments.continue_stopped else {}
     result = config.build().train(origin, **more)
-    return 0 if result is None or result.reason in ("finished", "exhausted") else 1
+    return 0 if result is None else result.exit_status

@@ -53,6 +53,8 @@ class Leg:
     goal_given_up: Goal | None = None
     """``max_steps`` and ``num_train_epochs`` at the time when a callback judged training to be complete. The run stays
     ended until one of them is raised."""
+    diverged: bool = False
+    """Whether a callback judged that training has diverged."""
 
     def has_given_up(self, max_steps: int, num_train_epochs: float) -> bool:
         """Whether a callback ended the run here and neither limit has been raised since."""
@@ -138,12 +140,15 @@ class RunFile:
         metrics: Mapping[str, Any],
         why: str | None = None,
         goal_given_up: dict[str, float] | None = None,
+        *,
+        diverged: bool = False,
     ) -> None:
         """Record the end of the current leg."""
         run = self._current()
         leg = run.legs[-1]
         leg.ended, leg.reason, leg.by, leg.why = time.time(), reason, by, why
         leg.last_step, leg.metrics, leg.goal_given_up = last_step, dict(metrics), goal_given_up
+        leg.diverged = diverged
         self._write(run)
 
     def _current(self) -> RunRecord:

@@ -79,12 +79,8 @@ class ControlSync:
         """Give every rank the reason for the stop, and who requested it: those of the lowest rank that has them.
         Collective."""
         if not self._alone:
-            control = self._control
-            asked = collectives.gather(
-                (control.stop_reason, control.stopped_by, control.stop_is_final), "why training stops"
-            )
-            first = next((each for each in asked if each[1]), (None, None, False))
-            control.stop_reason, control.stopped_by, control.stop_is_final = first
+            requests = collectives.gather(self._control.stop_request, "why training stops")
+            self._control.stop_request = next((each for each in requests if each), None)
 
     def _poll_sources(self) -> ControlRequests:
         requests = NO_REQUESTS

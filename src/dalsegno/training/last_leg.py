@@ -65,5 +65,7 @@ class LastLeg:
         has_finished = leg.reason == "finished" and leg.last_step == state.global_step
         if not (has_finished or self.has_given_up):
             return None
-        result = TrainResult(leg.last_step, cast(Reason, leg.reason), leg.why, leg.by, leg.metrics, newest)
+        result = TrainResult(
+            leg.last_step, cast(Reason, leg.reason), leg.why, leg.by, leg.metrics, newest, diverged=leg.diverged
+        )
         return result.with_best(state, path_of)

@@ -38,7 +38,8 @@ class LegRecorder:
         if not self._writes:
             return
         args = self._args
-        gave_up = result.reason in ("stopped", "aborted") and self._control.stop_is_final
+        request = self._control.stop_request
+        gave_up = result.reason in ("stopped", "aborted") and request is not None and request.is_final
         safe = f"{result.checkpoint} and the logs are safe" if result.checkpoint else "no checkpoint was saved"
         with self._writing(
             f"how this leg ended ({result.reason} at step {result.global_step}) is not in there, but {safe}. Started "
@@ -51,6 +52,7 @@ class LegRecorder:
                 result.metrics,
                 result.why,
                 {"max_steps": args.max_steps, "num_train_epochs": args.num_train_epochs} if gave_up else None,
+                diverged=result.diverged,
             )
 
     @contextmanager

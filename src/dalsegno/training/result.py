@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dalsegno.state import TrainerControl, TrainerState
+from dalsegno.system.exit_status import ExitStatus
 
 Reason = Literal["finished", "stopped", "aborted", "exhausted", "interrupted", "exception"]
 
@@ -35,6 +36,17 @@ class TrainResult:
     """The metric's value at ``best_step``."""
     best_checkpoint: Path | None = None
     """Checkpoint of ``best_step``; None if none was saved there, or it was not kept."""
+    diverged: bool = False
+    """Whether a callback judged that training has diverged."""
+
+    @property
+    def exit_status(self) -> ExitStatus:
+        """For ``sys.exit``: 0 done, 1 error, 3 diverged, 75 stopped in time (run the same program again)."""
+        if self.diverged:
+            return ExitStatus.DIVERGED
+        if self.reason == "stopped" and self.stopped_by in ("signal", "clock"):
+            return ExitStatus.RUN_AGAIN
+        return {"exception": ExitStatus.ERROR, "interrupted": ExitStatus.INTERRUPTED}.get(self.reason, ExitStatus.DONE)
 
     def with_best(self, state: TrainerState, path_of: Callable[[int], Path]) -> TrainResult:
         """A copy with the best evaluation recorded in ``state``."""

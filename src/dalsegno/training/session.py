@@ -125,16 +125,17 @@ class Session:
     def _close(self, error: BaseException | None) -> None:
         """Fire on_exception if there was one, then on_train_end, once. Not collective: after an exception the other
         ranks may be gone."""
-        dispatcher, control, metrics = self._dispatcher, self._control, self._final_metrics
+        dispatcher, request, metrics = self._dispatcher, self._control.stop_request, self._final_metrics
         self._state.clock.stop()
         failures = _failures(self._boundary.saves.close)
         result = self.result = TrainResult(
             global_step=self._state.global_step,
-            reason=reason_of(error, control, self._data_is_exhausted),
-            why=control.stop_reason if error is None else f"{type(error).__name__}: {error}",
-            stopped_by=control.stopped_by,
+            reason=reason_of(error, self._control, self._data_is_exhausted),
+            why=self._control.stop_reason if error is None else f"{type(error).__name__}: {error}",
+            stopped_by=self._control.stopped_by,
             metrics=metrics,
             checkpoint=self._boundary.saves.newest,
+            diverged=error is None and request is not None and request.diverged,
         ).with_best(self._state, self._checkpointer.path_of)
         failures += _failures(self._loader.close)
         if error is not None and dispatcher.exception:

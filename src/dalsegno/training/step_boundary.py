@@ -112,15 +112,14 @@ class StepBoundary:
     def _save(self) -> None:
         """Save this step; or stop without a checkpoint, if a handler of on_before_save asks for that."""
         control = self._control
-        asked = control.stop_reason, control.stopped_by, control.stop_is_final
-        control.stop_reason = control.stopped_by = None  # so that the callback that calls the save off is named
+        requested, control.stop_request = control.stop_request, None  # so that who calls the save off is named
         self._saved_at = time.monotonic()
         self.saves.save(self.evaluations.metrics(), self._control_sync)
         if control.should_abort_without_save:
             self._stop()
             self.saves.tolerate_failed_save()
         else:
-            control.stop_reason, control.stopped_by, control.stop_is_final = asked
+            control.stop_request = requested or control.stop_request
 
     def _stop(self) -> None:
         self.stopping = True
