@@ -26,8 +26,8 @@ FLOORS = [
     ["state", "stateful", "policies", "system", "distributed"],
     # settings, and the records that a run writes
     ["args", "logs"],
-    # reading logs; reading data; what a run tells its callbacks
-    ["analysis", "data", "events"],
+    # reading logs; reading data; what a run tells its callbacks; what a run is told from outside
+    ["analysis", "data", "events", "control"],
     # what listens to a run, and where its state is saved
     ["callbacks", "interop", "checkpoint"],
     # the engine, and runs described in a file
@@ -63,6 +63,9 @@ WITHOUT_TORCH = [
     "logs",
     "analysis",
     "analysis.stats.divergence",
+    "control.commands",
+    "control.journal",
+    "control.queue",
     "events.table",
     "events.callback",
     "checkpoint.inspect.listing",

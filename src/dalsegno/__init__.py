@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from .errors import EventNotFired as EventNotFired
     from .errors import Locked as Locked
     from .errors import NotFound as NotFound
+    from .errors import NotRunning as NotRunning
     from .errors import RankFailed as RankFailed
     from .errors import SaveFailed as SaveFailed
     from .errors import StateMismatch as StateMismatch
@@ -173,6 +174,7 @@ _HOMES = {
         "EventNotFired",
         "Locked",
         "NotFound",
+        "NotRunning",
         "RankFailed",
         "SaveFailed",
         "StateMismatch",

@@ -15,6 +15,7 @@
     ├── NotFound (FileNotFoundError)           a checkpoint, run or log does not exist
     ├── DamagedCheckpoint (OSError)            a checkpoint's bytes differ from its manifest
     ├── Locked (BlockingIOError)               another live run uses this output_dir
+    ├── NotRunning (RuntimeError)              no leg is running that could carry out a command
     ├── EventNotFired (TypeError)              a callback needs an event that this loop cannot fire
     ├── RankFailed (RuntimeError)              a rank failed, or was killed
     └── RanksApart (RuntimeError)              the ranks are at different collectives; the message names both places
@@ -92,6 +93,10 @@ class DamagedCheckpoint(DalsegnoError, OSError):
 
 class Locked(DalsegnoError, BlockingIOError):
     """Another live run uses this ``output_dir``; the message names its host, process and start time."""
+
+
+class NotRunning(DalsegnoError, RuntimeError):
+    """No leg is running that could carry out a command, or it has decided to end."""
 
 
 class EventNotFired(DalsegnoError, TypeError):

@@ -1,0 +1,162 @@
+"""Commands: the closed table of what a running job can be asked to do, and the check of each command's data."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dalsegno.args import MEANT, TrainingArguments
+from dalsegno.errors import ConfigurationError, UnknownName
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command whose name and data have been checked."""
+
+    name: str
+    data: Mapping[str, Any]
+    """JSON values."""
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether a leg that resumes from before the command's step carries it out again there."""
+        return COMMANDS[self.name].is_repeated
+
+    def __str__(self) -> str:
+        values = ", ".join(f"{name}={_shown(value)}" for name, value in self.data.items())
+        return f"{self.name} {values}" if values else self.name
+
+
+@dataclass(frozen=True, slots=True)
+class CommandKind:
+    """A row of the table."""
+
+    description: str
+    fields: Mapping[str, str]
+    """Fields of the data, each with the values that it may have."""
+    is_repeated: bool
+    """Whether a leg that resumes from before the command's step carries it out again there."""
+
+
+LEARNING_RATE = "learning_rate"
+SETTINGS: Mapping[str, str] = {
+    "logging_steps": "logging_strategy",
+    "eval_steps": "eval_strategy",
+    "save_steps": "save_strategy",
+    "max_steps": "",
+}
+"""Settings in ``TrainingArguments`` that ``set`` changes, each with the one that must be ``steps`` for it to apply."""
+
+COMMANDS: Mapping[str, CommandKind] = {
+    "graceful_stop": CommandKind("save a checkpoint and end; the next start resumes", {}, False),
+    "save_checkpoint": CommandKind("save a checkpoint", {}, False),
+    "save_and_stop": CommandKind("the same as graceful_stop", {}, False),
+    "abort": CommandKind("end without a checkpoint; the next start resumes from the newest one", {}, False),
+    "evaluate": CommandKind("evaluate on every evaluation set", {}, True),
+    "log": CommandKind("log a training record", {}, True),
+    "set": CommandKind(
+        "change settings from this step on",
+        {
+            LEARNING_RATE: 'the first parameter group\'s rate from the next step on, or {"factor": f}; all groups and '
+            "the rest of the schedule are scaled by the same factor",
+            "logging_steps": "steps between records; 0: never",
+            "eval_steps": "steps between evaluations; 0: never",
+            "save_steps": "steps between checkpoints; 0: never",
+            "max_steps": "optimizer steps over all legs; at or below the present step: the run ends as finished",
+        },
+        True,
+    ),
+    "switch": CommandKind(
+        "switch a callback that only observes off and on",
+        {"callback": "its key", "on": "true or false"},
+        True,
+    ),
+}
+
+
+def parse_command(name: str, data: Mapping[str, Any], args: TrainingArguments) -> Command:
+    """Check a command.
+
+    Args:
+        name: of the command.
+        data: JSON values by field.
+        args: the settings in force, which the command may change.
+
+    Raises:
+        UnknownName: for an unknown command or field; the message suggests the nearest.
+        ConfigurationError: for a value that cannot work, or a setting that has no effect in this run.
+    """
+    if not isinstance(name, str) or name not in COMMANDS:
+        raise UnknownName("command", str(name)[:80], COMMANDS)
+    if not isinstance(data, Mapping):
+        raise ConfigurationError(f"{name}: its data is a {type(data).__name__}; must be an object with named fields")
+    fields = COMMANDS[name].fields
+    for field in data:
+        if field not in fields:
+            raise UnknownName(f"field of {name}", str(field)[:80], fields, MEANT)
+    _CHECKS.get(name, _check_nothing)(data, args)
+    return Command(name, copy.deepcopy(dict(data)))
+
+
+def with_settings(args: TrainingArguments, data: Mapping[str, Any]) -> TrainingArguments:
+    """Return a copy of ``args`` with the settings in ``data``, which checks itself; the learning rate is not among
+    them.
+
+    Raises:
+        ConfigurationError: for a value that cannot work, or a setting that has no effect beside the others.
+    """
+    for name in data.keys() & SETTINGS.keys():
+        strategy = SETTINGS[name]
+        if strategy and getattr(args, strategy) != "steps":
+            raise ConfigurationError(f"set {name}: has no effect, since {strategy}={getattr(args, strategy)!r}")
+    if "save_steps" in data and args.save is not None:
+        raise ConfigurationError(f"set save_steps: has no effect, since save={str(args.save)!r} decides when to save")
+    steps = data.get("max_steps", 1)
+    if type(steps) is not int or steps < 1:  # -1 would mean epochs, whose length may be unknown
+        raise ConfigurationError(f"max_steps={steps!r}; needs a whole number of at least 1")
+    return dataclasses.replace(args, **{name: value for name, value in data.items() if name in SETTINGS})
+
+
+def _check_set(data: Mapping[str, Any], args: TrainingArguments) -> None:
+    if not data:
+        raise ConfigurationError(f"set: names no setting; known are {', '.join(COMMANDS['set'].fields)}")
+    if LEARNING_RATE in data:
+        _check_learning_rate(data[LEARNING_RATE])
+    with_settings(args, data)
+
+
+def _check_learning_rate(value: Any) -> None:
+    number = value
+    if isinstance(value, Mapping):
+        if [*value] != ["factor"]:
+            raise ConfigurationError(f'{LEARNING_RATE}: needs a number, or an object {{"factor": number}}')
+        number = value["factor"]
+    if type(number) not in (int, float) or not 0 < number < math.inf:
+        raise ConfigurationError(f"{LEARNING_RATE}={_shown(value)}; needs a number over 0")
+
+
+def _check_switch(data: Mapping[str, Any], args: TrainingArguments) -> None:
+    if not isinstance(data.get("callback"), str) or not isinstance(data.get("on"), bool):
+        raise ConfigurationError(
+            'switch: needs {"callback": key, "on": true or false}, with the key of a callback, such as "JsonLogger"'
+        )
+
+
+def _check_nothing(data: Mapping[str, Any], args: TrainingArguments) -> None:
+    """For a command without fields."""
+
+
+_CHECKS: Mapping[str, Callable[[Mapping[str, Any], TrainingArguments], None]] = {
+    "set": _check_set,
+    "switch": _check_switch,
+}
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping) and "factor" in value:
+        return f"×{_shown(value['factor'])}"
+    return f"{value:g}" if isinstance(value, float) else str(value)[:80]

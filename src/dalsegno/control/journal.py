@@ -1,0 +1,238 @@
+"""Journal: ``control.jsonl``, which records each command when it is accepted, and the step at which it takes effect.
+
+A command is part of the run: a leg that resumes from a checkpoint before the command's step repeats it from here. So
+a line is on disk before the caller continues. The kinds of lines, which are only appended:
+
+* ``accepted``: a command, from whom;
+* ``acted``: at which step it takes effect, and what the script gave for the settings that it changes;
+* ``dropped``: it will not take effect, and why;
+* ``overridden``: settings of the command that no longer apply, since the script or a later command changed them;
+* ``rewound``: the user went back to an older checkpoint, so commands after its step are of an abandoned timeline.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypedDict
+
+from dalsegno.errors import StateMismatch
+from dalsegno.logs.values import decode, encode
+from dalsegno.stateful.schema import Count, check
+from dalsegno.system import filesystem
+
+logger = logging.getLogger("dalsegno")
+
+JOURNAL = "control.jsonl"
+
+
+@dataclass(slots=True)
+class Entry:
+    """A command in the journal, and what became of it."""
+
+    id: str
+    time: float
+    """When it was accepted, in UTC seconds."""
+    by: str
+    """Who sent it."""
+    command: str
+    data: dict[str, Any]
+    step: int | None = None
+    """The step at whose end it took effect."""
+    script: dict[str, Any] = field(default_factory=dict)
+    """What the user's script gave then for the settings that it changes."""
+    overridden: list[str] = field(default_factory=list)
+    """Settings that no longer apply."""
+    error: str | None = None
+    """Why it does not take effect, or why that no longer counts."""
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether it has neither taken effect nor been dropped."""
+        return self.step is None and self.error is None
+
+
+class _Accepted(TypedDict):
+    id: str
+    time: float
+    by: str
+    command: str
+    data: dict[str, Any]
+
+
+class _Acted(TypedDict):
+    id: str
+    time: float
+    step: Count
+    script: dict[str, Any]
+
+
+class _Dropped(TypedDict):
+    id: str
+    time: float
+    error: str
+
+
+class _Overridden(TypedDict):
+    id: str
+    time: float
+    settings: list[str]
+
+
+class _Rewound(TypedDict):
+    time: float
+    step: Count
+
+
+_FORMS: Mapping[str, Any] = {
+    "accepted": _Accepted,
+    "acted": _Acted,
+    "dropped": _Dropped,
+    "overridden": _Overridden,
+    "rewound": _Rewound,
+}
+
+
+class Journal:
+    """``control.jsonl`` of an ``output_dir``. Written by rank 0 of the run that holds the directory's lock.
+
+    The methods that write raise OSError, say on a full disk; no part of their lines stays in the file then.
+    """
+
+    def __init__(self, output_dir: Path) -> None:
+        self.path = output_dir / JOURNAL
+
+    def read(self) -> list[Entry]:
+        """Return the commands: those that took effect in the order of doing so, then all others as accepted.
+
+        A line that is torn, damaged, or of a kind that a newer version writes is skipped with a warning.
+        """
+        entries: dict[str, Entry] = {}
+        acted: dict[str, Entry] = {}
+        for kind, line in self._lines():
+            if kind == "accepted":
+                entries[line["id"]] = Entry(**line)
+            elif kind == "rewound":
+                _rewind(entries.values(), line["step"])
+            elif (entry := entries.get(line["id"])) is None:
+                logger.warning("%s: %s names an unknown command, %r", self.path, kind, line["id"][:40])
+            elif kind == "acted":
+                entry.step, entry.script = line["step"], line["script"]
+                acted[entry.id] = entry
+            elif kind == "overridden":
+                entry.overridden += line["settings"]
+            else:
+                entry.error = line["error"]
+        return [*acted.values(), *(entry for entry in entries.values() if entry.id not in acted)]
+
+    def accept(self, entry: Entry) -> None:
+        """Record that a command is accepted."""
+        self._append(
+            [
+                {
+                    "kind": "accepted",
+                    "id": entry.id,
+                    "time": entry.time,
+                    "by": entry.by,
+                    "command": entry.command,
+                    "data": entry.data,
+                }
+            ]
+        )
+
+    def act(self, entries: Iterable[Entry], step: int) -> None:
+        """Record at which step commands take effect, before they do."""
+        self._append(_now("acted", id=entry.id, step=step, script=entry.script) for entry in entries)
+
+    def drop(self, errors: Mapping[str, str]) -> None:
+        """Record why the commands of these ids do not take effect."""
+        self._append(_now("dropped", id=id_, error=error) for id_, error in errors.items())
+
+    def override(self, settings: Mapping[str, Sequence[str]]) -> None:
+        """Record, by id, the settings of a command that no longer apply."""
+        self._append(_now("overridden", id=id_, settings=[*names]) for id_, names in settings.items())
+
+    def rewind(self, step: int) -> None:
+        """Record that what came after ``step`` is of an abandoned timeline."""
+        if self.path.exists():
+            self._append([_now("rewound", step=step)])
+
+    def _lines(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        try:
+            data = self.path.read_bytes()
+        except FileNotFoundError:
+            return
+        for number, text in enumerate(data.split(b"\n"), start=1):
+            if not text.strip():
+                continue
+            try:
+                yield _parse(text)
+            except (ValueError, StateMismatch) as error:
+                logger.warning("%s: line %d is skipped: %s", self.path, number, error)
+
+    def _append(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Append and fsync. Does nothing without lines."""
+        text = b"".join(encode(line) + b"\n" for line in lines)
+        if not text:
+            return
+        is_new = not self.path.exists()
+        descriptor = filesystem.open_own(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        try:
+            self._repair(descriptor)
+            end = os.fstat(descriptor).st_size
+            try:
+                filesystem.write_all(descriptor, text, self.path)
+                filesystem.fsync(descriptor, self.path)
+            except BaseException:
+                filesystem.truncate(descriptor, end, self.path)
+                raise
+        finally:
+            os.close(descriptor)
+        if is_new:
+            filesystem.fsync_directory(self.path.parent)
+
+    def _repair(self, descriptor: int) -> None:
+        """End the file with a whole line. A kill while a line was written has left a part of it, which acknowledged
+        nothing; an editor may have removed the last newline."""
+        size = os.fstat(descriptor).st_size
+        if size == 0 or os.pread(descriptor, 1, size - 1) == b"\n":
+            return
+        data = os.pread(descriptor, size, 0)
+        begin = data.rfind(b"\n") + 1
+        try:
+            _parse(data[begin:])
+        except (ValueError, StateMismatch):
+            logger.warning("%s: a kill has torn its last line, which is removed: %r", self.path, data[begin:][:200])
+            filesystem.truncate(descriptor, begin, self.path)
+        else:
+            filesystem.write_all(descriptor, b"\n", self.path)
+
+
+def _now(kind: str, **values: Any) -> dict[str, Any]:
+    return {"kind": kind, "time": time.time(), **values}
+
+
+def _parse(text: bytes) -> tuple[str, dict[str, Any]]:
+    """Return a line's kind and its fields.
+
+    Raises:
+        ValueError, StateMismatch: if it is not a line of a journal.
+    """
+    record = decode(text)
+    kind = record.get("kind") if isinstance(record, dict) else None
+    form = _FORMS.get(kind) if isinstance(kind, str) else None
+    if kind is None or form is None:
+        raise ValueError(f"not a line of a known kind: {text[:80]!r}")
+    line = {name: record[name] for name in form.__annotations__ if name in record}
+    check(line, form, kind)
+    return kind, line
+
+
+def _rewind(entries: Iterable[Entry], step: int) -> None:
+    for entry in entries:
+        if entry.error is None and (entry.step is None or entry.step > step):
+            entry.error = f"the run was taken back to step {step}"
