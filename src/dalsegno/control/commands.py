@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dalsegno.args import MEANT, TrainingArguments
+from dalsegno.args import TrainingArguments, answers
 from dalsegno.errors import ConfigurationError, UnknownName
 
 
@@ -97,7 +97,7 @@ def parse_command(name: str, data: Mapping[str, Any], args: TrainingArguments) -
     fields = COMMANDS[name].fields
     for field in data:
         if field not in fields:
-            raise UnknownName(f"field of {name}", str(field)[:80], fields, MEANT)
+            raise UnknownName(f"field of {name}", str(field)[:80], fields, answers(fields, "Trainer"))
     _CHECKS.get(name, _check_nothing)(data, args)
     return Command(name, copy.deepcopy(dict(data)))
 
