@@ -6,8 +6,6 @@ is never executed, whatever it contains.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import os
 import time
@@ -23,6 +21,7 @@ from dalsegno.analysis.parameters import WHERE
 from dalsegno.analysis.plotting.heatmap import TITLES
 from dalsegno.analysis.series import ParameterSeries
 from dalsegno.analysis.stats.detect import DetectorSettings
+from dalsegno.analysis.webpage import inlined
 from dalsegno.errors import ConfigurationError, NotFound
 from dalsegno.system import filesystem
 
@@ -66,13 +65,11 @@ def _page(logs: Sequence[TrainingLog], title: str, settings: DetectorSettings | 
     heatmaps = list(islice(_heatmaps(logs), MOST_HEATMAPS + 1))
     more, heatmaps = len(heatmaps) > MOST_HEATMAPS, heatmaps[:MOST_HEATMAPS]
     places = [f"{each.run}: {TITLES[each.name]} of each parameter" for each in heatmaps]
-    script, style, template = (_part(name) for name in ("report.js", "report.css", "report.html"))
-    parts = {
+    files = resources(__name__)
+    template = files.joinpath("report.html").read_text("utf-8")
+    parts = inlined(files, styles=["report.css"], scripts=["heatmap.js", "report.js"]) | {
         "title": escape(title),
         "subtitle": escape(f"{len(logs)} run{'s' if len(logs) > 1 else ''}, as of {_now()}"),
-        "script_hash": f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}",
-        "style": style,
-        "script": script,
         "summary": tables.summary_table([log.summary() for log in logs]),
         "sections": "".join(
             [
@@ -111,10 +108,6 @@ def _heatmaps(logs: Sequence[TrainingLog]) -> Iterator[ParameterSeries]:
                 continue
             if series.values.size:
                 yield series
-
-
-def _part(name: str) -> str:
-    return resources(__name__).joinpath(name).read_text(encoding="utf-8")
 
 
 def _now() -> str:

@@ -146,7 +146,7 @@ def _mark(restart: Restart) -> dict[str, Any]:
     repeated = f", {restart.redone:,} steps repeated" if restart.redone else ""
     what = "rollback" if restart.leg is None else f"leg {restart.leg}"
     label = f"{what}: resumed from step {restart.step:,}{repeated}"
-    return {"step": restart.step, "rollback": restart.leg is None, "label": label}
+    return {"step": restart.step, "kind": "rollback" if restart.leg is None else "leg", "label": label}
 
 
 def _heatmap(series: ParameterSeries) -> dict[str, Any]:
