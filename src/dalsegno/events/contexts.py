@@ -227,6 +227,11 @@ class StepEndContext(LossContext):
         return None if self._grad_norm is None else _read(self._grad_norm)
 
     @property
+    def unread_grad_norm(self) -> Number:
+        """The same as a 0-dim tensor on its device, to compute with without a sync."""
+        return self._grad_norm
+
+    @property
     def lr(self) -> float:
         """The learning rate that this update used (first parameter group)."""
         return _read(self._lr)

@@ -46,12 +46,17 @@ class Recorder:
         self._metrics.add(loss, grad_norm, tokens)
         self._lr = lr
 
-    def report_step(self, loss: torch.Tensor, grad_norm: torch.Tensor | None) -> None:
+    def report_step(self, loss: torch.Tensor, grad_norm: torch.Tensor | None, tokens: int) -> None:
         """Fire on_train_metrics if a callback on any rank handles it: the one event that costs a reduction and a device
-        sync at each step. Collective."""
+        sync at each step. Collective.
+
+        ``loss`` and ``tokens`` are this rank's."""
         if not self._listens_to_metrics:
             return
-        metrics = {"loss": collectives.sum_floats([float(loss)], "the loss of a step")[0]}
+        total_loss, total_tokens = collectives.sum_floats([float(loss), tokens], "the loss of a step")
+        metrics: dict[str, Any] = {"loss": total_loss}
+        if total_tokens:
+            metrics["tokens"] = int(total_tokens)
         if grad_norm is not None:
             metrics["grad_norm"] = float(grad_norm)
         if self._lr is not None:

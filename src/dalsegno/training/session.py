@@ -240,7 +240,7 @@ class Session:
         if dispatcher.step_end:
             dispatcher.step_end.fill(loss, grad_norm, lr)
             dispatcher.step_end.fire()
-        self._recorder.report_step(loss, grad_norm)
+        self._recorder.report_step(loss, grad_norm, step_batch.tokens)
         self._boundary.run_due_actions(self._due, epoch_ends=self._ends_epoch)
         if dispatcher.step_done:
             dispatcher.step_done.fill(state.global_step)

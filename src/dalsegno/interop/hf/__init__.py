@@ -4,6 +4,7 @@ A handler is called as ``on_step_end(args, state, control, **kwargs)``, with Hug
 ``model`` (unwrapped), ``processing_class``, ``optimizer``, ``lr_scheduler``, ``train_dataloader``, ``eval_dataloader``,
 and ``logs`` or ``metrics``. Forgather's handlers, and those with a parameter ``trainer``, also get the trainer; those
 with a parameter ``tokenizer`` (Hugging Face's name until 2024) also get the processing class under that name.
+What differs for Forgather's callbacks is in :mod:`.forgather`.
 
 As under Hugging Face's Trainer, a record and an evaluation's metrics contain the epoch, and each record is in
 ``state.log_history`` before ``on_log``. A leg that begins or ends inside an epoch calls ``on_epoch_begin`` or
@@ -32,7 +33,11 @@ from .calls import (
     ignoring_last_step,
     invoke_with_event,
 )
+from .forgather import FORGATHER, FORGATHER_ADDED
 from .shared_state import SharedState
+
+_STEP_ENDS = (Event.STEP_END, "on_step_end"), (Event.TRAIN_METRICS, "on_step_end")
+"""Where Forgather's ``on_step_end`` is called: after the event, or after ``on_train_metrics``, which precedes it."""
 
 
 class HuggingFace(CallbackAdapter):
@@ -46,18 +51,29 @@ class HuggingFace(CallbackAdapter):
     calls = tuple(WRAPPERS)
     silent = ("on_push_begin",)  # dalsegno does not push to a hub
 
+    def __init__(self, foreign: object, name: str | None = None) -> None:
+        self._is_forgather = any(cls.__module__.startswith("forgather.") for cls in type(foreign).__mro__)
+        self._wrappers, self._added = (FORGATHER, FORGATHER_ADDED) if self._is_forgather else (WRAPPERS, ADDED)
+        super().__init__(foreign, name)
+
     def arguments(self, method: str) -> tuple[Sequence[str], Sequence[str]]:
-        added = (
-            name for (_, called), wrapper in WRAPPERS.items() if called == method for name in ADDED.get(wrapper, ())
-        )
+        added = {
+            name: None
+            for (_, called), wrapper in self._wrappers.items()
+            if called == method
+            for name in self._added.get(wrapper, ())
+        }
         return ("args", "state", "control"), (*KEYWORDS, *self._extras(method), *added)
 
     def overridden_calls(self) -> list[tuple[Event, str]]:
         has_state = isinstance(self, Stateful)
+        unused = _STEP_ENDS[0] if self._is_forgather and self._defines("on_train_metrics") else _STEP_ENDS[1]
         return [
             call
-            for call in super().overridden_calls()
-            if not (has_state and WRAPPERS[call] in (if_epoch_joined, if_epoch_left))
+            for call, wrapper in self._wrappers.items()
+            if self._defines(call[1])
+            and call != unused
+            and not (has_state and wrapper in (if_epoch_joined, if_epoch_left))
         ]
 
     def call(self, event: Event, method: str, binder: Binder) -> Call:
@@ -68,14 +84,14 @@ class HuggingFace(CallbackAdapter):
         if named := {name: extras[name] for name in self._extras(method)}:
             function = partial(function, **named)
         is_default_flow = any(cls.__name__ == "DefaultFlowCallback" for cls in type(self.__wrapped__).__mro__)
-        wrapper = ignoring_last_step if is_default_flow and event is Event.STEP_END else WRAPPERS[event, method]
-        return wrapper(invoke_with_event(function, shared), shared)
+        wrapper = ignoring_last_step if is_default_flow and event is Event.STEP_END else self._wrappers[event, method]
+        return wrapper(invoke_with_event(function, shared), binder)
 
     def _extras(self, method: str) -> list[str]:
         """Return the keywords for this method that Hugging Face never passes, or no longer."""
         named = inspect.signature(getattr(self.__wrapped__, method)).parameters
-        forgather = any(cls.__module__.startswith("forgather.") for cls in type(self.__wrapped__).__mro__)
-        return [name for name in ("trainer", "tokenizer") if name in named or (forgather and name == "trainer")]
+        always = ["trainer"] if self._is_forgather else []
+        return [name for name in ("trainer", "tokenizer") if name in named or name in always]
 
     def state_methods(self) -> tuple[Callable[[], State], Callable[[State], object]] | None:
         """Use ``state_dict`` as Forgather does; else Hugging Face's ``ExportableState``."""

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 from dataclasses import MISSING
+from datetime import datetime
 from enum import StrEnum
+from itertools import chain, count
+from pathlib import Path
 from typing import Any
 
 from dalsegno.distributed import collectives
@@ -69,7 +73,8 @@ class Arguments:
         self._model = context.model
         self._state = context.state
         self.output_dir = str(args.directory)
-        self.logging_dir = str(args.directory / "logs" / "tensorboard")
+        self.logging_dir = self._new_logging_dir()
+        """A separate one for each leg."""
         self.logging_strategy, self.logging_steps = _schedule(args.logging)
         self.eval_strategy, self.eval_steps = _schedule(args.evaluation if evaluates else Every())
         self.save_strategy, self.save_steps = _schedule(args.saving)
@@ -85,6 +90,16 @@ class Arguments:
         self.parallel_mode = "distributed" if self.world_size > 1 else "not_parallel"
         self.train_batch_size = args.per_device_train_batch_size
         self.eval_batch_size = args.per_device_eval_batch_size
+
+    def unused_logging_dir(self) -> str:
+        """Return :attr:`logging_dir`, or a new one if an earlier leg has used that."""
+        return self._new_logging_dir() if Path(self.logging_dir).exists() else self.logging_dir
+
+    def _new_logging_dir(self) -> str:
+        name = f"{datetime.now():%b%d_%H-%M-%S}_{socket.gethostname()}"
+        names = chain([name], (f"{name}-{number}" for number in count(2)))
+        folders = (self._args.directory / "runs" / each for each in names)
+        return str(next(folder for folder in folders if not folder.exists()))
 
     @property
     def device(self) -> Any:

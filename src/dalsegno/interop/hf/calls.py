@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from dalsegno.events.callback import Answer
+from dalsegno.events.callback import Answer, Binder
 from dalsegno.events.contexts import (
     Context,
     EvaluateContext,
@@ -15,7 +15,7 @@ from dalsegno.events.contexts import (
 )
 from dalsegno.events.table import Event
 
-from .shared_state import SharedState, record_of
+from .shared_state import SharedRecord, SharedState
 
 Call = Callable[[Any, Any], Answer]
 """``(adapted, ctx)``"""
@@ -27,8 +27,11 @@ class Invoke(Protocol):
     def __call__(self, adapted: Any, ctx: Any, /, **added: Any) -> Answer: ...
 
 
-Wrapper = Callable[[Invoke, SharedState], Call]
-"""Makes the call of a method at an event."""
+Wrapper = Callable[[Invoke, Binder], Call]
+"""Makes the call of a method at an event of one run."""
+
+Wrappers = Mapping[tuple[Event, str], Wrapper]
+"""The calls of a library's methods. Those at the same event are made in this order."""
 
 KEYWORDS = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
 
@@ -58,19 +61,20 @@ def invoke_with_event(function: Callable[..., Any], shared: SharedState) -> Invo
     return invoke
 
 
-def direct(invoke: Invoke, shared: SharedState) -> Call:
+def direct(invoke: Invoke, binder: Binder) -> Call:
     return invoke
 
 
-def unless_last(invoke: Invoke, shared: SharedState) -> Call:
+def unless_last(invoke: Invoke, binder: Binder) -> Call:
     def call(adapted: Any, ctx: MicrobatchEndContext) -> Answer:
         return None if ctx.is_last else invoke(adapted, ctx)
 
     return call
 
 
-def if_epoch_joined(invoke: Invoke, shared: SharedState) -> Call:
+def if_epoch_joined(invoke: Invoke, binder: Binder) -> Call:
     """Call if the leg begins inside an epoch."""
+    shared = binder.shared(SharedState)
 
     def call(adapted: Any, ctx: Context) -> Answer:
         return invoke(adapted, ctx) if shared.joined_epoch else None
@@ -78,8 +82,9 @@ def if_epoch_joined(invoke: Invoke, shared: SharedState) -> Call:
     return call
 
 
-def if_epoch_left(invoke: Invoke, shared: SharedState) -> Call:
+def if_epoch_left(invoke: Invoke, binder: Binder) -> Call:
     """Call if the leg ends inside an epoch: at its final record, the last event but one."""
+    shared = binder.shared(SharedState)
 
     def call(adapted: Any, ctx: LogContext) -> Answer:
         return invoke(adapted, ctx) if ctx.kind == "final" and shared.inside_epoch else None
@@ -87,14 +92,26 @@ def if_epoch_left(invoke: Invoke, shared: SharedState) -> Call:
     return call
 
 
-def with_record(invoke: Invoke, shared: SharedState) -> Call:
+def with_record(invoke: Invoke, binder: Binder) -> Call:
+    return sharing(binder.shared(SharedState).record, invoke)
+
+
+def sharing(record: SharedRecord, invoke: Invoke) -> Call:
+    """Call with the shared record. What the method adds to it is in the logs for all handlers after this one, but not
+    in an evaluation's metrics, which decide over checkpoints."""
+
     def call(adapted: Any, ctx: LogContext) -> Answer:
-        return invoke(adapted, ctx, logs=record_of(ctx))
+        logs = record.of(ctx)
+        before = set(logs)
+        answer = invoke(adapted, ctx, logs=logs)
+        if ctx.kind != "eval":
+            ctx.logs.update({name: logs[name] for name in logs.keys() - before})
+        return answer
 
     return call
 
 
-def with_mutable_record(invoke: Invoke, shared: SharedState) -> Call:
+def with_mutable_record(invoke: Invoke, binder: Binder) -> Call:
     """Call with the record itself: what the method adds to it is logged."""
 
     def call(adapted: Any, ctx: LogContext) -> Answer:
@@ -103,16 +120,16 @@ def with_mutable_record(invoke: Invoke, shared: SharedState) -> Call:
     return call
 
 
-def with_metrics(invoke: Invoke, shared: SharedState) -> Call:
+def with_metrics(invoke: Invoke, binder: Binder) -> Call:
     def call(adapted: Any, ctx: EvaluateContext) -> Answer:
         return invoke(adapted, ctx, metrics={**ctx.metrics, "epoch": ctx.state.epoch})
 
     return call
 
 
-def ignoring_last_step(invoke: Invoke, shared: SharedState) -> Call:
+def ignoring_last_step(invoke: Invoke, binder: Binder) -> Call:
     """For ``DefaultFlowCallback``, which stops training at the last step: dalsegno ends there by itself."""
-    state = shared.state
+    state = binder.shared(SharedState).state
 
     def call(adapted: Any, ctx: Context) -> Answer:
         control = ctx.control
@@ -125,7 +142,7 @@ def ignoring_last_step(invoke: Invoke, shared: SharedState) -> Call:
     return call
 
 
-WRAPPERS: Mapping[tuple[Event, str], Wrapper] = {
+WRAPPERS: Wrappers = {
     (Event.INIT_END, "on_init_end"): direct,
     (Event.TRAIN_BEGIN, "on_train_begin"): direct,
     (Event.TRAIN_BEGIN, "on_epoch_begin"): if_epoch_joined,
@@ -148,7 +165,7 @@ WRAPPERS: Mapping[tuple[Event, str], Wrapper] = {
     (Event.EPOCH_END, "on_epoch_end"): direct,
     (Event.TRAIN_END, "on_train_end"): direct,
 }
-"""Calls at the same event are made in this order."""
+"""Hugging Face's."""
 
 ADDED: Mapping[Wrapper, Sequence[str]] = {
     with_record: ("logs",),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, TypedDict
 
+from dalsegno.distributed import collectives
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import (
     Context,
@@ -44,6 +46,7 @@ class SharedState(Callback):
         self.train_dataloader = as_loader(context.train_dataloader)
         self.eval_dataloader = next(iter(self._eval_loaders.values()), None)
         """Loader of the evaluation set that is evaluated now, or was last."""
+        self.record = SharedRecord(context.state, record_of)
         self.inside_epoch = False
         self.joined_epoch = False
         """Whether this leg began inside an epoch."""
@@ -56,6 +59,7 @@ class SharedState(Callback):
         return State(state, self.args, until_then)
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        self.args.logging_dir = collectives.from_rank_zero(self.args.unused_logging_dir)
         self.joined_epoch = self.inside_epoch = self.inside_epoch or ctx.state.epoch % 1 > 0
 
     def on_epoch_begin(self, ctx: EpochContext) -> None:
@@ -76,6 +80,28 @@ class SharedState(Callback):
     def load_state_dict(self, state: History) -> None:
         self.log_history[:] = state["log_history"]
         self.inside_epoch = state["inside_epoch"]
+
+
+class SharedRecord:
+    """The record that all callbacks of a library get at one firing, as at home: each sees what earlier ones changed.
+
+    Args:
+        live: the run's state; in the background, where a context has a copy of it, each callback gets a copy.
+        convert: makes the library's record of a context.
+    """
+
+    def __init__(self, live: TrainerState, convert: Callable[[LogContext], dict[str, Any]]) -> None:
+        self._live, self._convert = live, convert
+        self._logs: object = None  # of the firing that the record is of
+        self._record: dict[str, Any] = {}
+
+    def of(self, ctx: LogContext) -> dict[str, Any]:
+        """Return the record of this firing."""
+        if ctx.state is not self._live:
+            return self._convert(ctx)
+        if self._logs is not ctx.logs:
+            self._logs, self._record = ctx.logs, self._convert(ctx)
+        return self._record
 
 
 def record_of(ctx: LogContext) -> dict[str, Any]:
