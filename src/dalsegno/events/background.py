@@ -10,7 +10,7 @@ from types import MethodType
 from typing import Any
 
 from dalsegno.errors import ConfigurationError
-from dalsegno.state import Handler
+from dalsegno.state import Handler, method_of
 from dalsegno.stateful.component import Stateful
 from dalsegno.system.worker import Counts, WhenFull, Worker
 
@@ -71,12 +71,14 @@ class Background(Callback):
         return list(dict.fromkeys([*self.__wrapped__.handled_events(), Event.TRAIN_END]))
 
     def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
-        handlers = [(event, self._queued(handler)) for event, handler in self.__wrapped__.bound_handlers(binder)]
+        handlers = [(event, self._queued(handler, event)) for event, handler in self.__wrapped__.bound_handlers(binder)]
         return [*handlers, (Event.TRAIN_END, self._finish)]
 
-    def _queued(self, handler: Handler) -> Handler:
+    def _queued(self, handler: Handler, event: Event) -> Handler:
+        label = method_of(handler, event.handler).rpartition(".")[2]
+
         def send(background: Background, ctx: Any) -> None:
-            background._worker.submit(partial(background._call, handler, _snapshot(ctx)))
+            background._worker.submit(partial(background._call, handler, _snapshot(ctx)), label)
 
         return MethodType(send, self)
 
@@ -90,8 +92,7 @@ class Background(Callback):
 
     def _finish(self, ctx: Context) -> None:
         self._worker.close(DRAIN_TIMEOUT_S)
-        trouble = self.counts.failed or self.counts.dropped
-        logger.log(logging.WARNING if trouble else logging.INFO, "%s: %s", self._worker.name, self.counts)
+        self._worker.report()
 
 
 def _snapshot(ctx: Any) -> Any:

@@ -34,6 +34,8 @@ class Counts:
     failed: int = 0
     dropped: int = 0
     """Calls that never started: the queue was full, or the timeout expired."""
+    first_error: str = ""
+    """Of the first call that failed."""
 
     def __str__(self) -> str:
         return f"{self.ran} calls, {self.failed} failed, {self.dropped} dropped"
@@ -58,26 +60,30 @@ class Worker:
             raise ConfigurationError(f"{name}: when_full={when_full!r}; allowed are 'drop_oldest', 'block'")
         self.name = name
         self.counts = Counts()
+        self._by_label: dict[str, Counts] = {}
         self._size = size
         self._when_full = when_full
-        self._waiting: deque[Callable[[], object]] = deque()
+        self._waiting: deque[tuple[Callable[[], object], str]] = deque()
         self._changed = threading.Condition()
         self._stop_event = threading.Event()  # of the current thread
         self._thread: threading.Thread | None = None
 
-    def do(self, call: Callable[[], object]) -> None:
+    def do(self, call: Callable[[], object], label: str = "") -> None:
         """Run ``call`` now, on the caller's thread, with the same error handling; KeyboardInterrupt propagates."""
-        self._run(call, (Exception, SystemExit))
+        self._run(call, label, (Exception, SystemExit))
 
-    def submit(self, call: Callable[[], object]) -> None:
-        """Queue ``call``; an awaitable result is awaited. Call from one thread only."""
+    def submit(self, call: Callable[[], object], label: str = "") -> None:
+        """Queue ``call``; an awaitable result is awaited. Call from one thread only.
+
+        ``label``: under which :meth:`report` counts its failures.
+        """
         with self._changed:
             if self._when_full == "block":
                 self._changed.wait_for(self._has_room)
             elif len(self._waiting) >= self._size:
                 self._waiting.popleft()
                 self._drop(1)
-            self._waiting.append(call)
+            self._waiting.append((call, label))
             self._ensure_thread()
             self._changed.notify_all()
 
@@ -133,18 +139,40 @@ class Worker:
                 self._changed.wait_for(lambda: self._waiting or stop_event.is_set())
                 if not self._waiting or stop_event is not self._stop_event:  # waiting calls belong to a newer thread
                     return
-                call = self._waiting.popleft()
+                call, label = self._waiting.popleft()
                 self._changed.notify_all()
-            self._run(call, BaseException)
+            self._run(call, label, BaseException)
 
-    def _run(self, call: Callable[[], object], survived: type[BaseException] | tuple[type[BaseException], ...]) -> None:
+    def _run(
+        self,
+        call: Callable[[], object],
+        label: str,
+        survived: type[BaseException] | tuple[type[BaseException], ...],
+    ) -> None:
+        both = self.counts, self._by_label.setdefault(label, Counts())
         try:
             _finish(call())
-        except survived:
-            self.counts.failed += 1
+        except survived as error:
+            for counts in both:
+                counts.failed += 1
+                counts.first_error = counts.first_error or f"{type(error).__name__}: {error}"
             logger.warning("%s: a call failed; training continues", self.name, exc_info=True)
         finally:
-            self.counts.ran += 1
+            for counts in both:
+                counts.ran += 1
+
+    def report(self) -> None:
+        """Log the counts and what failed: as an error, if all calls of a label did, so that nothing came of them."""
+        failures = {label: each for label, each in self._by_label.items() if each.failed}
+        level = logging.WARNING if failures or self.counts.dropped else logging.INFO
+        if any(each.failed == each.ran for each in failures.values()):
+            level = logging.ERROR
+        details = "".join(
+            f"; {label or 'it'} failed in {'all' if each.failed == each.ran else each.failed} of {each.ran} calls, "
+            f"first with {each.first_error}"
+            for label, each in failures.items()
+        )
+        logger.log(level, "%s: %s%s", self.name, self.counts, details)
 
 
 def lower_thread_priority() -> None:

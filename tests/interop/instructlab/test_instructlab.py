@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import dalsegno as ds
 from dalsegno.callbacks import JsonLogger
@@ -121,11 +123,16 @@ def test_what_is_known_when(tmp_path: Path) -> None:
     assert (end.loss, end.grad_norm) == (native[2]["loss"], native[2]["grad_norm"])
     logged = at(callback, "log", 2)
     assert logged.loss == pytest.approx((native[1]["loss"] + native[2]["loss"]) / 2), "what is in the record"
-    assert end.learning_rate == native[2]["learning_rate"]
+    assert end.learning_rate == native[3]["learning_rate"], "of the next step"
+    assert end.overall_throughput == pytest.approx(8 / end.elapsed_time)
+    assert at(callback, "optimizer_step", 2).learning_rate == end.learning_rate
     assert (end.epoch, end.total_samples, end.max_epochs, end.world_size) == (0, 16, 2, 1)
-    assert end.batch_metrics == {"total_samples": 8, "grad_accum_steps": 2}
+    unknown = ("total_length", "num_loss_counted_tokens", "accumulated_loss", "accumulated_aux_loss")
+    counts = {"total_samples": 8, "grad_accum_steps": 2, "num_minibatches": 2}
+    assert end.batch_metrics == counts | dict.fromkeys(unknown), "its batches have no tokens"
     assert end.elapsed_time > 0
-    assert at(callback, "step_end", 3).batch_metrics["total_samples"] == 4
+    last = at(callback, "step_end", 3).batch_metrics
+    assert (last["total_samples"], last["grad_accum_steps"], last["num_minibatches"]) == (4, 1, 1)
     evaluation = at(callback, "evaluate", 3)
     assert evaluation.val_metrics["val_loss"] == evaluation.val_metrics["eval_loss"]
     assert evaluation.loss == native[3]["loss"]
@@ -142,9 +149,51 @@ def test_a_save_is_known_with_the_values_of_its_step(tmp_path: Path, monkeypatch
     small_trainer(tmp_path, holder, callback, max_steps=8, save_steps=4).train()
     save, end = at(callback, "save", 4), at(callback, "step_end", 4)
     assert save.checkpoint_path == str(tmp_path / "checkpoints" / "step-00000004")
-    assert (save.epoch, save.total_samples, save.batch_metrics) == (0, 16, {"total_samples": 4, "grad_accum_steps": 1})
+    assert (save.epoch, save.total_samples, save.batch_metrics["total_samples"]) == (0, 16, 4)
     assert (save.loss, save.learning_rate) == (end.loss, end.learning_rate)
     assert at(callback, "step_end", 7).checkpoint_path is None, "it is not of this step"
+
+
+class Tagger(nn.Module):
+    """A label for each token, or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Embedding(8, 8)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Both: (batch, sequence)."""
+        return nn.functional.cross_entropy(self.head(input_ids).flatten(0, 1), labels.flatten())
+
+
+def tagged(number: int) -> list[dict[str, torch.Tensor]]:
+    """Of sample i the first i % 3 + 1 labels of four count."""
+    ids = [torch.arange(index, index + 4) % 8 for index in range(number)]
+    return [
+        {"input_ids": each, "labels": torch.where(torch.arange(4) <= index % 3, each, -100)}
+        for index, each in enumerate(ids)
+    ]
+
+
+def test_tokens_of_a_batch(tmp_path: Path) -> None:
+    callback, batches = journal(), []
+    note = Listener({"on_microbatch_begin": lambda ctx: batches.append(ctx.batch["labels"])})
+    parts = {"train_dataset": tagged(24)}
+    settings = {"max_steps": 2, "gradient_accumulation_steps": 2}
+    small_trainer(tmp_path, callback, note, model=Tagger(), parts=parts, **settings).train()
+    for number in (1, 2):
+        end = at(callback, "step_end", number)
+        counted = sum(int((labels != -100).sum()) for labels in batches[2 * number - 2 : 2 * number])
+        assert end.batch_metrics == {
+            "total_samples": 8,
+            "total_length": 32,
+            "num_loss_counted_tokens": counted,
+            "accumulated_loss": end.loss * counted,
+            "accumulated_aux_loss": None,
+            "grad_accum_steps": 2,
+            "num_minibatches": 2,
+        }
+        assert at(callback, "optimizer_step", number).batch_metrics["num_loss_counted_tokens"] == counted
 
 
 def test_nothing_of_an_older_step_lingers(tmp_path: Path) -> None:
@@ -194,6 +243,10 @@ def test_on_all_ranks_the_same(tmp_path: Path) -> None:
     assert all(loss is not None for loss in losses)
     assert all(each["elapsed_time"] is None for each in first)
     assert first[0]["world_size"] == 2
+    logged = [each["overall_throughput"] for each in first if each["hook_name"] == "on_log"]
+    assert all(value > 0 for value in logged)
+    lengths = [each["batch_metrics"]["total_length"] for each in first if each["hook_name"] == "on_step_end"]
+    assert set(lengths) == {None}
 
 
 # --- never felt -------------------------------------------------------------------------------------------------------
@@ -211,7 +264,10 @@ def test_what_it_raises_is_counted_and_never_felt(
     with_it = small_trainer(tmp_path / "with", adapted, other, max_steps=3)
     assert with_it.train().reason == "finished"
     assert (adapted.counts.ran, adapted.counts.failed) == (3, 3)  # type: ignore[attr-defined]
-    assert "Fails, in the background: 3 calls, 3 failed, 0 dropped" in caplog.messages
+    (said,) = [each for each in caplog.records if "3 calls, 3 failed, 0 dropped" in each.message]
+    kind = f"{type(error).__name__}: {error}"
+    assert said.message.endswith(f"0 dropped; on_step_end failed in all of 3 calls, first with {kind}")
+    assert said.levelno == logging.ERROR
     assert ("step_end", 3) in other.seen
     without = small_trainer(tmp_path / "without", max_steps=3)
     without.train()

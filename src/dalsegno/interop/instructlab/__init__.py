@@ -10,7 +10,6 @@ In addition to the thirteen methods of InstructLab's class, those of its first p
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -22,9 +21,8 @@ from dalsegno.state import Handler
 from dalsegno.stateful.component import Stateful
 from dalsegno.system.worker import Counts, Worker
 
+from .context import TrainingContext
 from .shared_state import SharedState
-
-logger = logging.getLogger("dalsegno")
 
 CLOSE_TIMEOUT = 10.0
 """Seconds for which the end of training waits for a callback."""
@@ -61,7 +59,7 @@ class InstructLab(CallbackAdapter):
 
     def __init__(self, foreign: object, name: str | None = None) -> None:
         super().__init__(foreign, name)
-        self._worker = Worker(self.key)
+        self._worker = Worker(f"{self.key}, in the background")
         self._last_ended: object = None  # the last step for which on_step_end was called
 
     @property
@@ -87,29 +85,32 @@ class InstructLab(CallbackAdapter):
 
     def call(self, event: Event, method: str, binder: Binder) -> Callable[[Any, Any], Answer]:
         shared, function = binder.shared(SharedState), getattr(self.__wrapped__, method)
-        submit = self._worker.do if self._has_state else self._worker.submit
+        run = self._worker.do if self._has_state else self._worker.submit
+
+        def submit(context: TrainingContext) -> None:
+            run(partial(function, context), method)
 
         def learn(_: Any, ctx: Any) -> None:
             shared.learn(ctx.metrics)
 
         def call(_: Any, ctx: Any) -> None:
-            submit(partial(function, shared.context(method)))
+            submit(shared.context(method))
 
         def call_in_update(_: Any, ctx: Any) -> None:
             if shared.in_update:
-                submit(partial(function, shared.context(method)))
+                submit(shared.context(method))
 
         def call_in_training(_: Any, ctx: Any) -> None:
             if ctx.kind == "train":
-                submit(partial(function, shared.context(method)))
+                submit(shared.context(method))
 
         def call_saved(_: Any, ctx: Any) -> None:
-            submit(partial(function, shared.saved_context(ctx)))
+            submit(shared.saved_context(ctx))
 
         def call_once_a_step(_: Any, ctx: Any) -> None:
             if self._last_ended is not shared.step:
                 self._last_ended = shared.step
-                submit(partial(function, shared.context(method)))
+                submit(shared.context(method))
 
         special = {
             Event.BEFORE_FORWARD: call_in_update,
@@ -124,9 +125,7 @@ class InstructLab(CallbackAdapter):
 
     def _finish(self, ctx: Any) -> None:
         self._worker.close(CLOSE_TIMEOUT)
-        counts = self.counts
-        if counts.failed or counts.dropped:
-            logger.warning("%s, in the background: %s", self.key, counts)
+        self._worker.report()
 
 
 DIALECT = InstructLab

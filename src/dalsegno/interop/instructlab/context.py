@@ -26,18 +26,28 @@ class TrainingContext:
     loss: float | None = None
     """Mean over this step's samples; the logged loss in ``on_log``, and if no callback has ``on_step_end``."""
     learning_rate: float | None = None
-    """Learning rate that this step's update used."""
+    """Learning rate of the next step: read after the scheduler's step."""
     grad_norm: float | None = None
     """Total L2 norm before clipping."""
     elapsed_time: float | None = None
     """Seconds that this step took; None on several ranks."""
     overall_throughput: float | None = None
-    """Tokens per second on all ranks, as logged."""
+    """Samples per second on all ranks: of this step; on several ranks of the steps since the last record, known from
+    ``on_log`` on."""
     cuda_mem_allocated: float | None = None
     """GiB; None on several ranks."""
 
     batch_metrics: dict[str, Any] = field(default_factory=dict)
-    """Known after the update: ``total_samples`` of this step on all ranks, and ``grad_accum_steps``."""
+    """Known after the update, with these keys, whose values are None where they are unknown:
+
+    - ``total_samples`` of this step, on all ranks
+    - ``total_length``: tokens of this step, on all ranks; on several ranks known only if the callback has
+      ``on_step_end``, and from then on
+    - ``num_loss_counted_tokens``: labels other than -100; one rank only
+    - ``accumulated_loss``: the loss summed over those; one rank only, and if the callback has ``on_step_end``
+    - ``accumulated_aux_loss``: always None; it is in the loss
+    - ``grad_accum_steps``, ``num_minibatches``: micro-batches of this step, on each rank
+    """
     val_metrics: dict[str, Any] = field(default_factory=dict)
     """Metrics of this step's evaluations; the last one's loss also as ``val_loss``."""
     checkpoint_path: str | None = None

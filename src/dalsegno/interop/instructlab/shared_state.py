@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,12 +21,16 @@ from dalsegno.events.contexts import (
     EvaluateContext,
     ExceptionContext,
     LogContext,
+    MicrobatchBeginContext,
     SaveContext,
     StepEndContext,
     TrainBeginContext,
 )
 
 from .context import TrainingContext
+
+IGNORED_LABEL = -100
+"""Index that torch's cross entropy leaves out."""
 
 _BY_CLOCK = ("_runtime", "_per_second")
 """Endings of metrics that each rank measures by its own clock."""
@@ -50,7 +55,6 @@ class SharedState(Callback):
             "is_local_process_zero": context.state.is_local_process_zero,
             "is_world_process_zero": context.state.is_world_process_zero,
         }
-        self._accumulation = args.accumulation
         self._epoch = 0
         self.in_update = False
         """Whether the run is between a step's begin and its update, where forward passes are for training."""
@@ -65,10 +69,16 @@ class SharedState(Callback):
         self._captured = TrainingContext()
         self._began = 0.0
         self._samples_before = 0
+        self._logged = 0, 0  # nanoseconds and samples at the last record
+        self._throughput = 0.0
+        self._minibatches = 0
+        self._length: int | None = None
+        self._counted_tokens: torch.Tensor | None = None
 
     def context(self, hook_name: str) -> TrainingContext:
         """Return a snapshot of all that is known."""
         state = self._state
+        self._of_step, self._batch_metrics = _read(self._of_step), _read(self._batch_metrics)
         return TrainingContext(
             hook_name=hook_name,
             step=state.global_step + self.in_update,
@@ -86,10 +96,15 @@ class SharedState(Callback):
     def learn(self, metrics: dict[str, Any]) -> None:
         """Store the metrics of this step, already reduced over all ranks."""
         self._of_step |= _renamed(metrics)
+        batch = self._batch_metrics
+        batch["total_length"] = metrics.get("tokens")
+        if batch["num_loss_counted_tokens"] is not None:
+            batch["accumulated_loss"] = metrics["loss"] * int(batch["num_loss_counted_tokens"])
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         self._epoch = int(ctx.state.epoch)
         self.step = None
+        self._logged = time.monotonic_ns(), ctx.state.samples_seen
         self._reset()
 
     def on_epoch_begin(self, ctx: EpochContext) -> None:
@@ -98,21 +113,52 @@ class SharedState(Callback):
 
     def on_step_begin(self, ctx: Context) -> None:
         self._reset()
+        self._minibatches, self._length, self._counted_tokens = 0, None, None
         self.in_update, self.step = True, object()
         self._began, self._samples_before = time.monotonic(), ctx.state.samples_seen
 
+    def on_microbatch_begin(self, ctx: MicrobatchBeginContext) -> None:
+        self._minibatches += 1
+        if not ctx.samples or not isinstance(ctx.batch, Mapping):
+            return
+        if isinstance(tokens := ctx.batch.get("input_ids"), torch.Tensor):
+            self._length = (self._length or 0) + tokens.numel()
+        if self._alone and isinstance(labels := ctx.batch.get("labels"), torch.Tensor):
+            counted = (labels != IGNORED_LABEL).sum()
+            self._counted_tokens = counted if self._counted_tokens is None else self._counted_tokens + counted
+
     def on_step_end(self, ctx: StepEndContext) -> None:
         self.in_update = False
+        samples = ctx.samples_seen - self._samples_before
+        lr = ctx.optimizer.param_groups[0]["lr"]
+        self._of_step["learning_rate"] = lr.clone() if isinstance(lr, torch.Tensor) else lr
         if self._alone:
-            self._of_step["elapsed_time"] = time.monotonic() - self._began
+            seconds = time.monotonic() - self._began
+            self._of_step |= {"elapsed_time": seconds, "overall_throughput": samples / seconds}
         self._batch_metrics = {
-            "total_samples": ctx.samples_seen - self._samples_before,
-            "grad_accum_steps": self._accumulation.at(ctx.state.global_step - 1),
+            "total_samples": samples,
+            "total_length": self._length if self._alone else None,
+            "num_loss_counted_tokens": self._counted_tokens,
+            "accumulated_loss": None,
+            "accumulated_aux_loss": None,
+            "grad_accum_steps": self._minibatches,
+            "num_minibatches": self._minibatches,
         }
+
+    def on_log_step(self, ctx: LogContext) -> None:
+        """On several ranks, measure the throughput by the slowest rank's clock. Collective."""
+        if ctx.kind != "train" or self._alone:
+            return
+        now, samples = time.monotonic_ns(), ctx.state.samples_seen
+        (nanoseconds,) = collectives.all_reduce_max([now - self._logged[0]], "overall_throughput")
+        self._throughput = (samples - self._logged[1]) * 1e9 / nanoseconds
+        self._logged = now, samples
 
     def on_log(self, ctx: LogContext) -> None:
         if ctx.kind == "train":
             self._of_record = _renamed(ctx.logs)
+            if not self._alone:
+                self._of_record["overall_throughput"] = self._throughput
             self._tokens_agreed = True
 
     def on_evaluate(self, ctx: EvaluateContext) -> None:
@@ -150,12 +196,15 @@ class SharedState(Callback):
 
 _NAMES = {
     "loss": "loss",
-    "learning_rate": "learning_rate",
     "grad_norm": "grad_norm",
-    "tok_per_sec": "overall_throughput",
 }
 
 
 def _renamed(metrics: dict[str, Any]) -> dict[str, Any]:
     """Return the metrics that the context has a field for, under the field's name."""
     return {ours: float(metrics[name]) for name, ours in _NAMES.items() if name in metrics}
+
+
+def _read(values: dict[str, Any]) -> dict[str, Any]:
+    """Return tensors as numbers: they wait on their device until a callback is called."""
+    return {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
