@@ -67,6 +67,9 @@ class TrainingArguments:
     """Passes over the data, if ``max_steps`` is -1."""
     max_seconds: float | None = None
     """Time limit of a leg, in seconds: it saves and ends after the step in which it is reached. None: no limit."""
+    requeue: bool = False
+    """When a signal or a clock has stopped the run: put its Slurm job back into the queue, to resume there. Outside of
+    Slurm, a warning says that it has no effect."""
     per_device_train_batch_size: int = 8
     """Samples per micro-batch and rank."""
     per_device_eval_batch_size: int = 8

@@ -20,6 +20,7 @@ from .last_leg import LastLeg
 from .leg_recorder import LegRecorder
 from .metric_checks import expect_evaluations
 from .parts import RunParts
+from .requeue import Requeue
 from .result import TrainResult
 from .resume import ResumeOptions, Resumer
 from .run_dir import locked_run_dir
@@ -71,15 +72,25 @@ class RunLifecycle:
             parts, self._checkpointer, evaluations, [self._signals.poll, self._time_limit.poll]
         )
         self._resumer = Resumer(parts, self._checkpointer, self.boundary)
+        self._requeue = Requeue(enabled=parts.args.requeue)
+        self._session: Session | None = None  # of the newest leg; None if the run was finished before it
         self._result: TrainResult | None = None  # of the previous leg in this process
         self._model_modified = False
 
     @contextmanager
     def lock_run_dir(self) -> Iterator[None]:
-        """Hold the run's directory for this process, and watch for signals and the end of the job."""
+        """Hold the run's directory for this process, and watch for signals and the end of the job.
+
+        At the end, a job that was stopped in time is requeued: no file of the run is open any more.
+        """
+        self._session = None
         self._time_limit.start()
-        with self._signals.listening(), locked_run_dir(self._parts.args), self._checkpointer.opened():
-            yield
+        with self._signals.listening():
+            with locked_run_dir(self._parts.args), self._checkpointer.opened():
+                yield
+            if self._session is not None and self._session.result is not None:
+                self._result = self._session.result  # without an exception: the next leg may start from memory
+                self._requeue.end_leg(self._result)
 
     def restore(self, options: ResumeOptions) -> Path | None:
         """Restore what the leg begins with: see ``Trainer.train``. The checkpoint that it resumes from. Collective."""
@@ -146,11 +157,12 @@ class RunLifecycle:
                 "pass resume_from_checkpoint= an older checkpoint",
                 self._parts.state.global_step,
             )
+        self._requeue.begin_leg()
         self._result, self._model_modified = None, True
 
     def session(self, resumed_from: Path | None) -> Session:
         """A leg from the present state."""
-        return Session(
+        self._session = Session(
             self._parts,
             self.boundary,
             self._checkpointer,
@@ -158,8 +170,4 @@ class RunLifecycle:
             loss_weight=self._loss_weight,
             resumed_from=resumed_from,
         )
-
-    def mark_finished(self, result: TrainResult) -> TrainResult:
-        """Note that a leg ended without an exception: the next one in this process may start from memory."""
-        self._result = result
-        return result
+        return self._session

@@ -206,8 +206,6 @@ class Run:
     ) -> None:
         self._is_inside = False
         self._held.__exit__(kind, error, trace)
-        if error is None and self.result is not None:
-            self._lifecycle.mark_finished(self.result)
 
     def batches(self) -> Iterator[Any]:
         """The batches of all remaining steps. :meth:`step_end` must be called after each step's last batch.

@@ -49,6 +49,7 @@ _NOT_RECORDED = {
     "run_name",
     "disable_tqdm",
     "max_seconds",
+    "requeue",
     "max_steps",
     "num_train_epochs",
 }

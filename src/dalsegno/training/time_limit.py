@@ -8,12 +8,14 @@ import os
 import time
 from collections.abc import Mapping
 
+from dalsegno.distributed import collectives
 from dalsegno.state import NO_REQUESTS, ControlRequests, TrainerControl
+from dalsegno.system.slurm import SlurmError, SlurmJob
 
 logger = logging.getLogger("dalsegno")
 
 SLURM_END = "SLURM_JOB_END_TIME"
-"""Environment variable in which Slurm gives the end of the job, in Unix seconds."""
+"""Environment variable in which Slurm announces the end of the job, in Unix seconds; older versions do not."""
 
 _SPARE = 60.0  # seconds for the program to exit
 _SPARE_SHARE = 0.1  # of the time that a short job has left
@@ -41,7 +43,7 @@ class TimeLimit:
         """Start the clock of a leg."""
         self._why = None
         self._started = self._polled = time.monotonic()
-        left = _seconds_until(self._environment.get(SLURM_END))
+        left = _seconds_left(self._environment)
         self._slurm_end, self._spare = self._started + left, min(_SPARE, _SPARE_SHARE * left)
 
     def allow_for(self, save: float) -> None:
@@ -63,10 +65,11 @@ class TimeLimit:
         return ControlRequests(stop=True)
 
 
-def _seconds_until(announced: str | None) -> float:
-    """Seconds from now; infinite if no valid time is announced."""
+def _seconds_left(environment: Mapping[str, str]) -> float:
+    """Seconds until Slurm ends the job; infinite if it does not, or the end is not known."""
+    announced = environment.get(SLURM_END)
     if announced is None:
-        return math.inf
+        return _seconds_left_by_scontrol(environment)
     if not announced.isdecimal():
         logger.warning("%s=%r is not a time in Unix seconds; the end of the job is ignored", SLURM_END, announced)
         return math.inf
@@ -75,3 +78,16 @@ def _seconds_until(announced: str | None) -> float:
         logger.warning("%s=%s is in the past; the end of the job is ignored", SLURM_END, announced)
         return math.inf
     return left
+
+
+def _seconds_left_by_scontrol(environment: Mapping[str, str]) -> float:
+    """The same, where Slurm is too old to announce the end. Only rank 0 asks, so as to spare Slurm's controller."""
+    job = SlurmJob.current(environment)
+    if job is None or collectives.rank() != 0:
+        return math.inf
+    try:
+        end = job.status().end
+    except SlurmError as error:
+        logger.warning("the end of Slurm job %s is not known: %s; set max_seconds below its --time", job.id, error)
+        return math.inf
+    return math.inf if end is None else end - time.time()

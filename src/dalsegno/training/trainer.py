@@ -189,7 +189,7 @@ class Trainer:
                 return finished
             lifecycle.mark_started()
             with self._train_step.leg():
-                return lifecycle.mark_finished(loop.train(lifecycle.session(resumed_from), self._train_step))
+                return loop.train(lifecycle.session(resumed_from), self._train_step)
 
     @short_traceback
     def evaluate(self) -> dict[str, float]:
