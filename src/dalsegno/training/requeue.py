@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from dalsegno.distributed import collectives
+from dalsegno.system.exit_status import ExitStatus
 from dalsegno.system.slurm import JobStatus, SlurmError, SlurmJob
 
 from .result import TrainResult
@@ -37,7 +38,7 @@ class Requeue:
 
     def end_leg(self, result: TrainResult) -> None:
         """Requeue the job if a signal or a clock has stopped the leg. To be called once all its files are closed."""
-        if not self._acts or result.reason != "stopped" or result.stopped_by not in ("signal", "clock"):
+        if not self._acts or result.exit_status is not ExitStatus.RUN_AGAIN:
             return
         job = SlurmJob.current()
         if job is None:
