@@ -1,1 +1,1 @@
-"""This process and its files: all writes to disk, the lock of a run, its Slurm job, URLs, lazy imports, worker threads."""
+"""This process and its files: all writes to disk, the lock of a run, its Slurm job, URLs, lazy imports, threads."""
