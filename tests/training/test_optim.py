@@ -87,23 +87,52 @@ def test_a_plateau_is_seen_at_evaluations_and_after_a_resume(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("kind", "expected"),
+    ("settings", "expected"),
     [
-        ("linear", [0.0, 0.5, 1.0, 0.75, 0.5, 0.25]),
-        ("cosine", [0.0, 0.5, 1.0, 0.8535534, 0.5, 0.1464466]),
-        ("constant", [0.0, 0.5, 1.0, 1.0, 1.0, 1.0]),
+        ({"warmup_steps": 2}, [0.0, 0.5, 1.0, 0.75, 0.5, 0.25]),
+        ({"warmup_ratio": 1 / 3}, [0.0, 0.5, 1.0, 0.75, 0.5, 0.25]),
+        ({"warmup_steps": 2, "warmup_ratio": 0.5}, [0.0, 0.5, 1.0, 0.75, 0.5, 0.25]),
+        ({"lr_scheduler_type": "cosine", "warmup_steps": 2}, [0.0, 0.5, 1.0, 0.8535534, 0.5, 0.1464466]),
+        ({"lr_scheduler_type": "constant", "warmup_steps": 2}, [0.0, 0.5, 1.0, 1.0, 1.0, 1.0]),
+        ({"min_lr": 0.002, "warmup_steps": 2}, [0.0, 0.5, 1.0, 0.8, 0.6, 0.4]),
+        ({"lr_scheduler_type": "wsd", "decay_ratio": 0.5, "warmup_steps": 2}, [0.0, 0.5, 1.0, 1.0, 2 / 3, 1 / 3]),
+        ({"lr_scheduler_type": "wsd", "decay_ratio": 1.0, "warmup_steps": 2}, [0.0, 0.5, 1.0, 0.75, 0.5, 0.25]),
     ],
 )
-def test_default_schedules(tmp_path: Path, kind: str, expected: list[float]) -> None:
+def test_schedules_by_name(tmp_path: Path, settings: dict[str, Any], expected: list[float]) -> None:
     rates: list[float] = []
     note = Listener({"on_step_end": lambda ctx: rates.append(ctx.lr / 0.01)})
-    small_trainer(tmp_path, note, lr_scheduler_type=kind, warmup_steps=2, max_steps=6).train()
+    small_trainer(tmp_path, note, max_steps=6, **settings).train()
     assert rates == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("kind", ["cosine_with_min_lr", "warmup_stable_decay"])
+def test_schedules_with_a_floor_equal_those_of_transformers(tmp_path: Path, kind: str) -> None:
+    get_scheduler = pytest.importorskip("transformers").get_scheduler
+    optimizer = SGD(nn.Linear(1, 1).parameters(), lr=0.01)
+    ours: dict[str, Any]
+    if kind == "cosine_with_min_lr":
+        theirs, ours = {"min_lr": 0.001}, {"lr_scheduler_type": "cosine", "min_lr": 0.001}
+    else:
+        theirs = {"num_decay_steps": 10, "min_lr_ratio": 0.1, "decay_type": "linear"}
+        ours = {"lr_scheduler_type": "wsd", "decay_ratio": 0.25, "min_lr": 0.001}
+    schedule = get_scheduler(kind, optimizer, 5, 40, theirs)
+    rates: list[float] = []
+    note = Listener({"on_step_end": lambda ctx: rates.append(ctx.lr)})
+    small_trainer(tmp_path, note, max_steps=40, warmup_steps=5, **ours).train()
+    expected = []
+    for _ in range(40):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert rates[5:] == pytest.approx(expected[5:], abs=1e-12)  # theirs may warm up from the floor, ours from zero
 
 
 def test_a_schedule_that_needs_an_end_is_refused_where_there_is_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="'linear' needs the last step, and the data has no length"):
         small_trainer(tmp_path, parts={"train_dataset": iter([])})
+    with pytest.raises(ConfigurationError, match="warmup_ratio needs the last step"):
+        small_trainer(tmp_path, parts={"train_dataset": iter([])}, lr_scheduler_type="constant", warmup_ratio=0.1)
 
 
 def test_a_scheduler_of_another_optimizer_is_refused(tmp_path: Path) -> None:

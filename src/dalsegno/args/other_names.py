@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Container
 
 _OPTIMIZER = "build the optimizer and pass it: Trainer(optimizer=…)"
-_SCHEDULE = "build the schedule and pass it: Trainer(lr_scheduler=…)"
 _LOADER = "build the loader and pass it: Trainer(train_dataloader=…)"
 _PARALLEL = "parallel='ddp' or 'fsdp', under torchrun"
 _DDP = "wrap the model in DDP with this option, in a loop of your own around dalsegno.Run"
 _GROUP = "call torch.distributed.init_process_group(…) with it before you build the trainer, which uses that group"
-_GRADIENT_CHECKPOINTING = "call model.gradient_checkpointing_enable() before you build the trainer"
 _METRICS = "callbacks=[ModelEvalMetrics(…)] computes metrics batch by batch and keeps no outputs"
 _KERNELS = "apply these kernels to the model before you build the trainer"
 _HUB = "upload in on_save of a callback; `dalsegno checkpoints export` writes the model in Hugging Face's layout"
@@ -49,10 +47,7 @@ HUGGING_FACE = {
     "train_batch_size": "per_device_train_batch_size",
     "eval_batch_size": "per_device_eval_batch_size",
     "evaluation_strategy": "eval_strategy",
-    "warmup_ratio": "warmup_steps takes a number of steps: ratio × max_steps",
-    "lr_scheduler_kwargs": _SCHEDULE,
-    "optim": _OPTIMIZER,
-    "optim_args": _OPTIMIZER,
+    "lr_scheduler_kwargs": "min_lr and decay_ratio shape the schedule; another one: Trainer(lr_scheduler=…)",
     "optim_target_modules": _OPTIMIZER,
     "optimizers": "optimizer",
     "optimizer_cls_and_kwargs": _OPTIMIZER,
@@ -73,11 +68,8 @@ HUGGING_FACE = {
     "bf16_full_eval": "evaluation has the precision of training: bf16=, fp16=",
     "fp16_full_eval": "evaluation has the precision of training: bf16=, fp16=",
     "tf32": "torch.set_float32_matmul_precision('high') before training",
-    "activation_checkpointing": _GRADIENT_CHECKPOINTING,
-    "activation_checkpointing_kwargs": _GRADIENT_CHECKPOINTING,
-    "gradient_checkpointing": _GRADIENT_CHECKPOINTING,
-    "gradient_checkpointing_kwargs": _GRADIENT_CHECKPOINTING,
-    "torch_compile_mode": "compile the model in place before you build the trainer: model.compile(mode=…)",
+    "activation_checkpointing": "gradient_checkpointing",
+    "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
     "use_liger_kernel": _KERNELS,
     "liger_kernel_config": _KERNELS,
     "use_cache": "model.config.use_cache = False before training",

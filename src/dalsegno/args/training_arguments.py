@@ -21,10 +21,18 @@ Strategy = Literal["no", "steps", "epoch"]
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "parallel": ("auto", "none", "ddp", "fsdp"),
-    "lr_scheduler_type": ("linear", "cosine", "constant"),
+    "lr_scheduler_type": ("linear", "cosine", "constant", "wsd"),
     "logging_strategy": ("no", "steps", "epoch"),
     "eval_strategy": ("no", "steps", "epoch"),
     "save_strategy": ("no", "steps", "epoch"),
+}
+OPTIMIZERS = ("adamw", "adamw_fused", "adafactor", "sgd")
+_OTHER_OPTIMIZERS = {
+    "adam": "adamw",
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw_fused",
+    "muon": "build it and pass it: Trainer(optimizer=…)",
+    "rmsprop": "name its class: optim='torch.optim:RMSprop'",
 }
 _AT_LEAST: dict[str, float] = {
     "per_device_train_batch_size": 1,
@@ -33,6 +41,9 @@ _AT_LEAST: dict[str, float] = {
     "learning_rate": 0,
     "weight_decay": 0,
     "warmup_steps": 0,
+    "warmup_ratio": 0,
+    "min_lr": 0,
+    "decay_ratio": 0,
     "max_grad_norm": 0,
     "max_steps": -1,
     "num_train_epochs": 0,
@@ -82,20 +93,32 @@ class TrainingArguments:
     sequence_length_schedule: StepValues | None = None
     """Tokens to which sequences are cut in training, in the same notation: ``{0: 512, 2000: 1024}``. None: not cut."""
 
+    optim: str = "adamw"
+    """Optimizer, unless one is passed to the trainer: ``adamw``, ``adamw_fused``, ``adafactor``, ``sgd``, or the name
+    of a class, ``my_package:MyOptimizer``."""
+    optim_args: dict[str, Any] | None = None
+    """Further arguments of the optimizer: ``{"momentum": 0.9}``."""
     learning_rate: float = 5e-5
-    """Peak learning rate of the default AdamW."""
+    """Peak learning rate."""
     weight_decay: float = 0.0
-    """Weight decay of the default AdamW."""
+    """Weight decay of matrices; vectors (norms, biases) have none."""
     adam_beta1: float = 0.9
-    """Beta1 of the default AdamW: decay of the gradients' average."""
+    """Beta1 of AdamW: decay of the gradients' average."""
     adam_beta2: float = 0.999
-    """Beta2 of the default AdamW: decay of the squared gradients' average."""
+    """Beta2 of AdamW: decay of the squared gradients' average."""
     adam_epsilon: float = 1e-8
-    """Epsilon of the default AdamW, which keeps the division finite."""
+    """Epsilon of AdamW, which keeps the division finite."""
     lr_scheduler_type: str = "linear"
-    """Schedule after warm-up: ``linear`` or ``cosine`` down to zero at ``max_steps``, or ``constant``."""
+    """Schedule after warm-up: ``linear`` or ``cosine`` down to ``min_lr`` at ``max_steps``; ``wsd``: constant, then
+    linear down to ``min_lr`` in the last ``decay_ratio`` of the steps; or ``constant``."""
+    min_lr: float = 0.0
+    """Learning rate at which the schedule ends."""
+    decay_ratio: float = 0.1
+    """Share of the run's steps in which ``wsd`` decays."""
     warmup_steps: int = 0
     """Steps during which the learning rate rises linearly from zero."""
+    warmup_ratio: float = 0.0
+    """The same as a share of the run's steps, if ``warmup_steps`` is 0."""
     max_grad_norm: float = 1.0
     """Total L2 norm to which gradients are clipped; 0: no clipping."""
 
@@ -110,6 +133,13 @@ class TrainingArguments:
     """Compile the model in place, so that parameter names stay the same."""
     torch_compile_backend: str = "inductor"
     """Backend of ``torch.compile``."""
+    torch_compile_mode: str | None = None
+    """Mode of ``torch.compile``, such as ``reduce-overhead`` or ``max-autotune``."""
+    gradient_checkpointing: bool = False
+    """Keep only the inputs of the model's blocks for the backward pass, and compute the rest again: less memory, about
+    a third more time."""
+    gradient_checkpointing_kwargs: dict[str, Any] | None = None
+    """Arguments of ``torch.utils.checkpoint.checkpoint``; its ``use_reentrant`` is False unless set here."""
     parallel: str = "auto"
     """Parallel mode: ``none``, ``ddp``, ``fsdp`` (``fully_shard``), or ``auto``: DDP under torchrun. A single rank
     always has the whole model; ``ddp`` and ``fsdp`` require torchrun even then."""
@@ -202,6 +232,7 @@ class TrainingArguments:
             if not (fits and least <= value < math.inf):
                 kind = "whole number" if whole else "number"
                 raise ConfigurationError(f"{name}={value!r}; needs a {kind} of at least {least:g}")
+        self._check_optimizer()
         if self.bf16 and self.fp16:
             raise ConfigurationError("bf16=True and fp16=True; choose one of them")
         if self.fuse_optim_with_backward:
@@ -219,6 +250,21 @@ class TrainingArguments:
             raise ConfigurationError(
                 "load_best_model_at_end=True needs evaluations and checkpoints; see eval_steps, save_steps"
             )
+
+    def _check_optimizer(self) -> None:
+        if self.optim not in OPTIMIZERS and ":" not in self.optim:
+            raise UnknownName("optimizer in optim=", self.optim, OPTIMIZERS, _OTHER_OPTIMIZERS)
+        for ratio in ("warmup_ratio", "decay_ratio"):
+            if getattr(self, ratio) > 1:
+                raise ConfigurationError(f"{ratio}={getattr(self, ratio)!r}; needs a share of the run's steps, 0 to 1")
+        if self.min_lr > self.learning_rate:
+            raise ConfigurationError(
+                f"min_lr={self.min_lr:g} is over learning_rate={self.learning_rate:g}, the highest; set it lower"
+            )
+        if not self.torch_compile and self.torch_compile_mode is not None:
+            raise ConfigurationError(f"torch_compile_mode={self.torch_compile_mode!r} needs torch_compile=True")
+        if not self.gradient_checkpointing and self.gradient_checkpointing_kwargs is not None:
+            raise ConfigurationError("gradient_checkpointing_kwargs= needs gradient_checkpointing=True")
 
     def _check_fused(self) -> None:
         if self.max_grad_norm:

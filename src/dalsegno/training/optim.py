@@ -1,88 +1,16 @@
-"""Optimizer and learning rate schedules: the defaults from TrainingArguments, and hyperparameters after a load."""
+"""Hyperparameters of optimizer and learning rate schedules after a load, and checks of what is loaded into them."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import torch
-from torch import nn
-from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from dalsegno.args import TrainingArguments
-from dalsegno.data import ResumableLoader
-from dalsegno.errors import ConfigurationError, StateMismatch
-from dalsegno.events.callback import Callback
-from dalsegno.events.contexts import EvaluateContext
+from dalsegno.errors import StateMismatch
 from dalsegno.stateful.schema import Must, check, check_like
-
-from .schedule import planned_steps
-
-
-def default_optimizer(modules: Iterable[nn.Module], args: TrainingArguments) -> Optimizer:
-    """AdamW on all trained parameters of ``modules``, with weight decay on matrices, not on vectors (norms, biases)."""
-    parameters = dict.fromkeys(parameter for module in modules for parameter in module.parameters())
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    groups = [
-        {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": args.weight_decay},
-        {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
-    ]
-    return AdamW(
-        [group for group in groups if group["params"]],
-        lr=args.learning_rate,
-        betas=(args.adam_beta1, args.adam_beta2),
-        eps=args.adam_epsilon,
-    )
-
-
-def build_schedulers(given: Any, optimizer: Optimizer, args: TrainingArguments, loader: ResumableLoader) -> list[Any]:
-    """The learning rate schedules that the user passes, one or several; None: the default one.
-
-    Raises:
-        ConfigurationError: if one is built on another optimizer, or the default one cannot be built.
-    """
-    if given is None:
-        if any(group["lr"] is None for group in optimizer.param_groups):
-            raise ConfigurationError(
-                f"optimizer: the learning rate of {type(optimizer).__name__} is None, since it makes its own, so there "
-                "is nothing that a schedule could change; give an lr_scheduler= that only reports it, as transformers' "
-                "AdafactorSchedule(optimizer), or build the optimizer with a learning rate"
-            )
-        return [default_scheduler(optimizer, args, partial(planned_steps, args, loader))]
-    schedulers = list(given) if isinstance(given, (list, tuple)) else [given]
-    for scheduler in schedulers:
-        if getattr(scheduler, "optimizer", optimizer) is not optimizer:
-            raise ConfigurationError("lr_scheduler: it is built on another optimizer than the one that is given")
-    return schedulers
-
-
-def default_scheduler(optimizer: Optimizer, args: TrainingArguments, max_steps: Callable[[], int]) -> LambdaLR:
-    """A linear rise over ``warmup_steps``, then ``lr_scheduler_type`` down to zero at ``max_steps()``, or constant.
-
-    ``max_steps`` is called each time: it may be raised between two calls of ``train()``.
-
-    Raises:
-        ConfigurationError: if the schedule decays, but the last step is unknown, since the data has no length.
-    """
-    if args.lr_scheduler_type != "constant" and max_steps() < 0:
-        raise ConfigurationError(
-            f"lr_scheduler_type={args.lr_scheduler_type!r} needs the last step, and the data has no length; set "
-            "max_steps, or use 'constant'"
-        )
-
-    def factor(step: int) -> float:
-        if step < args.warmup_steps:
-            return step / args.warmup_steps
-        if args.lr_scheduler_type == "constant":
-            return 1.0
-        last = max_steps()
-        left = max(0.0, (last - step) / max(1, last - args.warmup_steps))
-        return left if args.lr_scheduler_type == "linear" else 0.5 * (1 - math.cos(math.pi * left))
-
-    return LambdaLR(optimizer, factor)
 
 
 class InitialHyperparameters:
@@ -192,21 +120,3 @@ _PER_GROUP = {
 }
 """Lists with an item for each parameter group of the optimizer that was saved; the present one may have others."""
 _COUNTS = {"last_epoch": int, "_step_count": int}
-
-
-class PlateauStep(Callback):
-    """Steps each ``ReduceLROnPlateau`` among the schedulers with ``metric``, after every evaluation that has it."""
-
-    def __init__(self, schedulers: Sequence[Any], metric: str) -> None:
-        self._schedulers = [each for each in schedulers if isinstance(each, ReduceLROnPlateau)]
-        self._metric = metric
-
-    @staticmethod
-    def is_needed(schedulers: Sequence[Any]) -> bool:
-        """Whether one of them is a ``ReduceLROnPlateau``."""
-        return any(isinstance(each, ReduceLROnPlateau) for each in schedulers)
-
-    def on_evaluate(self, ctx: EvaluateContext) -> None:
-        if self._metric in ctx.metrics:
-            for scheduler in self._schedulers:
-                scheduler.step(ctx.metrics[self._metric])

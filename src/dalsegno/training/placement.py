@@ -16,7 +16,8 @@ from dalsegno.distributed.parallel import Parallel, parallelize
 from dalsegno.errors import ConfigurationError
 
 from .forward import LossFunction
-from .optim import default_optimizer
+from .gradient_checkpointing import enable_gradient_checkpointing
+from .optimizers import optimizer_from_args
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +47,18 @@ def place(
     to what they are now; None: a default one is built. Collective.
 
     Raises:
-        ConfigurationError: if the optimizer cannot step without a closure, or does not fit a sharded model.
+        ConfigurationError: if the optimizer cannot step without a closure, or does not fit a sharded model; or if the
+            model has no blocks that could be checkpointed.
     """
     model.to(device)
+    if args.gradient_checkpointing:
+        enable_gradient_checkpointing(model, args.gradient_checkpointing_kwargs or {})
     if args.torch_compile:
-        model.compile(backend=args.torch_compile_backend)
+        model.compile(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
     loss_module = unwrapped(loss_fn).to(device) if isinstance(loss_fn, nn.Module) else None
     parallel = parallelize(model, args.parallel, device, loss_module)
     if optimizer is None:
-        optimizer = default_optimizer([model] if loss_module is None else [model, loss_module], args)
+        optimizer = optimizer_from_args([model] if loss_module is None else [model, loss_module], args)
     else:
         _check_steps_alone(optimizer)
         parallel.rebind(optimizer)

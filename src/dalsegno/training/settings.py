@@ -29,7 +29,9 @@ _OPTIMIZER_SETTINGS = {
 }
 """Settings of the default optimizer, and its own names for them."""
 
-_SCHEDULE_SETTINGS = {"lr_scheduler_type", "warmup_steps"}
+_ADAM_SETTINGS = {name for name in _OPTIMIZER_SETTINGS if name.startswith("adam_")}
+_OF_OPTIMIZER = {"optim", "optim_args"}
+_SCHEDULE_SETTINGS = {"lr_scheduler_type", "min_lr", "decay_ratio", "warmup_steps", "warmup_ratio"}
 _LOADER_SETTINGS = {"per_device_train_batch_size"}  # and every name that begins with dataloader_
 _LOOP_SETTINGS = {
     "per_device_eval_batch_size",
@@ -39,6 +41,9 @@ _LOOP_SETTINGS = {
     "fuse_optim_with_backward",
     "torch_compile",
     "torch_compile_backend",
+    "torch_compile_mode",
+    "gradient_checkpointing",
+    "gradient_checkpointing_kwargs",
     "parallel",
     "use_cpu",
 }
@@ -151,6 +156,10 @@ class RecordedSettings:
 
     def _has_effect(self, name: str) -> bool:
         supplied = self._supplied
+        if name in _ADAM_SETTINGS and not self._args.optim.startswith("adamw"):
+            return False
+        if name in _OF_OPTIMIZER:
+            return not supplied.optimizer
         if name in _OPTIMIZER_SETTINGS:
             return not (supplied.optimizer or supplied.schedule)
         if name in _SCHEDULE_SETTINGS:

@@ -31,7 +31,7 @@ from . import loop
 from .evaluation import LossEvaluation
 from .forward import ForwardPass, LossFunction
 from .lifecycle import RunLifecycle
-from .optim import PlateauStep, build_schedulers
+from .lr_schedule import PlateauStep, build_schedulers
 from .parts import RunParts, build_parts
 from .placement import PlacedModel, place
 from .result import TrainResult

@@ -80,6 +80,8 @@ END_OF_SCHEDULE = "max_steps of the schedule"
 
 _OTHER_BITS = "sums are rounded differently: the run is no longer bitwise equal to one without this change"
 
+_OTHER_SCHEDULE = Rule("warning", "the learning rate jumps to its value in the new schedule")
+
 RULES: dict[str, Rule] = {
     # what the saved state was computed for
     "dataset": Rule(
@@ -102,9 +104,12 @@ RULES: dict[str, Rule] = {
     "data_seed": Rule("warning", "the order of a map dataset continues from the saved seed"),
     "dataloader_drop_last": Rule("warning", "the length of epochs changes"),
     "lr_scheduler": Rule("warning", "the saved position is loaded into a schedule of another class"),
-    "lr_scheduler_type": Rule("warning", "the learning rate jumps to its value in the new schedule"),
-    "warmup_steps": Rule("warning", "the learning rate jumps to its value in the new schedule"),
-    END_OF_SCHEDULE: Rule("warning", "the learning rate jumps to its value in the new schedule"),
+    "lr_scheduler_type": _OTHER_SCHEDULE,
+    "min_lr": _OTHER_SCHEDULE,
+    "decay_ratio": _OTHER_SCHEDULE,
+    "warmup_steps": _OTHER_SCHEDULE,
+    "warmup_ratio": _OTHER_SCHEDULE,
+    END_OF_SCHEDULE: _OTHER_SCHEDULE,
     "torch": Rule("warning", _OTHER_BITS),
     "processor": Rule("warning", _OTHER_BITS),
     "threads": Rule("warning", _OTHER_BITS),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
 from typing import cast
 
 import torch
@@ -13,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim import Optimizer
 
 from dalsegno.distributed import collectives
+from dalsegno.distributed.blocks import unshared_blocks
 from dalsegno.distributed.sharded_tensors import once
 from dalsegno.errors import ConfigurationError
 
@@ -32,7 +31,7 @@ class FullySharded(Parallel):
             # each rank keeps a shard of its own copy, so the copies must be equal
             collectives.broadcast_tensors([*model.parameters(), *map(once, model.buffers())])
             mesh = init_device_mesh(device.type, (collectives.world_size(),))
-            for block in _blocks(model):
+            for block in unshared_blocks(model):
                 fully_shard(block, mesh=mesh)
             fully_shard(model, mesh=mesh)
         self.module = model
@@ -59,26 +58,3 @@ class FullySharded(Parallel):
                         "pass to the trainer"
                     )
                 group["params"][index] = now[self._before[id(parameter)]]
-
-
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated parts of a model that have parameters; inner ones first, as fully_shard requires.
-
-    Two units that share a parameter would each shard it separately and break the tie, so a part that shares a
-    parameter with another is left to the enclosing unit.
-    """
-    holders: dict[nn.Parameter, set[nn.Module]] = defaultdict(set)
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            holders[parameter].add(module)
-    blocks: list[nn.Module] = []
-    for module in model.modules():
-        if isinstance(module, (nn.ModuleList, nn.Sequential)):
-            blocks += [block for block in module if _shares_no_parameter(block, holders)]
-    return list(dict.fromkeys(reversed(blocks)))
-
-
-def _shares_no_parameter(block: nn.Module, holders: Mapping[nn.Parameter, set[nn.Module]]) -> bool:
-    """Whether ``block`` has parameters and shares none of them."""
-    parameters, parts = list(block.parameters()), set(block.modules())
-    return bool(parameters) and all(holders[parameter] <= parts for parameter in parameters)

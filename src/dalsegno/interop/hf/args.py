@@ -26,7 +26,6 @@ _FIXED: dict[str, Any] = {
     "do_train": True,
     "eval_delay": 0,
     "eval_on_start": False,
-    "gradient_checkpointing": False,
     "hub_model_id": None,
     "hub_private_repo": None,
     "hub_strategy": "every_save",
@@ -45,7 +44,6 @@ _FIXED: dict[str, Any] = {
     "resume_from_checkpoint": None,
     "save_on_each_node": False,
     "save_only_model": False,
-    "warmup_ratio": 0.0,
 }
 """Settings of features that only Hugging Face's Trainer has, with the values that turn them off."""
 

@@ -1,0 +1,119 @@
+"""``gradient_checkpointing=True``: the same weights, bit by bit, from fewer kept activations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dalsegno as ds
+from dalsegno.callbacks import NaNChecker
+from dalsegno.testing import TinyLanguageModel, run_ranks
+from support.resumed import assert_resumes
+from support.small import small_trainer, weights
+
+
+class Lines:
+    """Sixteen bytes each, and the same shifted by one."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        text = torch.arange(index, index + 17) % 31
+        return {"input_ids": text[:-1], "labels": text[1:]}
+
+
+class Kept(ds.Callback):
+    """Bytes that forward passes keep for the backward pass, in the largest of them."""
+
+    def __init__(self) -> None:
+        self.most = self._now = 0
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self._now += tensor.nbytes
+        return tensor
+
+    def on_before_forward(self, ctx: ds.BeforeForwardContext) -> None:
+        self._now = 0
+        self._hooks.__enter__()
+
+    def on_after_forward(self, ctx: ds.AfterForwardContext) -> None:
+        self._hooks.__exit__()
+        self.most = max(self.most, self._now)
+
+
+def trainer(output_dir: Path, *callbacks: Any, model: nn.Module | None = None, **settings: Any) -> ds.Trainer:
+    torch.manual_seed(0)
+    model = model or TinyLanguageModel(width=16, depth=3, heads=2, context=16, vocabulary=31)
+    parts = {"train_dataset": Lines()}
+    return small_trainer(output_dir, *callbacks, model=model, parts=parts, max_steps=6, save_steps=100, **settings)
+
+
+def test_weights_are_the_same_and_less_is_kept(tmp_path: Path) -> None:
+    plain, checked = Kept(), Kept()
+    whole = trainer(tmp_path / "plain", plain, NaNChecker())
+    whole.train()
+    last = trainer(tmp_path / "checked", checked, NaNChecker(), gradient_checkpointing=True)
+    last.train()
+    for name, expected in weights(whole).items():
+        assert torch.equal(weights(last)[name], expected), name
+    assert checked.most < 0.6 * plain.most
+
+
+def test_a_resumed_run_is_exact(tmp_path: Path) -> None:
+    def build(output_dir: Path, *more: ds.Callback) -> ds.Trainer:
+        return trainer(output_dir, *more, gradient_checkpointing=True)
+
+    assert_resumes(build, tmp_path, 2)
+
+
+def test_a_model_with_a_switch_of_its_own_is_switched(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    def llama() -> Any:
+        config = transformers.LlamaConfig(
+            vocab_size=31, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+        )
+        torch.manual_seed(0)
+        return transformers.LlamaForCausalLM(config)
+
+    plain = trainer(tmp_path / "plain", model=llama())
+    plain.train()
+    last = trainer(
+        tmp_path / "checked",
+        model=llama(),
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"preserve_rng_state": False},
+    )
+    last.train()
+    assert any(getattr(module, "gradient_checkpointing", False) for module in last.model.modules())
+    for name, expected in weights(plain).items():
+        assert torch.equal(weights(last)[name], expected), name
+
+
+def sharded(output_dir: str) -> bool:
+    kept = []
+    for checkpointing in (False, True):
+        folder = Path(output_dir, str(checkpointing))
+        last = trainer(folder, parallel="fsdp", gradient_checkpointing=checkpointing)
+        last.train()
+        kept.append([each.detach().full_tensor() for each in last.model.parameters()])  # type: ignore[attr-defined]
+    return all(map(torch.equal, *kept))
+
+
+def test_sharded_over_ranks(tmp_path: Path) -> None:
+    assert run_ranks(sharded, 2, str(tmp_path)) == [True, True]
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ds.ConfigurationError, match="Linear has neither gradient_checkpointing_enable"):
+        small_trainer(tmp_path, model=nn.Linear(8, 1), max_steps=2, gradient_checkpointing=True)
+    with pytest.raises(ds.ConfigurationError, match="gradient_checkpointing_kwargs= needs gradient_checkpointing=True"):
+        ds.TrainingArguments(tmp_path, gradient_checkpointing_kwargs={})
+    with pytest.raises(ds.ConfigurationError, match="torch_compile_mode='default' needs torch_compile=True"):
+        ds.TrainingArguments(tmp_path, torch_compile_mode="default")
