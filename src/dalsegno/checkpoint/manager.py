@@ -34,11 +34,16 @@ class CheckpointManager:
     Args:
         output_dir: the run's directory.
         keep: policy that :meth:`prune` applies; None keeps all checkpoints.
+        locate: returns the path of the checkpoint of a step; None: in ``<output_dir>/checkpoints``. Elsewhere,
+            :meth:`find` needs a path.
     """
 
-    def __init__(self, output_dir: Path, *, keep: Keep | None = None) -> None:
+    def __init__(
+        self, output_dir: Path, *, keep: Keep | None = None, locate: Callable[[int], Path] | None = None
+    ) -> None:
         self.directory = Path(output_dir) / names.CHECKPOINTS
         self._keep = keep
+        self._locate = locate or functools.partial(names.checkpoint_path, self.directory)
         self._snapshotter = Snapshotter()
         self._carried: Mapping[str, SavedState] = {}
         self._has_warned_nonfinite = False
@@ -48,7 +53,7 @@ class CheckpointManager:
 
     def path_of(self, step: int) -> Path:
         """Path of the checkpoint of ``step``, whether it exists or not."""
-        return names.checkpoint_path(self.directory, step)
+        return self._locate(step)
 
     def save(
         self,

@@ -1,6 +1,6 @@
 """Adapters: make callbacks that were written for another library look native.
 
-A *dialect* is another library's way to write a callback. Each is a module of :mod:`dalsegno.interop` with a class
+A *dialect* is another library's way to write a callback. Each is a package of :mod:`dalsegno.interop` with a class
 ``DIALECT``, a subclass of :class:`CallbackAdapter`. Dialects are looked up when the first foreign callback is given, so
 nothing depends on them: if one is removed, only callbacks of that dialect are refused.
 
@@ -195,8 +195,9 @@ def _dialects() -> dict[str, type[CallbackAdapter]]:
         package = importlib.import_module(_DIALECT_PACKAGE)
     except ModuleNotFoundError:
         return {}
-    names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
-    kinds = [importlib.import_module(f"{_DIALECT_PACKAGE}.{name}").DIALECT for name in names]
+    names = sorted(module.name for module in pkgutil.iter_modules(package.__path__) if module.ispkg)
+    libraries = [importlib.import_module(f"{_DIALECT_PACKAGE}.{name}") for name in names]
+    kinds = [library.DIALECT for library in libraries if hasattr(library, "DIALECT")]
     return {kind.dialect: kind for kind in kinds}
 
 

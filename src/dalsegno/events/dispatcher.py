@@ -155,8 +155,7 @@ class Dispatcher:
             EventNotFired: if one handles an event that this loop cannot fire.
         """
         checked = check_callbacks(callbacks)
-        for callback in checked:
-            self._check_supported(callback)
+        check_supported(checked, self._unsupported_events)
         for channel in self.channels.values():
             channel.clear()
         self.callbacks = []
@@ -201,7 +200,17 @@ class Dispatcher:
             for callback in self.callbacks
         )
 
-    def _check_supported(self, callback: Callback) -> None:
+
+def check_supported(callbacks: Iterable[Callback], unsupported_events: Mapping[Event, str]) -> None:
+    """
+    Args:
+        callbacks: checked for the events that they handle.
+        unsupported_events: the events that a loop cannot fire, with reason and remedy for the error.
+
+    Raises:
+        EventNotFired: if a callback handles such an event.
+    """
+    for callback in callbacks:
         for event in callback.handled_events():
-            if event in self._unsupported_events:
-                raise EventNotFired(f"{callback.key} needs {event.handler}, which {self._unsupported_events[event]}")
+            if event in unsupported_events:
+                raise EventNotFired(f"{callback.key} needs {event.handler}, which {unsupported_events[event]}")

@@ -1,4 +1,4 @@
-"""Hugging Face's dialect, and Forgather's, which extends it.
+"""Hugging Face's dialect, and Forgather's, which extends it; in ``bridge``, dalsegno's callbacks in its Trainer.
 
 A handler is called as ``on_step_end(args, state, control, **kwargs)``, with Hugging Face's keyword arguments:
 ``model`` (unwrapped), ``processing_class``, ``optimizer``, ``lr_scheduler``, ``train_dataloader``, ``eval_dataloader``,
@@ -16,12 +16,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dalsegno.events.adapters import CallbackAdapter
 from dalsegno.events.callback import Binder
 from dalsegno.events.table import Event
 from dalsegno.stateful.component import State, Stateful
+from dalsegno.system.lazy_exports import lazy_exports
 
 from .calls import (
     ADDED,
@@ -35,6 +36,11 @@ from .calls import (
 )
 from .forgather import FORGATHER, FORGATHER_ADDED
 from .shared_state import SharedState
+
+if TYPE_CHECKING:
+    from .bridge import Bridge
+
+__all__ = ["DIALECT", "Bridge", "HuggingFace"]
 
 _STEP_ENDS = (Event.STEP_END, "on_step_end"), (Event.TRAIN_METRICS, "on_step_end")
 """Where Forgather's ``on_step_end`` is called: after the event, or after ``on_train_metrics``, which precedes it."""
@@ -113,3 +119,6 @@ class HuggingFace(CallbackAdapter):
 
 
 DIALECT = HuggingFace
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_exports(__name__, {"bridge": ("Bridge",)})  # transformers takes seconds to import

@@ -1,0 +1,376 @@
+"""Leg: a leg of a run whose training loop belongs to another library; dalsegno's callbacks take part in it.
+
+A library's ``Bridge`` is one of that library's callbacks. It creates a leg when training begins, copies the loop's
+progress into :attr:`Leg.state`, fires the events that the library has callbacks for, and passes on to the library what
+handlers request. The states of the callbacks are saved as a folder ``dalsegno`` inside each checkpoint of the library::
+
+    checkpoint-500/            the library's: model, optimizer, its own state
+      dalsegno/                callbacks' states, in the format of dalsegno's own checkpoints; appears by a rename
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, ParamSpec, TypedDict
+from weakref import WeakValueDictionary
+
+from torch import nn
+from torch.optim import Optimizer
+
+from dalsegno.args import TrainingArguments
+from dalsegno.checkpoint import CALLBACKS, CallbackTensors, CheckpointManager, LoadReport
+from dalsegno.checkpoint.format import names
+from dalsegno.distributed import collectives
+from dalsegno.errors import ConfigurationError, DamagedCheckpoint, EventNotFired, StateMismatch
+from dalsegno.events.adapters import external_global_callbacks
+from dalsegno.events.callback import Callback, components_of, global_callbacks
+from dalsegno.events.contexts import Context
+from dalsegno.events.dispatcher import Dispatcher, HandlerList
+from dalsegno.events.table import Event
+from dalsegno.state import ControlRequests, TrainerControl, TrainerState
+from dalsegno.stateful.component import Component, TensorHolder
+from dalsegno.stateful.schema import Count
+from dalsegno.system import filesystem
+
+logger = logging.getLogger("dalsegno")
+
+P = ParamSpec("P")
+
+FOLDER = "dalsegno"
+"""Folder of the callbacks' states inside a checkpoint of the library."""
+
+
+def fire(handlers: HandlerList[P, Any], *payload: P.args, **named: P.kwargs) -> None:
+    """Call the handlers of an event, if there are any, with this payload in their context."""
+    if handlers:
+        handlers.fill(*payload, **named)
+        handlers.fire()
+
+
+class Unknown:
+    """Stands for a number that the library does not pass to callbacks: only reading it raises."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        self._message = f"{what} is unknown here: {remedy}"
+
+    def __float__(self) -> float:
+        raise EventNotFired(self._message)
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """The objects of a library's loop, as dalsegno's contexts have them."""
+
+    args: TrainingArguments
+    model: nn.Module
+    """The user's module, without DDP's wrapper."""
+    optimizer: Optimizer
+    """The one whose hooks fire, without wrappers."""
+    lr_scheduler: Any = None
+    processing_class: Any = None
+    train_dataloader: Any = None
+    eval_dataloader: Any = None
+
+
+class ProgressState(TypedDict):
+    epochs_begun: Count
+    epochs_ended: Count
+    timeline: str
+
+
+class _Progress:
+    """Epoch events that have fired, and a fingerprint of the library's own history, which tells timelines apart."""
+
+    state_schema = ProgressState
+    state_compared = False  # records, of which the fingerprint is made, contain times of each rank's clock
+
+    def __init__(self, timeline: str) -> None:
+        self.epochs_begun = self.epochs_ended = 0
+        self.timeline = timeline
+
+    def check_state(self, state: ProgressState) -> None:
+        if state["timeline"] != self.timeline:
+            raise StateMismatch(
+                "these states of callbacks were saved with another checkpoint than the one from which training "
+                "resumes: its history differs. Either that is in another folder (then pass the Bridge its path: "
+                "resume_from_checkpoint=), or the job was killed while it overwrote this checkpoint (then resume from "
+                "an earlier one)"
+            )
+
+    def state_dict(self) -> ProgressState:
+        return {"epochs_begun": self.epochs_begun, "epochs_ended": self.epochs_ended, "timeline": self.timeline}
+
+    def load_state_dict(self, state: ProgressState) -> None:
+        self.epochs_begun, self.epochs_ended = state["epochs_begun"], state["epochs_ended"]
+
+
+class Leg:
+    """From the library's begin of training to its end. All ranks call every method.
+
+    Args:
+        callbacks: checked.
+        surroundings: of the loop.
+        loop: the library's object that stands for this call of its training.
+        locate: path of the library's checkpoint of a step, a directory.
+        unsupported_events: events that this library's loop cannot fire, with reason and remedy.
+
+    Raises:
+        EventNotFired: for a callback that handles such an event.
+        ConfigurationError: if another Bridge already takes part in this call of training.
+    """
+
+    _open_here: ClassVar[WeakValueDictionary[Path, Leg]] = WeakValueDictionary()
+
+    def __init__(
+        self,
+        callbacks: Sequence[Callback],
+        surroundings: Surroundings,
+        *,
+        loop: object,
+        locate: Callable[[int], Path],
+        unsupported_events: Mapping[Event, str],
+    ) -> None:
+        self.args = surroundings.args
+        self.state = TrainerState(
+            is_local_process_zero=collectives.local_rank() == 0, is_world_process_zero=collectives.rank() == 0
+        )
+        """Progress, which the Bridge keeps equal to the library's."""
+        self.control = TrainerControl()
+        self.events = Dispatcher(
+            self._context_maker(surroundings),
+            is_rank_zero=self.state.is_world_process_zero,
+            unsupported_events=unsupported_events,
+        )
+        self._loop = loop
+        self._take_place()
+        everywhere = [*global_callbacks(), *external_global_callbacks()]
+        self.events.bind([*callbacks, *(each for each in everywhere if each not in callbacks)])
+        self._tensors = [
+            CallbackTensors(f"{CALLBACKS}{each.key}", each, surroundings.model)
+            for each in self.events.callbacks
+            if isinstance(each, TensorHolder)
+        ]
+        self._locate = locate
+        self._manager = CheckpointManager(self.args.directory, locate=lambda step: locate(step) / FOLDER)
+        self._progress = _Progress("")
+        self._may_request = any(callback.sets_control_flags for callback in self.events.callbacks)
+        self._step_is_open = False  # on_step_done has not fired for it
+        self._announced: int | None = None  # the newest step for which on_before_save has fired
+        self._newest: Path | None = None
+        self._has_ended = False
+
+    def _context_maker(self, surroundings: Surroundings) -> Callable[[type[Context]], Context]:
+        fields = {name: getattr(surroundings, name) for name in Surroundings.__slots__}
+        return lambda kind: kind(**fields, state=self.state, control=self.control, trainer=self)
+
+    def _take_place(self) -> None:
+        """End what an exception has left open in this directory, of which libraries do not notify callbacks."""
+        other = self._open_here.get(self.args.directory)
+        if other is not None:
+            if other._loop is self._loop:
+                raise ConfigurationError(
+                    f"two bridges take part in the training in {self.args.directory}; give all callbacks to one "
+                    "Bridge, and that once"
+                )
+            other.end("failed", {})
+        self._open_here[self.args.directory] = self
+
+    # -- begin and end ----------------------------------------------------------------------------------------------
+
+    def begin(self, resumed_from: Path | None, timeline: str, *, saves: bool) -> None:
+        """Restore the callbacks' states, then fire on_train_begin.
+
+        Args:
+            resumed_from: the library's checkpoint that it has resumed from, if any.
+            timeline: fingerprint of the library's history, equal in the process that saved that checkpoint.
+            saves: whether the library will save checkpoints.
+
+        Raises:
+            DamagedCheckpoint: if the states are damaged.
+            StateMismatch: before anything is loaded, if a state does not fit, or was saved with another checkpoint.
+            CannotSave: if a state contains what cannot be saved.
+        """
+        on, step = self.events, self.state.global_step
+        fire(on.init_end)
+        folder = None if resumed_from is None else self._folder_in(resumed_from)
+        fire(on.before_load, folder, step if folder else 0)
+        if folder is not None:
+            self._progress.timeline = timeline
+            report = self._load(folder)
+            fire(on.load, folder, step, report)
+        elif step:
+            self._progress.epochs_begun = self._progress.epochs_ended = int(self.state.epoch)
+        if saves:
+            self._manager.check_serializable(self._tensors, self._components())
+        self.state.clock.start()
+        fire(on.train_begin, folder)
+
+    def end(self, reason: str, metrics: dict[str, Any]) -> None:
+        """Fire on_train_end, once. Not collective.
+
+        Raises:
+            BaseException: what the first handler that failed has raised; all are called.
+        """
+        if self._has_ended:
+            return
+        self._has_ended = True
+        self._open_here.pop(self.args.directory, None)
+        self.state.clock.stop()
+        train_end = self.events.train_end
+        train_end.fill(reason, metrics, self._newest)
+        for failure in train_end.fire_all():
+            raise failure
+
+    # -- epochs and steps -------------------------------------------------------------------------------------------
+
+    def epoch_begin(self) -> None:
+        """Fire on_epoch_begin, unless it has fired for this epoch before the checkpoint that the leg resumed from."""
+        progress = self._progress
+        self.finish()
+        if progress.epochs_begun > progress.epochs_ended:
+            if self.state.epoch < progress.epochs_begun:
+                return
+            self.epoch_end()  # the checkpoint was saved between the epoch's last step and on_epoch_end
+        fire(self.events.epoch_begin, progress.epochs_begun)
+        progress.epochs_begun += 1
+
+    def epoch_end(self) -> None:
+        """Fire on_epoch_end. For epochs that have come to their end."""
+        self.finish()
+        fire(self.events.epoch_end, self._progress.epochs_ended)
+        self._progress.epochs_ended += 1
+
+    def step_begin(self) -> None:
+        self.finish()
+        fire(self.events.step_begin)
+
+    def step_end(self, loss: Any, grad_norm: Any, lr: Any) -> None:
+        """Fire on_step_end. An ``Unknown`` stands for a number that the library does not pass on."""
+        fire(self.events.step_end, loss, grad_norm, lr)
+        self._step_is_open = True
+
+    def finish(self) -> None:
+        """Fire on_step_done, once the library has done all that was due at the end of the step."""
+        if self._step_is_open:
+            self._step_is_open = False
+            fire(self.events.step_done, self.state.global_step)
+
+    # -- records and requests ---------------------------------------------------------------------------------------
+
+    def record(self, logs: dict[str, Any], kind: str, evaluated_weights: str | None = None) -> None:
+        """Fire on_log_step and on_log with one record, to which handlers may add."""
+        fire(self.events.log_step, logs, kind, evaluated_weights)
+        fire(self.events.log, logs, kind, evaluated_weights)
+
+    def requests(self, *, at_step: bool = False) -> ControlRequests:
+        """Return what callbacks on any rank have requested, equal on all ranks. Collective, if callbacks may request.
+
+        ``at_step``: between two steps, where agreement is only needed if a callback may set a flag at any step.
+        """
+        mine = self.control.requests()
+        if not (self.events.may_request_each_step() if at_step else self._may_request):
+            return ControlRequests()
+        together = ControlRequests(*map(bool, collectives.all_reduce_max(mine, "what callbacks request")))
+        self.control.acknowledge(together)
+        return together
+
+    def warn_stops(self) -> None:
+        """Log which callback ends the training, and why."""
+        reasons = collectives.gather((self.control.stopped_by, self.control.stop_reason), "why training stops")
+        by, why = next((each for each in reasons if each[0] is not None), (None, None))
+        if self.state.is_world_process_zero:
+            logger.warning("training ends at step %d: %s: %s", self.state.global_step, by, why or "no reason given")
+
+    # -- for handlers: ctx.trainer ----------------------------------------------------------------------------------
+
+    def log(self, metrics: MutableMapping[str, Any]) -> None:
+        self.record(dict(metrics), "user")
+
+    def stop(self, reason: str = "ctx.trainer.stop() was called", *, save: bool = True) -> None:
+        self.control.stop(reason, save=save)
+
+    def skip_samples(self, samples: int) -> int:
+        raise EventNotFired("skip_samples(): the data loader belongs to another library, whose batches are not skipped")
+
+    # -- states of callbacks ----------------------------------------------------------------------------------------
+
+    def announce_save(self) -> None:
+        """Fire on_before_save for this step, once. Handlers may stop the training to prevent the save."""
+        step = self.state.global_step
+        if self._announced != step:
+            self._announced = step
+            fire(self.events.before_save, self._locate(step), step)
+
+    def save(self, timeline: str, *, is_best: bool = False) -> None:
+        """Add the callbacks' states to the library's checkpoint of this step, which is complete. Then fire on_save.
+
+        Raises:
+            CannotSave: on every rank, if a state contains what cannot be saved.
+            SaveFailed: on every rank, if the states could not be written. No partial folder remains.
+        """
+        step = self.state.global_step
+        self.announce_save()
+        self._progress.timeline = timeline
+        folder = self._manager.path_of(step)
+        collectives.from_rank_zero(lambda: _remove_folder(folder))
+        self._manager.save(step, self._tensors, self._components(), is_best=is_best)
+        self._newest = folder.parent
+        fire(self.events.save, folder.parent, step, is_best)
+
+    def _components(self) -> list[Component]:
+        own = [Component("bridge", self._progress), Component("clock", self.state.clock)]
+        return [*own, *components_of(self.events.callbacks)]
+
+    def _load(self, folder: Path) -> LoadReport:
+        checkpoint = self._manager.find(folder)
+        assert checkpoint is not None, "with a path, find() returns a checkpoint or raises"
+        if checkpoint.step != self.state.global_step:
+            raise DamagedCheckpoint(
+                f"{folder}: its states are of step {checkpoint.step}, and training resumes at {self.state.global_step}"
+            )
+        report = self._manager.load(checkpoint, self._tensors, self._components())
+        logger.info("callbacks' states restored from %s\n%s", folder, report.table())
+        return report
+
+    def _folder_in(self, checkpoint: Path) -> Path | None:
+        """The folder of states in the library's checkpoint; None if it was saved without a Bridge. Collective.
+
+        Raises:
+            DamagedCheckpoint: if it has none, although an earlier checkpoint beside it has one.
+        """
+        folder = checkpoint / FOLDER
+        if collectives.from_rank_zero(folder.exists):
+            return folder
+        earlier = collectives.from_rank_zero(lambda: _newest_with_states(checkpoint))
+        if earlier is not None:
+            raise DamagedCheckpoint(
+                f"{checkpoint}: contains no states of callbacks, although {earlier} does; probably the job was killed "
+                f"while it saved {checkpoint.name}. Delete {checkpoint.name}, and resume from {earlier.name}. To "
+                f"resume here nevertheless, with new states, delete {earlier.name}/{FOLDER}"
+            )
+        if self.state.is_world_process_zero:
+            logger.warning(
+                "%s was saved without a Bridge: training resumes, but the states and logs of callbacks begin anew",
+                checkpoint,
+            )
+        return None
+
+
+def _remove_folder(folder: Path) -> None:
+    """Remove the states of an abandoned timeline, whose checkpoint the library has overwritten, in one operation."""
+    if folder.exists():
+        hidden = names.partial_path(folder)
+        filesystem.remove(hidden)
+        filesystem.rename(folder, hidden)
+        filesystem.remove(hidden)
+
+
+def _newest_with_states(checkpoint: Path) -> Path | None:
+    """The newest other checkpoint in the same directory that was written before and has states of callbacks."""
+    written = checkpoint.stat().st_mtime_ns
+    others = [path.parent for path in checkpoint.parent.glob(f"*/{FOLDER}") if path.parent != checkpoint]
+    earlier = {path: path.stat().st_mtime_ns for path in others if path.stat().st_mtime_ns <= written}
+    return max(earlier, key=earlier.__getitem__, default=None)
