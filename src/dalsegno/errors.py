@@ -100,7 +100,7 @@ class NotRunning(DalsegnoError, RuntimeError):
 
 
 class EventNotFired(DalsegnoError, TypeError):
-    """A callback handles an event that the loop around :class:`dalsegno.Run` cannot fire."""
+    """A callback handles an event that a hand-written loop, or another library's trainer, cannot fire."""
 
 
 class RankFailed(DalsegnoError, RuntimeError):

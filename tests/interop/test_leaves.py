@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from interop.libraries import EXAMPLES
-
 ROOT = Path(__file__).parents[2]
+LIBRARIES = sorted(path.parent.name for path in ROOT.glob("src/dalsegno/interop/*/__init__.py"))
 FLAT_NAMES = ROOT / "src/dalsegno/__init__.py"
 """The one file that may know a library: it lists where public names are, and leaves out those that are not there."""
 
@@ -45,7 +44,7 @@ sys.exit(max(statuses))
 """A process forked for each copy, after what takes longest to import."""
 
 
-@pytest.mark.parametrize("library", EXAMPLES)
+@pytest.mark.parametrize("library", LIBRARIES)
 def test_nothing_else_names_its_folder(library: str) -> None:
     folder = re.compile(rf"interop[./]{library}\b")
     others = [path for place in ("src", "tests", "benchmarks", "docs") for path in (ROOT / place).rglob("*.py")]
@@ -60,7 +59,7 @@ def test_the_folders_of_each_can_be_deleted(tmp_path: Path) -> None:
     Those are the tests of the other dialects, of the rooms, and of the public names. No other test needs a dialect of
     a library's but through that library's folder, as the test above shows.
     """
-    for library in EXAMPLES:
+    for library in LIBRARIES:
         copy = tmp_path / library
         for folder in ("src", "tests"):
             ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "golden")
@@ -72,7 +71,7 @@ def test_the_folders_of_each_can_be_deleted(tmp_path: Path) -> None:
     targets = "tests/test_architecture.py tests/interop/test_dialects.py tests/docs -p no:cacheprovider"
     chosen = "(architecture and not without_torch) or dialects or public_name"
     done = subprocess.run(
-        [sys.executable, "-c", TRY_EACH, targets, chosen, *(str(tmp_path / library) for library in EXAMPLES)],
+        [sys.executable, "-c", TRY_EACH, targets, chosen, *(str(tmp_path / library) for library in LIBRARIES)],
         env={**environment(), "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
         text=True,

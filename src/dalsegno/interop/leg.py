@@ -156,7 +156,6 @@ class Leg:
         self._locate = locate
         self._manager = CheckpointManager(self.args.directory, locate=lambda step: locate(step) / FOLDER)
         self._progress = _Progress("")
-        self._may_request = any(callback.sets_control_flags for callback in self.events.callbacks)
         self._step_is_open = False  # on_step_done has not fired for it
         self._announced: int | None = None  # the newest step for which on_before_save has fired
         self._newest: Path | None = None
@@ -175,7 +174,7 @@ class Leg:
                     f"two bridges take part in the training in {self.args.directory}; give all callbacks to one "
                     "Bridge, and that once"
                 )
-            other.end("failed", {})
+            other.end("exception", {})
         self._open_here[self.args.directory] = self
 
     # -- begin and end ----------------------------------------------------------------------------------------------
@@ -224,6 +223,19 @@ class Leg:
         for failure in train_end.fire_all():
             raise failure
 
+    def fail(self, error: BaseException) -> None:
+        """Fire on_exception and on_train_end. What a handler raises becomes a note of ``error``. Not collective."""
+        failures: list[BaseException] = []
+        if self.events.exception and not self._has_ended:
+            self.events.exception.fill(error)
+            failures += self.events.exception.fire_all()
+        try:
+            self.end("interrupted" if isinstance(error, KeyboardInterrupt) else "exception", {})
+        except BaseException as late:
+            failures.append(late)
+        for failure in failures:
+            error.add_note(f"and during teardown: {type(failure).__name__}: {failure}")
+
     # -- epochs and steps -------------------------------------------------------------------------------------------
 
     def epoch_begin(self) -> None:
@@ -265,15 +277,9 @@ class Leg:
         fire(self.events.log_step, logs, kind, evaluated_weights)
         fire(self.events.log, logs, kind, evaluated_weights)
 
-    def requests(self, *, at_step: bool = False) -> ControlRequests:
-        """Return what callbacks on any rank have requested, equal on all ranks. Collective, if callbacks may request.
-
-        ``at_step``: between two steps, where agreement is only needed if a callback may set a flag at any step.
-        """
-        mine = self.control.requests()
-        if not (self.events.may_request_each_step() if at_step else self._may_request):
-            return ControlRequests()
-        together = ControlRequests(*map(bool, collectives.all_reduce_max(mine, "what callbacks request")))
+    def requests(self) -> ControlRequests:
+        """Return what callbacks on any rank have requested, equal on all ranks. Collective."""
+        together = ControlRequests(*map(bool, collectives.all_reduce_max(self.control.requests(), "requests")))
         self.control.acknowledge(together)
         return together
 

@@ -18,21 +18,17 @@ Hugging Face's loop calls the Bridge as follows; in brackets, what it fires only
     (evaluation) [evaluate_begin, evaluate_end] on_log → log_step, log; on_evaluate → evaluate
     on_save → before_save unless it has fired, (states captured and written) save
     on_epoch_end → step_done, epoch_end
-    on_train_end → train_end
+    on_train_end → train_end; [after an exception: exception, train_end]
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers.trainer_callback import DefaultFlowCallback
 
-from dalsegno.args import TrainingArguments
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Callback
@@ -40,9 +36,9 @@ from dalsegno.events.dispatcher import check_supported
 from dalsegno.events.registration import check_callbacks
 from dalsegno.events.table import Event
 from dalsegno.interop.leg import Leg, Surroundings, Unknown, fire
-from dalsegno.policies.triggers import OnBest
 
-from .inside import Inside
+from .inside import Inside, wrap
+from .translation import due_at_next_step, kind_of, mirror, set_name_of, settings_of, timeline_of
 
 _NEVER = "Hugging Face's Trainer has no callback for; use dalsegno.Trainer, or another callback"
 _GIVE_TRAINER = "trainer.add_callback(Bridge([…], trainer=trainer))"
@@ -61,15 +57,13 @@ UNSUPPORTED_EVENTS = dict.fromkeys(
         Event.AFTER_SCHEDULER_STEP,
         Event.TRAIN_METRICS,
         Event.PREDICTION_STEP,
-        Event.ROLLBACK,
-        Event.EXCEPTION,
     ],
     _NEVER,
 )
 """Events that the Bridge never fires. A callback that handles one of them raises EventNotFired."""
 
 NEED_TRAINER = dict.fromkeys(
-    [Event.GRADIENTS_READY, Event.EVALUATE_BEGIN, Event.EVALUATE_END],
+    [Event.GRADIENTS_READY, Event.EVALUATE_BEGIN, Event.EVALUATE_END, Event.EXCEPTION],
     f"Hugging Face's Trainer has no callback for; give the Bridge the trainer: {_GIVE_TRAINER}",
 )
 """Events that the Bridge fires only if it has the trainer."""
@@ -86,8 +80,8 @@ class Bridge(transformers.TrainerCallback):
     Args:
         callbacks: dalsegno's built-ins and your own.
         trainer: the trainer, to fire the events that it has no callback for, and for the loss and the gradient norm of
-            each step. During ``train()`` its methods ``training_step`` and ``evaluation_loop``, and its accelerator's
-            ``clip_grad_norm_``, are wrapped: ``trainer.add_callback(Bridge([EMA()], trainer=trainer))``.
+            each step: ``trainer.add_callback(Bridge([EMA()], trainer=trainer))``. Its method ``train`` is wrapped, and
+            during training ``training_step``, ``evaluation_loop`` and its accelerator's ``clip_grad_norm_``.
         resume_from_checkpoint: the checkpoint that is given to ``train()``, if it is not in ``output_dir``: Hugging
             Face's Trainer does not tell callbacks.
 
@@ -113,6 +107,8 @@ class Bridge(transformers.TrainerCallback):
         self._lr: float | None = None  # that the newest update used
         self._metrics: dict[str, Any] = {}  # of the final record
         self._is_stopping = False  # because a callback has requested it
+        if trainer is not None:
+            wrap(trainer, "train", self._train)
 
     # -- begin and end ----------------------------------------------------------------------------------------------
 
@@ -135,23 +131,37 @@ class Bridge(transformers.TrainerCallback):
             locate=lambda step: Path(args.output_dir) / f"checkpoint-{step}",
             unsupported_events=self._unsupported,
         )
-        _mirror(leg, args, state)
-        leg.begin(self._resumed_checkpoint(args, state), _timeline(state), saves=args.save_strategy != "no")
+        mirror(leg.state, args, state)
+        leg.begin(self._resumed_checkpoint(args, state), timeline_of(state), saves=args.save_strategy != "no")
         self._leg, self._metrics, self._is_stopping = leg, {}, False
         if self._trainer is not None:
             self._inside = Inside(self._trainer, leg)
         return self._passed_on(control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        leg = self._followed(args, state)
-        if leg is None:
+        if self._followed(args, state) is None:
             return
-        if self._inside is not None:
-            self._inside.close()
-        self._leg = self._inside = None
+        leg = self._close()
         leg.finish()
         is_whole, is_aborted = state.global_step >= state.max_steps, leg.control.should_abort_without_save
         leg.end("aborted" if is_aborted else "finished" if is_whole else "stopped", self._metrics)
+
+    def _train(self, original: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        """Around ``trainer.train``: pass on what it raises."""
+        try:
+            return original(*args, **named)
+        except BaseException as error:
+            if self._leg is not None:
+                self._close().fail(error)
+            raise
+
+    def _close(self) -> Leg:
+        """Take part no longer."""
+        if self._inside is not None:
+            self._inside.close()
+        leg, self._leg, self._inside = self._leg, None, None
+        assert leg is not None, "only called while training runs"
+        return leg
 
     # -- epochs and steps -------------------------------------------------------------------------------------------
 
@@ -172,7 +182,7 @@ class Bridge(transformers.TrainerCallback):
         leg = self._followed(args, state)
         if leg is None:
             return
-        due = _due_at_next_step(args, state, kwargs["train_dataloader"])
+        due = due_at_next_step(args, state, kwargs["train_dataloader"])
         leg.state.will_log, leg.state.will_evaluate, leg.state.will_save = (
             due.should_log,
             due.should_evaluate,
@@ -206,7 +216,8 @@ class Bridge(transformers.TrainerCallback):
             leg.step_end(_unknown("loss"), _unknown("grad_norm"), self._lr)
         else:
             leg.step_end(self._inside.loss, self._inside.grad_norm, self._lr)
-        return self._passed_on(control, at_step=True)
+        is_due = control.should_log or control.should_evaluate or control.should_save or control.should_training_stop
+        return self._passed_on(control) if is_due or leg.events.may_request_each_step() else control
 
     # -- records, evaluations, saves --------------------------------------------------------------------------------
 
@@ -215,7 +226,7 @@ class Bridge(transformers.TrainerCallback):
         if leg is None:
             return control
         logs = {name: value for name, value in kwargs["logs"].items() if name != "epoch"}  # records have it anyway
-        kind = _kind_of(logs)
+        kind = kind_of(logs)
         if kind == "final":
             leg.finish()
             self._metrics = logs
@@ -226,7 +237,7 @@ class Bridge(transformers.TrainerCallback):
         leg, metrics = self._followed(args, state), kwargs["metrics"]
         if leg is None:
             return control
-        fire(leg.events.evaluate, dict(metrics), _name_of(metrics), self._evaluated_weights)
+        fire(leg.events.evaluate, dict(metrics), set_name_of(metrics), self._evaluated_weights)
         return self._passed_on(control)
 
     def on_predict(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
@@ -235,7 +246,7 @@ class Bridge(transformers.TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         if (leg := self._followed(args, state)) is not None:
-            leg.save(_timeline(state), is_best=state.best_global_step == state.global_step)
+            leg.save(timeline_of(state), is_best=state.best_global_step == state.global_step)
         return self._passed_on(control)
 
     @property
@@ -247,17 +258,17 @@ class Bridge(transformers.TrainerCallback):
     def _followed(self, args: Any, state: Any) -> Leg | None:
         """The leg, with the trainer's present progress; None if training does not run."""
         if self._leg is not None:
-            _mirror(self._leg, args, state)
+            mirror(self._leg.state, args, state)
         return self._leg
 
-    def _passed_on(self, control: Any, *, at_step: bool = False) -> Any:
+    def _passed_on(self, control: Any) -> Any:
         """Set on the trainer's control what callbacks request, on all ranks alike. Collective."""
         leg = self._leg
         if leg is None:
             return control
         if control.should_save and not leg.control.should_abort_without_save:
             leg.announce_save()
-        wishes = leg.requests(at_step=at_step)
+        wishes = leg.requests()
         control.should_log |= wishes.log
         control.should_evaluate |= wishes.evaluate
         control.should_epoch_stop |= wishes.end_epoch
@@ -284,101 +295,6 @@ class Bridge(transformers.TrainerCallback):
                 "the checkpoint: Bridge([…], resume_from_checkpoint=…)"
             )
         return path
-
-
-def settings_of(args: Any, state: Any) -> TrainingArguments:
-    """Hugging Face's settings as dalsegno's, as far as it has them. Strategies other than its own become ``"no"``."""
-    strategies: dict[str, Any] = {
-        name: strategy if (strategy := str(getattr(args, name).value)) in ("no", "steps", "epoch") else "no"
-        for name in ("logging_strategy", "eval_strategy", "save_strategy")
-    }
-    same = (
-        "output_dir",
-        "per_device_train_batch_size",
-        "per_device_eval_batch_size",
-        "gradient_accumulation_steps",
-        "learning_rate",
-        "weight_decay",
-        "adam_beta1",
-        "adam_beta2",
-        "adam_epsilon",
-        "max_grad_norm",
-        "bf16",
-        "fp16",
-        "load_best_model_at_end",
-        "metric_for_best_model",
-        "greater_is_better",
-        "seed",
-        "data_seed",
-        "disable_tqdm",
-        "run_name",
-    )
-    values: dict[str, Any] = {name: getattr(args, name) for name in same}
-    values |= {name: int(getattr(state, name) or 0) for name in ("logging_steps", "eval_steps", "save_steps")}
-    return TrainingArguments(
-        **values,
-        **strategies,
-        max_steps=state.max_steps or -1,
-        num_train_epochs=float(args.num_train_epochs),
-        save_total_limit=args.save_total_limit or None,
-        save=OnBest() if args.save_strategy == "best" else None,
-    )
-
-
-def _mirror(leg: Leg, args: Any, state: Any) -> None:
-    """Copy the trainer's progress."""
-    own = leg.state
-    for name in ("global_step", "max_steps", "num_train_epochs", "num_input_tokens_seen", "total_flos", "best_metric"):
-        setattr(own, name, getattr(state, name))
-    own.epoch = state.epoch or 0.0
-    own.best_global_step = state.best_global_step or 0
-    own.best_model_checkpoint = state.best_model_checkpoint
-    batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-    own.samples_seen = state.global_step * batch
-
-
-class _NextStep:
-    """The trainer's state as it will be at the end of the step that begins."""
-
-    def __init__(self, state: Any) -> None:
-        self.global_step = state.global_step + 1
-        self._state = state
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._state, name)
-
-
-def _due_at_next_step(args: Any, state: Any, loader: Any) -> transformers.TrainerControl:
-    """What Hugging Face's own schedule will ask for at the end of the step that begins."""
-    flow, due, then = DefaultFlowCallback(), transformers.TrainerControl(), _NextStep(state)
-    flow.on_step_end(args, then, due)  # type: ignore[arg-type]
-    try:
-        batches = len(loader)
-    except TypeError:  # of unknown length
-        return due
-    if then.global_step % max(-(-batches // args.gradient_accumulation_steps), 1) == 0:
-        flow.on_epoch_end(args, then, due)  # type: ignore[arg-type]
-    return due
-
-
-def _timeline(state: Any) -> str:
-    """Fingerprint of the records so far, which the trainer saves and restores with each checkpoint."""
-    text = json.dumps(state.log_history, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _kind_of(logs: dict[str, Any]) -> str:
-    if "train_runtime" in logs:
-        return "final"
-    if any(name.startswith("eval_") for name in logs):
-        return "eval"
-    return "train" if "loss" in logs else "user"
-
-
-def _name_of(metrics: dict[str, Any]) -> str:
-    """Name of the evaluation set: ``eval``, or its key if there are several, as in ``eval_small_runtime``."""
-    prefix = next((name.removesuffix("_runtime") for name in metrics if name.endswith("_runtime")), "eval")
-    return prefix.removeprefix("eval_")
 
 
 def _unwrapped(optimizer: Any) -> Any:

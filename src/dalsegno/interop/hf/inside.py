@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -14,6 +14,18 @@ from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.table import Event
 from dalsegno.interop.leg import Leg, fire
+
+
+def wrap(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], None]:
+    """Replace a method of one object: ``around`` is called with the original and its arguments. Returns the undo."""
+    original, own = getattr(owner, name), vars(owner).get(name)
+
+    @wraps(original)
+    def wrapper(*args: Any, **named: Any) -> Any:
+        return around(original, *args, **named)
+
+    setattr(owner, name, wrapper)
+    return partial(delattr, owner, name) if own is None else partial(setattr, owner, name, own)
 
 
 class Inside:
@@ -37,9 +49,9 @@ class Inside:
                 "on_gradients_ready: with fp16, gradients are still scaled where the Bridge could show them; use bf16"
             )
         self._wrapped = ExitStack()
-        self._wrap(trainer, "training_step", self._training_step)
-        self._wrap(trainer, "evaluation_loop", self._evaluation_loop)
-        self._wrap(trainer.accelerator, "clip_grad_norm_", self._clip_grad_norm)
+        self._wrapped.callback(wrap(trainer, "training_step", self._training_step))
+        self._wrapped.callback(wrap(trainer, "evaluation_loop", self._evaluation_loop))
+        self._wrapped.callback(wrap(trainer.accelerator, "clip_grad_norm_", self._clip_grad_norm))
 
     def close(self) -> None:
         """Restore the trainer's own methods."""
@@ -53,16 +65,6 @@ class Inside:
     def loss(self) -> torch.Tensor:
         """This rank's share of the step's loss, whose sum over the ranks is the mean that is logged."""
         return torch.stack([loss.float() for loss in self._losses]).sum() / collectives.world_size()
-
-    def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        original, own = getattr(owner, name), vars(owner).get(name)
-
-        @wraps(original)
-        def wrapper(*args: Any, **named: Any) -> Any:
-            return around(original, *args, **named)
-
-        setattr(owner, name, wrapper)
-        self._wrapped.callback(delattr if own is None else setattr, owner, name, *([] if own is None else [own]))
 
     def _training_step(self, original: Callable[..., Any], *args: Any, **named: Any) -> Any:
         loss = original(*args, **named)

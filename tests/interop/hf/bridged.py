@@ -1,0 +1,125 @@
+"""Runs of Hugging Face's Trainer with a Bridge in it. At the top of a module, so that ranks can import it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from dalsegno.callbacks import EMA, DivergenceDetector, EarlyStopping, GradHistogram, GradNormLogger, JsonLogger
+from dalsegno.checkpoint import Checkpoint, read_tensors, saved_states
+from dalsegno.interop.hf import Bridge
+from dalsegno.logs import read_records
+from dalsegno.logs.wall_clock import drop_wall_clock
+from dalsegno.testing import TinyRegression, tiny_regression_data
+
+
+class Outputs(nn.Module):
+    """Theirs wants the loss in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = TinyRegression()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.model(x, y)}
+
+
+SETTINGS: dict[str, Any] = {
+    "per_device_train_batch_size": 4,
+    "per_device_eval_batch_size": 4,
+    "learning_rate": 0.01,
+    "max_steps": 8,
+    "logging_steps": 2,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "save_steps": 4,
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "report_to": [],
+    "label_names": ["y"],
+}
+
+
+def hf_trainer(output_dir: Path, *callbacks: Any, model: nn.Module | None = None, **settings: Any) -> Any:
+    """Five steps an epoch."""
+    torch.manual_seed(0)
+    return transformers.Trainer(
+        Outputs() if model is None else model,
+        transformers.TrainingArguments(str(output_dir), **{**SETTINGS, **settings}),
+        train_dataset=tiny_regression_data(20),
+        eval_dataset=tiny_regression_data(8, seed=1),
+        callbacks=list(callbacks),
+    )
+
+
+def with_bridge(output_dir: Path, callbacks: Iterable[Any], *others: Any, **settings: Any) -> Any:
+    """A trainer whose Bridge has it; ``others`` are Hugging Face's, and come before the Bridge."""
+    trainer = hf_trainer(output_dir, *others, **settings)
+    trainer.add_callback(Bridge(callbacks, trainer=trainer))
+    return trainer
+
+
+def several() -> list[Any]:
+    """Callbacks with state of each kind: numbers, positions in logs, tensors."""
+    stopping = [DivergenceDetector(patience=100), EarlyStopping(patience=100)]
+    return [JsonLogger(run="bridged"), GradNormLogger(), GradHistogram(every=3), EMA(0.9), *stopping]
+
+
+class At(transformers.TrainerCallback):
+    """Does something when an event fires at a step."""
+
+    def __init__(self, event: str, step: int, act: Any) -> None:
+        def handler(args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            return act(control) if state.global_step == step else None
+
+        setattr(self, event, handler)
+
+
+def train_until_killed(output_dir: Path, step: int) -> None:
+    def kill(control: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # of a job of one rank; accelerate would start a process group
+        del os.environ[name]
+    with_bridge(output_dir, several(), At("on_step_end", step, kill)).train()
+
+
+def records(output_dir: Path) -> dict[str, list[dict[str, Any]]]:
+    """The records of each log, without times."""
+    logs = sorted((output_dir / "logs").glob("*.jsonl"))
+    return {log.name: [drop_wall_clock(record) for record in read_records(log)] for log in logs}
+
+
+def states(checkpoint: Path) -> dict[str, Any]:
+    """The saved states of callbacks, with their tensors; without positions in logs, whose records have times."""
+    folder = Checkpoint.open(checkpoint / "dalsegno")
+    tensors = {
+        key: {name: tensor.tolist() for name, tensor in named.items()} for key, named in read_tensors(folder).items()
+    }
+    numbers = {key: [_without_positions(each) for each in saved] for key, saved in saved_states(folder).items()}
+    return {key: (numbers[key], tensors.get(key)) for key in numbers if key not in ("clock", "bridge")}
+
+
+def _without_positions(state: Any) -> Any:
+    if not isinstance(state, dict):
+        return state
+    return state["records"] if "offset" in state else {key: _without_positions(each) for key, each in state.items()}
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """The order of summation of a process of ``run_ranks``."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,360 @@
+"""dalsegno's callbacks in Hugging Face's Trainer: resumed exactly, and flags in both directions."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import dalsegno as ds
+from dalsegno.callbacks import (
+    EMA,
+    CheckLoss,
+    EarlyStopping,
+    GradHistogram,
+    JsonLogger,
+    NaNChecker,
+)
+from dalsegno.interop.hf import Bridge
+from dalsegno.interop.hf.bridge import NEED_TRAINER, UNSUPPORTED_EVENTS
+from dalsegno.testing import start_ranks, tiny_regression_data
+from interop.hf.bridged import (
+    At,
+    Outputs,
+    hf_trainer,
+    one_thread,
+    records,
+    several,
+    states,
+    train_until_killed,
+    with_bridge,
+)
+from interop.pages import assert_rows, examples, refused_builtins
+from support.listeners import Journal, Listener, Trace
+from support.small import NOISY
+
+# --- killed and resumed -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The output directory of a run of eight steps, saved after four and eight."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    with one_thread():
+        with_bridge(folder, several()).train()
+        yield folder
+
+
+def assert_same(output_dir: Path, uninterrupted: Path) -> None:
+    found, expected = records(output_dir), records(uninterrupted)
+    for run in (found, expected):  # their mean over a leg's own steps
+        run["train.jsonl"][-1].pop("train_loss")
+    assert found == expected
+    assert len(expected["train.jsonl"]) == 10
+    assert states(output_dir / "checkpoint-8") == states(uninterrupted / "checkpoint-8")
+
+
+def test_a_killed_run_resumes_with_the_logs_and_states_of_an_uninterrupted_one(
+    tmp_path: Path, uninterrupted: Path
+) -> None:
+    (outcome,) = start_ranks(train_until_killed, 1, tmp_path, 7).wait(300)
+    assert outcome.was_killed
+    before = records(tmp_path)["train.jsonl"]
+    assert before[-1]["global_step"] == 6
+    with_bridge(tmp_path, several()).train(resume_from_checkpoint=True)
+    assert_same(tmp_path, uninterrupted)
+    assert len(list((tmp_path / "logs" / "rewound").iterdir())) == 3, "what was logged after step 4 is archived"
+
+
+def test_an_older_checkpoint_rewinds_the_logs(tmp_path: Path, uninterrupted: Path) -> None:
+    with_bridge(tmp_path, several()).train()
+    with_bridge(tmp_path, several()).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert_same(tmp_path, uninterrupted)
+    assert list((tmp_path / "logs" / "rewound").glob("train.jsonl*"))
+
+
+def test_a_checkpoint_that_was_not_completed_is_refused(tmp_path: Path, uninterrupted: Path) -> None:
+    def interrupt(control: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        with_bridge(tmp_path, several(), At("on_save", 8, interrupt)).train()
+    incomplete = tmp_path / "checkpoint-8"
+    with pytest.raises(ds.DamagedCheckpoint, match=r"checkpoint-8: contains no states .* resume from checkpoint-4"):
+        with_bridge(tmp_path, several()).train(resume_from_checkpoint=True)
+    incomplete.rename(tmp_path / "elsewhere")
+    with_bridge(tmp_path, several()).train(resume_from_checkpoint=True)
+    assert_same(tmp_path, uninterrupted)
+
+
+def test_states_of_another_timeline_are_refused(tmp_path: Path) -> None:
+    """Training resumed from step 4 with other data, and was killed between its writing of step 8 and the Bridge's."""
+    with_bridge(tmp_path, several()).train()
+
+    def interrupt(control: Any) -> None:
+        raise KeyboardInterrupt
+
+    again = with_bridge(tmp_path, several(), At("on_save", 8, interrupt), learning_rate=0.02)
+    with pytest.raises(KeyboardInterrupt):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    with pytest.raises(ds.StateMismatch, match=r"its history differs"):
+        with_bridge(tmp_path, several()).train(resume_from_checkpoint=True)
+
+
+def test_a_damaged_folder_is_refused(tmp_path: Path) -> None:
+    with_bridge(tmp_path, several(), max_steps=4).train()
+    damaged = tmp_path / "checkpoint-4" / "dalsegno" / "shared.json"
+    damaged.write_bytes(damaged.read_bytes().replace(b"JsonLogger", b"JsonLooger"))
+    with pytest.raises(ds.DamagedCheckpoint, match=r"shared\.json: has checksum"):
+        with_bridge(tmp_path, several()).train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_from_before_the_bridge_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    hf_trainer(tmp_path, max_steps=4).train()
+    trace = Trace()
+    with caplog.at_level(logging.WARNING, "dalsegno"):
+        hf_trainer(tmp_path, Bridge([trace])).train(resume_from_checkpoint=True)
+    assert "checkpoint-4 was saved without a Bridge" in caplog.text
+    assert trace.steps == 4
+    third = Trace()
+    hf_trainer(tmp_path, Bridge([third]), max_steps=9).train(resume_from_checkpoint=True)
+    assert third.steps == 5
+
+
+def test_a_checkpoint_elsewhere_is_named(tmp_path: Path) -> None:
+    hf_trainer(tmp_path / "a", Bridge([Trace()]), max_steps=4).train()
+    there = tmp_path / "a" / "checkpoint-4"
+    with pytest.raises(ds.ConfigurationError, match=r"resume_from_checkpoint="):
+        hf_trainer(tmp_path / "b", Bridge([Trace()])).train(resume_from_checkpoint=str(there))
+    trace = Trace()
+    hf_trainer(tmp_path / "b", Bridge([trace], resume_from_checkpoint=there)).train(resume_from_checkpoint=str(there))
+    assert trace.steps == 8
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"save_only_model": True}, {"load_best_model_at_end": True, "save_total_limit": 1}, {"save_strategy": "best"}],
+    ids=str,
+)
+def test_other_ways_to_save(settings: dict[str, Any], tmp_path: Path) -> None:
+    """States are of their checkpoint's step, and go with the checkpoint."""
+    if "save_strategy" in settings:
+        settings |= {"metric_for_best_model": "loss"}
+    hf_trainer(tmp_path, Bridge([Trace()]), **settings).train()
+    saved = sorted(tmp_path.glob("checkpoint-*"))
+    assert saved
+    assert [states(path)["callbacks.Trace"][0][0]["steps"] for path in saved] == [
+        int(path.name.partition("-")[2]) for path in saved
+    ]
+
+
+# --- flags, in both directions ----------------------------------------------------------------------------------------
+
+
+def test_what_a_handler_requests_the_trainer_does(tmp_path: Path) -> None:
+    done: list[tuple[str, int]] = []
+
+    def request(ctx: Any) -> None:
+        step = ctx.state.global_step
+        ctx.control.should_save = ctx.control.should_evaluate = ctx.control.should_log = step == 3
+        if step == 5:
+            ctx.control.stop("enough")
+
+    note = {name: lambda ctx, name=name: done.append((name, ctx.state.global_step)) for name in ("on_log", "on_save")}
+    end = {"on_train_end": lambda ctx: done.append((ctx.reason, ctx.state.global_step))}
+    trainer = hf_trainer(tmp_path, Bridge([Listener({"on_step_end": request, **note, **end})]), logging_steps=100)
+    trainer.args.eval_steps = 100
+    trainer.train()
+    assert trainer.state.global_step == 5
+    assert done == [
+        *[("on_log", 3), ("on_log", 3), ("on_save", 3)],
+        *[("on_save", 4), ("on_save", 5)],
+        *[("on_log", 5), ("stopped", 5)],
+    ]
+    assert (tmp_path / "checkpoint-5" / "dalsegno").is_dir()
+
+
+def test_what_their_callbacks_request_is_seen_here(tmp_path: Path) -> None:
+    def ask(control: Any) -> None:
+        control.should_save = control.should_training_stop = True
+
+    journal = Journal(lambda ctx: ctx.state.global_step, without=unsupported())
+    hf_trainer(tmp_path, At("on_step_end", 3, ask), Bridge([journal])).train()
+    assert ("save", 3) in journal.notes
+    assert journal.fired[-1] == "train_end"
+    assert journal.notes[-1] == ("train_end", 3)
+
+
+def test_weights_of_nan_are_not_saved(tmp_path: Path) -> None:
+    class Broken(Outputs):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": self.model(x, y) * float("nan")}
+
+    trainer = hf_trainer(tmp_path, Bridge([NaNChecker()]), model=Broken(), logging_steps=3, save_steps=2)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert list(tmp_path.glob("checkpoint-*")) == []
+
+
+# --- the same events as in dalsegno's own trainer ---------------------------------------------------------------------
+
+
+def unsupported(*others: str) -> tuple[str, ...]:
+    return (*(event.handler for event in [*UNSUPPORTED_EVENTS, *NEED_TRAINER]), *others)
+
+
+BY_STEPS = {"max_steps": 8, "logging_steps": 2, "eval_steps": 4, "save_steps": 4, "eval_strategy": "steps"}
+BY_EPOCHS = {
+    "max_steps": -1,
+    "num_train_epochs": 2,
+    **dict.fromkeys(("logging_strategy", "eval_strategy", "save_strategy"), "epoch"),
+}
+
+
+@pytest.mark.parametrize("settings", [BY_STEPS, BY_EPOCHS], ids=["by steps, ending inside an epoch", "by epochs"])
+def test_the_same_events_as_in_a_trainer_of_dalsegno(settings: dict[str, Any], tmp_path: Path) -> None:
+    without = unsupported("on_before_save", "on_step_done")  # theirs come at other moments
+    shared: dict[str, Any] = {"gradient_accumulation_steps": 2, "learning_rate": 0.01, "use_cpu": True}
+
+    def note(ctx: Any) -> Any:
+        seen = ctx.state.global_step, round(ctx.state.epoch, 6), ctx.state.will_log, ctx.state.will_save
+        return *seen, sorted(ctx.logs) if hasattr(ctx, "kind") and ctx.kind == "train" else None
+
+    theirs, ours = (
+        Journal(lambda ctx: note(ctx)[:4], without=without),
+        Journal(lambda ctx: note(ctx)[:4], without=without),
+    )
+    hf_trainer(tmp_path / "there", Bridge([theirs]), **settings, **shared).train()
+    args = ds.TrainingArguments(
+        tmp_path / "here", per_device_train_batch_size=4, save_in_background=False, **settings, **shared
+    )
+    trainer = ds.Trainer(
+        Outputs(),
+        args,
+        train_dataset=tiny_regression_data(20),
+        eval_dataset=tiny_regression_data(8, seed=1),
+        callbacks=[ours],
+    )
+    for name in NOISY:
+        trainer.remove_callback(name)
+    trainer.train()
+    inside = [index for index, event in enumerate(ours.fired) if event not in ("init_end", "before_load")]
+    assert theirs.fired == ours.fired
+    assert [theirs.notes[index] for index in inside] == [ours.notes[index] for index in inside]
+
+
+def test_losses_norms_and_gradients_of_a_step(tmp_path: Path) -> None:
+    """With the trainer: on_gradients_ready sees gradients before they are clipped; their norm is the one logged."""
+    seen: dict[str, list[float]] = {"ready": [], "clipped": [], "norm": [], "loss": []}
+
+    def total(ctx: Any) -> float:
+        squares = [float((each.grad.double() ** 2).sum()) for each in ctx.model.parameters()]
+        return float(sum(squares) ** 0.5)
+
+    def numbers(ctx: Any) -> None:
+        seen["norm"].append(ctx.grad_norm)
+        seen["loss"].append(ctx.loss)
+
+    look = Listener(
+        {
+            "on_gradients_ready": lambda ctx: seen["ready"].append(total(ctx)),
+            "on_pre_optimizer_step": lambda ctx: seen["clipped"].append(total(ctx)),
+            "on_step_end": numbers,
+        }
+    )
+    settings = {"logging_steps": 1, "max_grad_norm": 0.1, "gradient_accumulation_steps": 2, "max_steps": 4}
+    trainer = with_bridge(tmp_path, [look], **settings)
+    own = trainer.accelerator.clip_grad_norm_, trainer.training_step, trainer.evaluation_loop
+    trainer.train()
+    logged = [record for record in trainer.state.log_history if "grad_norm" in record]
+    assert seen["ready"] == pytest.approx([record["grad_norm"] for record in logged], rel=1e-5)
+    assert seen["norm"] == pytest.approx(seen["ready"], rel=1e-5)
+    assert seen["loss"] == pytest.approx([record["loss"] for record in logged], rel=1e-4)
+    assert seen["clipped"] == pytest.approx([0.1] * 4, rel=1e-3)
+    assert (trainer.accelerator.clip_grad_norm_, trainer.training_step, trainer.evaluation_loop) == own
+
+
+def test_an_exception_ends_the_leg(tmp_path: Path) -> None:
+    def fail(control: Any) -> None:
+        raise ZeroDivisionError("of theirs")
+
+    journal = Journal(without=unsupported())
+    journal.on_exception = lambda ctx: journal.fired.append(str(ctx.exception))  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        with_bridge(tmp_path, [journal], At("on_step_end", 3, fail)).train()
+    assert journal.fired[-2:] == ["of theirs", "train_end"]
+
+
+# --- refused ----------------------------------------------------------------------------------------------------------
+
+
+def test_events_that_the_trainer_does_not_fire_are_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ds.EventNotFired, match=r"CheckLoss needs on_microbatch_end, .* use dalsegno\.Trainer"):
+        Bridge([CheckLoss()])
+    for callback in (EMA(), GradHistogram()):
+        with pytest.raises(ds.EventNotFired, match=r"needs on_\w+, .*Bridge\(\[…\], trainer=trainer\)"):
+            Bridge([callback])
+    Bridge([EMA(), GradHistogram()], trainer=hf_trainer(tmp_path))
+
+
+def test_a_number_that_is_not_known_is_not_made_up(tmp_path: Path) -> None:
+    reader = Listener({"on_step_end": lambda ctx: ctx.loss})
+    with pytest.raises(ds.EventNotFired, match=r"ctx\.loss of on_step_end is unknown here: .*trainer=trainer"):
+        hf_trainer(tmp_path, Bridge([reader])).train()
+
+
+def test_a_bridge_given_twice_is_refused(tmp_path: Path) -> None:
+    bridge = Bridge([Trace()])
+    with pytest.raises(ds.ConfigurationError, match="two bridges take part"):
+        hf_trainer(tmp_path, bridge, bridge).train()
+    with pytest.raises(ds.ConfigurationError, match="two bridges take part"):
+        hf_trainer(tmp_path, Bridge([Trace()]), Bridge([JsonLogger()])).train()
+    with pytest.raises(ds.DuplicateKey):
+        Bridge([Trace(), Trace()])
+
+
+def test_evaluations_that_a_callback_waits_for_must_be_due(tmp_path: Path) -> None:
+    with pytest.raises(ds.ConfigurationError, match=r"EarlyStopping needs evaluations: set eval_strategy"):
+        hf_trainer(tmp_path, Bridge([EarlyStopping()]), eval_strategy="no").train()
+
+
+def test_a_state_that_cannot_be_saved_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    class Holder(Trace):
+        def state_dict(self) -> Any:
+            return {"thing": object()}
+
+    trainer = hf_trainer(tmp_path, Bridge([Holder()]))
+    with pytest.raises(ds.CannotSave, match=r"callbacks\.Holder"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_it_is_a_callback_of_theirs() -> None:
+    assert isinstance(Bridge([]), transformers.TrainerCallback)
+
+
+# --- docs/bridges.md --------------------------------------------------------------------------------------------------
+
+
+def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec("\n".join(examples("Hugging Face")), {"__name__": "example"})
+    steps = [record["global_step"] for record in records(tmp_path / "runs/hf")["train.jsonl"] if "loss" in record]
+    assert steps == [2, 4, 6, 8, 10, 12, 14, 16]
+
+
+def test_the_page_lists_what_is_refused(tmp_path: Path) -> None:
+    without, given = refused_builtins(Bridge), refused_builtins(lambda each: Bridge(each, trainer=hf_trainer(tmp_path)))
+    assert_rows(
+        "Hugging Face",
+        {
+            "events that are never fired": [event.handler for event in UNSUPPORTED_EVENTS],
+            "built-ins that are refused": given,
+            "built-ins that need the trainer": [name for name in without if name not in given],
+        },
+    )
