@@ -158,6 +158,7 @@ class Leg:
         self._progress = _Progress("")
         self._step_is_open = False  # on_step_done has not fired for it
         self._announced: int | None = None  # the newest step for which on_before_save has fired
+        self._all_metrics: dict[str, Any] = {}  # of the sets measured so far in this evaluation
         self._newest: Path | None = None
         self._has_ended = False
 
@@ -277,6 +278,15 @@ class Leg:
         fire(self.events.log_step, logs, kind, evaluated_weights)
         fire(self.events.log, logs, kind, evaluated_weights)
 
+    def evaluated(
+        self, metrics: dict[str, Any], name: str, evaluated_weights: str | None = None, *, is_last: bool = True
+    ) -> None:
+        """Fire on_evaluate for one evaluation set; ``is_last``: of the sets of this evaluation."""
+        self._all_metrics |= metrics
+        fire(self.events.evaluate, metrics, name, evaluated_weights, dict(self._all_metrics), is_last)
+        if is_last:
+            self._all_metrics = {}
+
     def requests(self) -> ControlRequests:
         """Return what callbacks on any rank have requested, equal on all ranks. Collective."""
         together = ControlRequests(*map(bool, collectives.all_reduce_max(self.control.requests(), "requests")))
@@ -324,7 +334,7 @@ class Leg:
         collectives.from_rank_zero(lambda: _remove_folder(folder))
         self._manager.save(step, self._tensors, self._components(), is_best=is_best)
         self._newest = folder.parent
-        fire(self.events.save, folder.parent, step, is_best)
+        fire(self.events.save, folder.parent, step, is_best, self.state)
 
     def _components(self) -> list[Component]:
         own = [Component("bridge", self._progress), Component("clock", self.state.clock)]

@@ -237,7 +237,9 @@ class Bridge(transformers.TrainerCallback):
         leg, metrics = self._followed(args, state), kwargs["metrics"]
         if leg is None:
             return control
-        fire(leg.events.evaluate, dict(metrics), set_name_of(metrics), self._evaluated_weights)
+        name, sets = set_name_of(metrics), getattr(self._trainer, "eval_dataset", None)
+        is_last = not isinstance(sets, dict) or name not in sets or name == list(sets)[-1]
+        leg.evaluated(dict(metrics), name, self._evaluated_weights, is_last=is_last)
         return self._passed_on(control)
 
     def on_predict(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
