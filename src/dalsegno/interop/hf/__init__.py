@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from dalsegno.events.adapters import CallbackAdapter
 from dalsegno.events.callback import Binder
 from dalsegno.events.table import Event
+from dalsegno.state import Handler
 from dalsegno.stateful.component import State, Stateful
 from dalsegno.system.lazy_exports import lazy_exports
 
@@ -36,6 +37,7 @@ from .calls import (
 )
 from .forgather import FORGATHER, FORGATHER_ADDED
 from .shared_state import SharedState
+from .uploads import check_uploads
 
 if TYPE_CHECKING:
     from .bridge import Bridge
@@ -81,6 +83,10 @@ class HuggingFace(CallbackAdapter):
             and call != unused
             and not (has_state and wrapper in (if_epoch_joined, if_epoch_left))
         ]
+
+    def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
+        check_uploads(self.__wrapped__, binder.shared(SharedState).context)
+        return super().bound_handlers(binder)
 
     def call(self, event: Event, method: str, binder: Binder) -> Call:
         shared = binder.shared(SharedState)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import socket
 import sys
-from dataclasses import MISSING
+from copy import copy
+from dataclasses import MISSING, Field, fields, make_dataclass
 from datetime import datetime
-from enum import StrEnum
+from enum import Enum, StrEnum
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -120,9 +121,31 @@ class Arguments:
             return _FIXED[name]
         return _their_default(name)
 
+    @property
+    def __dataclass_fields__(self) -> dict[str, Field[Any]]:
+        """So that ``dataclasses.fields`` and ``asdict`` work as with Hugging Face's class."""
+        names = [name for name in self.to_dict() if name.isidentifier()]
+        return {field.name: field for field in fields(make_dataclass("Settings", names))}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return the real class of transformers, if that is imported: W&B's callback builds a Trainer of the copy.
+
+        It has the run's name, directory and device, and reports to nothing.
+        """
+        theirs = getattr(sys.modules.get("transformers.training_args"), "TrainingArguments", None)
+        if theirs is None:
+            return copy(self)
+        return theirs(
+            self.output_dir,
+            run_name=self._args.run_name,
+            use_cpu=str(self.device) == "cpu",
+            report_to=[],
+            disable_tqdm=True,
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Return all settings as JSON values."""
-        own = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        own = {name: _plain(value) for name, value in vars(self).items() if not name.startswith("_")}
         return {**_FIXED, **self._args.to_dict(), **own, "device": str(self.device), "n_gpu": self.n_gpu}
 
     def to_json_string(self) -> str:
@@ -134,6 +157,10 @@ class Arguments:
             name: value if isinstance(value, (bool, int, float, str)) else str(value)
             for name, value in self.to_dict().items()
         }
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, Enum) else value
 
 
 def _schedule(when: SaveTrigger) -> tuple[Strategy, int]:

@@ -12,10 +12,12 @@ from dalsegno.events.contexts import (
     EvaluateContext,
     LogContext,
     MicrobatchEndContext,
+    SaveContext,
 )
 from dalsegno.events.table import Event
 
 from .shared_state import SharedRecord, SharedState
+from .uploads import checkpoint_view, uploads_checkpoints
 
 Call = Callable[[Any, Any], Answer]
 """``(adapted, ctx)``"""
@@ -127,6 +129,19 @@ def with_metrics(invoke: Invoke, binder: Binder) -> Call:
     return call
 
 
+def with_checkpoint_view(invoke: Invoke, binder: Binder) -> Call:
+    """Call with the checkpoint in Hugging Face's layout, if the callback uploads it."""
+    shared = binder.shared(SharedState)
+
+    def call(adapted: Any, ctx: SaveContext) -> Answer:
+        if not (ctx.state.is_world_process_zero and uploads_checkpoints(adapted.__wrapped__)):
+            return invoke(adapted, ctx)
+        with checkpoint_view(ctx, shared):
+            return invoke(adapted, ctx)
+
+    return call
+
+
 def ignoring_last_step(invoke: Invoke, binder: Binder) -> Call:
     """For ``DefaultFlowCallback``, which stops training at the last step: dalsegno ends there by itself."""
     state = binder.shared(SharedState).state
@@ -161,7 +176,7 @@ WRAPPERS: Wrappers = {
     (Event.PREDICTION_STEP, "on_prediction_step"): direct,
     (Event.EVALUATE, "on_evaluate"): with_metrics,
     (Event.PREDICT, "on_predict"): with_metrics,
-    (Event.SAVE, "on_save"): direct,
+    (Event.SAVE, "on_save"): with_checkpoint_view,
     (Event.EPOCH_END, "on_epoch_end"): direct,
     (Event.TRAIN_END, "on_train_end"): direct,
 }

@@ -16,6 +16,7 @@ from dalsegno.events.contexts import (
 )
 from dalsegno.state import TrainerState
 from dalsegno.stateful.schema import Must
+from dalsegno.system import filesystem
 
 from .args import Arguments
 from .loaders import as_loader, loaders_of
@@ -57,6 +58,10 @@ class SharedState(Callback):
             return self.state
         until_then = [record for record in tuple(self.log_history) if record["step"] <= state.global_step]
         return State(state, self.args, until_then)
+
+    def on_init_end(self, ctx: Context) -> None:
+        """Create the directories that integrations expect to exist, as Hugging Face's Trainer does."""
+        filesystem.make_directory(ctx.args.directory / "logs")
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         self.args.logging_dir = collectives.from_rank_zero(self.args.unused_logging_dir)
