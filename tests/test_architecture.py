@@ -64,6 +64,7 @@ WITHOUT_TORCH = [
     "analysis",
     "analysis.stats.divergence",
     "control.commands",
+    "control.inbox",
     "control.journal",
     "control.queue",
     "events.table",

@@ -149,6 +149,8 @@ class ControlRequests(NamedTuple):
     abort: bool = False
     save_done: bool = False
     """A background save has finished, successfully or not."""
+    commands: bool = False
+    """Rank 0 has accepted commands that wait for their effect."""
 
     def merge(self, others: ControlRequests) -> ControlRequests:
         return ControlRequests(*(mine or other for mine, other in zip(self, others, strict=True)))

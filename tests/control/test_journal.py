@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dalsegno.control.journal import Entry, Journal
@@ -73,6 +73,7 @@ def test_without_a_command_there_is_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@settings(max_examples=40)
 @given(st.data())
 def test_a_torn_last_line_is_skipped_and_repaired(data: st.DataObject) -> None:
     """Cut anywhere: all whole lines are read, the next one can be written, and nothing else is lost."""
@@ -90,6 +91,7 @@ def test_a_torn_last_line_is_skipped_and_repaired(data: st.DataObject) -> None:
         assert all(json.loads(line) for line in path.read_bytes().splitlines())
 
 
+@settings(max_examples=40)
 @given(st.lists(st.binary(max_size=40) | st.text(max_size=40).map(str.encode), max_size=5))
 def test_a_strangers_lines_are_skipped(lines: list[bytes]) -> None:
     with tempfile.TemporaryDirectory() as folder:

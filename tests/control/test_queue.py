@@ -19,7 +19,7 @@ def queue_in(output_dir: Path) -> CommandQueue:
 @pytest.fixture
 def queue(tmp_path: Path) -> CommandQueue:
     queue = queue_in(tmp_path)
-    queue.restore()
+    queue.resume()
     queue.open()
     return queue
 
@@ -108,7 +108,7 @@ def test_a_leg_that_ends_answers_those_who_wait(queue: CommandQueue, tmp_path: P
     with pytest.raises(ds.NotRunning, match="ends after step 9"):
         queue.submit("log", by="me")
     later = queue_in(tmp_path)
-    later.restore()
+    later.resume()
     assert [entry.command for entry in later.waiting()] == ["set"]
 
 
@@ -117,7 +117,8 @@ def test_a_killed_leg_leaves_what_the_next_one_carries_out(queue: CommandQueue, 
     take_effect(queue, 2)
     lost, kept = queue.submit("abort", by="me"), queue.submit("evaluate", by="me")
     later = queue_in(tmp_path)
-    assert [(entry.id, entry.step) for entry in later.restore()] == [(done.id, 2)]
+    assert [(entry.id, entry.step) for entry in later.read()] == [(done.id, 2)]
+    later.resume()
     assert [entry.id for entry in later.waiting()] == [kept.id]
     assert later.ticket(done.id).wait(0) == Outcome(2)
     assert later.ticket(lost.id).wait(0) == Outcome(None, "the leg was killed before it took effect")
@@ -126,7 +127,7 @@ def test_a_killed_leg_leaves_what_the_next_one_carries_out(queue: CommandQueue, 
     assert later.ticket(kept.id).wait(0) == Outcome(5)
     with pytest.raises(ds.NotFound):
         later.ticket("0123")
-    assert [entry.step for entry in queue_in(tmp_path).restore()] == [2, 5]
+    assert [entry.step for entry in queue_in(tmp_path).read()] == [2, 5]
 
 
 def test_going_back_drops_what_waits(queue: CommandQueue, tmp_path: Path) -> None:
@@ -136,6 +137,8 @@ def test_going_back_drops_what_waits(queue: CommandQueue, tmp_path: Path) -> Non
     take_effect(queue, 5)
     queue.submit("log", by="me")
     later = queue_in(tmp_path)
-    assert [entry.id for entry in later.restore(rewind_to=2)] == [kept.id]
+    assert [entry.id for entry in later.read(rewind_to=2)] == [kept.id]
+    assert len(queue_in(tmp_path).read()) == 2  # reading alone goes nowhere
+    later.resume(rewind_to=2)
     assert not later.is_waiting
-    assert [entry.id for entry in queue_in(tmp_path).restore()] == [kept.id]
+    assert [entry.id for entry in queue_in(tmp_path).read()] == [kept.id]

@@ -25,6 +25,7 @@ class CheckLoss(Callback):
     """
 
     sets_control_flags = False  # except at records and checkpoints, where the ranks synchronize anyway
+    background_safe = False
 
     def __init__(self) -> None:
         self._first: tuple[Tensor, Tensor, Tensor] | None = None

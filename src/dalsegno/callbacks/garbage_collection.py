@@ -28,6 +28,7 @@ class GarbageCollection(Callback):
     """
 
     sets_control_flags = False
+    background_safe = False
 
     def __init__(self, every: int = 1000) -> None:
         self._every = whole("GarbageCollection", "every", every)

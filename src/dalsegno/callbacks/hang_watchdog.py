@@ -47,6 +47,7 @@ class HangWatchdog(Callback):
     """
 
     sets_control_flags = False
+    background_safe = False
 
     def __init__(self, seconds: float = 540.0) -> None:
         self._seconds = number("HangWatchdog", "seconds", seconds, over=0)

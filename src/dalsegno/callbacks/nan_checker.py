@@ -56,6 +56,7 @@ class NaNChecker(Callback):
     """
 
     sets_control_flags = False  # except at records and checkpoints, where the ranks synchronize anyway
+    background_safe = False
 
     def __init__(self, gradients: bool = True) -> None:
         self._gradients = flag("NaNChecker", "gradients", gradients)

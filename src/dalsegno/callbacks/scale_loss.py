@@ -18,6 +18,7 @@ class ScaleLoss(Callback):
     """
 
     sets_control_flags = False
+    background_safe = False
 
     def __init__(self, value: float) -> None:
         self._value = number("ScaleLoss", "value", value)

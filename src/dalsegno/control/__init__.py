@@ -11,24 +11,29 @@ from dalsegno.system.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from .commands import COMMANDS, Command, CommandKind, parse_command
+    from .inbox import Answer, Inbox, send
     from .journal import Journal
     from .queue import CommandQueue, Outcome, Ticket
 
 _HOMES = {
     "commands": ("COMMANDS", "Command", "CommandKind", "parse_command"),
+    "inbox": ("Answer", "Inbox", "send"),
     "journal": ("Journal",),
     "queue": ("CommandQueue", "Outcome", "Ticket"),
 }
 
 __all__ = [
     "COMMANDS",
+    "Answer",
     "Command",
     "CommandKind",
     "CommandQueue",
+    "Inbox",
     "Journal",
     "Outcome",
     "Ticket",
     "parse_command",
+    "send",
 ]
 
 if not TYPE_CHECKING:

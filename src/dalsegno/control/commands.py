@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +40,9 @@ class CommandKind:
     is_repeated: bool
     """Whether a leg that resumes from before the command's step carries it out again there."""
 
+
+_LARGEST = 2**53  # up to here a float is exact, and an int fits wherever one is saved
+_LONGEST_TEXT = 200
 
 LEARNING_RATE = "learning_rate"
 SETTINGS: Mapping[str, str] = {
@@ -95,9 +97,10 @@ def parse_command(name: str, data: Mapping[str, Any], args: TrainingArguments) -
     if not isinstance(data, Mapping):
         raise ConfigurationError(f"{name}: its data is a {type(data).__name__}; must be an object with named fields")
     fields = COMMANDS[name].fields
-    for field in data:
+    for field, value in data.items():
         if field not in fields:
             raise UnknownName(f"field of {name}", str(field)[:80], fields, answers(fields, "Trainer"))
+        _check_plain(field, value)
     _CHECKS.get(name, _check_nothing)(data, args)
     return Command(name, copy.deepcopy(dict(data)))
 
@@ -121,6 +124,21 @@ def with_settings(args: TrainingArguments, data: Mapping[str, Any]) -> TrainingA
     return dataclasses.replace(args, **{name: value for name, value in data.items() if name in SETTINGS})
 
 
+def _check_plain(field: str, value: Any) -> None:
+    """
+    Raises:
+        ConfigurationError: for anything but a number, a truth value, a text, or one of these as a factor.
+    """
+    if isinstance(value, Mapping) and [*value] == ["factor"]:
+        value = value["factor"]
+    if isinstance(value, str) and len(value) > _LONGEST_TEXT:
+        raise ConfigurationError(f"{field}: a text of {len(value)} characters; at most {_LONGEST_TEXT}")
+    if isinstance(value, int | float) and not -_LARGEST <= value <= _LARGEST:  # which NaN is not, either
+        raise ConfigurationError(f"{field}: needs a finite number, of at most {_LARGEST:g}")
+    if not isinstance(value, str | int | float | None):
+        raise ConfigurationError(f"{field}: needs a single value, not a {type(value).__name__}")
+
+
 def _check_set(data: Mapping[str, Any], args: TrainingArguments) -> None:
     if not data:
         raise ConfigurationError(f"set: names no setting; known are {', '.join(COMMANDS['set'].fields)}")
@@ -132,10 +150,8 @@ def _check_set(data: Mapping[str, Any], args: TrainingArguments) -> None:
 def _check_learning_rate(value: Any) -> None:
     number = value
     if isinstance(value, Mapping):
-        if [*value] != ["factor"]:
-            raise ConfigurationError(f'{LEARNING_RATE}: needs a number, or an object {{"factor": number}}')
         number = value["factor"]
-    if type(number) not in (int, float) or not 0 < number < math.inf:
+    if type(number) not in (int, float) or number <= 0:
         raise ConfigurationError(f"{LEARNING_RATE}={_shown(value)}; needs a number over 0")
 
 

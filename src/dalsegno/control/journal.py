@@ -117,7 +117,7 @@ class Journal:
             if kind == "accepted":
                 entries[line["id"]] = Entry(**line)
             elif kind == "rewound":
-                _rewind(entries.values(), line["step"])
+                abandon(entries.values(), line["step"])
             elif (entry := entries.get(line["id"])) is None:
                 logger.warning("%s: %s names an unknown command, %r", self.path, kind, line["id"][:40])
             elif kind == "acted":
@@ -232,7 +232,8 @@ def _parse(text: bytes) -> tuple[str, dict[str, Any]]:
     return kind, line
 
 
-def _rewind(entries: Iterable[Entry], step: int) -> None:
+def abandon(entries: Iterable[Entry], step: int) -> None:
+    """Mark the commands that are of an abandoned timeline, since the user went back to ``step``."""
     for entry in entries:
         if entry.error is None and (entry.step is None or entry.step > step):
             entry.error = f"the run was taken back to step {step}"

@@ -17,7 +17,7 @@ from dalsegno.args import TrainingArguments
 from dalsegno.errors import ConfigurationError, NotFound, NotRunning
 
 from .commands import COMMANDS, Command, parse_command
-from .journal import Entry, Journal
+from .journal import Entry, Journal, abandon
 
 logger = logging.getLogger("dalsegno")
 
@@ -129,13 +129,26 @@ class CommandQueue:
         """Whether accepted commands wait for their effect. Called at every step."""
         return bool(self._waiting)
 
-    def restore(self, rewind_to: int | None = None) -> list[Entry]:
-        """Read the journal at the start of a leg; returns the commands that have taken effect, in this order.
-
-        Commands that were accepted and had no effect yet are waiting again, except stops and saves, which are dropped.
+    def read(self, rewind_to: int | None = None) -> list[Entry]:
+        """Return the commands of earlier legs that have taken effect, in this order. Changes nothing.
 
         Args:
-            rewind_to: the step that the user goes back to: what came later on the timeline is dropped. None: nothing.
+            rewind_to: the step that the user goes back to: what came later is of an abandoned timeline. None: nothing.
+        """
+        entries = self._journal.read()
+        if rewind_to is not None:
+            abandon(entries, rewind_to)
+        return [entry for entry in entries if entry.step is not None and entry.error is None]
+
+    def resume(self, rewind_to: int | None = None, overridden: Mapping[str, Sequence[str]] | None = None) -> None:
+        """Begin a leg. Commands that were accepted and had no effect are waiting again; stops and saves are dropped.
+
+        Args:
+            rewind_to: as for :meth:`read`.
+            overridden: by id, the settings of commands that no longer apply.
+
+        Raises:
+            OSError: if the journal cannot be written.
         """
         if rewind_to is not None:
             self._journal.rewind(rewind_to)
@@ -145,13 +158,13 @@ class CommandQueue:
         for entry in lost:
             entry.error = "the leg was killed before it took effect"
         self._journal.drop({entry.id: str(entry.error) for entry in lost})
+        self._journal.override(overridden or {})
         with self._lock:
             self._waiting = [entry for entry in pending if entry.is_pending]
             for entry in entries[-_MOST_TICKETS:]:
                 ticket = self._ticket(entry.id)
                 if not entry.is_pending:
                     ticket._resolve(Outcome(None if entry.error else entry.step, entry.error))
-        return [entry for entry in entries if entry.step is not None and entry.error is None]
 
     def open(self) -> None:
         """Accept commands: a leg begins."""
@@ -194,9 +207,12 @@ class CommandQueue:
             self._tickets[id_]._resolve(Outcome(None, reason))
 
     def override(self, settings: Mapping[str, Sequence[str]]) -> None:
-        """Record, by id, the settings of commands that no longer apply."""
-        with self._lock:
-            self._journal.override(settings)
+        """Record, by id, the settings of commands that no longer apply, since a later command has set them."""
+        try:
+            with self._lock:
+                self._journal.override(settings)
+        except OSError as error:
+            logger.warning("%s could not be written: %s", self._journal.path, error)
 
     def close(self, step: int) -> None:
         """Accept no more commands: the leg has decided to end after ``step``. Answers those who still wait."""

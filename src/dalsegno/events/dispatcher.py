@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MethodType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
-from dalsegno.errors import EventNotFired, UnknownName
+from dalsegno.errors import ConfigurationError, EventNotFired, UnknownName
 from dalsegno.state import Handler, method_of
 
 from . import contexts
+from .background import Background
 from .callback import Callback
 from .contexts import Context, PlainContext
 from .registration import check_callbacks
@@ -31,6 +32,12 @@ K = TypeVar("K", bound=Callback)
 _AT_EACH_STEP = frozenset(
     event for event in list(Event)[list(Event).index(Event.STEP_BEGIN) : list(Event).index(Event.LOG_STEP)]
 ) | {Event.STEP_DONE}
+
+
+_MUTED = frozenset(list(Event)[list(Event).index(Event.STEP_BEGIN) :]) - {
+    *(Event.BEFORE_SAVE, Event.SAVE, Event.EPOCH_END, Event.ROLLBACK, Event.EXCEPTION, Event.TRAIN_END)
+}
+"""Events that a callback which is switched off does not receive. Those that open and close what it uses stay."""
 
 
 class HandlerList(list[Handler], Generic[P, C]):
@@ -101,6 +108,9 @@ class Dispatcher:
         self._is_rank_zero = is_rank_zero
         self._unsupported_events = dict(unsupported_events or {})
         self._shared: dict[Any, Callback] = {}
+        self._handlers: list[tuple[Callback, Event, Handler]] = []
+        self.switched_off: frozenset[str] = frozenset()
+        """Keys of callbacks that are switched off."""
         self.callbacks: list[Callback] = []
         self.channels: dict[Event, HandlerList[Any, Any]] = {}
 
@@ -156,17 +166,23 @@ class Dispatcher:
         """
         checked = check_callbacks(callbacks)
         check_supported(checked, self._unsupported_events)
-        for channel in self.channels.values():
-            channel.clear()
+        self._handlers.clear()
         self.callbacks = []
         for callback in checked:
             self._add(callback)
+        self._fill_channels()
 
     def _add(self, callback: Callback) -> None:
         handlers = callback.bound_handlers(self)  # on every rank: a shared callback that this creates may have state
         self.callbacks.append(callback)
         if self._is_rank_zero or callback.ranks == "all":
-            for event, handler in handlers:
+            self._handlers += [(callback, event, handler) for event, handler in handlers]
+
+    def _fill_channels(self) -> None:
+        for channel in self.channels.values():
+            channel.clear()
+        for callback, event, handler in self._handlers:
+            if not (callback.key in self.switched_off and event in _MUTED):
                 self.channels[event].append(handler)
 
     def shared(self, kind: Callable[[Context], K]) -> K:
@@ -192,6 +208,34 @@ class Dispatcher:
             if callback.key == key:
                 return callback
         raise UnknownName("callback", key, [callback.key for callback in self.callbacks])
+
+    def switch_off(self, keys: Iterable[str]) -> None:
+        """Set the callbacks, by key, whose handlers for steps, records and evaluations are not called from now on.
+
+        Their state is still saved and loaded. Must not be called while an event fires.
+        """
+        self.switched_off = frozenset(keys)
+        self._fill_channels()
+
+    def check_observes(self, key: str) -> None:
+        """Check that the callback with this key may be switched off: then nothing else in the run changes.
+
+        Raises:
+            UnknownName: if there is none; the message suggests the nearest.
+            ConfigurationError: if it does more than to observe, or others use what it measures.
+        """
+        callback = self.find(key)
+        if callback in self._shared.values():
+            reason = "others use what it measures"
+        elif callback.sets_control_flags:
+            reason = "it may set flags of the control; if it sets none, set sets_control_flags = False on its class"
+        elif not (callback.background_safe or isinstance(callback, Background)):
+            reason = "it takes part in the training, or has to act at once"
+        elif _MUTED.isdisjoint(callback.handled_events()):
+            reason = "it does nothing between the begin and the end of training"
+        else:
+            return
+        raise ConfigurationError(f"switch {key}: only a callback that observes can be switched off, and {reason}")
 
     def may_request_each_step(self) -> bool:
         """Whether a callback may set a flag of the control at any step; equal on all ranks."""

@@ -17,6 +17,8 @@ import torch
 
 from dalsegno.checkpoint import Checkpoint, CheckpointManager, read_tensors, saved_states
 from dalsegno.checkpoint.format.names import CHECKPOINTS
+from dalsegno.control.inbox import INBOX
+from dalsegno.control.journal import JOURNAL
 from dalsegno.errors import NotFound
 from dalsegno.logs import EventPosition, Position, is_wall_clock, read_records
 
@@ -154,8 +156,8 @@ def _logs(ours: Path, theirs: Path) -> Iterator[Row]:
 
 def _log_names(output_dir: Path) -> set[str]:
     """Paths of all logs of a run, those in ``rewound/`` excluded."""
-    names = {path.relative_to(output_dir) for path in output_dir.rglob("*.json*")} - {Path("run.json")}
-    return {name.as_posix() for name in names if not {"rewound", CHECKPOINTS} & set(name.parts)}
+    names = {path.relative_to(output_dir) for path in output_dir.rglob("*.json*")} - {Path("run.json"), Path(JOURNAL)}
+    return {name.as_posix() for name in names if not {"rewound", CHECKPOINTS, INBOX} & set(name.parts)}
 
 
 def _record_difference(mine: Mapping[str, Any] | None, yours: Mapping[str, Any] | None, where: str) -> str | None:

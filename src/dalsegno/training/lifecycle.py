@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from dalsegno.control import CommandQueue
 from dalsegno.data import TrainingData
 from dalsegno.data.step_batch import LossWeight, agreed_position
 from dalsegno.distributed.sharded_tensors import are_finite
@@ -14,6 +15,7 @@ from dalsegno.logs import RunFile
 from dalsegno.stateful.component import Stateful
 
 from .checkpointer import Checkpointer
+from .commands import CommandExecutor
 from .contents import CheckpointContents
 from .evaluation import Evaluation
 from .last_leg import LastLeg
@@ -24,7 +26,6 @@ from .requeue import Requeue
 from .result import TrainResult
 from .resume import ResumeOptions, Resumer
 from .run_dir import locked_run_dir
-from .schedule import planned_steps
 from .session import Session
 from .settings import RecordedSettings, UserSupplied
 from .signals import SignalWatcher
@@ -68,10 +69,11 @@ class RunLifecycle:
         self._settings = RecordedSettings(parts, supplied, data)
         contents = CheckpointContents(parts, self._settings, others)
         self._checkpointer = Checkpointer(parts, contents, self._settings, self._run_file, self._time_limit)
+        self._commands = CommandExecutor(parts, self._settings, evaluates=bool(evaluations))
         self.boundary = StepBoundary(
-            parts, self._checkpointer, evaluations, [self._signals.poll, self._time_limit.poll]
+            parts, self._checkpointer, evaluations, [self._signals.poll, self._time_limit.poll], self._commands
         )
-        self._resumer = Resumer(parts, self._checkpointer, self.boundary)
+        self._resumer = Resumer(parts, self._checkpointer, self.boundary, self._commands)
         self._requeue = Requeue(enabled=parts.args.requeue)
         self._session: Session | None = None  # of the newest leg; None if the run was finished before it
         self._result: TrainResult | None = None  # of the previous leg in this process
@@ -86,11 +88,16 @@ class RunLifecycle:
         self._session = None
         self._time_limit.start()
         with self._signals.listening():
-            with locked_run_dir(self._parts.args), self._checkpointer.opened():
+            with locked_run_dir(self._parts.args), self._checkpointer.opened(), self._commands.undoing_settings():
                 yield
             if self._session is not None and self._session.result is not None:
                 self._result = self._session.result  # without an exception: the next leg may start from memory
                 self._requeue.end_leg(self._result)
+
+    @property
+    def commands(self) -> CommandQueue:
+        """Accepts commands to the run."""
+        return self._commands.queue
 
     def restore(self, options: ResumeOptions) -> Path | None:
         """Restore what the leg begins with: see ``Trainer.train``. The checkpoint that it resumes from. Collective."""
@@ -98,7 +105,6 @@ class RunLifecycle:
         parts.callbacks.rebind()
         expect_evaluations(parts.args, parts.callbacks.bound, has_sets=self.boundary.evaluations.has_sets)
         parts.control.clear()
-        parts.state.max_steps = planned_steps(parts.args, parts.loader)
         parts.state.num_train_epochs = parts.args.num_train_epochs
         self._settings.begin_session()
         path = self._restored(options)
@@ -107,9 +113,11 @@ class RunLifecycle:
 
     def _restored(self, options: ResumeOptions) -> Path | None:
         if self._result is not None and self._is_in_memory(self._result, options):
+            self._commands.restore(self._parts.state.global_step)
             return self._result.checkpoint
         checkpoint = self._resumer.select_checkpoint(options, model_modified=self._model_modified)
         if checkpoint is None:
+            self._commands.restore(0)
             self._parts.random_state.start()
             if options.load_components:
                 self._resumer.load_components(options)

@@ -15,6 +15,7 @@ from dalsegno.errors import ConfigurationError
 from dalsegno.system import archive
 
 from .checkpointer import Checkpointer
+from .commands import CommandExecutor
 from .parts import RunParts
 from .step_boundary import StepBoundary
 
@@ -63,12 +64,15 @@ class ResumeOptions:
 class Resumer:
     """Brings a run to where a leg begins. All methods are collective."""
 
-    def __init__(self, parts: RunParts, checkpointer: Checkpointer, boundary: StepBoundary) -> None:
+    def __init__(
+        self, parts: RunParts, checkpointer: Checkpointer, boundary: StepBoundary, commands: CommandExecutor
+    ) -> None:
         self._output_dir = parts.args.directory
         self._dispatcher = parts.dispatcher
         self._state = parts.state
         self._checkpointer = checkpointer
         self._boundary = boundary
+        self._commands = commands
 
     def select_checkpoint(self, options: ResumeOptions, *, model_modified: bool) -> Checkpoint | None:
         """The verified checkpoint that the leg resumes from; None: it begins at step 0. Fires on_before_load.
@@ -97,12 +101,14 @@ class Resumer:
         Raises:
             StateMismatch: before anything is changed, if a saved state does not fit its object here.
         """
-        report = self._checkpointer.load(
-            checkpoint, strict_callbacks=options.strict_callbacks, allowed=options.allow_changes
-        )
-        self._continue_from(checkpoint)
-        if options.chooses:
-            self._archive_later(checkpoint, report)
+        is_own = self._checkpointer.owns(checkpoint.path, checkpoint.step)
+        with self._commands.restoring(checkpoint.step if is_own else 0, goes_back=options.chooses):
+            report = self._checkpointer.load(
+                checkpoint, strict_callbacks=options.strict_callbacks, allowed=options.allow_changes
+            )
+            self._continue_from(checkpoint)
+            if options.chooses:
+                self._archive_later(checkpoint, report)
         logger.info("resumed from %s\n%s", checkpoint.path, report.table())
         self._report(checkpoint.path, checkpoint.step, report)
 

@@ -40,6 +40,7 @@ from torch.optim import Optimizer
 
 from dalsegno.args import TrainingArguments
 from dalsegno.checkpoint import unwrapped
+from dalsegno.control import CommandQueue
 from dalsegno.data import TrainingData, resumable_loader
 from dalsegno.data.step_batch import StepBatch
 from dalsegno.distributed import collectives
@@ -177,6 +178,11 @@ class Run:
     @property
     def control(self) -> TrainerControl:
         return self._parts.control
+
+    @property
+    def commands(self) -> CommandQueue:
+        """Accepts commands, from any thread of rank 0: ``run.commands.submit("save_checkpoint", by="me")``."""
+        return self._lifecycle.commands
 
     @property
     def result(self) -> TrainResult | None:

@@ -70,6 +70,7 @@ class Session:
         self._leg_recorder = leg_recorder
         self._loss_weight = loss_weight
         self._resumed_from = resumed_from
+        self._commands = boundary.commands
         self._schedule = ActionSchedule(parts.args)
         self._world_size = collectives.world_size()
         self._position = parts.loader.position  # after the step in progress, in epochs; the same on all ranks
@@ -88,6 +89,7 @@ class Session:
         state.clock.start()
         self._leg_recorder.begin(self._resumed_from)
         try:
+            self._commands.open()
             if train_begin:
                 train_begin.fill(self._resumed_from)
                 train_begin.fire()
@@ -99,6 +101,7 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._commands.close()
         if error is None:
             try:
                 if not (self._is_over() or self._data_is_exhausted):
@@ -127,6 +130,7 @@ class Session:
         ranks may be gone."""
         dispatcher, request, metrics = self._dispatcher, self._control.stop_request, self._final_metrics
         self._state.clock.stop()
+        self._commands.close()
         failures = _failures(self._boundary.saves.close)
         result = self.result = TrainResult(
             global_step=self._state.global_step,
@@ -241,10 +245,11 @@ class Session:
             dispatcher.step_end.fill(loss, grad_norm, lr)
             dispatcher.step_end.fire()
         self._recorder.report_step(loss, grad_norm, step_batch.tokens)
-        self._boundary.run_due_actions(self._due, epoch_ends=self._ends_epoch)
+        self._boundary.run_due_actions(self._due, epoch_ends=self._ends_epoch, replan=self._replan)
         if dispatcher.step_done:
             dispatcher.step_done.fill(state.global_step)
             dispatcher.step_done.fire()
+        self._commands.end_step()
 
     def _plan_step(self, step_batch: StepBatch) -> None:
         """Determine what the step's end will do, so that callbacks capture costly things only if they are used."""
@@ -258,6 +263,11 @@ class Session:
         state.will_log = due.log or later.log or (alone and control.should_log)
         state.will_evaluate = due.evaluate or later.evaluate or (alone and control.should_evaluate)
         state.will_save = due.save or later.save or (alone and control.should_save)
+
+    def _replan(self) -> DueActions:
+        """What the present step's end does by the settings that commands have changed."""
+        self._schedule = ActionSchedule(self._args)
+        return self._schedule.at_step(self._state.global_step, self._position, ends_epoch=self._ends_epoch)
 
     # -- epochs -------------------------------------------------------------------------------------------------
 

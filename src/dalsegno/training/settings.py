@@ -84,6 +84,7 @@ class RecordedSettings:
 
     def __init__(self, parts: RunParts, supplied: UserSupplied, data: TrainingData) -> None:
         self._args = parts.args
+        self._state = parts.state
         self._supplied = supplied
         self._initial = InitialHyperparameters(parts.optimizer, parts.schedulers)
         self._schedulers = [type(each).__name__ for each in parts.schedulers]
@@ -94,19 +95,28 @@ class RecordedSettings:
         self._planned_steps = -1
 
     def begin_session(self) -> None:
-        """Fingerprint the training data, once in this process, and apply a changed end of the schedule. Collective.
+        """Fingerprint the training data, once in this process. Collective.
 
         Raises:
             ConfigurationError: if the ranks have different datasets.
         """
-        former, self._planned_steps = self._planned_steps, planned_steps(self._args, self._loader)
-        if former not in (-1, self._planned_steps) and not self._supplied.schedule:
-            self._initial.reapply_schedule()
         if self._fingerprint is None:
             self._fingerprint, doubts = self._data.examine()
             if doubts and self._args.saving and collectives.rank() == 0:
                 text = "a resumed run will not read what an uninterrupted one does:\n  " + "\n  ".join(doubts)
                 logger.warning("%s", text, extra={NOT_EXACT: True})
+
+    def plan_steps(self) -> None:
+        """Set ``state.max_steps``, and apply a changed end of the schedule."""
+        former, self._planned_steps = self._planned_steps, planned_steps(self._args, self._loader)
+        self._state.max_steps = self._planned_steps
+        if former not in (-1, self._planned_steps) and not self._supplied.schedule:
+            self._initial.reapply_schedule()
+
+    @property
+    def sets_learning_rate(self) -> bool:
+        """Whether ``learning_rate`` has an effect; otherwise the user's optimizer and schedule determine the rate."""
+        return self._has_effect("learning_rate")
 
     def apply_overrides(self, changes: Iterable[Change]) -> None:
         """Set the hyperparameters that the user has changed since the save: loading the optimizer restored the old."""

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from dalsegno.distributed import collectives
 from dalsegno.state import NO_REQUESTS, ControlRequests
 
 from .checkpointer import Checkpointer
+from .commands import CommandExecutor
 from .control_sync import ControlSync, RequestSource
 from .evaluation import Evaluation
 from .evaluation_runner import EvaluationRunner
@@ -38,13 +39,22 @@ class StepBoundary:
         checkpointer: Checkpointer,
         evaluations: Sequence[Evaluation],
         sources: Sequence[RequestSource],
+        commands: CommandExecutor,
     ) -> None:
-        """``sources``: of requests other than those of callbacks, such as signals and the time limit."""
+        """
+        Args:
+            parts: of the run.
+            checkpointer: of the run.
+            evaluations: the evaluation sets.
+            sources: of requests other than those of callbacks, such as signals and the time limit.
+            commands: carries out those that the job receives.
+        """
         self._args = parts.args
         self._dispatcher = parts.dispatcher
         self._state = parts.state
         self._control = parts.control
         self._sources = sources
+        self.commands = commands
         self.recorder = Recorder(parts)
         self.evaluations = EvaluationRunner(parts, self.recorder, evaluations)
         self.saves = SaveCoordinator(parts, checkpointer)
@@ -54,7 +64,7 @@ class StepBoundary:
         """Reset what the previous leg decided."""
         self._save_interval_s = self._args.saving.interval_s
         self._saved_at = time.monotonic()
-        sources = [*self._sources, self.saves.poll]
+        sources = [*self._sources, self.saves.poll, self.commands.poll]
         if self._save_interval_s < math.inf:
             sources.append(self._poll_clock)
         self._control_sync = ControlSync(self._control, sources, each_step=self._dispatcher.may_request_each_step())
@@ -70,14 +80,23 @@ class StepBoundary:
             self._stop()
         return self.stopping
 
-    def run_due_actions(self, due: DueActions, *, epoch_ends: bool = False) -> None:
+    def run_due_actions(
+        self, due: DueActions, *, epoch_ends: bool = False, replan: Callable[[], DueActions] | None = None
+    ) -> None:
         """Run what is ``due``, and what callbacks request as far as the ranks agree on it here. Collective.
 
-        ``epoch_ends``: this step is its epoch's last. Unless the leg ends here, a save is held until after
-        on_epoch_end, so that one checkpoint contains both.
+        Args:
+            due: by the schedules.
+            epoch_ends: this step is its epoch's last. Unless the leg ends here, a save is held until after
+                on_epoch_end, so that one checkpoint contains both.
+            replan: what is due after commands have changed the schedules. None: no command acts here, since a resumed
+                leg could not repeat it at the same place.
         """
         control_sync = self._control_sync
         requests = control_sync.sync() if any(due) or epoch_ends else control_sync.poll()
+        if replan is not None and self.commands.are_due(requests):
+            requests = requests.merge(self.commands.act(requests))
+            due = replan()
         if due.log or requests.log:
             self.recorder.log_training()
             requests = requests.merge(control_sync.sync())
@@ -123,6 +142,7 @@ class StepBoundary:
 
     def _stop(self) -> None:
         self.stopping = True
+        self.commands.close()
         self._control_sync.broadcast_reason()
 
     def _poll_clock(self) -> ControlRequests:

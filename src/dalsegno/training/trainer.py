@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dalsegno.args import TrainingArguments, answers
+from dalsegno.control import CommandQueue
 from dalsegno.data import ResumableLoader, TrainingData
 from dalsegno.data.build import Collator, eval_batches, evaluation_sets_from_args, train_loader_from_args
 from dalsegno.data.step_batch import LossWeight
@@ -137,6 +138,11 @@ class Trainer:
     @property
     def control(self) -> TrainerControl:
         return self._parts.control
+
+    @property
+    def commands(self) -> CommandQueue:
+        """Accepts commands, from any thread of rank 0: ``trainer.commands.submit("save_checkpoint", by="me")``."""
+        return self._lifecycle.commands
 
     @property
     def callbacks(self) -> list[Callback]:

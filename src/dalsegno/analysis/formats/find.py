@@ -28,7 +28,7 @@ BEGINNING = 1 << 16
 FEW = 5
 """Leading records of which one must have a step, in a file without a log's name."""
 
-_SIDE_LOG = re.compile(r"(gradient|parameter)_norms(-\d+)?\.jsonl?")
+_SIDE_LOG = re.compile(r"(gradient|parameter)_norms(-\d+)?\.jsonl?|control\.jsonl")
 _OWN_LOG = re.compile(r"train(-\d+)?\.jsonl?")
 
 

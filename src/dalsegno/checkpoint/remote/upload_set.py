@@ -17,6 +17,7 @@ from typing import Any
 from dalsegno.checkpoint.format.manifest import Checkpoint
 from dalsegno.checkpoint.format.names import CHECKPOINTS, MANIFEST
 from dalsegno.checkpoint.inspect.json_view import readable_states
+from dalsegno.control.inbox import INBOX
 from dalsegno.errors import StateMismatch
 from dalsegno.logs.rewind import Position
 from dalsegno.system import filesystem
@@ -81,13 +82,14 @@ def discard(run: Path) -> None:
 
 
 def is_run_file(name: str) -> bool:
-    """Whether a file at the URL is sent by uploads and belongs neither to a checkpoint nor to an archived timeline.
+    """Whether a file at the URL is sent by uploads and belongs neither to a checkpoint nor to an archived timeline; nor
+    to the inbox of commands, where it would be one.
 
     A hostile name could lead out of the run's directory: no part of a name begins with a dot or is empty.
     """
     *directories, _ = parts = name.split("/")
     is_odd = any(not part or part.startswith(".") for part in parts)
-    return not (is_odd or CHECKPOINTS in directories or name.startswith("rewound/"))
+    return not (is_odd or CHECKPOINTS in directories or name.startswith(("rewound/", f"{INBOX}/")))
 
 
 def _fresh(run: Path) -> Path:
@@ -98,7 +100,7 @@ def _fresh(run: Path) -> Path:
 
 def _run_files(run: Path, directory: Path) -> Iterator[str]:
     for path in directory.iterdir():
-        if path.name.startswith(".") or path.name == CHECKPOINTS or path.is_symlink():
+        if path.name.startswith(".") or path.name == CHECKPOINTS or path == run / INBOX or path.is_symlink():
             continue
         if path.is_dir():
             yield from _run_files(run, path)
