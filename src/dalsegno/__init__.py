@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .analysis import write_report as write_report
     from .args import TrainingArguments as TrainingArguments
     from .checkpoint import export_model as export_model
+    from .checkpoint import import_checkpoint as import_checkpoint
     from .config import RunConfig as RunConfig
     from .config import load_callbacks as load_callbacks
     from .errors import CannotSave as CannotSave
@@ -128,7 +129,7 @@ _HOMES = {
         "Callback",
         "global_callbacks",
     ),
-    "checkpoint": ("export_model",),
+    "checkpoint": ("export_model", "import_checkpoint"),
     "stateful.component": ("Stateful",),
     "config": (
         "RunConfig",

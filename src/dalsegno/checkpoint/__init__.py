@@ -6,7 +6,7 @@ Each package imports only from those above it::
     state/                model and optimizer as tensors by FQN and a small rest
     save/   load/         one checkpoint to disk, and back into a run
     inspect/              list, read and compare checkpoints, without a model
-    interchange/ remote/  weights of other programs; a copy of the run at a URL
+    interchange/ remote/  checkpoints and weights of other programs; a copy of the run at a URL
     manager               the checkpoints of a run: what the training engine uses
 
 A save: :meth:`CheckpointManager.save_async` → ``save/snapshot`` captures the states that ``save/planning`` assigned to
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .format.manifest import Checkpoint, Manifest
     from .inspect.contents import read_tensors, saved_states
     from .interchange.export import Exported, export_model
+    from .interchange.importing import Imported, import_checkpoint
     from .interchange.weights import load_weights, weights_are_at
     from .load.restore import load_parts
     from .load.states import LoadReport
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "interchange.export": ("Exported", "export_model"),
+    "interchange.importing": ("Imported", "import_checkpoint"),
     "state.callback_tensors": ("CallbackTensors",),
     "inspect.contents": ("read_tensors", "saved_states"),
     "format.keys": ("CALLBACKS", "LOSS", "SETTINGS"),
@@ -59,12 +61,14 @@ __all__ = [
     "Checkpoint",
     "CheckpointManager",
     "Exported",
+    "Imported",
     "LoadReport",
     "Manifest",
     "ModelState",
     "OptimizerState",
     "ShardedState",
     "export_model",
+    "import_checkpoint",
     "load_parts",
     "load_weights",
     "read_tensors",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import io
+import keyword
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -86,7 +87,7 @@ def _add_commands(parser: argparse.ArgumentParser, group: ModuleType, words: Seq
         names = words[:1]
     places = parser.add_subparsers(metavar="COMMAND", required=True)
     for name in names:
-        module = importlib.import_module(f"{group.__name__}.{name.replace('-', '_')}")
+        module = importlib.import_module(f"{group.__name__}.{_module_name(name)}")
         command = places.add_parser(
             name,
             help=(module.__doc__ or "").partition("\n")[0],
@@ -101,6 +102,11 @@ def _add_commands(parser: argparse.ArgumentParser, group: ModuleType, words: Seq
             command.set_defaults(run=module.run)
             if hasattr(module, "suggest"):
                 command.set_defaults(suggest=module.suggest)
+
+
+def _module_name(command: str) -> str:
+    """``check_resume`` for ``check-resume``, ``import_`` for ``import``."""
+    return command.replace("-", "_") + "_" * keyword.iskeyword(command)
 
 
 class _Help(argparse.HelpFormatter):

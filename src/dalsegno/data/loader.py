@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple, NotRequired, Protocol, TypedDict
+from typing import Annotated, Any, Literal, NamedTuple, NotRequired, Protocol, TypedDict
 
 import numpy as np
 import torch
@@ -130,10 +130,27 @@ class EpochPlace(TypedDict):
     """This rank's last batch, if it has finished the epoch and other ranks may not have."""
 
 
+class ImportedPlace(TypedDict):
+    """Position in the data of another program, which may have had another order and other batches."""
+
+    kind: Literal["imported"]
+    epoch: Count
+    fraction: Annotated[float, Must("0 to 1", lambda fraction: 0 <= fraction <= 1)] | None
+    """Consumed micro-batches of the epoch, as a fraction of all."""
+    samples: Count | None
+    """Consumed samples of the epoch, on all ranks."""
+    batch: Annotated[int, Must("1 or more", lambda batch: batch >= 1)] | None
+    """Samples in a micro-batch, on all ranks."""
+
+
 NOT_EXACT = "data_is_not_exact"
 """Key of a log record that warns that a resumed run reads other data than an uninterrupted one."""
 
+IMPORTED = "imported"
+"""Kind of a position that another program saved."""
+
 KINDS = {
+    IMPORTED: "the data of another program",
     "map": "a map dataset",
     "stateful": "a dataset or loader with its own state_dict",
     "replayed": "a dataset or loader without a state_dict, read again from the start of the epoch",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,9 +28,12 @@ from dalsegno.logs import RunFile
 from dalsegno.state import SavedTrainerState
 
 from .contents import PROGRESS, CheckpointContents
+from .imported_place import ImportedPosition
 from .parts import RunParts
 from .settings import RecordedSettings
 from .time_limit import TimeLimit
+
+logger = logging.getLogger("dalsegno")
 
 
 class Checkpointer:
@@ -190,9 +194,10 @@ class Checkpointer:
         """
         _expect_whole_run(checkpoint)
         parts = self._parts
-        adapt: dict[str, Callable[[Any], Any]] = {"trainer": partial(_at_step, checkpoint)}
+        imported = ImportedPosition(parts.loader)
+        adapt: dict[str, Callable[[Any], Any]] = {"trainer": partial(_at_step, checkpoint), "loader": imported.adapt}
         if "dataset" in allowed:
-            adapt["loader"] = parts.loader.adapt
+            adapt["loader"] = lambda state: parts.loader.adapt(imported.adapt(state))
         report = self._manager.load(
             checkpoint,
             self._contents.sharded(),
@@ -209,6 +214,10 @@ class Checkpointer:
                 "model: its weights contain NaN or infinity; pass resume_from_checkpoint= an older checkpoint"
             )
         self._settings.apply_overrides(report.changes)
+        if (note := imported.restore(parts)) is not None:
+            report.notes.append(note)
+            if parts.state.is_world_process_zero:
+                logger.warning("the checkpoint is imported: %s", note)
         parts.state.num_input_tokens_seen = parts.metrics.tokens_seen()
         return report
 
@@ -274,7 +283,8 @@ def _expect_whole_run(checkpoint: Checkpoint) -> None:
     wanted.remove(SETTINGS)  # which checkpoints of the first versions lack
     if missing := [key for key in wanted if key not in checkpoint.manifest.components]:
         raise DamagedCheckpoint(
-            f"{checkpoint.path}: contains no state of {', '.join(missing)}, so no run can resume from it"
+            f"{checkpoint.path}: contains no state of {', '.join(missing)}, so no run can resume from it; "
+            'train(…, load_components=("model",)) begins a new run with its weights'
         )
 
 

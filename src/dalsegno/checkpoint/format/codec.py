@@ -69,7 +69,8 @@ def decode(json: Json, read_array: ReadArray, where: str) -> State:
     return _decode(json, read_array, where, 0)
 
 
-def _step(where: str, key: object) -> str:
+def inside(where: str, key: object) -> str:
+    """Path of the item ``key`` of the dict at the path ``where``."""
     return f"{where}.{key}" if isinstance(key, str) and key.isidentifier() else f"{where}[{key!r}]"
 
 
@@ -128,7 +129,7 @@ def _encode_dict(value: dict[Any, Any], where: str, found: _Found, depth: int) -
     for key in value:
         if type(key) is not str and type(key) is not int:
             raise CannotSave(f"{where}: cannot save a dict with the key {key!r}, a {_class(key)}; {_ALLOWED}")
-    items = {key: _encode(each, _step(where, key), found, depth + 1) for key, each in value.items()}
+    items = {key: _encode(each, inside(where, key), found, depth + 1) for key, each in value.items()}
     if all(isinstance(_key_as_json(key), str) and not key.startswith("$") for key in items):
         return items
     return {"$dict": [[_key_as_json(key), each] for key, each in items.items()]}
@@ -250,7 +251,7 @@ def _decode(json: Json, read_array: ReadArray, where: str, depth: int) -> State:
         return json
     tag = next(iter(json), "")
     if not tag.startswith("$"):
-        return {key: _decode(each, read_array, _step(where, key), depth + 1) for key, each in json.items()}
+        return {key: _decode(each, read_array, inside(where, key), depth + 1) for key, each in json.items()}
     decoder = _DECODERS.get(tag)
     if decoder is None:
         raise DamagedCheckpoint(f"{where}: {tag!r} is not known to this dalsegno")
@@ -284,7 +285,7 @@ def _decode_dict(json: Json, read_array: ReadArray, where: str, depth: int) -> d
         key = _decode(key, read_array, where, depth)
         if type(key) is not str and type(key) is not int:
             raise TypeError(f"a key {key!r}")
-        result[key] = _decode(each, read_array, _step(where, key), depth + 1)
+        result[key] = _decode(each, read_array, inside(where, key), depth + 1)
     return result
 
 

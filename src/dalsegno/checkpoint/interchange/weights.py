@@ -61,6 +61,10 @@ class Weights:
             )
         return cls(path, Index({f"{MODEL}.{name}": each for name, each in tensors.items()}), files)
 
+    def read_all(self) -> dict[str, torch.Tensor]:
+        """Every tensor, by name."""
+        return {name: self._read(name) for name in self.index.of(MODEL)}
+
     def stored_for(self, model: ModelState) -> StoredTensors:
         """The stored state for ``model``. A tied tensor of the model may be stored under any of its names."""
         there = self.index.of(MODEL)

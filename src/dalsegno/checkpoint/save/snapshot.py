@@ -19,7 +19,7 @@ from dalsegno.checkpoint.format.layout import FileLayout, TensorChunk
 from dalsegno.checkpoint.format.manifest import ComponentRecord, FileRecord, Manifest
 from dalsegno.checkpoint.format.names import SHARED, rank_sidecar
 from dalsegno.checkpoint.format.sidecar import Encoded, SavedState, sidecar_arrays, sidecar_json
-from dalsegno.checkpoint.state.sharded import ShardedState, TensorsByComponent
+from dalsegno.checkpoint.state.sharded import Capturable, TensorsByComponent
 from dalsegno.distributed import collectives
 from dalsegno.stateful.component import Component
 from dalsegno.system import filesystem
@@ -123,7 +123,7 @@ class Snapshotter:
         self._planned_for: object = None
         self._has_warned_short = False
 
-    def check_serializable(self, sharded: Sequence[ShardedState], components: Sequence[Component]) -> None:
+    def check_serializable(self, sharded: Sequence[Capturable], components: Sequence[Component]) -> None:
         """Encode every state and plan the files, so that all that can refuse a save does so now. Collective.
 
         Raises:
@@ -135,7 +135,7 @@ class Snapshotter:
         if collectives.all_reduce_max([signature != self._planned_for], "whether to plan a save anew")[0]:
             self._replan(states.tensors, signature)
 
-    def prepare(self, sharded: Sequence[ShardedState]) -> Iterator[None]:
+    def prepare(self, sharded: Sequence[Capturable]) -> Iterator[None]:
         """Plan the first save and lay out its buffers before it is due. Collective.
 
         Returns:
@@ -152,7 +152,7 @@ class Snapshotter:
 
     def capture(
         self,
-        sharded: Sequence[ShardedState],
+        sharded: Sequence[Capturable],
         components: Sequence[Component],
         carried: Mapping[str, SavedState],
         *,
@@ -249,7 +249,7 @@ def _version() -> str:
 
 
 def _encode_all(
-    sharded: Sequence[ShardedState], components: Sequence[Component], carried: Mapping[str, SavedState]
+    sharded: Sequence[Capturable], components: Sequence[Component], carried: Mapping[str, SavedState]
 ) -> tuple[_States, Exception | None]:
     """Every state; or the states before the first one that raised, and its exception. No collective."""
     states = _States({}, {}, {}, {})
@@ -261,7 +261,7 @@ def _encode_all(
 
 
 def _encode_into(
-    states: _States, sharded: Sequence[ShardedState], components: Sequence[Component], carried: Mapping[str, SavedState]
+    states: _States, sharded: Sequence[Capturable], components: Sequence[Component], carried: Mapping[str, SavedState]
 ) -> None:
     for each in sharded:
         tensors, rest = each.capture()

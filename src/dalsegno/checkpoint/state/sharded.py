@@ -7,7 +7,7 @@ the model's parameters, so that state is found at any world size and in any orde
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from dalsegno.distributed.sharded_tensors import once, strip_wrappers
 from dalsegno.errors import CannotSave
 from dalsegno.stateful.component import State
 
+from . import positions
 from .non_tensor_schema import check_model_rest, check_optimizer_rest
 from .optimizer_rows import OptimizerRows
 from .placement import cast_as, exactly, like, placed_like
@@ -33,8 +34,8 @@ TensorsByComponent = dict[str, Tensors]
 _TENSORS = (torch.Tensor, nn.Parameter, DTensor)  # a subclass may hide its data
 
 
-class ShardedState(Protocol):
-    """A component with sharded tensors. ``key`` is its directory in a checkpoint."""
+class Capturable(Protocol):
+    """A component with sharded tensors that can be saved. ``key`` is its directory in a checkpoint."""
 
     @property
     def key(self) -> str: ...
@@ -50,6 +51,10 @@ class ShardedState(Protocol):
     def capture(self) -> tuple[Tensors, State]:
         """The tensors by name (not copied), and the rest; names and rest are the same on every rank."""
         ...
+
+
+class ShardedState(Capturable, Protocol):
+    """One that can be loaded, too."""
 
     def check_rest(self, stored: Index, rest: State, where: str) -> None:
         """Raise StateMismatch if a component of this kind cannot have saved ``rest``."""
@@ -106,7 +111,8 @@ class ModelState:
     def differences(self, stored: Index, rest: State, *, any_dtype: bool = False) -> list[str]:
         tensors, tied, extra = self._sorted()
         here = {**tensors, **{alias: tensors[name] for alias, name in tied.items()}}
-        there = _with_aliases(stored.of(self.key), rest)
+        sources = self._sources(stored.of(self.key), rest)
+        there = _with_aliases(stored.of(self.key), {**rest["tied"], **sources})
         lines = [
             *(f"missing in the checkpoint: {name}{_form(here[name])}" for name in here.keys() - there.keys()),
             *(f"missing in the checkpoint: {name}" for name in extra.keys() - rest["extra"].keys()),
@@ -120,16 +126,14 @@ class ModelState:
             *(
                 f"{alias}: tied to {name} here, but saved as two tensors"
                 for alias, name in tied.items()
-                if {alias, name} <= there.keys() and rest["tied"].get(alias, alias) != rest["tied"].get(name, name)
+                if {alias, name} <= there.keys() and sources[alias] != sources[name]
             ),
         ]
         return sorted(lines)
 
     def prepare(self, stored: Index, rest: State) -> LoadTarget:
         there = stored.of(self.key)
-        sources = {
-            strip_wrappers(raw): rest["tied"].get(strip_wrappers(raw), strip_wrappers(raw)) for raw in self._raw()
-        }
+        sources = self._sources(there, rest)
         targets = {
             sources[name]: tensor
             for name, tensor in self._sorted()[0].items()
@@ -178,6 +182,15 @@ class ModelState:
         for alias, name in self._sorted()[1].items():
             names.setdefault(name, [name]).append(alias)
         return list(names.values())
+
+    def _sources(self, there: Collection[str], rest: State) -> dict[str, str]:
+        """Stored name of each tensor here. One that is tied here may be stored under any of its names only."""
+        sources = {strip_wrappers(raw): strip_wrappers(raw) for raw in self._raw()}
+        sources = {name: rest["tied"].get(name, name) for name in sources}
+        for names in self.tied_names():
+            present = [sources[name] for name in names if sources[name] in there]
+            sources |= {name: present[0] for name in names if present and sources[name] not in there}
+        return sources
 
     def _raw(self) -> dict[str, Any]:
         """The model's state dict, with the parameters themselves."""
@@ -267,7 +280,7 @@ class OptimizerState:
         check_optimizer_rest(rest, self.optimizer, where)
 
     def differences(self, stored: Index, rest: State, *, any_dtype: bool = False) -> list[str]:
-        groups = [[name for name, _ in group] for group in self._named_groups()]
+        groups = [[name for name, _ in group] for group in self._named_groups(rest)]
         saved = [group["params"] for group in rest["groups"]]
         lines = []
         if len(groups) != len(saved):
@@ -279,22 +292,26 @@ class OptimizerState:
         there = stored.of(self.key).keys()
         lines += [f"listed, but its tensor is missing: {name}" for name in wanted - there]
         lines += [f"tensor that is not listed: {name}" for name in there - wanted]
+        if positions.are_all(saved) and not lines:
+            parameters = dict(each for group in self._named_groups(rest) for each in group)
+            lines += positions.differences(parameters, stored.of(self.key), OptimizerRows.of(rest).sharded)
         return sorted(lines)
 
     def prepare(self, stored: Index, rest: State) -> LoadTarget:
-        named = [each for group in self._named_groups() for each in group]
+        named = [each for group in self._named_groups(rest) for each in group]
+        fqns = [name for group in self._named_groups() for name, _ in group]
         weights = stored.of(MODEL) | {_of_loss(name): each for name, each in stored.of(LOSS).items()}
         own = stored.of(self.key)
         rows = OptimizerRows.of(rest)
         fitting = {  # state of a parameter whose shape has changed is dropped
             name: number
             for number, (name, parameter) in enumerate(named)
-            if name in rows.plain and (name not in weights or weights[name].shape == parameter.shape)
+            if name in rows.plain and (fqns[number] not in weights or weights[fqns[number]].shape == parameter.shape)
         }
         casts = {  # parameters whose dtype has changed
-            name: (weights[name].dtype, named[number][1].dtype)
+            name: (weights[fqn].dtype, named[number][1].dtype)
             for name, number in fitting.items()
-            if name in weights and weights[name].dtype != named[number][1].dtype
+            if (fqn := fqns[number]) in weights and weights[fqn].dtype != named[number][1].dtype
         }
         tensors = {
             f"{name}.{kind}": like(named[number][1], own[f"{name}.{kind}"], casts.get(name))
@@ -328,14 +345,19 @@ class OptimizerState:
             groups.append(here | placed | names | {"params": [next(position) for _ in here["params"]]})
         return groups
 
-    def _named_groups(self) -> list[list[tuple[str, torch.Tensor]]]:
-        """Name and parameter of each group, in the order in which the optimizer's ``state_dict`` numbers them."""
+    def _named_groups(self, saved: State = None) -> list[list[tuple[str, torch.Tensor]]]:
+        """Name and parameter of each group, in the order in which the optimizer's ``state_dict`` numbers them.
+
+        ``saved``: the stored rest. If it names all parameters by position, so does the result.
+        """
+        if saved is not None and positions.are_all([group["params"] for group in saved["groups"]]):
+            return positions.named(self.optimizer)
         names = {id(each): strip_wrappers(name) for name, each in self._model.named_parameters()}
         for name, each in () if self._loss_fn is None else self._loss_fn.named_parameters():
             names.setdefault(id(each), _of_loss(strip_wrappers(name)))
         return [
             [
-                (names.get(id(each), f"group[{number}].params[{position}]"), each)
+                (names.get(id(each), positions.name_of(number, position)), each)
                 for position, each in enumerate(group["params"])
             ]
             for number, group in enumerate(self.optimizer.param_groups)
@@ -347,8 +369,8 @@ def _of_loss(name: str) -> str:
     return f"{LOSS}/{name}"
 
 
-def _with_aliases(stored: Mapping[str, StoredTensor], rest: State) -> dict[str, StoredTensor]:
-    return {**stored, **{alias: stored[name] for alias, name in rest["tied"].items()}}
+def _with_aliases(stored: Mapping[str, StoredTensor], sources: Mapping[str, str]) -> dict[str, StoredTensor]:
+    return {**stored, **{alias: stored[name] for alias, name in sources.items() if name in stored}}
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

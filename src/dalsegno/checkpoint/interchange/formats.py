@@ -1,0 +1,30 @@
+"""FORMATS: the programs whose checkpoints can be imported and exported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from . import huggingface
+from .reading import ReadOptions
+from .run_state import RunState
+
+
+class Format(Protocol):
+    """A module with the layout of a program's files."""
+
+    PROGRAM: str
+    """Its name in messages."""
+
+    def is_at(self, path: Path) -> bool:
+        """Whether ``path`` is such a checkpoint, by names of files only."""
+        ...
+
+    def read(self, path: Path, options: ReadOptions) -> RunState:
+        """Read everything that a run here can use."""
+        ...
+
+
+FORMATS: Mapping[str, Format] = {"hf": huggingface}
+"""By key; in the order in which a folder is recognized."""

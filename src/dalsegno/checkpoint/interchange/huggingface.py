@@ -1,0 +1,167 @@
+"""Hugging Face's Trainer: the folder ``checkpoint-500``.
+
+::
+
+    model.safetensors, or several with model.safetensors.index.json    (pytorch_model.bin in older ones)
+    optimizer.pt  scheduler.pt  scaler.pt                               state_dicts, pickled
+    rng_state.pth, or rng_state_0.pth … of each rank                    random generators, pickled
+    trainer_state.json                                                  progress, and the log
+    training_args.bin                                                   a pickle of classes: never read
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dalsegno.checkpoint.format.manifest import read_json
+from dalsegno.errors import ConfigurationError, DamagedCheckpoint
+
+from . import pickles
+from .export import SHARD_INDEX, SINGLE_FILE
+from .optimizer_contents import OptimizerContents
+from .reading import ReadOptions, settings_of_optimizer
+from .run_state import Place, RunState
+from .weights import Weights
+
+PROGRAM = "Hugging Face Trainer"
+_STATE = "trainer_state.json"
+_PICKLED_WEIGHTS = "pytorch_model.bin"
+_ADAPTER = "adapter_model.safetensors"
+_PICKLES = {"optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "scaler": "scaler.pt"}
+
+
+def is_at(path: Path) -> bool:
+    return (path / _STATE).is_file()
+
+
+def read(path: Path, options: ReadOptions) -> RunState:
+    """
+    Raises:
+        StateMismatch: if a pickle contains more than data.
+        DamagedCheckpoint: if a file is not what its name says.
+        ConfigurationError: if the folder contains no whole model, or the optimizer's class is unknown.
+    """
+    state = _trainer_state(path)
+    found = {key: path / name for key, name in _PICKLES.items() if (path / name).is_file()}
+    random = _random_files(path)
+    found |= {f"random {number}": each for number, each in enumerate(random)}
+    if is_pickled := not _has_safetensors(path):
+        found["weights"] = path / _PICKLED_WEIGHTS
+    unpickled = pickles.read(found)
+    content = unpickled.content
+    model, tied = options.model(
+        content["weights"] if is_pickled else Weights.open(path).read_all(),
+        unpickled.tied("weights", content["weights"]) if is_pickled else {},
+    )
+    optimizer = None
+    if "optimizer" in content:
+        optimizer = OptimizerContents.of_state_dict(
+            content["optimizer"], options.optimizer, options.renamed, str(path / _PICKLES["optimizer"])
+        )
+    finished, fraction = _place(state)
+    ranks = max(1, len(random))
+    return RunState(
+        program=PROGRAM,
+        step=options.step if options.step is not None else int(state["global_step"]),
+        epoch=float(state.get("epoch") or 0.0),
+        model=model,
+        tied=tied,
+        optimizer=optimizer,
+        schedulers=[content["scheduler"]] if "scheduler" in content else [],
+        scaler=content.get("scaler"),
+        random=[_random(content[f"random {number}"]) for number in range(len(random))],
+        place=Place(finished, fraction, batch=int(state.get("train_batch_size") or 0) * ranks or None),
+        tokens_seen=int(state.get("num_input_tokens_seen") or 0),
+        total_flos=float(state.get("total_flos") or 0.0),
+        best_metric=state.get("best_metric"),
+        best_step=int(state.get("best_global_step") or 0),
+        records=[_record(each) for each in state.get("log_history", ())],
+        settings=_settings(state, optimizer, ranks),
+        left_out=_left_out(path, state, found, unpickled.dropped),
+    )
+
+
+def _trainer_state(path: Path) -> dict[str, Any]:
+    state = read_json((path / _STATE).resolve())
+    if not isinstance(state, dict) or not isinstance(state.get("global_step"), int):
+        raise DamagedCheckpoint(f"{path / _STATE}: has no global_step")
+    return state
+
+
+def _has_safetensors(path: Path) -> bool:
+    if (path / SINGLE_FILE).is_file() or (path / SHARD_INDEX).is_file():
+        return True
+    if (path / _PICKLED_WEIGHTS).is_file():
+        return False
+    if (path / _ADAPTER).is_file():
+        raise ConfigurationError(
+            f"{path}: contains only the weights of an adapter ({_ADAPTER}), and no whole model; merge the adapter into "
+            "its base model first, or begin a new run with the merged weights"
+        )
+    raise ConfigurationError(
+        f"{path}: contains neither {SINGLE_FILE} nor {SHARD_INDEX} nor {_PICKLED_WEIGHTS}; weights that DeepSpeed or "
+        "FSDP has sharded are not read: convert them first with that program's own tool"
+    )
+
+
+def _random_files(path: Path) -> list[Path]:
+    if (path / "rng_state.pth").is_file():
+        return [path / "rng_state.pth"]
+    found = {
+        int(name[1]): each for each in path.glob("rng_state_*.pth") if (name := re.search(r"_(\d+)\.pth", str(each)))
+    }
+    return [found[rank] for rank in sorted(found)]
+
+
+def _random(saved: Mapping[str, Any]) -> dict[str, Any]:
+    cuda = saved.get("cuda", [])
+    return {
+        "python": saved["python"],
+        "numpy": saved["numpy"],
+        "torch": saved["cpu"],
+        "cuda": [cuda] if isinstance(cuda, torch.Tensor) else list(cuda),
+    }
+
+
+def _place(state: Mapping[str, Any]) -> tuple[int, float]:
+    """Finished epochs, and the fraction of the current one."""
+    epoch = float(state.get("epoch") or 0.0)
+    finished = math.floor(epoch + 1e-9)
+    return finished, max(0.0, epoch - finished)
+
+
+def _record(logged: Mapping[str, Any]) -> dict[str, Any]:
+    values = {name: value for name, value in logged.items() if name not in ("step", "epoch")}
+    kind = "eval" if any(name.startswith("eval_") for name in values) else "final" if "train_runtime" in values else ""
+    place = {"global_step": logged.get("step"), "epoch": logged.get("epoch")}
+    return {**place, **({"kind": kind} if kind else {}), **values}
+
+
+def _settings(state: Mapping[str, Any], optimizer: OptimizerContents | None, ranks: int) -> dict[str, Any]:
+    """What ``trainer_state.json`` knows of the arguments, for the comparison when a run resumes."""
+    settings: dict[str, Any] = {"world_size": ranks}
+    if (steps := state.get("max_steps", 0)) > 0:
+        settings["max_steps of the schedule"] = steps
+    if batch := state.get("train_batch_size"):
+        settings["per_device_train_batch_size"] = batch
+    return settings | settings_of_optimizer(optimizer)
+
+
+def _left_out(path: Path, state: Mapping[str, Any], found: Mapping[str, Path], dropped: Any) -> dict[str, str]:
+    reasons = {"training_args.bin": "a pickle of classes, never read: set the arguments in TrainingArguments"}
+    left_out = {name: why for name, why in reasons.items() if (path / name).exists()}
+    if "optimizer" not in found:
+        left_out["optimizer"] = "not in the folder (save_only_model=True?), so no run can resume from this"
+    if not any(key.startswith("random") for key in found):
+        left_out["random generators"] = "not in the folder: seeded anew"
+    for name in state.get("stateful_callbacks") or ():
+        left_out[f"callback {name}"] = "its state has no meaning for a callback here"
+    left_out["order of the data"] = "this run's own: in the current epoch some samples come twice, some never"
+    left_out |= dict.fromkeys(dropped, "not plain data")
+    return left_out

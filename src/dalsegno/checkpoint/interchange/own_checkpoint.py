@@ -1,0 +1,190 @@
+"""A RunState as a checkpoint of dalsegno: written as a save writes it, and read from one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dalsegno.checkpoint.format import names
+from dalsegno.checkpoint.format.keys import CALLBACKS, MODEL, SETTINGS
+from dalsegno.checkpoint.format.manifest import Checkpoint, ComponentRecord
+from dalsegno.checkpoint.format.sidecar import SavedState
+from dalsegno.checkpoint.inspect.contents import read_tensors
+from dalsegno.checkpoint.load.states import SavedStates
+from dalsegno.checkpoint.save.async_save import AsyncSave
+from dalsegno.checkpoint.save.snapshot import Snapshotter
+from dalsegno.data.loader import IMPORTED
+from dalsegno.distributed.rng import RANK, capture_generators, mix, preserved_generators, seed_generators
+from dalsegno.logs import RecordLog
+from dalsegno.stateful.component import Scope, State
+
+from .optimizer_contents import OptimizerContents
+from .run_state import Place, RunState
+
+LOG = "logs/train.jsonl"
+_OPTIMIZER = "optimizer"
+_LOGGER = f"{CALLBACKS}JsonLogger"
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensors:
+    """A component with tensors, to be saved."""
+
+    key: str
+    class_name: str
+    tensors: dict[str, torch.Tensor]
+    rest: State
+    optimizer: None = None
+
+    def capture(self) -> tuple[dict[str, torch.Tensor], State]:
+        return self.tensors, self.rest
+
+
+def write(run: RunState, output_dir: Path) -> Path:
+    """Write the log and then the checkpoint, which is published last; returns its path.
+
+    Raises:
+        CannotSave: if the state contains what a checkpoint cannot.
+        SaveFailed: if the disk refuses it.
+    """
+    sharded = [_Tensors(MODEL, f"imported.{run.program}", dict(run.model), {"tied": dict(run.tied), "extra": {}})]
+    if run.optimizer is not None:
+        sharded.append(_Tensors(_OPTIMIZER, run.optimizer.class_name, *run.optimizer.captured()))
+    states = {**_components(run), **_log(run, output_dir)}
+    snapshot = Snapshotter().capture(sharded, (), states, copy=False)
+    save = AsyncSave(
+        snapshot,
+        names.checkpoint_path(output_dir / names.CHECKPOINTS, run.step),
+        step=run.step,
+        is_best=False,
+        manifest_of=partial(snapshot.manifest, run.step, run.metrics, False, True),
+        published=int,
+        afterwards=int,
+    )
+    save.join()
+    if save.failure is not None:
+        raise save.failure
+    return save.path
+
+
+def read(checkpoint: Checkpoint) -> RunState:
+    """The state in a verified checkpoint. Its log is not read."""
+    saved, tensors = SavedStates(checkpoint), read_tensors(checkpoint)
+    trainer, rest = saved.state("trainer"), saved.state(MODEL)
+    optimizer = None
+    if _OPTIMIZER in saved:
+        class_name = saved.record(_OPTIMIZER).class_name
+        optimizer = OptimizerContents.of_captured(class_name, tensors.get(_OPTIMIZER, {}), saved.state(_OPTIMIZER))
+    taken = {MODEL, _OPTIMIZER, "trainer", "loader", "rng", "meter", "clock", "scaler", SETTINGS}
+    schedulers = [key for key in sorted(saved) if key.startswith("scheduler.")]
+    left_out = {key: "only dalsegno has it" for key in saved if key not in {*taken, *schedulers}}
+    left_out |= dict.fromkeys(rest["extra"], "not a tensor")
+    return RunState(
+        program="dalsegno",
+        step=checkpoint.step,
+        model=tensors[MODEL],
+        tied=rest["tied"],
+        optimizer=optimizer,
+        schedulers=[saved.state(key) for key in schedulers],
+        scaler=saved.state("scaler") if "scaler" in saved else None,
+        random=[state for state in saved.all_of("rng").states if "torch" in state],
+        place=_place(saved.state("loader"), trainer["epoch"]),
+        epoch=trainer["epoch"],
+        samples_seen=trainer["samples_seen"],
+        tokens_seen=saved.state("meter")["run_tokens"],
+        total_flos=trainer["total_flos"],
+        best_metric=trainer["best_metric"],
+        best_step=trainer["best_global_step"],
+        metrics=checkpoint.manifest.metrics,
+        settings=saved.state(SETTINGS) if SETTINGS in saved else {},
+        left_out=left_out,
+    )
+
+
+def _place(loader: Mapping[str, Any], epoch: float) -> Place:
+    if loader["kind"] == IMPORTED:
+        return Place(loader["epoch"], loader["fraction"], loader["samples"], loader["batch"])
+    samples = loader["cursor"] if loader["kind"] == "map" else loader["samples"]
+    return Place(loader["epoch"], epoch - loader["epoch"], samples)
+
+
+def _components(run: RunState) -> dict[str, SavedState]:
+    best = names.checkpoint_path(Path(names.CHECKPOINTS), run.step)
+    place = run.place
+    states = {
+        "trainer": {
+            "global_step": run.step,
+            "epoch": float(run.epoch if run.epoch is not None else place.epoch),
+            "samples_seen": run.samples_seen,
+            "total_flos": float(run.total_flos),
+            "best_metric": run.best_metric,
+            "best_global_step": run.best_step,
+            "best_model_checkpoint": best.as_posix() if run.best_step == run.step > 0 else None,
+            "epoch_is_cut": False,
+            "evaluations_owed": [],
+        },
+        "clock": {"seconds": 0.0},
+        "loader": {
+            "kind": IMPORTED,
+            "epoch": place.epoch,
+            "fraction": place.fraction,
+            "samples": place.samples,
+            "batch": place.batch,
+        },
+        **{f"scheduler.{number}": dict(state) for number, state in enumerate(run.schedulers)},
+        **({} if run.scaler is None else {"scaler": dict(run.scaler)}),
+        SETTINGS: dict(run.settings),
+    }
+    per_rank: dict[str, Sequence[State]] = {
+        "rng": [{"seed": 0, "step": run.step, **each} for each in run.random or [_seeded(run.step)]],
+        "meter": [_meter(run.tokens_seen)],
+    }
+    shared = {key: _saved(key, [state], "replicated") for key, state in states.items()}
+    return shared | {key: _saved(key, each, "per_rank") for key, each in per_rank.items()}
+
+
+def _saved(key: str, states: Sequence[State], scope: Scope) -> SavedState:
+    return SavedState(ComponentRecord(f"imported.{key}", 1, scope), states)
+
+
+def _seeded(step: int) -> State:
+    """States of generators that are seeded for this step, as after a change of world size."""
+    with preserved_generators():
+        seed_generators(mix(RANK, 0, 0, step))
+        return {**capture_generators(), "cuda": []}
+
+
+def _meter(tokens: int) -> State:
+    """Nothing summed since the last record."""
+    return {
+        "losses": None,
+        "loss_sum": 0.0,
+        "steps": 0,
+        "grad_norms": None,
+        "grad_norm": None,
+        "max_grad_norm": None,
+        "run_loss_sum": 0.0,
+        "run_steps": 0,
+        "tokens": 0,
+        "run_tokens": tokens,
+    }
+
+
+def _log(run: RunState, output_dir: Path) -> dict[str, SavedState]:
+    """Write the records, and return the state with which a JsonLogger continues that file."""
+    if not run.records:
+        return {}
+    log = RecordLog(LOG, output_dir, lambda: {"kind": "header", "imported_from": run.program})
+    log.open()
+    try:
+        for record in run.records:
+            log.append(record)
+        log.make_durable()
+        return {_LOGGER: _saved("JsonLogger", [log.state()], "replicated")}
+    finally:
+        log.close()

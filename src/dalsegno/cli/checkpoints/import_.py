@@ -1,0 +1,104 @@
+"""Turn a checkpoint of another program into one that a run here resumes from.
+
+SOURCE is a folder "checkpoint-500" of Hugging Face's Trainer. OUTPUT_DIR becomes a run with that one checkpoint and the
+log up to it: train() of a trainer with the same model, and with output_dir OUTPUT_DIR, continues there. A table names
+what was taken along, and what was not and why.
+
+Pickled files are read in a process of its own with torch's restricted unpickler, without network and with a memory
+limit; a file that contains code is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .arguments import add_json
+
+if TYPE_CHECKING:
+    from dalsegno.checkpoint.interchange.importing import Imported
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("source", metavar="SOURCE", type=Path, help="folder or file of the other program")
+    parser.add_argument(
+        "-o",
+        "--output-dir",
+        metavar="OUTPUT_DIR",
+        type=Path,
+        required=True,
+        help="of the new run; must not contain one",
+    )
+    parser.add_argument("--program", metavar="NAME", help="program that wrote it; default: recognized by its files")
+    parser.add_argument(
+        "--step", metavar="N", type=int, help="finished optimizer steps, if the files do not contain it"
+    )
+    parser.add_argument(
+        "--epoch", metavar="EPOCHS", type=float, help="passes over the data, say 1.25, if the files do not contain it"
+    )
+    parser.add_argument(
+        "--strip-prefix", metavar="PREFIX", default="", help="prefix that only the source has in the model's names"
+    )
+    parser.add_argument(
+        "--optimizer", metavar="CLASS", help="class of the optimizer, such as torch.optim.AdamW; default: inferred"
+    )
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """
+    Raises:
+        NotFound: if SOURCE does not exist.
+        ConfigurationError: if it is not a checkpoint of a known program, or OUTPUT_DIR contains a run.
+        StateMismatch: if a file contains more than data.
+    """
+    from dalsegno.checkpoint.interchange.importing import import_checkpoint
+    from dalsegno.cli.tables import Column, print_json, print_table
+
+    done = import_checkpoint(
+        arguments.source,
+        arguments.output_dir,
+        program=arguments.program,
+        step=arguments.step,
+        epoch=arguments.epoch,
+        strip_prefix=arguments.strip_prefix,
+        optimizer=arguments.optimizer,
+    )
+    rows = _rows(done)
+    if arguments.json:
+        print_json({"checkpoint": str(done.checkpoint), "program": done.run.program, "parts": rows})
+        return 0
+    print(f"{done.checkpoint}: step {done.run.step} of {done.run.program}")
+    print_table([Column("part", "part"), Column("taken", "taken"), Column("detail", "")], rows)
+    print(_next(done, arguments.output_dir))
+    return 0
+
+
+def _rows(done: Imported) -> list[dict[str, Any]]:
+    from dalsegno.cli.tables import number, size
+
+    run = done.run
+    taken = {"model": f"{number(len(run.model))} tensors, {size(sum(each.nbytes for each in run.model.values()))}"}
+    if (optimizer := run.optimizer) is not None:
+        by = "position: the first run that resumes assigns them" if optimizer.is_by_position else "name"
+        taken["optimizer"] = f"{optimizer.class_name}, {len(optimizer.groups)} groups, parameters by {by}"
+    if run.schedulers:
+        taken["learning rate schedule"] = ", ".join(f"at step {each.get('last_epoch', '?')}" for each in run.schedulers)
+    if run.scaler is not None:
+        taken["gradient scaler"] = f"scale {run.scaler.get('scale', '?')}"
+    if run.random:
+        taken["random generators"] = f"of {len(run.random)} ranks"
+    if run.epoch is not None:
+        taken["place in the data"] = f"epoch {run.epoch:g}"
+    if run.records:
+        taken["log"] = f"{number(len(run.records))} records"
+    rows = [{"part": part, "taken": "yes", "detail": detail} for part, detail in taken.items()]
+    return rows + [{"part": part, "taken": "no", "detail": why} for part, why in run.left_out.items()]
+
+
+def _next(done: Imported, output_dir: Path) -> str:
+    if done.can_resume:
+        return f"train() with TrainingArguments({str(output_dir)!r}, …) continues at step {done.run.step}"
+    return f'train("{done.checkpoint}", load_components=("model",)) begins a new run with these weights'

@@ -1,0 +1,65 @@
+"""ImportedPosition: moves the data to where the run of another program was, in the first leg after an import."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dalsegno.data.loader import IMPORTED, ImportedPlace, ResumableLoader
+from dalsegno.distributed.rng import preserved_generators
+from dalsegno.stateful.schema import check
+
+from .parts import RunParts
+
+
+class ImportedPosition:
+    """Replaces an imported position by the loader's own, before it is loaded.
+
+    Args:
+        loader: of this run.
+    """
+
+    def __init__(self, loader: ResumableLoader) -> None:
+        self._loader = loader
+        self._place: ImportedPlace | None = None
+
+    def adapt(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The state to load: for an imported one, the start of its epoch."""
+        if state["kind"] != IMPORTED:
+            return state
+        check(state, ImportedPlace, "loader")
+        self._place = ImportedPlace(**state)  # type: ignore[typeddict-item]
+        return {**self._loader.state_dict(), "epoch": state["epoch"]}
+
+    def restore(self, parts: RunParts) -> str | None:
+        """Skip the samples of the epoch that the other program has read, and count them; returns a note for the user.
+
+        All ranks skip alike, and draw no random numbers.
+        """
+        if self._place is None:
+            return None
+        loader, place = self._loader, self._place
+        whole, consumed = _samples_per_epoch(loader), _consumed(place, loader)
+        with preserved_generators():
+            loader.skip(consumed or 0)
+        if whole is not None and not parts.state.samples_seen:
+            parts.state.samples_seen = place["epoch"] * whole + (consumed or 0)
+        where = "the start (the position within it is unknown)" if consumed is None else f"sample {consumed:,}"
+        return f"loader: continues at {where} of epoch {place['epoch']}, in this run's own order of the samples"
+
+
+def _consumed(place: ImportedPlace, loader: ResumableLoader) -> int | None:
+    """Samples of the epoch that are consumed; None if that is unknown."""
+    if place["samples"] is not None:
+        return place["samples"]
+    whole, batch = _samples_per_epoch(loader), place["batch"] or loader.samples_per_microbatch()
+    if place["fraction"] == 0:
+        return 0
+    if place["fraction"] is None or whole is None or batch is None:
+        return None
+    return min(whole, round(place["fraction"] * -(-whole // batch)) * batch)
+
+
+def _samples_per_epoch(loader: ResumableLoader) -> int | None:
+    """Number over all ranks; for a loader that knows only its length, that of whole micro-batches."""
+    samples, count, each = loader.samples_per_epoch(), loader.microbatches_per_epoch(), loader.samples_per_microbatch()
+    return samples if samples is not None or count is None or each is None else count * each
