@@ -60,6 +60,12 @@ def test_one_run_is_gone_through_as_a_folder_of_runs_is(tmp_path: Path) -> None:
     assert (list(log), len(log)) == ([log], 1)
 
 
+def test_the_journal_of_commands_is_not_a_log(tmp_path: Path) -> None:
+    (tmp_path / "control.jsonl").write_text('{"kind": "acted", "time": 1.0, "id": "a", "step": 3, "script": {}}\n')
+    with pytest.raises(ds.NotFound):
+        ds.open_log(tmp_path)
+
+
 def test_loose_files_are_a_run_each(tmp_path: Path) -> None:
     log_in(tmp_path, "x.jsonl", 1.0)
     log_in(tmp_path, "y.jsonl", 2.0)

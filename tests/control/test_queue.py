@@ -72,9 +72,9 @@ def test_many_threads_submit_at_once(queue: CommandQueue, tmp_path: Path) -> Non
     assert len({*ids}) == 80
 
 
-@pytest.mark.parametrize("by", ["", "a\nb", "x" * 201, 3])
-def test_the_sender_has_a_printable_name(queue: CommandQueue, by: str) -> None:
-    with pytest.raises(ds.ConfigurationError, match="printable"):
+@pytest.mark.parametrize("by", ["", "a\nb", "x" * 201, 3, "signal", "clock"])
+def test_the_sender_has_a_name_of_its_own(queue: CommandQueue, by: str) -> None:
+    with pytest.raises(ds.ConfigurationError, match=r"printable|reserved"):
         queue.submit("log", by=by)
 
 

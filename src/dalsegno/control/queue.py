@@ -24,6 +24,7 @@ logger = logging.getLogger("dalsegno")
 _MOST_WAITING = 1000
 _MOST_TICKETS = 10_000
 _LONGEST_NAME = 200  # characters
+_RESERVED = ("signal", "clock", "the program", "the loop")  # senders of other requests to stop
 
 Check = Callable[[Command], None]
 """Raises ConfigurationError for a command that this run cannot carry out."""
@@ -247,8 +248,14 @@ class CommandQueue:
 
 
 def _check_sender(by: object) -> None:
+    """
+    Raises:
+        ConfigurationError: for what is not a name; or is that of a request by which a scheduler starts the job again.
+    """
     if not isinstance(by, str) or not by.isprintable() or not 0 < len(by) <= _LONGEST_NAME:
         raise ConfigurationError(f"by={str(by)[:80]!r}: who sends it; needs 1 to {_LONGEST_NAME} printable characters")
+    if by in _RESERVED:
+        raise ConfigurationError(f"by={by!r}: who sends it; this name is reserved")
 
 
 def _is_repeated(entry: Entry) -> bool:

@@ -107,6 +107,17 @@ def test_logs_go_up_to_where_they_were_at_the_checkpoint(tmp_path: Path) -> None
     assert sorted(again.files) == ["logs/array.json", "logs/train.jsonl"]
 
 
+def test_the_journal_of_commands_travels_and_their_inbox_does_not(tmp_path: Path) -> None:
+    """A command that somebody puts at the URL is not one to the job that fetches the run."""
+    for name in ("control.jsonl", "control/abort.json", "control/answers/abort.json", "logs/control/mine.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert upload_set.run_files(tmp_path) == ["control.jsonl", "logs/control/mine.json"]
+    assert [name for name in ("control.jsonl", "control/abort.json") if upload_set.is_run_file(name)] == [
+        "control.jsonl"
+    ]
+
+
 def test_prunes_are_followed_also_of_what_other_hosts_have_sent(there: Store, tmp_path: Path) -> None:
     jobs.train(URL, tmp_path / "one", 6, save_total_limit=3)
     assert steps_at(there) == [2, 4, 6]
