@@ -100,6 +100,7 @@ def test_the_count_of_steps_moves_with_the_end_of_a_batch(tmp_path: Path) -> Non
     counts = [step for name, step in callback.steps if name == "train_batch_start"]
     assert counts == [0, 0, 1, 1, 2, 3, 3, 4, 4, 5]
     assert [step for name, step in callback.steps if name == "train_batch_end"] == [0, 1, 1, 2, 3, 3, 4, 4, 5, 6]
+    assert [step for name, step in callback.steps if name == "train_step_end"] == counts, "it is the batch that counts"
 
 
 def test_a_run_that_is_stopped(tmp_path: Path) -> None:
@@ -319,8 +320,8 @@ def test_norms_are_in_the_records(tmp_path: Path) -> None:
     assert all(record["model_wise_grad_norm"] > 0 for record in training)
     evaluations = [record for record in records if record.get("kind") == "eval"]
     assert all("validate/newest_loss" in record for record in evaluations)
-    users = [record for record in records if record.get("kind") == "user"]
-    assert [(record["global_step"], record["validated"]) for record in users] == [(3, 1), (6, 1)]
+    assert [(record["global_step"], record["validated"]) for record in evaluations] == [(3, 1), (6, 1)]
+    assert not [record for record in records if record.get("kind") == "user"]
 
 
 def test_the_names_that_callbacks_use(tmp_path: Path) -> None:
@@ -367,11 +368,12 @@ def test_the_trainer_is_at_the_step_of_a_checkpoint_that_is_published_later(
     ("ask", "complaint"),
     [
         (
-            lambda trainer: trainer.executor,
-            "trainer.executor: dalsegno has no counterpart of it; available: ",
+            lambda trainer: trainer.compile,
+            "trainer.compile: dalsegno has no counterpart of it; available: ",
         ),
         (lambda trainer: trainer.backend.cluster, "trainer.backend.cluster: dalsegno has no counterpart of it"),
-        (lambda trainer: trainer.loop.schedule, "trainer.loop.schedule: dalsegno has no counterpart of it"),
+        (lambda trainer: trainer.loop.csx, "trainer.loop.csx: dalsegno has no counterpart of it"),
+        (lambda trainer: trainer.schedule.batches_remaining, "trainer.schedule.batches_remaining: the length of the"),
     ],
 )
 def test_any_other_name_is_an_error_that_names_it(ask: Any, complaint: str, tmp_path: Path) -> None:
@@ -380,8 +382,9 @@ def test_any_other_name_is_an_error_that_names_it(ask: Any, complaint: str, tmp_
             assert not hasattr(trainer, "sparsity")
             ask(trainer)
 
+    parts = {"train_dataset": None, "train_dataloader": iter([])}
     with pytest.raises(AttributeError) as caught:
-        small_trainer(tmp_path, Ask(), max_steps=1).train()
+        small_trainer(tmp_path, Ask(), parts=parts, lr_scheduler_type="constant").train()
     assert str(caught.value).startswith(complaint)
     assert caught.value.__notes__ == ["raised in Ask.on_fit_start"]
 

@@ -19,18 +19,31 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from dalsegno.errors import ConfigurationError
 from dalsegno.events.adapters import CallbackAdapter
 from dalsegno.events.callback import Answer, Binder
 from dalsegno.events.table import Event
 from dalsegno.stateful.component import State
 
-from .order import ORDER, SILENT
+from .deques import decode_deques, encode_deques
+from .order import LOG_METRICS, ORDER, SILENT
 from .shared_state import SharedState
+from .trainer import is_logger
 
 _ROWS = {(row.event, row.method): row for row in ORDER}
 _NAMES = {row.method: row.names for row in ORDER if row.names}
 _SAVE = ("on_save_checkpoint", "postprocess_checkpoint", "on_save_trainer_state")
 _LOAD = ("on_load_trainer_state", "preprocess_checkpoint", "on_load_checkpoint")
+
+_INSTEAD = {
+    "Checkpoint": "set save_steps=, or save=",
+    "KeepNCheckpoints": "set save_total_limit=, or keep=Latest(n)",
+    "SaveCheckpointState": "export the model of a checkpoint: dalsegno checkpoints export",
+    "LoadCheckpointStates": "pass load_components= to train()",
+    "Lora": "wrap the model before it is passed to the Trainer, e.g. with peft",
+    "SamplesStreamedInfo": "use dalsegno.callbacks.SamplesStreamedInfo",
+}
+"""The library's callbacks that work on its own checkpoint files, model or loader, and what to use here."""
 
 _REGISTRY = "GLOBAL_CALLBACK_REGISTRY"  # filled by the library's ``with callback:``
 _REGISTRIES = ("cerebras.modelzoo.trainer.callbacks", "cerebras.modelzoo.trainer.callbacks.callback")
@@ -41,7 +54,7 @@ class Cerebras(CallbackAdapter):
 
     dialect = "cerebras"
     packages = ("cerebras",)
-    bases = ("Callback", "CoreCallback", "ValidationCallback")
+    bases = ("Callback", "CoreCallback", "ValidationCallback", "Logger")
     calls = tuple(_ROWS)
     silent = (*_SAVE, *_LOAD, *SILENT)
 
@@ -50,6 +63,12 @@ class Cerebras(CallbackAdapter):
 
     def __init__(self, foreign: object, name: str | None = None) -> None:
         self._shared: SharedState | None = None
+        for cls in type(foreign).__mro__:
+            if cls.__name__ in _INSTEAD and cls.__module__.startswith("cerebras."):
+                raise ConfigurationError(
+                    f"{cls.__name__} needs the checkpoint files, the model or the loader of Cerebras's own trainer; "
+                    f"instead, {_INSTEAD[cls.__name__]}"
+                )
         super().__init__(foreign, name)
         for method in (*_SAVE, *_LOAD):
             if self._defines(method):
@@ -63,6 +82,10 @@ class Cerebras(CallbackAdapter):
 
     def arguments(self, method: str) -> tuple[Sequence[str], Sequence[str]]:
         return _NAMES.get(method, ("trainer", "state_dict")), ()
+
+    def overridden_calls(self) -> list[tuple[Event, str]]:
+        logs = is_logger(self.__wrapped__)
+        return [call for call in super().overridden_calls() if logs or call[1] != LOG_METRICS]
 
     def bound_handlers(self, binder: Binder) -> list[Any]:
         self._shared = binder.shared(SharedState)
@@ -85,10 +108,12 @@ class Cerebras(CallbackAdapter):
         state: dict[str, dict[str, Any]] = {"checkpoint": {}, "trainer_state": {}}
         for method in _SAVE:
             self._call(method, shared, state["trainer_state" if method.endswith("trainer_state") else "checkpoint"])
-        return state
+        saved: State = encode_deques(state)
+        return saved
 
     def _load(self, state: State) -> None:
         assert self._shared is not None, "bound_handlers() is called before a checkpoint is loaded"
+        state = decode_deques(state)
         for method in _LOAD:
             part = "trainer_state" if method.endswith("trainer_state") else "checkpoint"
             self._call(method, self._shared, state.get(part, {}))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from dalsegno.events.callback import Callback
-from dalsegno.events.contexts import BeforeForwardContext, SaveContext
+from dalsegno.events.contexts import BeforeForwardContext, LogContext, SaveContext
 from dalsegno.events.table import Event
 
 from .shared_state import SharedState
@@ -29,12 +29,11 @@ ARGUMENTS: dict[str, Callable[[SharedState, Any], Any]] = {
     "loop_idx": lambda shared, ctx: shared.stretch,
     "batch": lambda shared, ctx: ctx.batch,
     "batch_idx": lambda shared, ctx: shared.trainer.batch_idx,
-    "val_batch_idx": lambda shared, ctx: shared.val_batch_idx,
-    "next_val_batch_idx": lambda shared, ctx: shared.val_batch_idx + 1,
+    "val_batch_idx": lambda shared, ctx: shared.trainer.position.val_batch_idx,
     "outputs": lambda shared, ctx: ctx.outputs,
     "last_outputs": lambda shared, ctx: shared.last[0],
     "last_batch": lambda shared, ctx: shared.last[1],
-    "ckpt_path": lambda shared, ctx: None if ctx.path is None else str(ctx.path),
+    "ckpt_path": lambda shared, ctx: ctx.path,
     "exception": lambda shared, ctx: ctx.exception,
 }
 
@@ -42,6 +41,7 @@ CONDITIONS: dict[str, Callable[[SharedState, Any], bool]] = {
     "a stretch begins": lambda shared, ctx: shared.begins_stretch,
     "a stretch ends": lambda shared, ctx: shared.ends_stretch,
     "validating": lambda shared, ctx: shared.validating,
+    "a validation ends": lambda shared, ctx: shared.validating and ctx.kind == "eval",
     "more follow": lambda shared, ctx: not ctx.is_last,
     "the fit ends well": lambda shared, ctx: shared.ends_well,
     "validation broke": lambda shared, ctx: "validate" in shared.broken and isinstance(ctx.exception, Exception),
@@ -115,7 +115,72 @@ class Saved:
     def bind(self, method: Callable[..., Any], shared: SharedState, stacks: Stacks) -> Bound:
         def call(_: Callback, ctx: SaveContext) -> None:
             with shared.trainer.as_of(ctx.state):
-                method(shared.trainer, str(ctx.path))
+                method(shared.trainer, ctx.path)
+
+        return call
+
+
+@dataclass(frozen=True, slots=True)
+class BeforeCount:
+    """Calls ``method(trainer, *given)`` of a step's last micro-batch, with a trainer that has not counted the step."""
+
+    event: Event
+    method: str
+    given: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("trainer", *self.given.split())
+
+    def bind(self, method: Callable[..., Any], shared: SharedState, stacks: Stacks) -> Bound:
+        inner = Call(self.event, self.method, self.given).bind(method, shared, stacks)
+
+        def call(adapted: Callback, ctx: Any) -> None:
+            before = ctx.state.copy()
+            before.global_step -= 1
+            with shared.trainer.as_of(before):
+                inner(adapted, ctx)
+
+        return call
+
+
+@dataclass(frozen=True, slots=True)
+class InTraining:
+    """Calls ``method(trainer, *given)`` at the end of a stretch, with a trainer that is not in the validation yet."""
+
+    event: Event
+    method: str
+    given: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("trainer", *self.given.split())
+
+    def bind(self, method: Callable[..., Any], shared: SharedState, stacks: Stacks) -> Bound:
+        inner = Call(self.event, self.method, self.given, "a stretch ends").bind(method, shared, stacks)
+
+        def call(adapted: Callback, ctx: Any) -> None:
+            position = shared.trainer.position
+            name, position.val_name = position.val_name, None
+            try:
+                inner(adapted, ctx)
+            finally:
+                position.val_name = name
+
+        return call
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """Calls ``log_metrics(metrics, step)`` of a logger with each record."""
+
+    event: Event
+    method: str
+    names = ("metrics", "step")
+
+    def bind(self, method: Callable[..., Any], shared: SharedState, stacks: Stacks) -> Bound:
+        def call(_: Callback, ctx: LogContext) -> None:
+            method(dict(ctx.logs), ctx.state.global_step)
 
         return call
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dalsegno.events.table import Event
 
-from .calls import Call, Enter, Forward, Leave, Row, Saved, SetUp
+from .calls import BeforeCount, Call, Enter, Forward, InTraining, Leave, Log, Row, Saved, SetUp
 
 _SET_UP = ("pre_setup", "setup", "post_setup")
+
+LOG_METRICS = "log_metrics"
+"""Of the library's loggers only; other callbacks may have a method of this name."""
 
 ORDER: tuple[Row, ...] = (
     *(SetUp(Event.INIT_END, method) for method in _SET_UP),
@@ -20,7 +23,7 @@ ORDER: tuple[Row, ...] = (
     Call(Event.STEP_BEGIN, "on_train_start", "model train_dataloader loop loop_idx", "a stretch begins"),
     Call(Event.MICROBATCH_BEGIN, "on_train_batch_start", "model batch batch_idx"),
     Call(Event.MICROBATCH_BEGIN, "on_train_step_start", "model batch"),
-    Call(Event.BEFORE_FORWARD, "on_validate_batch_start", "model batch next_val_batch_idx", "validating"),
+    Call(Event.BEFORE_FORWARD, "on_validate_batch_start", "model batch val_batch_idx", "validating"),
     Call(Event.BEFORE_FORWARD, "on_validate_step_start", "model batch", "validating"),
     Forward(Event.BEFORE_FORWARD, "on_before_forward"),
     Call(Event.AFTER_FORWARD, "on_after_forward", "model outputs batch"),
@@ -34,17 +37,18 @@ ORDER: tuple[Row, ...] = (
     Call(Event.AFTER_ZERO_GRAD, "on_after_optimizer_zero_grad", "model optimizer"),
     Call(Event.BEFORE_SCHEDULER_STEP, "on_before_scheduler_step", "model optimizer scheduler"),
     Call(Event.AFTER_SCHEDULER_STEP, "on_after_scheduler_step", "model optimizer scheduler"),
-    Call(Event.STEP_END, "on_train_step_end", "model last_outputs last_batch"),
+    BeforeCount(Event.STEP_END, "on_train_step_end", "model last_outputs last_batch"),
     Call(Event.STEP_END, "on_train_batch_end", "model last_outputs last_batch batch_idx"),
-    Call(Event.EVALUATE_BEGIN, "on_train_end", "model loop loop_idx", "a stretch ends"),
+    InTraining(Event.EVALUATE_BEGIN, "on_train_end", "model loop loop_idx"),
     Leave(Event.EVALUATE_BEGIN, "on_enter_train", "train"),
     # a validation
     Enter(Event.EVALUATE_BEGIN, "on_enter_validate", "validate", "val_dataloader val_loop"),
     Call(Event.EVALUATE_BEGIN, "on_validate_start", "model val_dataloader val_loop"),
     Call(Event.PREDICTION_STEP, "on_validate_step_end", "model outputs batch", "validating"),
     Call(Event.PREDICTION_STEP, "on_validate_batch_end", "model outputs batch val_batch_idx", "validating"),
-    Call(Event.EVALUATE, "on_validate_end", "model val_loop"),
+    Call(Event.LOG_STEP, "on_validate_end", "model val_loop", "a validation ends"),  # its metrics are logged with it
     Leave(Event.EVALUATE, "on_enter_validate", "validate"),
+    Log(Event.LOG, LOG_METRICS),
     Saved(Event.SAVE, "on_after_save_checkpoint"),
     # teardown; after an exception innermost first
     Leave(Event.EXCEPTION, "on_enter_validate", "validate"),

@@ -11,6 +11,7 @@ from weakref import WeakSet
 
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import (
+    BeforeForwardContext,
     Context,
     EvaluateBeginContext,
     EvaluateContext,
@@ -18,14 +19,25 @@ from dalsegno.events.contexts import (
     LogContext,
     MicrobatchBeginContext,
     MicrobatchEndContext,
-    PredictionStepContext,
     StepDoneContext,
     StepEndContext,
     TrainBeginContext,
     TrainEndContext,
 )
 
+from .schedule import batches_in
 from .trainer import Trainer, plain
+
+
+class Record(dict[str, Any]):
+    """Takes logged values into an existing record, as values that a record can have."""
+
+    def __init__(self, logs: dict[str, Any]) -> None:
+        super().__init__()
+        self._logs = logs
+
+    def update(self, metrics: Any) -> None:  # type: ignore[override]
+        self._logs.update(plain(metrics))
 
 
 class SharedState(Callback):
@@ -49,8 +61,6 @@ class SharedState(Callback):
         """Whether a fit ends at this event, without an exception."""
         self.broken: set[str] = set()
         """Parts that an exception has ended: "validate", "train", "fit"."""
-        self.val_batch_idx = -1
-        """Index of the last batch that this validation has finished."""
         self.last: tuple[Any, Any] = (None, None)
         """Outputs and batch of the step's last micro-batch."""
         self._set_up: dict[str, WeakSet[Callback]] = {}
@@ -64,6 +74,8 @@ class SharedState(Callback):
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         self.fitting, self.training, self.validating = True, False, False
+        position = self.trainer.position
+        position.initial_step, position.val_name, position.is_counted = ctx.state.global_step, None, False
         self.stretch = -1
         self.broken = set()
 
@@ -72,11 +84,17 @@ class SharedState(Callback):
         if self.begins_stretch:
             self.training = True
             self.stretch += 1
-            self.trainer.batch_idx = -1
+            self.trainer.position.batch_idx = -1
+        position, state = self.trainer.position, ctx.state
+        position.is_counted, position.val_name = False, None
+        position.ends_stretch = (state.will_evaluate and self.trainer.schedule.evaluates) or (
+            state.global_step + 1 == state.max_steps
+        )
         self._collect(ctx.state.will_log)
 
     def on_microbatch_begin(self, ctx: MicrobatchBeginContext) -> None:
-        self.trainer.batch_idx += 1
+        self.trainer.position.batch_idx += 1
+        self.trainer.position.microbatch = ctx.index
         self.trainer.should_run_optimizer_step = False
 
     def on_microbatch_end(self, ctx: MicrobatchEndContext) -> None:
@@ -85,25 +103,37 @@ class SharedState(Callback):
             self.last = (ctx.outputs, ctx.batch)
 
     def on_step_end(self, ctx: StepEndContext) -> None:
+        self.trainer.position.is_counted = True
         if self.trainer.early_exit.should_exit:
             ctx.control.stop("a function of trainer.early_exit returned True", by="early_exit")
 
     def on_log_step(self, ctx: LogContext) -> None:
-        if ctx.kind in ("train", "eval") and self.trainer.collected is not None:
-            ctx.logs.update({name: plain(value) for name, value in self.trainer.collected.items()})
+        collected = self.trainer.collected
+        if ctx.kind not in ("train", "eval") or collected is None:
+            return
+        ctx.logs.update(plain(collected))
+        # What on_validate_end logs, which is called with this event, is in the evaluation's record, too.
+        self.trainer.collected = Record(ctx.logs) if ctx.kind == "eval" else None
+
+    def on_log(self, ctx: LogContext) -> None:
+        if ctx.kind == "eval":
             self.trainer.collected = None
 
     def on_evaluate_begin(self, ctx: EvaluateBeginContext) -> None:
         self.ends_stretch, self.training = self.training, False
-        self.validating, self.val_batch_idx = True, -1
+        self.validating = True
         self.loader = _loader_of_set(ctx)
+        position = self.trainer.position
+        position.val_name = ctx.name if isinstance(ctx.eval_dataloader, dict) else "validate"
+        position.val_batches, position.val_batch_idx = batches_in(self.loader), -1
         self._collect(True)
 
-    def on_prediction_step(self, ctx: PredictionStepContext) -> None:
-        self.val_batch_idx = ctx.index
+    def on_before_forward(self, ctx: BeforeForwardContext) -> None:
+        if self.validating:
+            self.trainer.position.val_batch_idx += 1
 
     def on_evaluate(self, ctx: EvaluateContext) -> None:
-        self.validating = False
+        self.validating, self.trainer.position.val_name = False, None
         self.trainer.collected = None
 
     def on_step_done(self, ctx: StepDoneContext) -> None:
@@ -117,6 +147,7 @@ class SharedState(Callback):
 
     def on_train_end(self, ctx: TrainEndContext) -> None:
         self.ends_stretch, self.training, self.validating = self.training, False, False
+        self.trainer.position.val_name = None
         self.ends_well, self.fitting = self.fitting and not self.broken, False
         self._collect(None)
         self.trainer.early_exit.reset_exit_fns()

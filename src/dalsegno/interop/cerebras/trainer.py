@@ -7,9 +7,11 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -17,20 +19,10 @@ from torch.optim import Optimizer
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.events.contexts import Context
 from dalsegno.state import TrainerState
+from dalsegno.system import filesystem
 
-
-class StandIn:
-    """Base of stand-ins for Cerebras's objects. Reading an attribute without a counterpart raises an error."""
-
-    _stands_for: str
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        present = sorted(each for each in dir(self) if not each.startswith("_"))
-        raise AttributeError(
-            f"{self._stands_for}.{name}: dalsegno has no counterpart of it; available: {', '.join(present)}"
-        )
+from .schedule import Position, Schedule
+from .stand_in import StandIn
 
 
 class Backend(StandIn):
@@ -45,6 +37,7 @@ class Backend(StandIn):
         self.torch_device = self.device = device_of(model)
         self.is_cpu = self.device.type == "cpu"
         self.is_gpu = self.device.type == "cuda"
+        self._impl = self
 
 
 class Loop(StandIn):
@@ -52,15 +45,26 @@ class Loop(StandIn):
 
     _stands_for = "trainer.loop"
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, schedule: Schedule) -> None:
         args, self._state = context.args, context.state
+        self._schedule = schedule
         self._accumulation = args.accumulation
         self.num_steps = None
         self.max_steps = args.max_steps if args.max_steps > 0 else None
         self.num_epochs = None if args.max_steps > 0 else args.num_train_epochs
         self.eval_frequency = args.evaluation.steps or None
         self.train_only = not args.evaluation
-        self.val_loop = ValidationLoop()
+        self.val_loop = ValidationLoop(schedule)
+
+    @property
+    def num_trains(self) -> int:
+        """Stretches of training in this fit."""
+        return self._schedule.epochs
+
+    @property
+    def train_steps(self) -> int | None:
+        """Steps of the current stretch."""
+        return self._schedule.train_steps
 
     @property
     def grad_accum_steps(self) -> int:
@@ -77,7 +81,70 @@ class ValidationLoop(StandIn):
     """Stands in for the validation loop, which always covers the whole set."""
 
     _stands_for = "loop"
-    eval_steps = None
+    on_start_hook = "on_validate_start"
+    on_end_hook = "on_validate_end"
+    on_step_start_hook = "on_validate_step_start"
+    on_step_end_hook = "on_validate_step_end"
+    on_batch_start_hook = "on_validate_batch_start"
+    on_batch_end_hook = "on_validate_batch_end"
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+
+    @property
+    def eval_steps(self) -> int | None:
+        """Batches of the evaluation set; None where their number is unknown."""
+        return self._schedule.current_stage.steps
+
+
+class Logging(StandIn):
+    """Stands in for ``trainer.logging``."""
+
+    _stands_for = "trainer.logging"
+    log_level = "INFO"
+    enable_act_frequency = False
+
+    def __init__(self, context: Context) -> None:
+        self.log_steps = context.args.logging.steps or None
+
+    def is_log_step(self, trainer: Trainer) -> bool:
+        return trainer.is_log_step
+
+
+class Executor(StandIn):
+    """Stands in for ``trainer.executor``."""
+
+    _stands_for = "trainer.executor"
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    @property
+    def artifact_dir(self) -> Path:
+        return self._trainer.artifact_dir
+
+    @property
+    def user_iteration(self) -> int:
+        """Of the batch in progress in its stage, from 1."""
+        return self._trainer.schedule.batch_idx + 1
+
+    @property
+    def on_first_iteration(self) -> bool:
+        return self._trainer.is_first_iteration
+
+    @property
+    def on_final_iteration(self) -> bool:
+        return self._trainer.is_final_iteration
+
+
+class CheckpointSettings(StandIn):
+    """Stands in for ``trainer.checkpoint``."""
+
+    _stands_for = "trainer.checkpoint"
+    disable_strict_checkpoint_loading = False
+
+    def __init__(self, context: Context) -> None:
+        self.steps = context.args.save_steps or None
 
 
 class EarlyExit(StandIn):
@@ -135,13 +202,20 @@ class Trainer(StandIn):
         self.schedulers: list[Any] = list(schedulers) if isinstance(schedulers, (list, tuple)) else [schedulers]
         self.logger = logging.getLogger("dalsegno")
         self.backend = Backend(context.model)
-        self.loop = Loop(context)
+        self.position = Position()
+        self.schedule = Schedule(context, self.position)
+        self.loop = Loop(context, self.schedule)
+        self.logging = Logging(context)
+        self.executor = Executor(self)
+        self.checkpoint = CheckpointSettings(context)
+        self.activation_steps = None
+        self.validation_callbacks: list[Any] = []
+        self._artifacts: Path | None = None
         self.early_exit = EarlyExit()
         self.model_dir: Path = context.args.directory
         self.precision = None
         self.should_run_optimizer_step = False
         """Whether the optimizer step follows this micro-batch."""
-        self.batch_idx = -1
         self.collected: dict[str, Any] | None = None
         """Values for the next record; None where no record is due."""
         self.is_silent = False
@@ -162,21 +236,54 @@ class Trainer(StandIn):
         return self._state.global_step
 
     @property
+    def batch_idx(self) -> int:
+        """Of the micro-batch in its stretch of training."""
+        return self.position.batch_idx
+
+    @property
     def is_log_step(self) -> bool:
-        return self._state.will_log
+        """Whether this step is logged; in a validation, whether this batch is: each ``logging_steps``, and the last."""
+        if self.position.val_name is None:
+            return self._state.will_log
+        steps = self.logging.log_steps
+        return self.is_final_iteration or bool(steps and self.executor.user_iteration % steps == 0)
 
     @property
     def is_first_iteration(self) -> bool:
-        """Whether this is the first micro-batch of the current stretch of training."""
-        return self.batch_idx == 0
+        """Whether this is the first batch of the current stretch of training, or validation."""
+        return self.schedule.batch_idx == 0
+
+    @property
+    def is_final_iteration(self) -> bool:
+        """Whether this is the last batch of the current stretch of training, or validation; False if not known."""
+        position = self.position
+        if position.val_name is not None:
+            return position.val_batch_idx + 1 == position.val_batches
+        step = self._state.global_step - position.is_counted
+        is_last = self.should_run_optimizer_step or position.microbatch + 1 >= self._context.args.accumulation.at(step)
+        return is_last and position.ends_stretch
 
     @property
     def artifact_dir(self) -> Path:
-        return self.model_dir
+        """A directory for this trainer's files, below ``cerebras_logs``."""
+        if self._artifacts is None:
+            name = f"{datetime.now():%Y%m%d_%H%M%S}"
+            self._artifacts = filesystem.numbered(self.model_dir / "cerebras_logs", name)
+            filesystem.make_directory(self._artifacts)
+        return self._artifacts
 
     @property
     def summary_dir(self) -> Path:
-        return self.model_dir / "logs"
+        return self.artifact_dir
+
+    @property
+    def loggers(self) -> list[Any]:
+        """Callbacks to which logged metrics are passed."""
+        return [callback for callback in self.all_callbacks if is_logger(callback)]
+
+    def save_checkpoint(self) -> None:
+        """Request a checkpoint at the end of this step."""
+        self._context.control.should_save = True
 
     @property
     def callbacks(self) -> OrderedDict[str, Any]:
@@ -219,7 +326,7 @@ class Trainer(StandIn):
         if self.collected is not None:
             self.collected.update(named)
         elif not self.is_silent:
-            self._context.trainer.log({name: plain(value) for name, value in named.items()})
+            self._context.trainer.log(plain(named))
 
     @contextmanager
     def name_scope(self, name: str) -> Iterator[str]:
@@ -235,6 +342,32 @@ class Trainer(StandIn):
         return "".join(f"{name}/" for name in self._scopes)
 
 
-def plain(value: Any) -> Any:
-    """Return a tensor of one element as a number (which waits for its device), any other value unchanged."""
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+def is_logger(callback: object) -> bool:
+    """Whether a callback derives from the library's ``Logger``."""
+    return any(cls.__name__ == "Logger" and cls.__module__.startswith("cerebras.") for cls in type(callback).__mro__)
+
+
+def plain(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Return the metrics as values that a record can have; reading a tensor waits for its device.
+
+    A tensor of several elements becomes its mean, std, min and max, as ``LogInputSummaries`` names them.
+    """
+    record: dict[str, Any] = {}
+    for name, value in metrics.items():
+        if isinstance(value, torch.Tensor) and value.numel() != 1:
+            record |= _summary(name, value)
+        elif isinstance(value, (torch.Tensor, np.generic)):
+            record[name] = value.item()
+        elif isinstance(value, float):  # without the subclass, which a checkpoint could not contain
+            record[name] = float(value)
+        else:
+            record[name] = value
+    return record
+
+
+def _summary(name: str, tensor: torch.Tensor) -> dict[str, float]:
+    flat = tensor.detach().double().flatten()
+    if not flat.numel():
+        return {}
+    numbers = torch.stack([flat.mean(), flat.std(correction=0), flat.min(), flat.max()]).tolist()
+    return {f"{name}/{what}": number for what, number in zip(("mean", "std", "min", "max"), numbers, strict=True)}

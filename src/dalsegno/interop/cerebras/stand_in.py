@@ -1,0 +1,22 @@
+"""StandIn: base of the objects that stand in for Cerebras's. Reading an attribute without a counterpart raises."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class StandIn:
+    """Reading an attribute without a counterpart raises an AttributeError that lists those that exist."""
+
+    _stands_for: str
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        present = getattr(type(self), name, None)
+        if isinstance(present, property):  # it has raised an AttributeError itself: raise that again
+            return present.__get__(self)
+        known = sorted(each for each in dir(self) if not each.startswith("_"))
+        raise AttributeError(
+            f"{self._stands_for}.{name}: dalsegno has no counterpart of it; available: {', '.join(known)}"
+        )
