@@ -164,7 +164,7 @@ def until(condition: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.05)
+        time.sleep(0.1)
 
 
 def free_ports(count: int) -> list[int]:

@@ -40,13 +40,22 @@ def train(output_dir: Path, *callbacks: ds.Callback) -> None:
         max_steps=12,
         save_steps=5,
         logging_steps=1,
-        per_device_train_batch_size=2,
         parallel="auto",
     ).train()
 
 
 def train_in_own_loop(output_dir: Path, *callbacks: ds.Callback) -> None:
     OwnLoop(output_dir, JsonLogger(), DataOrder(), *callbacks, requeue=True, max_steps=12, save_steps=5).train()
+
+
+def train_and_terminate(output_dir: Path, rank: int) -> None:
+    """SIGTERM is sent to that rank of several."""
+
+    def on_step_end(ctx: Any) -> None:
+        if ctx.step == 4 and collectives.rank() == rank:
+            signal.raise_signal(signal.SIGTERM)
+
+    train(output_dir, Listener({"on_step_end": on_step_end}))
 
 
 def wait_for_a_signal(output_dir: Path) -> Callable[[], None]:
@@ -77,12 +86,10 @@ def main(output_dir: Path, what: str) -> None:
     wait = prepare(output_dir) if is_first else None
 
     def on_step_end(ctx: Any) -> None:
-        if wait is not None and ctx.step == 4 and collectives.rank() == 0:
+        if wait is not None and ctx.step == 4:
             wait()
 
     run(output_dir, Listener({"on_step_end": on_step_end}))
-    if collectives.initialized():
-        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -45,10 +45,10 @@ def cluster(running_cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluste
     return running_cluster
 
 
-def assert_as_whole(parts: Path, train: Callable[[Path], None], world_size: int) -> None:
+def assert_as_whole(parts: Path, train: Callable[[Path], None]) -> None:
     """The run in two legs equals one outside of Slurm."""
     whole = parts.with_name("whole")
-    run_ranks(train, world_size, whole)
+    run_ranks(train, 1, whole)
     comparison = compare_runs(whole, parts)
     assert comparison.identical, f"\n{comparison.table()}"
 
@@ -59,17 +59,16 @@ def ends(output_dir: Path) -> list[tuple[str | None, str | None, int]]:
 
 @needs_slurm
 def test_a_preempted_job_is_requeued(cluster: Cluster, tmp_path: Path) -> None:
-    """Two ranks, under torchrun. Slurm itself does not requeue a job that ends within its grace period."""
+    """Slurm itself does not requeue a job that ends within its grace period."""
     run = tmp_path / "run"
-    launch = f"srun {sys.executable} -m torch.distributed.run --standalone --nproc-per-node=2 {JOB} {run} signal"
-    job = cluster.submit(launch, "--partition=patient")
+    job = cluster.submit(f"srun {sys.executable} {JOB} {run} signal", "--partition=patient")
     cluster.until(job, (run / slurm_job.WAITS).exists)
     cluster.until_completed(cluster.submit("true", "--partition=urgent"))
     cluster.until_completed(job)
     assert cluster.field(job, "Restarts") == "1"
     assert f"Slurm job {job} is requeued: the run resumes at step 4" in cluster.output_of(job)
     assert ends(run) == [("stopped", "signal", 4), ("finished", None, 12)]
-    assert_as_whole(run, slurm_job.train, 2)
+    assert_as_whole(run, slurm_job.train)
 
 
 @needs_slurm
@@ -80,7 +79,7 @@ def test_a_job_whose_time_is_over_is_requeued(cluster: Cluster, tmp_path: Path) 
     assert cluster.field(job, "Restarts") == "1"
     first, second = ends(run)
     assert (first[:2], second) == (("stopped", "clock"), ("finished", None, 12))
-    assert_as_whole(run, slurm_job.train_in_own_loop, 1)
+    assert_as_whole(run, slurm_job.train_in_own_loop)
 
 
 @needs_slurm
@@ -171,6 +170,13 @@ def test_after_a_signal_all_is_recorded_before_the_job_is_requeued(tmp_path: Pat
     assert ends(tmp_path / "run") == [("stopped", "signal", 3)]
     assert small_trainer(tmp_path / "run", max_steps=6, requeue=True).train().reason == "finished"
     assert scontrol.requeued == 1, "a finished run is not"
+
+
+def test_one_of_several_ranks_requeues_the_job(tmp_path: Path, scontrol: Scontrol) -> None:
+    """Rank 0, whichever has received the signal."""
+    run_ranks(slurm_job.train_and_terminate, 2, tmp_path / "run", 1)
+    assert ends(tmp_path / "run")[0][:2] == ("stopped", "signal")
+    assert scontrol.requests == ["show job 17", "show job 17", "requeue 17"]
 
 
 def test_after_a_clock_in_a_loop_of_its_own(tmp_path: Path, scontrol: Scontrol) -> None:
