@@ -15,35 +15,20 @@ import torch
 from dalsegno.errors import ConfigurationError
 
 from .loader import Microbatch
-from .step_batch import Source
+from .step_batch import Source, SourceView
 
 
-class ShortenedSequences:
+class ShortenedSequences(SourceView[Source]):
     """The micro-batches of ``feed``, cut to ``length()`` tokens. The loader itself and its state stay as they are."""
 
     def __init__(self, feed: Source, length: Callable[[], int]) -> None:
-        self._feed = feed
+        super().__init__(feed)
         self._length = length
 
     @property
-    def lockstep(self) -> bool:
-        return self._feed.lockstep
-
-    @property
-    def position(self) -> float:
-        return self._feed.position
-
-    @property
-    def started(self) -> bool:
-        return self._feed.started
-
-    @property
     def spare(self) -> Microbatch | None:
-        spare = self._feed.spare
+        spare = super().spare
         return None if spare is None else self._shorten(spare)
-
-    def length(self) -> int | None:
-        return self._feed.length()
 
     def __iter__(self) -> Iterator[Microbatch]:
         return map(self._shorten, self._feed)

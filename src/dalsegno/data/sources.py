@@ -20,6 +20,7 @@ from .replay_loader import ReplayLoader
 from .sampler import ResumableSampler
 from .samples import Samples, StatefulSamples
 from .stateful_loader import StatefulLoader
+from .step_batch import SourceView
 from .stream import RankShard, RestartedStream, StatefulRankShard
 from .user_loader import UserLoader
 
@@ -101,7 +102,7 @@ def resumable_loader(loader: Iterable[Any], *, seed: int = 0, world_size: int = 
     return feed
 
 
-class EvalLoader:
+class EvalLoader(SourceView[MapLoader | UserLoader]):
     """Yields the same micro-batches in each iteration, from the first to the last; has no state.
 
     Generators that the data owns start with their first state in each iteration and are restored afterwards, because
@@ -109,31 +110,11 @@ class EvalLoader:
     """
 
     def __init__(self, feed: MapLoader | UserLoader) -> None:
-        self._feed = feed
+        super().__init__(feed)
         self._at_first = feed.own_generators.state_dict()
         self._outside: dict[str, Any] = {}
         self.is_evaluated = False
         """Whether an evaluation is running, so that nothing else may read the loader."""
-
-    @property
-    def lockstep(self) -> bool:
-        return self._feed.lockstep
-
-    @property
-    def position(self) -> float:
-        return self._feed.position
-
-    @property
-    def started(self) -> bool:
-        return self._feed.started
-
-    @property
-    def spare(self) -> Microbatch | None:
-        return self._feed.spare
-
-    def length(self) -> int | None:
-        """Return the number of micro-batches on this rank; None if unknown."""
-        return self._feed.length()
 
     def __iter__(self) -> Iterator[Microbatch]:
         self._feed.restart()

@@ -15,14 +15,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from dalsegno.distributed import collectives
 from dalsegno.errors import EmptyDataset, StateMismatch
 
-from . import Microbatch
+from .loader import Microbatch
 
 LossWeight = Callable[[Any], float]
 """Weight of a batch's mean loss within its step, e.g. its number of tokens."""
@@ -48,6 +48,36 @@ class Source(Protocol):
         ...
 
     def __iter__(self) -> Iterator[Microbatch]: ...
+
+
+FeedT = TypeVar("FeedT", bound=Source)
+
+
+class SourceView(Generic[FeedT]):
+    """Base of a source that yields the micro-batches of another one, ``feed``, in its own way."""
+
+    def __init__(self, feed: FeedT) -> None:
+        self._feed = feed
+
+    @property
+    def lockstep(self) -> bool:
+        return self._feed.lockstep
+
+    @property
+    def position(self) -> float:
+        return self._feed.position
+
+    @property
+    def started(self) -> bool:
+        return self._feed.started
+
+    @property
+    def spare(self) -> Microbatch | None:
+        return self._feed.spare
+
+    def length(self) -> int | None:
+        """Return the number of micro-batches of the epoch on this rank; None if unknown."""
+        return self._feed.length()
 
 
 @dataclass(slots=True)
