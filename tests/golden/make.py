@@ -17,14 +17,10 @@ sys.path.insert(0, str(HERE.parent))
 from dalsegno.checkpoint.format.manifest import FORMAT  # noqa: E402
 from dalsegno.testing import run_ranks  # noqa: E402
 from golden import run  # noqa: E402
-from golden.keep import keep  # noqa: E402
-
-RUNS = {"alone": ("none", 1), "sharded": ("fsdp", 2)}
-"""How the model is spread, and over how many ranks."""
+from golden.keep import keep, make_missing  # noqa: E402
 
 
-def make(name: str, target: Path) -> None:
-    parallel, world_size = RUNS[name]
+def make(parallel: str, world_size: int, target: Path) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         output_dir = Path(temporary) / "run"
         run_ranks(run.first_legs, world_size, output_dir, parallel)
@@ -36,8 +32,4 @@ def make(name: str, target: Path) -> None:
 
 
 if __name__ == "__main__":
-    for name in RUNS:
-        target = HERE / f"checkpoints/format-{FORMAT}/{name}"
-        if not target.exists():
-            make(name, target)
-            print(target)
+    make_missing(HERE / f"checkpoints/format-{FORMAT}", make)
