@@ -106,9 +106,9 @@ class Resumer:
             report = self._checkpointer.load(
                 checkpoint, strict_callbacks=options.strict_callbacks, allowed=options.allow_changes
             )
-            self._continue_from(checkpoint)
+            self._continue_from(checkpoint, is_own=is_own)
             if options.chooses:
-                self._archive_later(checkpoint, report)
+                self._archive_after(checkpoint.step if is_own else None, report)
         logger.info("resumed from %s\n%s", checkpoint.path, report.table())
         self._report(checkpoint.path, checkpoint.step, report)
 
@@ -144,20 +144,19 @@ class Resumer:
             )
         return checkpoint
 
-    def _continue_from(self, checkpoint: Checkpoint) -> None:
+    def _continue_from(self, checkpoint: Checkpoint, *, is_own: bool) -> None:
         """Set what the leg knows of the checkpoint: nothing of its path and metrics, if it is another run's."""
-        is_own = self._checkpointer.owns(checkpoint.path, checkpoint.step)
         self._boundary.saves.set_latest(checkpoint.path if is_own else None, checkpoint.step)
         self._boundary.evaluations.set_metrics(checkpoint.manifest.metrics if is_own else {})
         if not is_own:
             state = self._state
             state.best_metric, state.best_global_step, state.best_model_checkpoint = None, 0, None
 
-    def _archive_later(self, checkpoint: Checkpoint, report: LoadReport) -> None:
-        """Keep one timeline: move the checkpoints after a chosen one away; all of them, if it is another run's."""
-        is_own = self._checkpointer.owns(checkpoint.path, checkpoint.step)
+    def _archive_after(self, step: int | None, report: LoadReport) -> None:
+        """Keep one timeline: move the checkpoints after a chosen one's step away; all of them, if it is another run's
+        (None)."""
         place = archive.new_archive_dir(self._output_dir) / "checkpoints"
-        moved = self._checkpointer.archive_after(checkpoint.step if is_own else None, place)
+        moved = self._checkpointer.archive_after(step, place)
         if moved:
             report.notes.append(f"{len(moved)} later checkpoint(s) are now in {place}")
 
