@@ -66,4 +66,4 @@ def test_a_count_of_the_loaders_that_is_none_is_refused(tmp_path: Path) -> None:
     agree(checkpoint)
     outcome = believe(tmp_path, "stateful")
     assert outcome.startswith("refused")
-    assert "loader._num_yielded: is [0]; must be a whole number" in outcome
+    assert "loader._num_yielded: is a list of 1; must be a whole number of 64 bits or None" in outcome

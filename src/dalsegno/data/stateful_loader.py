@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from dalsegno.distributed.rng import capture_generators, preserved_generators, restore_generators
 from dalsegno.errors import StateMismatch
 from dalsegno.stateful.component import Stateful
+from dalsegno.stateful.schema import check
 
 from .fingerprint import digest
 from .loader import NOT_EXACT, EpochPlace, Microbatch, or_another_kind, plain_batch
@@ -226,7 +227,7 @@ def _check_counts(saved: Any, path: str) -> None:
     if not isinstance(saved, dict):
         return
     for name, value in saved.items():
-        if name in _COUNTS and value is not None and not isinstance(value, int):
-            raise StateMismatch(f"{path}.{name}: is {value!r}; must be a whole number")
+        if name in _COUNTS:
+            check(value, int | None, f"{path}.{name}")
         if name not in _OF_THE_USER:
             _check_counts(value, f"{path}.{name}")
