@@ -5,6 +5,7 @@ The callback that owns an :class:`Averages` decides when to update it, and with 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
@@ -16,6 +17,8 @@ from torch.distributed.tensor import DTensor
 from dalsegno.distributed.sharded_tensors import named_parameters
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.contexts import EvaluateBeginContext
+
+logger = logging.getLogger("dalsegno")
 
 _in_place: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 """Key of the callback whose averages are swapped into a model: one callback at a time."""
@@ -60,8 +63,14 @@ class Averages:
         """Note that the averages of these names have been restored from a checkpoint."""
         self._unbegun -= set(names)
 
-    def begin(self, model: nn.Module) -> set[str]:
-        """Bind the averages to the model; initialize new ones with the weights. Returns the names of the new ones."""
+    def begin(self, model: nn.Module, key: str, *, were_saved: bool) -> None:
+        """Bind the averages to the model; initialize new ones with the weights.
+
+        Args:
+            model: whose parameters are averaged.
+            key: of the callback, for the warning.
+            were_saved: whether averages have been restored. A new one then lacks its past: that is logged.
+        """
         averages = self.follow(model)
         parameters = dict(named_parameters(model))
         self._model = model
@@ -71,7 +80,13 @@ class Averages:
         for name, weight, average in zip(averages, self._weights, self._local, strict=True):
             if name in begun:
                 average.copy_(weight)
-        return begun
+        if begun and were_saved:
+            logger.warning(
+                "%s: no average was saved of %d parameter(s), %s among them; theirs begin with the present weights",
+                key,
+                len(begun),
+                min(begun),
+            )
 
     def end(self) -> None:
         """Release all tensors."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, TypedDict
@@ -22,8 +21,6 @@ from dalsegno.stateful.schema import Count
 
 from .argument_checks import flag, number, whole
 from .averages import Averages, name_evaluated_weights
-
-logger = logging.getLogger("dalsegno")
 
 
 class EMAState(TypedDict):
@@ -119,11 +116,4 @@ class EMA(Callback):
         self._updates = rest["updates"]
 
     def _begin(self, model: nn.Module) -> None:
-        begun = self._averages.begin(model)
-        if begun and self._updates:
-            logger.warning(
-                "%s: no average was saved of %d parameter(s), %s among them; theirs begin with the present weights",
-                self.key,
-                len(begun),
-                min(begun),
-            )
+        self._averages.begin(model, self.key, were_saved=self._updates > 0)

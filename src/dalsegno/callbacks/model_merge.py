@@ -138,14 +138,7 @@ class ModelMerge(Callback):
         return next((end for end in steps if end - self._window < step <= end), None)
 
     def _bind(self, model: nn.Module) -> None:
-        begun = self._means.begin(model)
-        if begun and self._merged:
-            logger.warning(
-                "%s: nothing was saved of %d parameter(s), %s among them; their mean begins with the present weights",
-                self.key,
-                len(begun),
-                min(begun),
-            )
+        self._means.begin(model, self.key, were_saved=self._merged > 0)
 
     def _report(self) -> None:
         planned = (min(self._window, self._merge_step) - 1) // self._every + 1
