@@ -26,6 +26,7 @@ from dalsegno.testing import run_ranks, tiny_regression_data
 from support.listeners import Listener
 from support.own_loops import OwnLoop
 from support.small import same, small_trainer, weights
+from support.zero import warnings_about_broken_weights
 
 
 def stopping(output_dir: Path, *callbacks: Any, **settings: Any) -> ds.Trainer:
@@ -142,12 +143,17 @@ def test_an_abort_without_a_checkpoint_leaves_nothing_to_go_on_from(tmp_path: Pa
 
 
 def test_broken_weights_in_memory_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """They were saved with the rest, so that is where the run goes on."""
+    """They were saved with the rest, so the run resumes with them."""
     trainer = stopping(tmp_path, Listener({"on_step_end": BreaksOnce()}), eval_steps=0, max_steps=6)
     trainer.train()
     trainer.args.max_steps = 8
     trainer.train()
     assert "weights contain NaN or infinity as training begins at step 6; to resume from before" in caplog.text
+
+
+def test_broken_weights_are_reported_by_one_rank(tmp_path: Path) -> None:
+    zero, one = run_ranks(warnings_about_broken_weights, 2, tmp_path)
+    assert (len(zero), len(one)) == (1, 0)
 
 
 def test_other_libraries_flags_and_our_checks_are_final_too(tmp_path: Path) -> None:

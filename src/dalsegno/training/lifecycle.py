@@ -159,7 +159,8 @@ class RunLifecycle:
             CannotSave: if the first checkpoint would fail, because a state contains what cannot be saved.
         """
         self._checkpointer.check_serializable()
-        if not are_finite(self._parts.model):
+        is_finite = are_finite(self._parts.model)  # collective
+        if not is_finite and self._parts.state.is_world_process_zero:
             logger.warning(
                 "the model's weights contain NaN or infinity as training begins at step %d; to resume from before, "
                 "pass resume_from_checkpoint= an older checkpoint",
