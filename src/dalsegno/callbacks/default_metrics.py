@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 
 import torch
@@ -16,6 +14,7 @@ from dalsegno.events.table import Event
 from dalsegno.state import Handler
 
 from .argument_checks import number
+from .measures.memory import peak_memory
 from .measures.model_flops import ModelFlops
 
 
@@ -85,11 +84,3 @@ class DefaultMetrics(Callback):
         tokens = max(0, logs["tokens"] - self._tokens_before)
         self._tokens_before = int(logs["tokens"])
         logs["tok_per_sec"] = tokens * 1e9 / nanoseconds
-
-
-def peak_memory(device: torch.device) -> int:
-    """Return the peak memory so far in bytes: allocated on a CUDA device, else resident in this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return resident if sys.platform == "darwin" else resident * 1024  # Linux counts in KiB

@@ -12,7 +12,7 @@ from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import LogContext, TrainBeginContext
 
-from .default_metrics import peak_memory
+from .measures.memory import peak_memory
 
 _CUDA = {
     "memory/active": "active_bytes.all.current",

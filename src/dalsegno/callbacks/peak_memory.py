@@ -14,7 +14,7 @@ from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import LogContext, TrainBeginContext, TrainEndContext
 
 from .argument_checks import flag, writer
-from .default_metrics import peak_memory
+from .measures.memory import peak_memory
 
 logger = logging.getLogger("dalsegno")
 

@@ -1,1 +1,1 @@
-"""Quantities that several callbacks report: FLOPs and spectral norms."""
+"""Quantities that several callbacks report: FLOPs, memory and spectral norms."""
