@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -130,21 +130,39 @@ def test_a_prune_is_followed_before_the_next_checkpoint(
     there: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even a deletion that takes longer than the upload of the newer checkpoint."""
-    delete, deadline = checkpoint_dir.delete, time.monotonic() + 60
+    changed, delete = changes_of(monkeypatch), checkpoint_dir.delete
 
     def delete_late(path: Path) -> bool:
-        until = time.monotonic() + 0.5
-        while 4 not in steps_at(there) and time.monotonic() < until:
-            time.sleep(0.01)
+        with changed:
+            changed.wait_for(lambda: 4 in steps_at(there), timeout=0.5)
         return delete(path)
 
     def wait(ctx: Any) -> None:
-        while ctx.step == 5 and steps_at(there) != [4]:
-            assert time.monotonic() < deadline, steps_at(there)
-            time.sleep(0.01)
+        if ctx.step == 5:
+            with changed:
+                assert changed.wait_for(lambda: steps_at(there) == [4], timeout=60), steps_at(there)
 
     monkeypatch.setattr(checkpoint_dir, "delete", delete_late)
     jobs.trainer(URL, tmp_path, 6, Listener({"on_step_end": wait}), save_total_limit=1).train()
+
+
+def changes_of(monkeypatch: pytest.MonkeyPatch) -> threading.Condition:
+    """Notified after each change in any store."""
+    changed = threading.Condition()
+
+    def notifying(change: Callable[..., Any]) -> Callable[..., Any]:
+        def act(*args: Any) -> Any:
+            try:
+                return change(*args)
+            finally:
+                with changed:
+                    changed.notify_all()
+
+        return act
+
+    for name in ("write", "send", "delete", "move"):
+        monkeypatch.setattr(Store, name, notifying(getattr(Store, name)))
+    return changed
 
 
 def test_going_back_and_starting_over_leave_a_timeline_there_too(there: Store, tmp_path: Path) -> None:
