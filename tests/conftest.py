@@ -23,7 +23,7 @@ settings.load_profile("steady")
 # Small sums gain nothing by more threads, and these wait for each other by turning in circles.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Where an error comes from matters to whoever mends a test.
+# A failing test shows where its error was raised.
 os.environ["DALSEGNO_FULL_TRACEBACK"] = "1"
 
 # A proxy would be asked for what lies on this machine.

@@ -57,7 +57,7 @@ def test_each_stretch_is_summed_up_at_its_own_price(tmp_path: Path) -> None:
         seen += 2 * length
         assert each["total_petaflops"] == pytest.approx(spent / 1e15, rel=1e-9)
         assert each["chinchilla_multiple"] == pytest.approx(seen / (20 * PARAMETERS), rel=1e-9)
-        assert "mfu" not in each  # nobody knows this machine's peak
+        assert "mfu" not in each  # the peak of this hardware is not known
 
 
 def test_parameters_and_their_tokens_can_be_given(tmp_path: Path) -> None:

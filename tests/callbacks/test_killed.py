@@ -16,8 +16,8 @@ from support.builtins import Model, build
 from support.languages import Letters
 from support.small import arguments
 
-# ProfilerCallback says of each leg what it did; a message to nobody, a wait of a minute, one that is refused in shards
-# and a tracer that slows all others down are for their own tests.
+# ProfilerCallback reports each leg separately. Notify needs a receiver, HangWatchdog a hang, GradientNoiseScale refuses
+# shards, and TraceMalloc slows all others down: they have tests of their own.
 ALONE = {"ProfilerCallback", "Notify", "HangWatchdog", "GradientNoiseScale", "TraceMalloc"}
 TOGETHER = sorted(set(callbacks.__all__) - ALONE)
 

@@ -269,11 +269,11 @@ FEEDS: dict[str, Make] = {
     "stateful loader": lambda: resumable_loader(
         StatefulDataLoader(Numbers(11), 3, shuffle=True, generator=torch.Generator().manual_seed(5))
     ),
-    "stream that goes on once": dataset(Forgetful),
-    "stream that goes on once, even batches": dataset(lambda: Forgetful(12)),
-    "stream that goes on once, second of two ranks": dataset(lambda: Forgetful(13), rank=1, world_size=2),
+    "stream that resumes once": dataset(Forgetful),
+    "stream that resumes once, even batches": dataset(lambda: Forgetful(12)),
+    "stream that resumes once, second of two ranks": dataset(lambda: Forgetful(13), rank=1, world_size=2),
     "stream with a generator in its state": dataset(Rolling),
-    "stateful loader of a stream that goes on once": lambda: resumable_loader(StatefulDataLoader(Forgetful(), 3)),
+    "stateful loader of a stream that resumes once": lambda: resumable_loader(StatefulDataLoader(Forgetful(), 3)),
     "map with generators": dataset(lambda: Augmented(11)),
     "map and collate function with generators": dataset(lambda: Augmented(11), collate_fn=Mixup),
     "map with generators, second of two ranks": dataset(lambda: Augmented(17), rank=1, world_size=2),
@@ -337,7 +337,7 @@ WITH_WORKERS: dict[str, Make] = {
     "stream with a state": dataset(Bookmarked, num_workers=2),
     "map with generators": dataset(lambda: Augmented(17), num_workers=2, collate_fn=Mixup),
     "map with generators, persistent": dataset(lambda: Augmented(17), num_workers=2, persistent_workers=True),
-    "stream that goes on once": dataset(Forgetful, num_workers=2),
+    "stream that resumes once": dataset(Forgetful, num_workers=2),
     "plain loader": lambda: resumable_loader(DataLoader(Numbers(17), 3, shuffle=True, num_workers=2)),
     "plain loader, generators": lambda: resumable_loader(
         DataLoader(Augmented(17), batch_sampler=batched(range(17)), num_workers=2, collate_fn=Mixup())

@@ -23,7 +23,7 @@ SHARES = [range(7), range(7, 22)]
 
 
 class Stream(IterableDataset[Any]):
-    """Of unknown length; goes on behind the sample that was loaded."""
+    """Of unknown length; resumes after the sample of its saved state."""
 
     def __init__(self) -> None:
         self.start = self.at = 0

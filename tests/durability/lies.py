@@ -281,7 +281,7 @@ class Began(ds.Callback):
 def believe_many(folder: Path, data: str, numbers: list[int], seed: int) -> None:
     """In this process, one after the other. Each outcome is noted at once, whatever becomes of the process."""
     logging.getLogger("dalsegno").setLevel(logging.CRITICAL)
-    os.fsync = lambda descriptor: None  # nobody pulls the plug here
+    os.fsync = lambda descriptor: None  # the machine stays on
     signal.signal(signal.SIGALRM, _too_long)
     for number in numbers:
         run = folder / f"run-{number}"

@@ -11,7 +11,7 @@ from dalsegno.system.progress import Progress
 
 
 class Clock:
-    """Time that passes only while somebody waits."""
+    """Time that passes only in waits."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0

@@ -1,7 +1,7 @@
 """Remote lock: a file at the URL that names the process that trains there, like the lock in a local directory.
 
-No kernel holds such a lock: the file of a killed process stays. On the same host its process is known to be dead. From
-another host nobody can tell, so the file counts as held, as in a directory that hosts share.
+No kernel holds such a lock: the file of a killed process stays. On the same host its process is known to be dead.
+Another host cannot see whether it is alive, so the file counts as held, as in a directory that hosts share.
 """
 
 from __future__ import annotations
