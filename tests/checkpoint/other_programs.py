@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +64,44 @@ def trainer_here(output_dir: Path, net: nn.Module, **more: Any) -> ds.Trainer:
 def losses_here(output_dir: Path) -> list[float]:
     """Of each step."""
     return [each["loss"] for each in read_records(output_dir / "logs/train.jsonl") if "loss" in each]
+
+
+def one_group(net: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+    """An optimizer of one group, and a schedule that falls to zero at step 26."""
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.1)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / STEPS)
+
+
+@dataclass
+class Loop:
+    """A loop as people write it: clip, step, schedule."""
+
+    net: Any
+    optimizer: torch.optim.Optimizer
+    schedule: Any
+    losses: list[float] = field(default_factory=list)
+
+    @classmethod
+    def new(cls) -> Loop:
+        net = model()
+        return cls(net, *one_group(net))
+
+    def run(self, first: int, last: int) -> Loop:
+        for batch in itertools.islice(itertools.chain(in_order(), in_order()), first, last):
+            loss = self.net(**batch).loss
+            loss.backward()
+            nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
+            self.optimizer.step()
+            self.schedule.step()
+            self.optimizer.zero_grad()
+            self.losses.append(loss.item())
+        return self
+
+
+def continued_here(run: Path) -> tuple[list[float], nn.Module]:
+    """The losses from the checkpoint to step 26, and the model then."""
+    net = model(seed=7)
+    optimizer, schedule = one_group(net)
+    result = trainer_here(run, net, optimizer=optimizer, lr_scheduler=schedule).train()
+    assert result.global_step == STEPS
+    return losses_here(run)[-(STEPS - BEGUN) :], net

@@ -139,6 +139,8 @@ class ImportedPlace(TypedDict):
     """Consumed micro-batches of the epoch, as a fraction of all."""
     samples: Count | None
     """Consumed samples of the epoch, on all ranks."""
+    microbatches: Count | None
+    """Consumed micro-batches of the epoch, on each rank."""
     batch: Annotated[int, Must("1 or more", lambda batch: batch >= 1)] | None
     """Samples in a micro-batch, on all ranks."""
 

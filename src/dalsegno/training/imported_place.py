@@ -41,6 +41,7 @@ class ImportedPosition:
         whole, consumed = _samples_per_epoch(loader), _consumed(place, loader)
         with preserved_generators():
             loader.skip(consumed or 0)
+        parts.state.epoch = loader.position
         if whole is not None and not parts.state.samples_seen:
             parts.state.samples_seen = place["epoch"] * whole + (consumed or 0)
         where = "the start (the position within it is unknown)" if consumed is None else f"sample {consumed:,}"
@@ -54,6 +55,8 @@ def _consumed(place: ImportedPlace, loader: ResumableLoader) -> int | None:
     whole, batch = _samples_per_epoch(loader), place["batch"] or loader.samples_per_microbatch()
     if place["fraction"] == 0:
         return 0
+    if place["microbatches"] is not None:
+        return None if batch is None else place["microbatches"] * batch
     if place["fraction"] is None or whole is None or batch is None:
         return None
     return min(whole, round(place["fraction"] * -(-whole // batch)) * batch)

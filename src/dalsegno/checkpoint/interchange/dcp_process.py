@@ -10,12 +10,15 @@ from __future__ import annotations
 import io
 import pickle
 import sys
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
+import xxhash
 from torch.distributed.checkpoint import metadata as descriptions
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from dalsegno.checkpoint.format.layout import as_bytes
 
 from .pickle_process import main
 
@@ -35,6 +38,7 @@ _DESCRIPTIONS = {
     "torch.serialization": {"_get_layout"},
     "torch": {"Size"},
 }
+_PATHS = {"Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath"}
 
 
 def load_folder(folder: Path) -> dict[str, Any]:
@@ -48,10 +52,12 @@ def load_folder(folder: Path) -> dict[str, Any]:
     if not isinstance(metadata, Metadata):
         raise ValueError(f"{_METADATA} describes no checkpoint")
     nested: dict[str, Any] = {}
+    first: dict[object, torch.Tensor] = {}
     paths = metadata.planner_data or {}
     for name, description in metadata.state_dict_metadata.items():
         if isinstance(description, TensorStorageMetadata):
             value = _tensor(folder, metadata, name, description)
+            value = first.setdefault(_content(value, name), value)
         else:
             value = _item(folder, metadata.storage_data[MetadataIndex(name)])
         _place(nested, paths.get(name, (name,)), value)
@@ -66,6 +72,13 @@ def _tensor(folder: Path, metadata: Metadata, name: str, description: TensorStor
             box = box.narrow(dimension, begin, length)
         box.copy_(_item(folder, metadata.storage_data[MetadataIndex(name, chunk.offsets)]))
     return full
+
+
+def _content(tensor: torch.Tensor, name: str) -> object:
+    """Equal for matrices with equal bits: tied ones, of which DCP saves one for each name. Vectors may be constants."""
+    if tensor.dim() < 2:
+        return name
+    return tensor.dtype, tuple(tensor.shape), xxhash.xxh3_128_digest(as_bytes(tensor).numpy().data)
 
 
 def _item(folder: Path, stored: Any) -> Any:
@@ -99,6 +112,8 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
+        if module in ("pathlib", "pathlib._local") and name in _PATHS:
+            return PurePosixPath  # where the folder was
         if name not in _DESCRIPTIONS.get(module, ()):
             raise pickle.UnpicklingError(f"GLOBAL {module}.{name} is not part of a description of tensors")
         home: Any = {"torch": torch, "torch.serialization": torch.serialization}.get(module, descriptions)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from . import huggingface
+from . import accelerate_folder, dcp_folder, huggingface, lightning_file, torch_file
 from .reading import ReadOptions
 from .run_state import RunState
 
@@ -26,5 +26,11 @@ class Format(Protocol):
         ...
 
 
-FORMATS: Mapping[str, Format] = {"hf": huggingface}
+FORMATS: Mapping[str, Format] = {
+    "hf": huggingface,
+    "accelerate": accelerate_folder,
+    "dcp": dcp_folder,
+    "lightning": lightning_file,
+    "torch": torch_file,
+}
 """By key; in the order in which a folder is recognized."""

@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +24,7 @@ from dalsegno.errors import ConfigurationError, DamagedCheckpoint
 from . import pickles
 from .export import SHARD_INDEX, SINGLE_FILE
 from .optimizer_contents import OptimizerContents
-from .reading import ReadOptions, settings_of_optimizer
+from .reading import NOT_THERE, ReadOptions, settings_of_optimizer
 from .run_state import Place, RunState
 from .weights import Weights
 
@@ -64,19 +63,19 @@ def read(path: Path, options: ReadOptions) -> RunState:
         optimizer = OptimizerContents.of_state_dict(
             content["optimizer"], options.optimizer, options.renamed, str(path / _PICKLES["optimizer"])
         )
-    finished, fraction = _place(state)
+    epoch = options.epoch if options.epoch is not None else float(state.get("epoch") or 0.0)
     ranks = max(1, len(random))
     return RunState(
         program=PROGRAM,
         step=options.step if options.step is not None else int(state["global_step"]),
-        epoch=float(state.get("epoch") or 0.0),
+        epoch=epoch,
         model=model,
         tied=tied,
         optimizer=optimizer,
         schedulers=[content["scheduler"]] if "scheduler" in content else [],
         scaler=content.get("scaler"),
         random=[_random(content[f"random {number}"]) for number in range(len(random))],
-        place=Place(finished, fraction, batch=int(state.get("train_batch_size") or 0) * ranks or None),
+        place=Place.at(epoch, int(state.get("train_batch_size") or 0) * ranks or None),
         tokens_seen=int(state.get("num_input_tokens_seen") or 0),
         total_flos=float(state.get("total_flos") or 0.0),
         best_metric=state.get("best_metric"),
@@ -129,13 +128,6 @@ def _random(saved: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _place(state: Mapping[str, Any]) -> tuple[int, float]:
-    """Finished epochs, and the fraction of the current one."""
-    epoch = float(state.get("epoch") or 0.0)
-    finished = math.floor(epoch + 1e-9)
-    return finished, max(0.0, epoch - finished)
-
-
 def _record(logged: Mapping[str, Any]) -> dict[str, Any]:
     values = {name: value for name, value in logged.items() if name not in ("step", "epoch")}
     kind = "eval" if any(name.startswith("eval_") for name in values) else "final" if "train_runtime" in values else ""
@@ -157,11 +149,11 @@ def _left_out(path: Path, state: Mapping[str, Any], found: Mapping[str, Path], d
     reasons = {"training_args.bin": "a pickle of classes, never read: set the arguments in TrainingArguments"}
     left_out = {name: why for name, why in reasons.items() if (path / name).exists()}
     if "optimizer" not in found:
-        left_out["optimizer"] = "not in the folder (save_only_model=True?), so no run can resume from this"
+        left_out["optimizer"] = f"{NOT_THERE['optimizer']} (save_only_model=True?)"
     if not any(key.startswith("random") for key in found):
-        left_out["random generators"] = "not in the folder: seeded anew"
+        left_out["random generators"] = NOT_THERE["random generators"]
     for name in state.get("stateful_callbacks") or ():
         left_out[f"callback {name}"] = "its state has no meaning for a callback here"
-    left_out["order of the data"] = "this run's own: in the current epoch some samples come twice, some never"
+    left_out["order of the data"] = NOT_THERE["order of the data"]
     left_out |= dict.fromkeys(dropped, "not plain data")
     return left_out

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dalsegno.checkpoint.format import names
-from dalsegno.errors import ConfigurationError, NotFound, UnknownName
+from dalsegno.errors import ConfigurationError, DalsegnoError, NotFound, StateMismatch, UnknownName
 from dalsegno.system import filesystem
 from dalsegno.system.lock import DirectoryLock
 
@@ -69,7 +69,12 @@ def import_checkpoint(
     if form is None:
         known = ", ".join(each.PROGRAM for each in FORMATS.values())
         raise ConfigurationError(f"{place}: not recognized as a checkpoint of {known}")
-    run = form.read(place, ReadOptions(step, epoch, strip_prefix, optimizer))
+    try:
+        run = form.read(place, ReadOptions(step, epoch, strip_prefix, optimizer))
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        if isinstance(error, DalsegnoError):
+            raise
+        raise StateMismatch(f"{place}: is not as {form.PROGRAM} writes it ({error!r}); nothing was imported") from error
     filesystem.make_directory(target)
     with DirectoryLock(target):
         _expect_no_run(target)

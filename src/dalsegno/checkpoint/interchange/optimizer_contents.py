@@ -67,6 +67,11 @@ class OptimizerContents:
         """Names of all parameters, in the order of the groups."""
         return [name for group in self.groups for name in group["params"]]
 
+    def steps(self) -> int | None:
+        """The largest count of steps of any parameter; None if the optimizer counts none."""
+        counts = [int(values["step"]) for values in self.state.values() if values.get("step") is not None]
+        return max(counts, default=None)
+
     def numbered(self) -> dict[str, Any]:
         """The ``state_dict`` that torch's optimizers load: by number."""
         numbers = {name: number for number, name in enumerate(self.names)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -108,7 +109,7 @@ def read(checkpoint: Checkpoint) -> RunState:
 
 def _place(loader: Mapping[str, Any], epoch: float) -> Place:
     if loader["kind"] == IMPORTED:
-        return Place(loader["epoch"], loader["fraction"], loader["samples"], loader["batch"])
+        return Place(**{name: value for name, value in loader.items() if name != "kind"})
     samples = loader["cursor"] if loader["kind"] == "map" else loader["samples"]
     return Place(loader["epoch"], epoch - loader["epoch"], samples)
 
@@ -129,13 +130,7 @@ def _components(run: RunState) -> dict[str, SavedState]:
             "evaluations_owed": [],
         },
         "clock": {"seconds": 0.0},
-        "loader": {
-            "kind": IMPORTED,
-            "epoch": place.epoch,
-            "fraction": place.fraction,
-            "samples": place.samples,
-            "batch": place.batch,
-        },
+        "loader": {"kind": IMPORTED, **dataclasses.asdict(place)},
         **{f"scheduler.{number}": dict(state) for number, state in enumerate(run.schedulers)},
         **({} if run.scaler is None else {"scaler": dict(run.scaler)}),
         SETTINGS: dict(run.settings),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,15 @@ from .optimizer_contents import OptimizerContents
 
 _WRAPPERS = ("module.", "_orig_mod.")
 """Prefixes that DistributedDataParallel and torch.compile add to all names."""
+
+NOT_THERE = {
+    "optimizer": "not saved, so no run can resume from this",
+    "random generators": "not saved: seeded anew",
+    "place in the data": "not saved: it begins anew; pass --epoch, say 1.25",
+    "order of the data": "this run's own: in the current epoch some samples come twice, some never",
+    "log": "not saved with the checkpoint",
+}
+"""Why a part is not taken along, if the files do not contain it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +41,23 @@ class ReadOptions:
     epoch: float | None = None
     strip_prefix: str = ""
     optimizer: str | None = None
+
+    def step_of(self, saved: object, optimizer: OptimizerContents | None, where: Path) -> int:
+        """The step given, or saved, or counted by the optimizer; 0 if there is no optimizer.
+
+        Raises:
+            ConfigurationError: if no one knows it.
+        """
+        if self.step is not None:
+            return self.step
+        if isinstance(saved, torch.Tensor) and saved.numel() == 1:
+            saved = int(saved)
+        if type(saved) is int:
+            return saved
+        counted = 0 if optimizer is None else optimizer.steps()
+        if counted is None:
+            raise ConfigurationError(f"{where}: does not contain the number of finished steps; pass step= (--step)")
+        return counted
 
     def renamed(self, name: str) -> str:
         for prefix in _WRAPPERS:

@@ -6,6 +6,7 @@ write half of a format puts it into that program's files.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ from .optimizer_contents import OptimizerContents
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Position within an epoch of the data: at least one of ``fraction`` and ``samples``, unless it is unknown."""
+    """Position in the data. Within the epoch it is known by one of the next three, or unknown."""
 
     epoch: int = 0
     """Finished epochs."""
@@ -25,8 +26,21 @@ class Place:
     """Micro-batches of the epoch that are consumed, as a fraction of all of them."""
     samples: int | None = None
     """Samples of the epoch that are consumed, on all ranks."""
+    microbatches: int | None = None
+    """Micro-batches of the epoch that are consumed, on each rank."""
     batch: int | None = None
     """Samples in a micro-batch, on all ranks."""
+
+    @classmethod
+    def at(cls, epoch: float, batch: int | None = None) -> Place:
+        """``epoch`` as a number with the fraction of the current one."""
+        finished = math.floor(epoch + 1e-9)
+        return cls(finished, max(0.0, epoch - finished), batch=batch)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the position within the epoch is known."""
+        return not self.fraction is self.samples is self.microbatches is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

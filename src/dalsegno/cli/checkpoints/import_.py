@@ -1,8 +1,9 @@
 """Turn a checkpoint of another program into one that a run here resumes from.
 
-SOURCE is a folder "checkpoint-500" of Hugging Face's Trainer. OUTPUT_DIR becomes a run with that one checkpoint and the
-log up to it: train() of a trainer with the same model, and with output_dir OUTPUT_DIR, continues there. A table names
-what was taken along, and what was not and why.
+SOURCE is a folder "checkpoint-500" of Hugging Face's Trainer, a file .ckpt of Lightning, a folder of Accelerate's
+save_state, of PyTorch's Distributed Checkpoint or of torchtitan, or a file of torch.save. OUTPUT_DIR becomes a run with
+that one checkpoint and the log up to it: train() of a trainer with the same model, and with output_dir OUTPUT_DIR,
+continues there. A table names what was taken along, and what was not and why.
 
 Pickled files are read in a process of its own with torch's restricted unpickler, without network and with a memory
 limit; a file that contains code is refused.
@@ -31,7 +32,12 @@ def describe(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="of the new run; must not contain one",
     )
-    parser.add_argument("--program", metavar="NAME", help="program that wrote it; default: recognized by its files")
+    parser.add_argument(
+        "--program",
+        metavar="NAME",
+        help="program that wrote it: hf, accelerate, dcp (also torchtitan), lightning or torch; default: recognized by "
+        "its files",
+    )
     parser.add_argument(
         "--step", metavar="N", type=int, help="finished optimizer steps, if the files do not contain it"
     )
@@ -90,8 +96,9 @@ def _rows(done: Imported) -> list[dict[str, Any]]:
         taken["gradient scaler"] = f"scale {run.scaler.get('scale', '?')}"
     if run.random:
         taken["random generators"] = f"of {len(run.random)} ranks"
-    if run.epoch is not None:
-        taken["place in the data"] = f"epoch {run.epoch:g}"
+    if run.place.is_known:
+        within = "" if run.place.microbatches is None else f", after {number(run.place.microbatches)} micro-batches"
+        taken["place in the data"] = f"epoch {run.place.epoch if run.epoch is None else run.epoch:g}{within}"
     if run.records:
         taken["log"] = f"{number(len(run.records))} records"
     rows = [{"part": part, "taken": "yes", "detail": detail} for part, detail in taken.items()]

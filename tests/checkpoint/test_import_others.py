@@ -1,0 +1,183 @@
+"""Runs of Lightning, Accelerate, DCP, torchtitan and plain loops, imported and continued here."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+
+from dalsegno.checkpoint.interchange.importing import Imported, import_checkpoint
+from dalsegno.errors import ConfigurationError, StateMismatch
+
+from .other_programs import BEGUN, STEPS, Loop, continued_here, in_order, model, one_group
+
+
+@pytest.fixture(scope="module")
+def expected() -> Loop:
+    """The whole run, in one loop."""
+    return Loop.new().run(0, STEPS)
+
+
+@pytest.fixture
+def begun() -> Loop:
+    return Loop.new().run(0, BEGUN)
+
+
+def assert_continues(done: Imported, expected: Loop) -> None:
+    """That the 20 steps after the checkpoint, here, have the losses and the end of the one loop."""
+    assert done.run.step == BEGUN and done.can_resume
+    losses, net = continued_here(done.checkpoint.parents[1])
+    np.testing.assert_allclose(losses, expected.losses[BEGUN:], rtol=1e-5)
+    for name, each in net.state_dict().items():
+        torch.testing.assert_close(each, expected.net.state_dict()[name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_file_of_torch_save(begun: Loop, expected: Loop, tmp_path: Path) -> None:
+    torch.save(
+        {
+            "model_state_dict": {
+                f"module.{name}": each for name, each in begun.net.state_dict().items()
+            },  # as under DDP
+            "optimizer_state_dict": begun.optimizer.state_dict(),
+            "scheduler": begun.schedule.state_dict(),
+            "epoch": 0,
+            "best": {1, 2},
+        },
+        tmp_path / "last.pt",
+    )
+    done = import_checkpoint(tmp_path / "last.pt", tmp_path / "run", epoch=BEGUN / len(in_order()))
+    assert done.run.tied == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert done.run.left_out["file.best: a set"] == "not plain data"
+    assert_continues(done, expected)
+
+
+def test_a_bare_state_dict_and_what_is_missing(begun: Loop, tmp_path: Path) -> None:
+    torch.save(begun.net.state_dict(), tmp_path / "weights.pth")
+    done = import_checkpoint(tmp_path / "weights.pth", tmp_path / "run")
+    assert not done.can_resume
+    assert {"optimizer", "log", "place in the data", "random generators"} <= done.run.left_out.keys()
+
+
+def test_dcp(begun: Loop, expected: Loop, tmp_path: Path) -> None:
+    state = {
+        "model": get_model_state_dict(begun.net),
+        "optimizer": get_optimizer_state_dict(begun.net, begun.optimizer),
+        "scheduler": begun.schedule.state_dict(),
+        "step": BEGUN,
+        "epoch": BEGUN / len(in_order()),
+    }
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    done = import_checkpoint(tmp_path / "dcp", tmp_path / "run")
+    assert done.run.optimizer is not None and not done.run.optimizer.is_by_position
+    assert_continues(done, expected)
+
+
+def test_torchtitan(begun: Loop, expected: Loop, tmp_path: Path) -> None:
+    """Its layout: the model at the top, the optimizer flattened."""
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    state = {
+        **get_model_state_dict(begun.net),
+        "optimizer": get_optimizer_state_dict(begun.net, begun.optimizer, options=flat),
+        "lr_scheduler": begun.schedule.state_dict(),
+        "dataloader": {"dp_rank_0": b"a pickle", "world_size": 1},
+        "train_state": {"step": torch.tensor(BEGUN, dtype=torch.int32), "ntokens_seen": torch.tensor(96)},
+    }
+    dcp.save(state, checkpoint_id=tmp_path / "step-6", no_dist=True)
+    done = import_checkpoint(tmp_path / "step-6", tmp_path / "run", epoch=BEGUN / len(in_order()))
+    assert done.run.program == "torchtitan"
+    assert "dataloader" in done.run.left_out
+    assert_continues(done, expected)
+
+
+def test_accelerate(expected: Loop, tmp_path: Path) -> None:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    net = model()
+    optimizer, schedule = one_group(net)
+    loader, net, optimizer, schedule = accelerator.prepare(in_order(), net, optimizer, schedule)
+    for batch in itertools.islice(loader, BEGUN):
+        accelerator.backward(net(**batch).loss)
+        accelerator.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    accelerator.save_state(str(tmp_path / "state"))
+    # Two processes would have saved these: each one's generators, and a schedule that counts each step twice.
+    shutil.copy(tmp_path / "state/random_states_0.pkl", tmp_path / "state/random_states_1.pkl")
+    torch.save({**schedule.state_dict(), "last_epoch": 2 * BEGUN, "_step_count": 13}, tmp_path / "state/scheduler.bin")
+    done = import_checkpoint(tmp_path / "state", tmp_path / "run", epoch=BEGUN / len(in_order()))
+    assert done.run.program == "Accelerate" and len(done.run.random) == 2
+    assert_continues(done, expected)
+
+
+def test_lightning(expected: Loop, tmp_path: Path) -> None:
+    import pytorch_lightning as pl
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.save_hyperparameters({"width": 16})
+            self.net = model()
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            return self.net(**batch).loss
+
+        def configure_optimizers(self) -> Any:
+            optimizer, schedule = one_group(self.net)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    saving = pl.callbacks.ModelCheckpoint(tmp_path, filename="last", every_n_train_steps=BEGUN)
+    trainer = pl.Trainer(
+        default_root_dir=tmp_path,
+        max_steps=BEGUN,
+        gradient_clip_val=1.0,
+        accelerator="cpu",
+        logger=False,
+        callbacks=[saving],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Module(), in_order())
+    done = import_checkpoint(tmp_path / "last.ckpt", tmp_path / "run", strip_prefix="net.")
+    assert done.run.place.microbatches == BEGUN
+    assert "hyper_parameters" in done.run.left_out
+    assert any(part.startswith("callback ModelCheckpoint") for part in done.run.left_out)
+    assert_continues(done, expected)
+
+
+class Command:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.marker}",)
+
+
+@pytest.mark.parametrize("where", ["metadata", "item"])
+def test_code_in_a_dcp_folder_is_refused(where: str, tmp_path: Path) -> None:
+    import pickle
+
+    folder = tmp_path / "dcp"
+    dcp.save(
+        {"model": nn.Linear(2, 2).state_dict(), "more": Command(tmp_path / "ran")}, checkpoint_id=folder, no_dist=True
+    )
+    if where == "metadata":
+        (folder / ".metadata").write_bytes(pickle.dumps(Command(tmp_path / "ran")))
+    with pytest.raises(StateMismatch, match=r"refused: names posix\.system"):
+        import_checkpoint(folder, tmp_path / "run")
+    assert not (tmp_path / "ran").exists() and not (tmp_path / "run").exists()
+
+
+def test_what_no_program_wrote_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="not recognized as a checkpoint of Hugging Face Trainer, Accelerate"):
+        import_checkpoint(tmp_path, tmp_path / "run")
