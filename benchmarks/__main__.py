@@ -25,6 +25,7 @@ NAMES = (
     "logs",
     "plots",
     "observers",
+    "launch",
     "callbacks",
 )
 """Modules of this package, in the table's order. Each has a ``run() -> list[Row]``, and in ``SMALL`` the arguments of

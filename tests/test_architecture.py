@@ -32,8 +32,8 @@ FLOORS = [
     ["callbacks", "interop", "checkpoint"],
     # the engine, and runs described in a file
     ["training", "config"],
-    # for users' own tests
-    ["testing"],
+    # starting ranks; for users' own tests
+    ["launcher", "testing"],
     # what people type
     ["cli"],
 ]

@@ -86,6 +86,7 @@ if TYPE_CHECKING:
     from .events.table import Event as Event
     from .interop.hf.base import TrainerCallback as TrainerCallback
     from .interop.instructlab.functions import functions as functions
+    from .launcher.launch import launch as launch
     from .policies.retention import Best as Best
     from .policies.retention import EveryNth as EveryNth
     from .policies.retention import Latest as Latest
@@ -165,6 +166,7 @@ _HOMES = {
     ),
     "interop.hf.base": ("TrainerCallback",),
     "interop.instructlab.functions": ("functions",),
+    "launcher.launch": ("launch",),
     "errors": (
         "CannotSave",
         "ConfigurationError",

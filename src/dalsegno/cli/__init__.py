@@ -21,14 +21,14 @@ from typing import Any
 from dalsegno.errors import DalsegnoError, UnknownName
 from dalsegno.system.exit_status import ExitStatus, exit_status_of
 
-COMMANDS = ("demo", "train", "callbacks", "check-resume", "logs", "checkpoints")
+COMMANDS = ("demo", "train", "launch", "callbacks", "check-resume", "logs", "checkpoints")
 """In the order of the help."""
 
 FAILED = 2
 """Exit status: the command failed. 1 is a command's own negative result."""
-RUN_USER_CODE = ("demo", "train", "check-resume")
+RUN_USER_CODE = ("demo", "train", "launch", "check-resume")
 """Commands whose OSErrors keep their traceback, because user code may raise them; elsewhere the message suffices."""
-TRAINING = ("train",)
+TRAINING = ("train", "launch")
 """Commands that end with an :class:`~dalsegno.system.exit_status.ExitStatus`."""
 
 

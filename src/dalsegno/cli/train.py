@@ -18,7 +18,7 @@ The file names the function that builds the trainer. Its module is searched in t
 
 The whole file is checked before anything is built. On several GPUs:
 
-    torchrun --no-python --nproc-per-node 8 dalsegno train run.toml
+    dalsegno launch --nproc 8 run.toml
 
 Exit status: 0 finished, or stopped early by a callback; 1 error; 2 wrong use; 3 diverged; 75 stopped in time by a
 signal or a time limit: the same command continues the run.

@@ -25,7 +25,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Literal, Protocol, Self, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar
 
 from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.state import Handler, TrainerControl
@@ -53,8 +53,19 @@ class Binder(Protocol):
         ...
 
 
+class Construction(NamedTuple):
+    """The call that built a callback, so that another process can build an equal one."""
+
+    make: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 class Callback:
     """Handles events of a run. Handlers run on the main thread, on all ranks, in the order of the callbacks."""
+
+    construction: Construction
+    """How it was built: ``ds.launch`` builds it again in each rank."""
 
     name: str | None = None
     """Key under which the state is saved; None: the class's name. Needed for two callbacks of the same class."""
@@ -73,6 +84,11 @@ class Callback:
     """True: it needs evaluations, so a run without anything to evaluate on is refused."""
     ranks: Literal["all", "zero"] = "all"
     """``"zero"``: handlers run on rank 0 only. Such a callback must not call a collective."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        callback = super().__new__(cls)
+        callback.construction = Construction(cls, args, kwargs)
+        return callback
 
     @property
     def key(self) -> str:

@@ -59,13 +59,13 @@ class FunctionCallback(Callback):
         if not isinstance(event, Event):
             raise ConfigurationError(f"on({event!r}, …): needs an event: dalsegno.Event.{_nearest(str(event))}")
         self.name = name or str(getattr(function, "__name__", type(function).__name__))
-        self._function = function
+        self.function = function
         _check(self.name, event, function, every)
         called = _every_nth(function, every, event in _BEFORE_COUNTED) if every > 1 else function
         setattr(self, event.handler, MethodType(_handler(called), self))
 
     def __call__(self, ctx: Any) -> Any:
-        return self._function(ctx)
+        return self.function(ctx)
 
 
 def _handler(function: Function) -> Callable[[Any, Any], Any]:

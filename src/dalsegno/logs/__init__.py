@@ -12,6 +12,7 @@ from dalsegno.system.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from .event_files import EventPosition
     from .legs import Leg, RunFile, RunRecord
+    from .previous_leg import PreviousLeg
     from .reader import ReadReport, read_records
     from .rewind import Position, RewindReport
     from .wall_clock import drop_wall_clock, is_wall_clock
@@ -21,6 +22,7 @@ _HOMES = {
     "wall_clock": ("is_wall_clock", "drop_wall_clock"),
     "event_files": ("EventPosition",),
     "legs": ("Leg", "RunFile", "RunRecord"),
+    "previous_leg": ("PreviousLeg",),
     "reader": ("ReadReport", "read_records"),
     "rewind": ("Position", "RewindReport"),
     "writer": ("RecordLog",),
@@ -30,6 +32,7 @@ __all__ = [
     "EventPosition",
     "Leg",
     "Position",
+    "PreviousLeg",
     "ReadReport",
     "RecordLog",
     "RewindReport",

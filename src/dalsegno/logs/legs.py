@@ -16,6 +16,7 @@ from dalsegno.errors import DamagedRunFile, StateMismatch
 from dalsegno.stateful.schema import Must, check
 from dalsegno.system import filesystem
 
+from .previous_leg import PreviousLeg
 from .values import from_json, to_json
 
 logger = logging.getLogger("dalsegno")
@@ -55,6 +56,8 @@ class Leg:
     ended until one of them is raised."""
     diverged: bool = False
     """Whether a callback judged that training has diverged."""
+    cause: str | None = None
+    """Why it died, as the launcher that started the next leg found out: ``rank 1 was killed by SIGKILL``."""
 
     def has_given_up(self, max_steps: int, num_train_epochs: float) -> bool:
         """Whether a callback ended the run here and neither limit has been raised since."""
@@ -106,9 +109,16 @@ class RunFile:
             return None
         return record.legs[-1] if record is not None and record.legs else None
 
-    def begin(self, from_checkpoint: str | None, world_size: int, first_step: int) -> RunRecord:
-        """Append a leg that starts now, after ``first_step`` steps. Earlier legs without an end are marked ``died``."""
+    def begin(
+        self, from_checkpoint: str | None, world_size: int, first_step: int, previous: PreviousLeg | None = None
+    ) -> RunRecord:
+        """Append a leg that starts now, after ``first_step`` steps. Earlier legs without an end are marked ``died``.
+
+        ``previous``: what the launcher knows about the end of the leg before, if that was its.
+        """
         run = self._load_or_renew()
+        if run.legs and previous is not None and (run.legs[-1].host, run.legs[-1].pid) == (previous.host, previous.pid):
+            run.legs[-1].cause = previous.cause
         for leg in run.legs:
             leg.reason = leg.reason or "died"
         run.legs.append(

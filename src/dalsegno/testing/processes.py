@@ -6,14 +6,11 @@ They are forked from a server process that has torch loaded. Functions and argum
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import multiprocessing
 import os
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -24,14 +21,15 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import torch.distributed as dist
+
+from dalsegno.distributed import forked
 from dalsegno.errors import RankFailed
 
 T = TypeVar("T")
 
-PRELOADED = ["dalsegno.training.trainer", "dalsegno.testing", "torch._dynamo"]
+PRELOADED = [*forked.PRELOADED, "dalsegno.testing"]
 """Modules that the server imports before it forks the first ranks; extend it before that if your functions import more.
-
-The first optimizer of a process imports torch._dynamo, which takes a second.
 """
 
 _GRACE = 20.0  # seconds that the other ranks have to end once one has failed
@@ -172,19 +170,8 @@ def _run_rank(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    import numpy as np
-    import torch
-    import torch.distributed as dist
-    from tqdm import tqdm
-
-    gc.freeze()  # what the server has imported is never garbage: collections skip it, and its pages stay shared
-    tqdm.set_lock(threading.RLock())  # its default is a system semaphore, which a killed process would leak
-    multiprocessing.set_start_method("fork", force=True)  # data loader workers are then children that notice its death
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no rank outlives the program that started it
-    np.random.seed()  # a forked process would otherwise continue the server's random numbers
-    os.environ.clear()
-    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    torch.set_num_threads(1)  # the same order of summation under any load
+    ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    forked.settle_after_fork(environment | ranks, threads=1)  # the same order of summation under any load
     value, error = None, None
     try:
         if world_size > 1:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dalsegno.distributed import collectives
 from dalsegno.errors import SaveFailed
-from dalsegno.logs import RunFile
+from dalsegno.logs import PreviousLeg, RunFile
 
 from .parts import RunParts
 from .result import TrainResult
@@ -31,7 +31,12 @@ class LegRecorder:
         """Record that a leg begins at the present step."""
         if self._writes:
             with self._writing("nothing is trained, and what was there before is as it was"):
-                self._run_file.begin(self._relative(resumed_from), collectives.world_size(), self._state.global_step)
+                self._run_file.begin(
+                    self._relative(resumed_from),
+                    collectives.world_size(),
+                    self._state.global_step,
+                    PreviousLeg.from_environment(),
+                )
 
     def end(self, result: TrainResult) -> None:
         """Record how the leg ended; and the goal of the run, if a callback has judged the training to be over."""

@@ -70,6 +70,7 @@ def _as_json(summary: LegSummary, tails: bool) -> dict[str, Any]:
         "reason": summary.reason,
         "by": leg.by,
         "why": leg.why,
+        "cause": leg.cause,
         "idle": summary.idle,
         "cut_off": [_tail_as_json(tail, tails) for tail in summary.cut_off],
     }
@@ -126,6 +127,8 @@ def _as_lines(summary: LegSummary) -> list[str]:
     ]
     if leg.why:
         lines.append(leg.why.splitlines()[0])
+    if leg.cause:
+        lines.append(leg.cause)
     if summary.idle is not None:
         lines.append(f"{_count(summary.redone, 'step')} repeated, {span(summary.idle)} until the next leg")
     return lines

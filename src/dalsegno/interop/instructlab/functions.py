@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from dalsegno.errors import ConfigurationError, UnknownName
-from dalsegno.events.callback import Binder, Callback
+from dalsegno.events.callback import Binder, Callback, Construction
 from dalsegno.events.table import Event
 from dalsegno.state import Handler
 from dalsegno.system.worker import Counts
@@ -52,7 +52,10 @@ def functions(*, name: str | None = None, **on: Function | Sequence[Function]) -
     for event in on:
         if event not in EVENTS:
             raise UnknownName("event", event, EVENTS, _ALIASES)
-    return Functions([_observer(event, each) for event, given in on.items() for each in _as_sequence(given)], name)
+    observers = [_observer(event, each) for event, given in on.items() for each in _as_sequence(given)]
+    made = Functions(observers, name)
+    made.construction = Construction(functions, (), {"name": name, **on})
+    return made
 
 
 class Functions(Callback):

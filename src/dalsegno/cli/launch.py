@@ -1,0 +1,102 @@
+"""Train on several ranks of this host (or several hosts), and restart them when one fails.
+
+What to run is one of:
+
+    dalsegno launch --nproc 8 run.toml --set args.max_steps=1000    a configuration, with the options of 'train'
+    dalsegno launch --nproc 8 my_training:build                     a function that returns a trainer
+    dalsegno launch --nproc 8 train.py --width 64                   a script, with its arguments
+
+A rank that is killed, fails, or makes no step for --hang-timeout seconds ends all ranks; they start again from the
+newest checkpoint that verifies. Three legs in a row that got no further than an earlier one end the job. SIGTERM,
+SIGUSR1 and Ctrl-C are passed on to all ranks, which save and stop together.
+
+Exit status: 0 finished, or stopped early by a callback; 1 error; 2 wrong use; 3 diverged; 75 stopped in time by a
+signal or a time limit: the same command continues the run. A script's status is that of its sys.exit:
+sys.exit(trainer.train().exit_status).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dalsegno.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from dalsegno.launcher.targets import Target
+
+_CONFIGURATIONS = (".toml", ".yaml", ".yml", ".json")
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument(
+        "--nproc", metavar="N", default="auto", help="ranks on this host; auto: one per GPU, or one (default: auto)"
+    )
+    parser.add_argument(
+        "--nnodes",
+        metavar="N|MIN:MAX",
+        default="1",
+        help="number of hosts, on each of which this command runs (default: 1)",
+    )
+    parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="one of the hosts and a free port, for all hosts")
+    parser.add_argument("--rdzv-id", metavar="ID", help="name of the job at that address (default: Slurm's job id)")
+    parser.add_argument("--max-restarts", metavar="R", type=int, help="restarts after a failure (default: 3)")
+    parser.add_argument(
+        "--hang-timeout",
+        metavar="SECONDS",
+        type=float,
+        help="a rank that trains and makes no step for so long is restarted; inf: never (default: 1800)",
+    )
+    parser.add_argument("what", metavar="CONFIG|MODULE:FACTORY|SCRIPT.py")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="options of 'train'; of the script")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """
+    Raises:
+        ConfigurationError: for an invalid option or file.
+    """
+    sys.path.insert(0, str(Path.cwd()))
+
+    from dalsegno.launcher.launch import run_job
+    from dalsegno.launcher.options import HANG_TIMEOUT, MAX_RESTARTS, LaunchOptions
+
+    options = LaunchOptions.checked(
+        arguments.nproc,
+        arguments.nnodes,
+        MAX_RESTARTS if arguments.max_restarts is None else arguments.max_restarts,
+        HANG_TIMEOUT if arguments.hang_timeout is None else arguments.hang_timeout,
+        arguments.rdzv_endpoint,
+        arguments.rdzv_id,
+    )
+    end = run_job(_target(arguments.what, arguments.arguments), options)
+    if end.why:
+        print(f"dalsegno: {end.why}", file=sys.stderr)
+    return end.status
+
+
+def _target(what: str, words: list[str]) -> Target:
+    from dalsegno.launcher.targets import ConfigTarget, FactoryTarget, ScriptTarget
+
+    from . import train
+
+    if Path(what).suffix in _CONFIGURATIONS:
+        parser = argparse.ArgumentParser(prog="dalsegno launch", usage="%(prog)s … FILE [options of 'dalsegno train']")
+        train.describe(parser)
+        given = parser.parse_args([what, *words])
+        if given.check:
+            raise ConfigurationError(f"--check trains nothing: dalsegno train {what} --check")
+        return ConfigTarget(what, given.set, given.checkpoint, given.start_over, given.continue_stopped)
+    if Path(what).suffix == ".py":
+        return ScriptTarget(what, words)
+    if ":" not in what:
+        raise ConfigurationError(
+            f"{what!r}: give a configuration (run.toml), a function that returns a trainer (my_training:build), or a "
+            "script (train.py)"
+        )
+    if words:
+        raise ConfigurationError(f"{what}: takes no arguments, but {' '.join(words)!r} was given; use a configuration")
+    return FactoryTarget.named(what)

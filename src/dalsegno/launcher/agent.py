@@ -1,0 +1,248 @@
+"""RankAgent: torchrun's elastic agent, with ranks that start in a tenth of a second and say why they ended."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from dalsegno.logs import PreviousLeg
+from dalsegno.system.exit_status import ExitStatus
+
+from .findings import Finding, OutOfMemoryKills, Progress, RankError, first_cause, judge
+from .heartbeat import Heartbeats
+from .options import LaunchOptions
+from .rank import DUMP, HEARTBEATS, RankStart
+from .ranks import Ranks
+from .signals import ForwardedSignals
+
+logger = logging.getLogger("dalsegno")
+
+ENDED = (ExitStatus.DONE, ExitStatus.DIVERGED, ExitStatus.RUN_AGAIN)
+"""Exit statuses of a rank whose training has ended; any other is a failure."""
+FINAL = (ExitStatus.WRONG_USE, ExitStatus.INTERRUPTED)
+"""Failures that a restart would only repeat."""
+
+MONITOR_INTERVAL = 0.05  # seconds
+_GRACE = 3.0  # seconds that ranks have to end once one has failed; a rank that waits for it in NCCL never would
+_SAVE_SECONDS = 300.0  # that ranks have to save when further hosts join
+_DUMP_SECONDS = 1.0  # that hung ranks have to write their stacks
+
+
+class RankAgent(SimpleElasticAgent):
+    """Starts, watches and ends the ranks on this host. Rendezvous, restarts and their number are torch's.
+
+    Args:
+        spec: of the ranks.
+        options: of the launch.
+        folder: private to the launch.
+        make: makes the start of a rank from its local rank and its environment.
+        signals: to the launcher.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        options: LaunchOptions,
+        folder: Path,
+        make: Callable[[int, Mapping[str, str]], RankStart],
+        signals: ForwardedSignals,
+    ) -> None:
+        super().__init__(spec)
+        self.statuses: dict[int, int] = {}
+        """Exit status of each local rank, at the end."""
+        self.finding: Finding | None = None
+        """Why the last leg failed."""
+        self.verdict: str | None = None
+        """Why there is no further restart, if something other than their number decided that."""
+        self._options = options
+        self._folder = folder
+        self._make = make
+        self._signals = signals
+        self._progress = Progress()
+        self._out_of_memory = OutOfMemoryKills()
+        self._ranks: Ranks | None = None
+        self._beats: Heartbeats | None = None
+        self._previous: tuple[Any, int] | None = None  # store and number of hosts of the leg that ended
+
+    # -- what the base class calls ------------------------------------------------------------------------------
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        with self._signals.raising():
+            super()._rendezvous(worker_group)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        environments = self._environments(worker_group)
+        for local_rank in range(self._options.nproc):
+            RankError.path(self._folder, local_rank).unlink(missing_ok=True)
+        self._beats = Heartbeats.create(self._folder / HEARTBEATS, self._options.nproc)
+        starts = [self._make(local_rank, each) for local_rank, each in enumerate(environments)]
+        self._ranks = Ranks(self._options.start, starts)
+        return dict(enumerate(self._ranks.pids()))
+
+    def _stop_workers(self, worker_group: WorkerGroup, *_: Any, **__: Any) -> None:
+        """Stop ranks because another host's failed, or because hosts have joined: these ranks save first.
+
+        Those of a leg that failed here have ended already.
+        """
+        if self._ranks is not None and not self._findings(worker_group.store, worker_group.group_world_size):
+            self._ranks.send(signal.SIGTERM)
+            self._ranks.end(_SAVE_SECONDS)
+        self._end_leg(None)
+
+    def _shutdown(self, *_: Any, **__: Any) -> None:
+        if self._ranks is not None:
+            self._ranks.end(0.0)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        ranks = self._ranks
+        assert ranks is not None, "the base class starts ranks before it monitors them"
+        for number in self._signals.take():
+            ranks.send(number)
+        exits = ranks.exits()
+        if any(status not in ENDED for status in exits.values()):
+            return self._failed(worker_group, None)
+        if len(exits) == self._options.nproc:
+            self.statuses = exits
+            values = {worker.global_rank: exits[worker.local_rank] for worker in worker_group.workers}
+            return RunResult(WorkerState.SUCCEEDED, return_values=values)
+        hung = self._hung(worker_group)
+        return RunResult(WorkerState.HEALTHY) if hung is None else self._failed(worker_group, hung)
+
+    # -- failures -----------------------------------------------------------------------------------------------
+
+    def _failed(self, worker_group: WorkerGroup, hung: Finding | None) -> RunResult:
+        ranks = self._ranks
+        assert ranks is not None
+        if hung is not None:
+            ranks.send(DUMP)
+            time.sleep(_DUMP_SECONDS)
+        self._end_leg(hung)
+        exits = ranks.exits()
+        self.statuses = exits
+        failures = {
+            worker.global_rank: ProcessFailure(worker.local_rank, worker.id, exits.get(worker.local_rank, 1), "")
+            for worker in worker_group.workers
+            if exits.get(worker.local_rank) not in ENDED
+        }
+        return RunResult(WorkerState.FAILED, failures=failures)
+
+    def _hung(self, worker_group: WorkerGroup) -> Finding | None:
+        """A finding about the rank that has been without progress for longest, if that is too long."""
+        if math.isinf(self._options.hang_timeout) or self._beats is None:
+            return None
+        training = [(beat.time, rank) for rank, beat in enumerate(self._beats.read()) if beat.time]
+        oldest, local_rank = min(training, default=(math.inf, 0))
+        if time.monotonic() - oldest < self._options.hang_timeout:
+            return None
+        rank = worker_group.workers[local_rank].global_rank
+        return Finding(f"rank {rank} made no step for {self._options.hang_timeout:g} s", True, time.time())
+
+    def _end_leg(self, hung: Finding | None) -> None:
+        """End the ranks of this leg, find out why it ended, and whether to restart it."""
+        ranks, group, beats = self._ranks, self._worker_group, self._beats
+        if ranks is None or beats is None:
+            return
+        ranks.end(_GRACE if hung is None else 0.0)
+        workers = {worker.local_rank: worker.global_rank for worker in group.workers}
+        failed = {workers[rank]: status for rank, status in ranks.exits().items() if status not in ENDED}
+        errors = {workers[rank]: RankError.read(self._folder, rank) for rank in workers}
+        self.finding = hung or judge(
+            failed,
+            {rank: error for rank, error in errors.items() if error is not None},
+            out_of_memory=self._out_of_memory.happened(),
+        )
+        self._publish(group, ranks)
+        self._ranks = None
+        self._decide(failed.values(), max(beat.step for beat in beats.read()))
+
+    def _decide(self, statuses: Iterable[int], reached: int) -> None:
+        """Give up restarts that lead nowhere, and say what comes next."""
+        cause = self.finding.cause if self.finding else "another host's ranks failed"
+        if self._signals.forwarded:
+            self.verdict = f"{self._signals.forwarded[0].name} asked the job to stop"
+        elif any(status in FINAL for status in statuses):
+            self.verdict = "a restart would only repeat it"
+        elif not self._progress.note(reached):
+            self.verdict = str(self._progress)
+        if self.verdict is not None:
+            self._remaining_restarts = 0
+        if self._remaining_restarts > 0:
+            spec = self._worker_group.spec
+            number = spec.max_restarts - self._remaining_restarts + 1
+            logger.warning("%s; restarting from the newest checkpoint (%d of %d)", cause, number, spec.max_restarts)
+
+    # -- what the next leg is told --------------------------------------------------------------------------------
+
+    def _publish(self, group: WorkerGroup, ranks: Ranks) -> None:
+        """Leave the finding where the host of the next rank 0 reads it, once all hosts have met again."""
+        store: Any = group.store
+        if self.finding is not None:
+            store.set(f"dalsegno/finding/{group.group_rank}", self.finding.to_json())
+        for worker, pid in zip(group.workers, ranks.pids(), strict=True):
+            if worker.global_rank == 0:
+                store.set("dalsegno/rank-zero", f"{os.uname().nodename} {pid}")
+        self._previous = store, int(group.group_world_size or 1)
+
+    def _previous_leg(self) -> PreviousLeg | None:
+        if self._previous is None:
+            return None
+        store, hosts = self._previous
+        found = first_cause(self._findings(store, hosts))
+        if not store.check(["dalsegno/rank-zero"]):
+            return None
+        host, _, pid = store.get("dalsegno/rank-zero").decode().rpartition(" ")
+        return PreviousLeg(host, int(pid), found.cause if found else "a host was lost")
+
+    @staticmethod
+    def _findings(store: Any, hosts: int | None) -> list[Finding]:
+        """What the agents have found out about this leg so far."""
+        keys = [f"dalsegno/finding/{number}" for number in range(hosts or 1)]
+        return [Finding.from_json(store.get(key).decode()) for key in keys if store.check([key])]
+
+    def _environments(self, group: WorkerGroup) -> list[dict[str, str]]:
+        """The environment of each rank: torchrun's variables, and what ended the previous leg."""
+        spec = group.spec
+        previous = self._previous_leg()
+        common = {
+            **os.environ,
+            "GROUP_RANK": str(group.group_rank),
+            "ROLE_NAME": spec.role,
+            "LOCAL_WORLD_SIZE": str(spec.local_world_size),
+            "GROUP_WORLD_SIZE": str(group.group_world_size),
+            "MASTER_ADDR": str(group.master_addr),
+            "MASTER_PORT": str(group.master_port),
+            "TORCHELASTIC_RESTART_COUNT": str(spec.max_restarts - self._remaining_restarts),
+            "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
+            "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+            "TORCHELASTIC_USE_AGENT_STORE": str(spec.rdzv_handler.use_agent_store),
+            **({} if previous is None else previous.to_environment()),
+        }
+        common.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+        if self._options.nproc > 1:
+            common.setdefault("OMP_NUM_THREADS", "1")
+        return [
+            {
+                **common,
+                "RANK": str(worker.global_rank),
+                "LOCAL_RANK": str(worker.local_rank),
+                "ROLE_RANK": str(worker.role_rank),
+                "WORLD_SIZE": str(worker.world_size),
+                "ROLE_WORLD_SIZE": str(worker.role_world_size),
+            }
+            for worker in group.workers
+        ]

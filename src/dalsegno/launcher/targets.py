@@ -1,0 +1,171 @@
+"""Targets: what each rank runs: a configuration, a function that builds a trainer, or a script."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dalsegno.config import RunConfig, find_named
+from dalsegno.distributed import collectives
+from dalsegno.errors import ConfigurationError
+from dalsegno.events.callback import Callback
+from dalsegno.logs import RunFile
+from dalsegno.system.exit_status import ExitStatus
+from dalsegno.training.result import TrainResult
+
+from .parcel import pack, unpack
+
+
+@dataclass(slots=True)
+class Ended:
+    """How the target ended on this rank."""
+
+    status: int
+    result: TrainResult | None = None
+    callbacks: Sequence[Callback] = ()
+    """Those that were given to the launch, after training."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigTarget:
+    """``dalsegno train FILE``."""
+
+    path: str
+    overrides: Sequence[str] = ()
+    checkpoint: str | None = None
+    start_over: bool = False
+    continue_stopped: bool = False
+
+    def check(self) -> None:
+        """Raises ConfigurationError, UnknownName or NotFound before anything starts."""
+        RunConfig.read(self.path, self.overrides)
+
+    def run(self, launched: float) -> Ended:
+        """
+        Args:
+            launched: UTC seconds at which the launch began.
+        """
+        config = RunConfig.read(self.path, self.overrides)
+        trainer = config.build()
+        origin: str | bool = self.checkpoint or not self.start_over
+        if origin is not True and collectives.from_rank_zero(lambda: _has_saved(config.args.directory, launched)):
+            origin = True  # a restart: the option has had its effect
+        more = {"continue_stopped": True} if self.continue_stopped else {}
+        return _ended(trainer.train(origin, **more), ())
+
+    def to_tree(self) -> dict[str, Any]:
+        return {
+            "path": self.path,
+            "overrides": list(self.overrides),
+            "checkpoint": self.checkpoint,
+            "start_over": self.start_over,
+            "continue_stopped": self.continue_stopped,
+        }
+
+    @classmethod
+    def from_tree(cls, tree: Mapping[str, Any]) -> ConfigTarget:
+        return cls(**tree)
+
+
+@dataclass(frozen=True, slots=True)
+class FactoryTarget:
+    """A function that returns a trainer; called with ``callbacks=``, if there are any, and ``arguments``."""
+
+    factory: Callable[..., Any]
+    callbacks: Sequence[Callback] = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def named(cls, name: str) -> FactoryTarget:
+        """``module:function``; raises as :func:`find_named`."""
+        return cls(find_named(name, "function", "my_training:build"))
+
+    def check(self) -> None:
+        """Raises ConfigurationError if something cannot travel."""
+        unpack(self.to_tree()["parcel"])
+
+    def run(self, launched: float) -> Ended:
+        given = {"callbacks": list(self.callbacks)} if self.callbacks else {}
+        trainer = self.factory(**given, **self.arguments)
+        if not callable(getattr(trainer, "train", None)):
+            raise ConfigurationError(f"{_name(self.factory)} returned a {type(trainer).__name__}, not a trainer")
+        return _ended(trainer.train(), self.callbacks)
+
+    def to_tree(self) -> dict[str, Any]:
+        packed = {
+            "factory": pack(self.factory, f"the function {_name(self.factory)}"),
+            "callbacks": ["list", [pack(each, f"callbacks: {each.key}") for each in self.callbacks]],
+            "arguments": pack(dict(self.arguments), "arguments"),
+        }
+        return {"parcel": ["dict", [[["value", name], node] for name, node in packed.items()]]}
+
+    @classmethod
+    def from_tree(cls, tree: Mapping[str, Any]) -> FactoryTarget:
+        return cls(**unpack(tree["parcel"]))
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptTarget:
+    """A Python file, run as ``python FILE ARGUMENT…``. Its ``sys.exit`` gives the exit status."""
+
+    path: str
+    arguments: Sequence[str] = ()
+
+    def check(self) -> None:
+        """Raises ConfigurationError if there is no such file."""
+        if not Path(self.path).is_file():
+            raise ConfigurationError(f"{self.path}: no such file")
+
+    def run(self, launched: float) -> Ended:
+        sys.argv = [self.path, *self.arguments]
+        sys.path.insert(0, str(Path(self.path).resolve().parent))
+        try:
+            runpy.run_path(self.path, run_name="__main__")
+        except SystemExit as end:
+            if isinstance(end.code, str):
+                print(end.code, file=sys.stderr)
+            return Ended(end.code if isinstance(end.code, int) else ExitStatus.DONE if end.code is None else 1)
+        return Ended(ExitStatus.DONE)
+
+    def to_tree(self) -> dict[str, Any]:
+        return {"path": self.path, "arguments": list(self.arguments)}
+
+    @classmethod
+    def from_tree(cls, tree: Mapping[str, Any]) -> ScriptTarget:
+        return cls(**tree)
+
+
+Target = ConfigTarget | FactoryTarget | ScriptTarget
+
+KINDS: dict[str, type[Target]] = {"config": ConfigTarget, "factory": FactoryTarget, "script": ScriptTarget}
+
+
+def to_tree(target: Target) -> dict[str, Any]:
+    """A tree that the codec can encode."""
+    kind = next(name for name, each in KINDS.items() if isinstance(target, each))
+    return {"kind": kind, "target": target.to_tree()}
+
+
+def from_tree(tree: Any) -> Target:
+    """Rebuild what :func:`to_tree` was given."""
+    return KINDS[tree["kind"]].from_tree(tree["target"])
+
+
+def _ended(result: Any, callbacks: Sequence[Callback]) -> Ended:
+    if not isinstance(result, TrainResult):  # a trainer of another kind
+        return Ended(ExitStatus.DONE)
+    return Ended(result.exit_status, result, callbacks)
+
+
+def _has_saved(output_dir: Path, launched: float) -> bool:
+    """Whether a leg that began since ``launched`` has published a checkpoint."""
+    record = RunFile(output_dir).load()
+    return record is not None and any(leg.started >= launched and leg.last_step > leg.first_step for leg in record.legs)
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__qualname__", function))
