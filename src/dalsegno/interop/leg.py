@@ -2,10 +2,8 @@
 
 A library's ``Bridge`` is one of that library's callbacks. It creates a leg when training begins, copies the loop's
 progress into :attr:`Leg.state`, fires the events that the library has callbacks for, and passes on to the library what
-handlers request. The states of the callbacks are saved as a folder ``dalsegno`` inside each checkpoint of the library::
-
-    checkpoint-500/            the library's: model, optimizer, its own state
-      dalsegno/                callbacks' states, in the format of dalsegno's own checkpoints; appears by a rename
+handlers request. The states of callbacks are saved with each checkpoint of the library: see
+:mod:`dalsegno.interop.states`.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ from torch.optim import Optimizer
 
 from dalsegno.args import TrainingArguments
 from dalsegno.checkpoint import CALLBACKS, CallbackTensors, CheckpointManager, LoadReport
-from dalsegno.checkpoint.format import names
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint, EventNotFired, StateMismatch
 from dalsegno.events.adapters import external_global_callbacks
@@ -33,14 +30,12 @@ from dalsegno.events.table import Event
 from dalsegno.state import ControlRequests, TrainerControl, TrainerState
 from dalsegno.stateful.component import Component, TensorHolder
 from dalsegno.stateful.schema import Count
-from dalsegno.system import filesystem
+
+from .states import remove_states
 
 logger = logging.getLogger("dalsegno")
 
 P = ParamSpec("P")
-
-FOLDER = "dalsegno"
-"""Folder of the callbacks' states inside a checkpoint of the library."""
 
 
 def fire(handlers: HandlerList[P, Any], *payload: P.args, **named: P.kwargs) -> None:
@@ -114,7 +109,7 @@ class Leg:
         callbacks: checked.
         surroundings: of the loop.
         loop: the library's object that stands for this call of its training.
-        locate: path of the library's checkpoint of a step, a directory.
+        locate: path of the folder in which the states of a step are saved.
         unsupported_events: events that this library's loop cannot fire, with reason and remedy.
 
     Raises:
@@ -153,8 +148,7 @@ class Leg:
             for each in self.events.callbacks
             if isinstance(each, TensorHolder)
         ]
-        self._locate = locate
-        self._manager = CheckpointManager(self.args.directory, locate=lambda step: locate(step) / FOLDER)
+        self._manager = CheckpointManager(self.args.directory, locate=locate)
         self._progress = _Progress("")
         self._step_is_open = False  # on_step_done has not fired for it
         self._announced: int | None = None  # the newest step for which on_before_save has fired
@@ -180,12 +174,12 @@ class Leg:
 
     # -- begin and end ----------------------------------------------------------------------------------------------
 
-    def begin(self, resumed_from: Path | None, timeline: str, *, saves: bool) -> None:
+    def begin(self, folder: Path | None, timeline: str = "", *, saves: bool) -> None:
         """Restore the callbacks' states, then fire on_train_begin.
 
         Args:
-            resumed_from: the library's checkpoint that it has resumed from, if any.
-            timeline: fingerprint of the library's history, equal in the process that saved that checkpoint.
+            folder: of the states; None: there are none.
+            timeline: fingerprint of the library's history, equal in the process that saved the states.
             saves: whether the library will save checkpoints.
 
         Raises:
@@ -195,7 +189,6 @@ class Leg:
         """
         on, step = self.events, self.state.global_step
         fire(on.init_end)
-        folder = None if resumed_from is None else self._folder_in(resumed_from)
         fire(on.before_load, folder, step if folder else 0)
         if folder is not None:
             self._progress.timeline = timeline
@@ -316,12 +309,12 @@ class Leg:
     def announce_save(self) -> None:
         """Fire on_before_save for this step, once. Handlers may stop the training to prevent the save."""
         step = self.state.global_step
-        if self._announced != step:
+        if self._announced != step and not self._has_ended:
             self._announced = step
-            fire(self.events.before_save, self._locate(step), step)
+            fire(self.events.before_save, self._manager.path_of(step).parent, step)
 
-    def save(self, timeline: str, *, is_best: bool = False) -> None:
-        """Add the callbacks' states to the library's checkpoint of this step, which is complete. Then fire on_save.
+    def save(self, timeline: str = "") -> Path:
+        """Capture the callbacks' states of this step, and write them into their folder; its path.
 
         Raises:
             CannotSave: on every rank, if a state contains what cannot be saved.
@@ -331,10 +324,13 @@ class Leg:
         self.announce_save()
         self._progress.timeline = timeline
         folder = self._manager.path_of(step)
-        collectives.from_rank_zero(lambda: _remove_folder(folder))
-        self._manager.save(step, self._tensors, self._components(), is_best=is_best)
-        self._newest = folder.parent
-        fire(self.events.save, folder.parent, step, is_best, self.state)
+        collectives.from_rank_zero(lambda: remove_states(folder))
+        return self._manager.save(step, self._tensors, self._components())
+
+    def saved(self, checkpoint: Path, *, is_best: bool = False) -> None:
+        """Fire on_save: the library's checkpoint of this step is complete, with the states."""
+        self._newest = checkpoint
+        fire(self.events.save, checkpoint, self.state.global_step, is_best, self.state)
 
     def _components(self) -> list[Component]:
         own = [Component("bridge", self._progress), Component("clock", self.state.clock)]
@@ -350,43 +346,3 @@ class Leg:
         report = self._manager.load(checkpoint, self._tensors, self._components())
         logger.info("callbacks' states restored from %s\n%s", folder, report.table())
         return report
-
-    def _folder_in(self, checkpoint: Path) -> Path | None:
-        """The folder of states in the library's checkpoint; None if it was saved without a Bridge. Collective.
-
-        Raises:
-            DamagedCheckpoint: if it has none, although an earlier checkpoint beside it has one.
-        """
-        folder = checkpoint / FOLDER
-        if collectives.from_rank_zero(folder.exists):
-            return folder
-        earlier = collectives.from_rank_zero(lambda: _newest_with_states(checkpoint))
-        if earlier is not None:
-            raise DamagedCheckpoint(
-                f"{checkpoint}: contains no states of callbacks, although {earlier} does; probably the job was killed "
-                f"while it saved {checkpoint.name}. Delete {checkpoint.name}, and resume from {earlier.name}. To "
-                f"resume here nevertheless, with new states, delete {earlier.name}/{FOLDER}"
-            )
-        if self.state.is_world_process_zero:
-            logger.warning(
-                "%s was saved without a Bridge: training resumes, but the states and logs of callbacks begin anew",
-                checkpoint,
-            )
-        return None
-
-
-def _remove_folder(folder: Path) -> None:
-    """Remove the states of an abandoned timeline, whose checkpoint the library has overwritten, in one operation."""
-    if folder.exists():
-        hidden = names.partial_path(folder)
-        filesystem.remove(hidden)
-        filesystem.rename(folder, hidden)
-        filesystem.remove(hidden)
-
-
-def _newest_with_states(checkpoint: Path) -> Path | None:
-    """The newest other checkpoint in the same directory that was written before and has states of callbacks."""
-    written = checkpoint.stat().st_mtime_ns
-    others = [path.parent for path in checkpoint.parent.glob(f"*/{FOLDER}") if path.parent != checkpoint]
-    earlier = {path: path.stat().st_mtime_ns for path in others if path.stat().st_mtime_ns <= written}
-    return max(earlier, key=earlier.__getitem__, default=None)

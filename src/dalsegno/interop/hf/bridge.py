@@ -36,6 +36,7 @@ from dalsegno.events.dispatcher import check_supported
 from dalsegno.events.registration import check_callbacks
 from dalsegno.events.table import Event
 from dalsegno.interop.leg import Leg, Surroundings, Unknown, fire
+from dalsegno.interop.states import FOLDER, states_in
 
 from .inside import Inside, wrap
 from .translation import due_at_next_step, kind_of, mirror, set_name_of, settings_of, timeline_of
@@ -128,11 +129,13 @@ class Bridge(transformers.TrainerCallback):
                 eval_dataloader=kwargs["eval_dataloader"],
             ),
             loop=state,
-            locate=lambda step: Path(args.output_dir) / f"checkpoint-{step}",
+            locate=lambda step: Path(args.output_dir) / f"checkpoint-{step}" / FOLDER,
             unsupported_events=self._unsupported,
         )
         mirror(leg.state, args, state)
-        leg.begin(self._resumed_checkpoint(args, state), timeline_of(state), saves=args.save_strategy != "no")
+        resumed_from = self._resumed_checkpoint(args, state)
+        folder = None if resumed_from is None else states_in(resumed_from)
+        leg.begin(folder, timeline_of(state), saves=args.save_strategy != "no")
         self._leg, self._metrics, self._is_stopping = leg, {}, False
         if self._trainer is not None:
             self._inside = Inside(self._trainer, leg)
@@ -248,7 +251,8 @@ class Bridge(transformers.TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         if (leg := self._followed(args, state)) is not None:
-            leg.save(timeline_of(state), is_best=state.best_global_step == state.global_step)
+            folder = leg.save(timeline_of(state))
+            leg.saved(folder.parent, is_best=state.best_global_step == state.global_step)
         return self._passed_on(control)
 
     @property

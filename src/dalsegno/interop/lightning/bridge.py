@@ -1,0 +1,400 @@
+"""Bridge: dalsegno's callbacks in Lightning's Trainer.
+
+::
+
+    trainer = lightning.Trainer(..., callbacks=[Bridge([JsonLogger(), DivergenceDetector(patience=3)])])
+    trainer.fit(module, loader, ckpt_path="last")
+
+Lightning's loop calls the Bridge as follows::
+
+    load_state_dict → (states kept until training begins)
+    on_train_start → init_end, before_load, (states restored) load, train_begin
+    on_train_batch_start → epoch_begin before an epoch's first batch, step_begin before a step's first, microbatch_begin
+    on_before_optimizer_step → gradients_ready → (clipping) → pre_optimizer_step
+    (the optimizer's hook) → optimizer_step
+    on_train_batch_end → microbatch_end; at a step's last batch step_skipped, step_end, and log_step, log if due
+    on_validation_start → evaluate_begin
+    on_validation_end → evaluate_end, log_step, log, evaluate
+    state_dict → before_save, (states captured)
+    on_train_epoch_end → step_done, epoch_end
+    on_train_end → final log_step, log; train_end
+    on_exception → exception, train_end
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dalsegno.args import TrainingArguments
+from dalsegno.distributed import collectives
+from dalsegno.errors import ConfigurationError
+from dalsegno.events.callback import Callback
+from dalsegno.events.dispatcher import check_supported
+from dalsegno.events.registration import check_callbacks
+from dalsegno.events.table import Event
+from dalsegno.interop.leg import Leg, Surroundings, fire
+from dalsegno.interop.states import Packed, pack, remove_states, unpack, warn_of_new_states
+from dalsegno.system import filesystem
+
+from .optimizer import Optimizer
+
+logger = logging.getLogger("dalsegno")
+
+UNSUPPORTED_EVENTS = dict.fromkeys(
+    [
+        Event.BEFORE_FORWARD,
+        Event.AFTER_FORWARD,
+        Event.BEFORE_BACKWARD,
+        Event.AFTER_BACKWARD,
+        Event.BEFORE_ZERO_GRAD,
+        Event.AFTER_ZERO_GRAD,
+        Event.BEFORE_SCHEDULER_STEP,
+        Event.AFTER_SCHEDULER_STEP,
+        Event.TRAIN_METRICS,
+        Event.PREDICTION_STEP,
+        Event.PREDICT,
+        Event.SAVE,
+    ],
+    "Lightning's Trainer has no callback for; use dalsegno.Trainer, or another callback",
+)
+"""Events that the Bridge never fires. A callback that handles one of them raises EventNotFired."""
+
+
+def _callback_classes() -> tuple[type[Any], ...]:
+    """The base class of callbacks in each installed package of Lightning, which accept only their own."""
+    found = []
+    for package in ("lightning.pytorch", "pytorch_lightning"):
+        try:
+            found.append(importlib.import_module(f"{package}.callbacks").Callback)
+        except ModuleNotFoundError:
+            continue
+    if not found:
+        raise ModuleNotFoundError("neither lightning nor pytorch_lightning is installed: pip install lightning")
+    return tuple(found)
+
+
+class Bridge(*_callback_classes()):  # type: ignore[misc]
+    """A ``Callback`` of Lightning that calls dalsegno's callbacks.
+
+    Their states are part of Lightning's checkpoints, and restored before training begins; their logs, in
+    ``output_dir``, are cut back to that checkpoint. A record has the step's loss (the mean over the ranks), the
+    learning rate, and what the module logs with ``self.log`` (rank 0's values; pass ``sync_dist=True`` for means). An
+    evaluation's metrics are what validation logs, under names that begin with ``eval_`` in place of ``val_``.
+
+    Args:
+        callbacks: dalsegno's built-ins and your own.
+        output_dir: where logs are written. None: the trainer's ``default_root_dir``.
+        processing_class: a tokenizer, for callbacks that need one.
+
+    Raises:
+        EventNotFired: for a callback that handles an event which the Trainer does not fire.
+        ConfigurationError: for an object that is not a callback, or two callbacks with one key; when training begins,
+            for manual optimization or several optimizers.
+    """
+
+    def __init__(
+        self, callbacks: Iterable[object], *, output_dir: str | Path | None = None, processing_class: Any = None
+    ) -> None:
+        super().__init__()
+        self._callbacks: list[Callback] = check_callbacks(callbacks)
+        check_supported(self._callbacks, UNSUPPORTED_EVENTS)
+        self._output_dir = output_dir
+        self._processing_class = processing_class
+        self._leg: Leg | None = None  # since the newest fit() began to train
+        self._trainer: Any = None
+        self._is_training = False
+        self._packed: Packed | None = None  # states that fit() has read, until training begins
+        self._installed = ExitStack()
+        self._lr: float | None = None  # that the newest update used
+        self._losses: list[torch.Tensor] = []  # of this step's batches, each divided by their number
+        self._updated = False  # whether this step has updated the weights
+        self._before: Mapping[str, Any] = {}  # metrics before the present batch or evaluation
+        self._is_stopping = False
+
+    # -- begin and end ----------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if not pl_module.automatic_optimization or len(trainer.optimizers) != 1:
+            raise ConfigurationError("Bridge: needs automatic optimization with one optimizer: its steps are the run's")
+        self._expect_evaluations(trainer)
+        optimizer = Optimizer(trainer.optimizers[0])
+        directory = Path(self._output_dir or trainer.default_root_dir)
+        args = settings_of(trainer, directory, optimizer)
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        leg = Leg(
+            self._callbacks,
+            Surroundings(
+                args=args,
+                model=pl_module,
+                optimizer=optimizer,  # type: ignore[arg-type]
+                lr_scheduler=schedulers[0] if len(schedulers) == 1 else schedulers,
+                processing_class=self._processing_class,
+                train_dataloader=trainer.train_dataloader,
+                eval_dataloader=trainer.val_dataloaders,
+            ),
+            loop=trainer.fit_loop,
+            locate=lambda step: args.directory / ".dalsegno" / f"states-{step}",
+            unsupported_events=UNSUPPORTED_EVENTS,
+        )
+        self._leg, self._trainer, self._is_training, self._is_stopping = leg, trainer, True, False
+        self._mirror(_progress(trainer).current.processed % trainer.num_training_batches)
+        self._begin(leg)
+        self._installed.callback(trainer.optimizers[0].register_step_post_hook(self._after_update).remove)
+        self._install_after_clipping(pl_module, optimizer)
+        self._pass_on()
+
+    def _begin(self, leg: Leg) -> None:
+        packed, self._packed = self._packed, None
+        if packed is None:
+            if leg.state.global_step:
+                warn_of_new_states(str(self._trainer.ckpt_path))
+            leg.begin(None, saves=bool(self._trainer.checkpoint_callbacks))
+            return
+        folder = leg.args.directory / ".dalsegno" / "restored"
+        collectives.from_rank_zero(lambda: remove_states(folder))
+        collectives.from_rank_zero(lambda: unpack(packed, folder))
+        try:
+            leg.begin(folder, saves=bool(self._trainer.checkpoint_callbacks))
+        finally:
+            collectives.from_rank_zero(lambda: filesystem.remove(folder))
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        leg = self._leg
+        if leg is None or not self._is_training:
+            return
+        leg.finish()
+        leg.record({"train_runtime": leg.state.elapsed(), "step": leg.state.global_step}, "final")
+        self._stop_following()
+        leg.end(
+            "aborted" if leg.control.should_abort_without_save else "stopped" if self._is_stopping else "finished", {}
+        )
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        if (leg := self._followed()) is not None:
+            self._stop_following()
+            leg.fail(exception)
+
+    def _stop_following(self) -> None:
+        self._is_training = False
+        self._installed.close()
+
+    # -- epochs and steps -------------------------------------------------------------------------------------------
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if (leg := self._followed()) is not None:
+            if _progress(trainer).is_last_batch:  # else training has stopped inside the epoch
+                leg.epoch_end()
+            self._pass_on()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        leg = self._followed(batch_idx)
+        if leg is None:
+            return
+        leg.epoch_begin()  # here, since Lightning calls no callback for an epoch that a resume begins with
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            leg.state.will_log = (leg.state.global_step + 1) % max(trainer.log_every_n_steps, 1) == 0
+            leg.state.will_evaluate = _evaluates_after(trainer, batch_idx)
+            self._losses, self._updated = [], False
+            leg.step_begin()
+        self._before = dict(trainer.callback_metrics)
+        fire(leg.events.microbatch_begin, batch, batch_idx % trainer.accumulate_grad_batches, _samples(batch))
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if (leg := self._followed()) is not None:
+            self._lr = float(optimizer.param_groups[0]["lr"])
+            fire(leg.events.gradients_ready)
+
+    def _install_after_clipping(self, pl_module: Any, optimizer: Optimizer) -> None:
+        """Fire on_pre_optimizer_step after the module's hook that clips: Lightning has no callback there."""
+        original = pl_module.configure_gradient_clipping
+
+        def configure_gradient_clipping(*args: Any, **named: Any) -> None:
+            original(*args, **named)
+            optimizer.run_pre_hooks()
+            if self._leg is not None:
+                fire(self._leg.events.pre_optimizer_step, None)
+
+        pl_module.configure_gradient_clipping = configure_gradient_clipping
+        self._installed.callback(delattr, pl_module, "configure_gradient_clipping")
+
+    def _after_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._updated = True
+        if self._leg is not None:
+            fire(self._leg.events.optimizer_step)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        leg = self._followed(batch_idx + 1)
+        if leg is None:
+            return
+        accumulated = trainer.accumulate_grad_batches
+        is_last = (batch_idx + 1) % accumulated == 0 or _progress(trainer).is_last_batch
+        loss = outputs["loss"].detach() if outputs else None
+        if loss is not None:
+            self._losses.append(loss)
+        own_loss = None if loss is None else loss * accumulated
+        found = outputs or {}
+        fire(leg.events.microbatch_end, own_loss, found, batch, batch_idx % accumulated, _samples(batch), is_last)
+        if is_last:
+            self._end_step(leg)
+
+    def _end_step(self, leg: Leg) -> None:
+        if not self._updated:
+            fire(leg.events.step_skipped, "the gradient scaler found NaN or infinity")
+        share = torch.stack(self._losses).sum() / collectives.world_size() if self._losses else None
+        leg.step_end(share, None, self._lr)
+        is_due = leg.state.will_log
+        if is_due or leg.events.may_request_each_step():
+            is_due |= self._pass_on()
+        if is_due:
+            self._log(leg, share)
+            self._pass_on()
+
+    def _log(self, leg: Leg, share: torch.Tensor | None) -> None:
+        logs: dict[str, Any] = self._new_metrics()
+        if share is not None:
+            logs["loss"] = collectives.sum_floats([float(share)], "the loss of a record")[0]
+        logs["learning_rate"] = self._lr
+        leg.record(logs, "train")
+
+    # -- evaluations, saves -----------------------------------------------------------------------------------------
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        leg = self._followed()
+        if leg is None or trainer.sanity_checking:
+            return
+        self._before = dict(trainer.callback_metrics)
+        fire(leg.events.evaluate_begin, "eval")
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        leg = self._followed()
+        if leg is None or trainer.sanity_checking:
+            return
+        begin = leg.events.evaluate_begin
+        weights = begin.context.evaluated_weights if begin else None
+        fire(leg.events.evaluate_end, "eval")
+        metrics = {_as_eval(name): value for name, value in self._new_metrics().items()}
+        leg.record(metrics, "eval", weights)
+        leg.evaluated(metrics, "eval", weights)
+        self._pass_on()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Called on all ranks when a checkpoint is saved; rank 0 writes it."""
+        leg = self._leg
+        if leg is None:
+            return {} if self._packed is None else {"dalsegno": self._packed}
+        folder = leg.save()
+        try:
+            return {"dalsegno": collectives.from_rank_zero(lambda: pack(folder))}
+        finally:
+            collectives.from_rank_zero(lambda: filesystem.remove(folder))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._packed = state_dict.get("dalsegno")
+
+    # -- between the two --------------------------------------------------------------------------------------------
+
+    def _followed(self, batches: int | None = None) -> Leg | None:
+        """The leg, with the trainer's present progress; None if training does not run. ``batches``: of this epoch."""
+        if not self._is_training:
+            return None
+        self._mirror(batches)
+        return self._leg
+
+    def _mirror(self, batches: int | None) -> None:
+        leg, trainer = self._leg, self._trainer
+        assert leg is not None, "a leg begins with training"
+        state = leg.state
+        state.global_step = trainer.global_step
+        state.max_steps = trainer.max_steps
+        state.num_train_epochs = float(trainer.max_epochs or 0)
+        done = _progress(trainer).current.processed if batches is None else batches
+        state.epoch = trainer.current_epoch + done / trainer.num_training_batches
+        state.samples_seen = trainer.global_step * trainer.accumulate_grad_batches * _batch_size(trainer)
+
+    def _pass_on(self) -> bool:
+        """Do what callbacks on any rank request, on all ranks. Returns whether a record is wanted. Collective."""
+        leg, trainer = self._leg, self._trainer
+        assert leg is not None, "a leg begins with training"
+        wishes = leg.requests()
+        if wishes.evaluate or wishes.end_epoch:
+            raise ConfigurationError(
+                "should_evaluate and should_epoch_stop: Lightning's Trainer has no such requests; leave them to "
+                "val_check_interval= and limit_train_batches="
+            )
+        stops = (wishes.stop or wishes.abort) and not self._is_stopping
+        if wishes.save or (stops and not wishes.abort and trainer.checkpoint_callbacks):
+            path = getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir
+            trainer.save_checkpoint(Path(path) / f"step={leg.state.global_step}.ckpt")
+        if stops:
+            self._is_stopping = trainer.should_stop = True
+            leg.warn_stops()
+        return wishes.log
+
+    def _new_metrics(self) -> dict[str, Any]:
+        """Metrics that the module has logged since :attr:`_before` was noted: rank 0's, on all ranks. Collective."""
+        metrics = self._trainer.callback_metrics
+        new = {name: float(value) for name, value in metrics.items() if self._before.get(name) is not value}
+        return collectives.broadcast(new, "metrics of the module")
+
+    def _expect_evaluations(self, trainer: Any) -> None:
+        waiting = [callback.key for callback in self._callbacks if callback.needs_evaluations]
+        if waiting and not trainer.enable_validation:
+            raise ConfigurationError(f"{waiting[0]} needs evaluations: pass val_dataloaders= to fit()")
+
+
+def settings_of(trainer: Any, directory: Path, optimizer: Any) -> TrainingArguments:
+    """The trainer's settings as dalsegno's, as far as it has them."""
+    precision = str(trainer.precision)
+    return TrainingArguments(
+        directory,
+        max_steps=trainer.max_steps if trainer.max_steps > 0 else -1,
+        num_train_epochs=float(trainer.max_epochs) if trainer.max_epochs and trainer.max_epochs > 0 else 1.0,
+        per_device_train_batch_size=_batch_size(trainer) // trainer.world_size or 1,
+        gradient_accumulation_steps=trainer.accumulate_grad_batches,
+        learning_rate=float(optimizer.param_groups[0]["lr"]),
+        max_grad_norm=float(trainer.gradient_clip_val or 0),
+        bf16=precision.startswith("bf16"),
+        fp16=precision.startswith("16"),
+        logging_steps=trainer.log_every_n_steps,
+        eval_strategy="epoch" if trainer.enable_validation else "no",
+        save_strategy="epoch" if trainer.checkpoint_callbacks else "no",
+    )
+
+
+def _progress(trainer: Any) -> Any:
+    """The batches of the present epoch."""
+    return trainer.fit_loop.epoch_loop.batch_progress
+
+
+def _evaluates_after(trainer: Any, batch_idx: int) -> bool:
+    """Whether validation follows the step that begins with this batch."""
+    if not trainer.enable_validation:
+        return False
+    every = trainer.check_val_every_n_epoch
+    if every is not None and (trainer.current_epoch + 1) % every:
+        return False
+    last = min(batch_idx + trainer.accumulate_grad_batches, trainer.num_training_batches)
+    return any(done % trainer.val_check_batch == 0 for done in range(batch_idx + 1, int(last) + 1))
+
+
+def _batch_size(trainer: Any) -> int:
+    """Samples of a batch on all ranks; 0 if the loader does not tell."""
+    size = getattr(trainer.train_dataloader, "batch_size", None)
+    return (size or 0) * int(trainer.world_size)
+
+
+def _samples(batch: Any) -> int:
+    """Samples in a batch: the length of its first tensor."""
+    leaves = torch.utils._pytree.tree_leaves(batch)
+    return next((len(each) for each in leaves if isinstance(each, torch.Tensor) and each.dim()), 1)
+
+
+def _as_eval(name: str) -> str:
+    return name if name.startswith("eval_") else f"eval_{name.removeprefix('val_')}"

@@ -1,0 +1,148 @@
+"""Runs of Lightning's Trainer with a Bridge in it. At the top of a module, so that ranks can import it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable
+from math import frexp, sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from dalsegno.callbacks import EMA, DivergenceDetector, EarlyStopping, GradHistogram, GradNormLogger, JsonLogger
+from dalsegno.checkpoint import Checkpoint, read_tensors, saved_states
+from dalsegno.interop.lightning import Bridge
+from dalsegno.interop.states import unpack
+from dalsegno.logs import read_records
+from dalsegno.logs.wall_clock import drop_wall_clock
+from dalsegno.testing import tiny_regression_data
+
+PACKAGE = os.environ.get("LIGHTNING_PACKAGE", "pytorch_lightning")
+"""Or ``lightning.pytorch``."""
+
+pl: Any = importlib.import_module(PACKAGE)
+
+
+class Module(pl.LightningModule):  # type: ignore[misc]
+    """Without random numbers, which Lightning does not restore."""
+
+    def __init__(self, lr: float = 0.01) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.lr = lr
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return nn.functional.mse_loss(self.layers(batch["x"]), batch["y"])
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+def trainer(output_dir: Path, *callbacks: Any, saver: Any = None, **settings: Any) -> Any:
+    """Five steps an epoch, each epoch is evaluated and saved at its end."""
+    saver = pl.callbacks.ModelCheckpoint(save_top_k=-1, save_on_train_epoch_end=True) if saver is None else saver
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    return pl.Trainer(
+        default_root_dir=output_dir,
+        accelerator="cpu",
+        callbacks=[*callbacks, saver],
+        **{"max_epochs": 4, "log_every_n_steps": 2, "gradient_clip_val": 0.5, **quiet, **settings},
+    )
+
+
+def data() -> tuple[Any, Any]:
+    return DataLoader(tiny_regression_data(20), batch_size=4), DataLoader(tiny_regression_data(8, seed=1), batch_size=4)
+
+
+def several() -> list[Any]:
+    """Callbacks with state of each kind: numbers, positions in logs, tensors."""
+    stopping = [DivergenceDetector(patience=100), EarlyStopping(patience=100)]
+    return [JsonLogger(run="bridged"), GradNormLogger(), GradHistogram(every=3), EMA(0.9), *stopping]
+
+
+def fit(output_dir: Path, callbacks: Iterable[Any], *others: Any, ckpt: Any = None, **settings: Any) -> Any:
+    one = trainer(output_dir, *others, Bridge(callbacks), **settings)
+    one.fit(Module(), *data(), ckpt_path=ckpt)
+    return one
+
+
+class At(pl.Callback):  # type: ignore[misc]
+    """Does something after a step."""
+
+    def __init__(self, step: int, act: Callable[[], Any]) -> None:
+        self.step, self.act = step, act
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            self.act()
+
+
+def fit_until_killed(output_dir: Path, step: int) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        del os.environ[name]
+    fit(output_dir, several(), At(step, lambda: os.kill(os.getpid(), signal.SIGKILL)))
+
+
+def newest(output_dir: Path) -> Path:
+    return max((output_dir / "checkpoints").glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+
+
+def records(output_dir: Path) -> dict[str, list[dict[str, Any]]]:
+    """The records of each log, without times."""
+    logs = sorted((output_dir / "logs").glob("*.jsonl"))
+    return {log.name: [drop_wall_clock(record) for record in read_records(log)] for log in logs}
+
+
+def states(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The saved states of callbacks, and their tensors. Read without unpickling any object."""
+    content = torch.load(checkpoint, weights_only=True)["callbacks"]["Bridge"]["dalsegno"]
+    with tempfile.TemporaryDirectory() as folder:
+        unpack(content, Path(folder))
+        found = Checkpoint.open(Path(folder))
+        tensors = {key: dict(named) for key, named in read_tensors(found).items()}
+        return saved_states(found), tensors
+
+
+class Auditor(pl.Callback):  # type: ignore[misc]
+    """Computes what dalsegno's callbacks compute, in a plain way."""
+
+    def __init__(self, decay: float) -> None:
+        self.decay = decay
+        self.average: dict[str, torch.Tensor] = {}
+        self.norms: dict[int, dict[str, float]] = {}
+        self.bins: dict[int, dict[str, Counter[int]]] = {}
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.average = {name: each.detach().clone() for name, each in pl_module.named_parameters()}
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Before clipping: to the norm 0.5."""
+        gradients = {name: each.grad.flatten().tolist() for name, each in pl_module.named_parameters()}
+        step = trainer.global_step + 1
+        norms = {name: sqrt(sum(x * x for x in each)) for name, each in gradients.items()}
+        factor = min(1.0, 0.5 / (sqrt(sum(norm * norm for norm in norms.values())) + 1e-6))
+        self.norms[step] = {name: norm * factor for name, norm in norms.items()}
+        self.bins[step] = {
+            name: Counter(min(max(frexp(x)[1] - 1, -40), 15) for x in each if x) for name, each in gradients.items()
+        }
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        if trainer.global_step in self.norms:
+            for name, each in pl_module.named_parameters():
+                self.average[name].lerp_(each.detach(), 1 - self.decay)
