@@ -17,7 +17,6 @@ NAMES = (
     "imports",
     "save",
     "standstill",
-    "commands",
     "planning",
     "load",
     "resume_data",

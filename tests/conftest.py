@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+import tempfile
 
 from hypothesis import HealthCheck, settings
 
@@ -25,6 +26,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A failing test shows where its error was raised.
 os.environ["DALSEGNO_FULL_TRACEBACK"] = "1"
+
+# Jobs are registered in a folder of the tests' own, not among the user's.
+_state_home = tempfile.TemporaryDirectory(prefix="dalsegno-state-", ignore_cleanup_errors=True)
+os.environ["XDG_STATE_HOME"] = _state_home.name
 
 # A proxy would be asked for what lies on this machine.
 os.environ["no_proxy"] = os.environ["NO_PROXY"] = "127.0.0.1,localhost"

@@ -47,6 +47,7 @@ from .stability_monitor import StabilityMonitor
 from .tb_logger import TBLogger
 from .textgen_callback import TextgenCallback
 from .trace_malloc import TraceMalloc
+from .trainer_control import TrainerControlCallback
 from .weight_norm_logger import WeightNormLogger
 
 
@@ -101,5 +102,6 @@ __all__ = [
     "TBLogger",
     "TextgenCallback",
     "TraceMalloc",
+    "TrainerControlCallback",
     "WeightNormLogger",
 ]

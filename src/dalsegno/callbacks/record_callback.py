@@ -40,6 +40,12 @@ class RecordCallback(Callback):
         """Whether :meth:`write` reaches a file: on rank 0, while training runs."""
         return self._log is not None
 
+    @property
+    def log_path(self) -> Path | None:
+        """The file that is written; None while none is."""
+        log = self._log
+        return None if log is None else log.path
+
     def write(self, ctx: Context, values: Mapping[str, Any]) -> None:
         """Append one record: timestamp, step and epoch, then ``values``."""
         if self._log is not None:

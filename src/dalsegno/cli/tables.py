@@ -12,10 +12,13 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TextIO
 
 from dalsegno.logs.values import to_json
 from dalsegno.system.byte_sizes import format_bytes
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 NOTHING = "–"
 """Shown for a missing value."""
@@ -92,13 +95,19 @@ class Column(NamedTuple):
 def print_table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], file: TextIO | None = None) -> None:
     """Print a header and one line per row. A key missing from a row is shown as None."""
     file = file or sys.stdout
-    cells = [
-        ["\n".join(map(visible, column.show(row.get(column.key)).split("\n"))) for column in columns] for row in rows
-    ]
+    cells = _cells(columns, rows)
     if not file.isatty():
         _print_unshortened(columns, cells, file)
         return
     from rich.console import Console
+
+    console = Console(file=file, highlight=False, emoji=False)
+    console.width = max(console.width, _least_width(columns, cells))
+    console.print(rich_table(columns, rows))
+
+
+def rich_table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> Table:
+    """The table that :func:`print_table` prints on a terminal."""
     from rich.table import Table
     from rich.text import Text
 
@@ -106,12 +115,16 @@ def print_table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], fi
     for column in columns:
         side: Literal["left", "right"] = "right" if column.right else "left"
         table.add_column(Text(column.title), justify=side, no_wrap=column.right, overflow="fold")
-    for row, shown in zip(rows, cells, strict=True):
+    for row, shown in zip(rows, _cells(columns, rows), strict=True):
         styles = [column.style(row.get(column.key)) if column.style else "" for column in columns]
         table.add_row(*(Text(cell, style=style) for cell, style in zip(shown, styles, strict=True)))
-    console = Console(file=file, highlight=False, emoji=False)
-    console.width = max(console.width, _least_width(columns, cells))
-    console.print(table)
+    return table
+
+
+def _cells(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    return [
+        ["\n".join(map(visible, column.show(row.get(column.key)).split("\n"))) for column in columns] for row in rows
+    ]
 
 
 def _least_width(columns: Sequence[Column], cells: Sequence[Sequence[str]]) -> int:

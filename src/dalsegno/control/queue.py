@@ -5,10 +5,12 @@ Any thread submits; the training thread takes what is waiting once all ranks hav
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,15 +49,28 @@ class Ticket:
         self.id = id
         self._resolved = threading.Event()
         self._outcome: Outcome | None = None
+        self._calls: deque[Callable[[], None]] = deque()
 
     def wait(self, timeout: float | None = None) -> Outcome | None:
         """Wait up to ``timeout`` seconds for the command's effect; None if it has had none by then."""
         self._resolved.wait(timeout)
         return self._outcome
 
+    def when_resolved(self, call: Callable[[], None]) -> None:
+        """Run ``call``, which must be quick, once the outcome is known: on the thread that resolves it, or now."""
+        self._calls.append(call)
+        if self._resolved.is_set():
+            self._run_calls()
+
     def _resolve(self, outcome: Outcome) -> None:
         self._outcome = outcome
         self._resolved.set()
+        self._run_calls()
+
+    def _run_calls(self) -> None:
+        with contextlib.suppress(IndexError):  # each call runs once, whichever of two threads takes it
+            while True:
+                self._calls.popleft()()
 
 
 class CommandQueue:

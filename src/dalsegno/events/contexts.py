@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from dalsegno.control.queue import CommandQueue
+
     Number = float | torch.Tensor | None
 
 Outputs = MutableMapping[str, Any]
@@ -33,6 +35,13 @@ class TrainerLike(Protocol):
     args: TrainingArguments
     state: TrainerState
     control: TrainerControl
+
+    @property
+    def commands(self) -> CommandQueue: ...
+    @property
+    def callbacks(self) -> list[Any]: ...
+    @property
+    def switched_off(self) -> frozenset[str]: ...
 
     def log(self, metrics: MutableMapping[str, Any]) -> None:
         """Fire ``on_log`` with kind "user". Call on all ranks, with the same values."""

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from dalsegno.args import TrainingArguments
 from dalsegno.checkpoint import CALLBACKS, CallbackTensors, CheckpointManager, LoadReport
+from dalsegno.control import CommandQueue
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint, EventNotFired, StateMismatch
 from dalsegno.events.adapters import external_global_callbacks
@@ -143,6 +144,8 @@ class Leg:
         self._take_place()
         everywhere = [*global_callbacks(), *external_global_callbacks()]
         self.events.bind([*callbacks, *(each for each in everywhere if each not in callbacks)])
+        self.callbacks = self.events.callbacks
+        self.switched_off: frozenset[str] = frozenset()
         self._tensors = [
             CallbackTensors(f"{CALLBACKS}{each.key}", each, surroundings.model)
             for each in self.events.callbacks
@@ -300,6 +303,10 @@ class Leg:
 
     def stop(self, reason: str = "ctx.trainer.stop() was called", *, save: bool = True) -> None:
         self.control.stop(reason, save=save)
+
+    @property
+    def commands(self) -> CommandQueue:
+        raise EventNotFired("commands: this loop belongs to another library; commands need dalsegno's Trainer or Run")
 
     def skip_samples(self, samples: int) -> int:
         raise EventNotFired("skip_samples(): the data loader belongs to another library, whose batches are not skipped")

@@ -37,8 +37,8 @@ def notify_watcher(operation: str, path: Path) -> None:
         watcher(operation, path)
 
 
-def open_own(path: Path, flags: int) -> int:
-    """Open a file of a run for writing; returns the descriptor.
+def open_own(path: Path, flags: int, mode: int = 0o644) -> int:
+    """Open a file of a run for writing; returns the descriptor. ``mode``: permissions of a file that this creates.
 
     ``path`` may be reached through linked folders, but must itself be a regular file: a link would redirect the write,
     or the truncation, to its target.
@@ -51,7 +51,7 @@ def open_own(path: Path, flags: int) -> int:
         if not stat.S_ISREG(kind):
             what = "a symbolic link, which is not followed" if stat.S_ISLNK(kind) else "not a regular file"
             raise OSError(errno.EINVAL, f"this is {what}; remove it, or use another output_dir", str(path))
-    return os.open(path, flags | os.O_NOFOLLOW, 0o644)
+    return os.open(path, flags | os.O_NOFOLLOW, mode)
 
 
 @contextlib.contextmanager
@@ -107,6 +107,28 @@ def make_directory(path: Path) -> None:
         fsync_directory(path.parent)
 
 
+def make_private_directory(path: Path) -> None:
+    """Create ``path``, with its parents, for this user alone (0700); an existing directory is made so.
+
+    Raises:
+        PermissionError: if ``path`` belongs to another user.
+        OSError: if it cannot be created, or is not a directory.
+    """
+    make_directory(path.parent)
+    notify_watcher("mkdir", path)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        status = os.fstat(descriptor)
+        if status.st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, "belongs to another user", str(path))
+        if status.st_mode & 0o077:
+            os.fchmod(descriptor, 0o700)
+    finally:
+        os.close(descriptor)
+
+
 def mkdir_nosync(path: Path) -> None:
     """Create ``path`` in an existing directory, without fsync. Does nothing if ``path`` exists.
 
@@ -139,8 +161,8 @@ def write_durably(path: Path, data: Buffer) -> None:
     _write_pieces(path, [data])
 
 
-def _write_pieces(path: Path, pieces: Iterable[Buffer]) -> None:
-    descriptor = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+def _write_pieces(path: Path, pieces: Iterable[Buffer], mode: int = 0o644) -> None:
+    descriptor = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     try:
         for piece in pieces:
             write_all(descriptor, piece, path)
@@ -197,19 +219,20 @@ def _open_direct(path: Path) -> int:
         return open_own(path, flags)
 
 
-def replace_durably(path: Path, data: Buffer) -> None:
+def replace_durably(path: Path, data: Buffer, mode: int = 0o644) -> None:
     """Replace ``path`` atomically: after a crash at any time it contains the old bytes or the new ones.
 
     Only one process may call this at a time. The next call overwrites a temporary file left by a killed process.
+    ``mode``: the file's permissions, from the moment it exists.
     """
-    replace_durably_in_pieces(path, [data])
+    replace_durably_in_pieces(path, [data], mode)
 
 
-def replace_durably_in_pieces(path: Path, pieces: Iterable[Buffer]) -> None:
+def replace_durably_in_pieces(path: Path, pieces: Iterable[Buffer], mode: int = 0o644) -> None:
     """Like :func:`replace_durably`, for data that is produced while it is written and never held in memory whole."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        _write_pieces(temporary, pieces)
+        _write_pieces(temporary, pieces, mode)
         rename(temporary, path)
     finally:
         with contextlib.suppress(FileNotFoundError):

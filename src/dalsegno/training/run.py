@@ -46,6 +46,7 @@ from dalsegno.data.step_batch import StepBatch
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import check_materialized, device_of
 from dalsegno.errors import ConfigurationError
+from dalsegno.events.callback import Callback
 from dalsegno.events.table import Event
 from dalsegno.state import TrainerControl, TrainerState
 from dalsegno.system.tracebacks import short_traceback
@@ -183,6 +184,16 @@ class Run:
     def commands(self) -> CommandQueue:
         """Accepts commands, from any thread of rank 0: ``run.commands.submit("save_checkpoint", by="me")``."""
         return self._lifecycle.commands
+
+    @property
+    def callbacks(self) -> list[Callback]:
+        """In calling order."""
+        return self._parts.callbacks.bound
+
+    @property
+    def switched_off(self) -> frozenset[str]:
+        """Keys of the callbacks that a command has switched off."""
+        return self._dispatcher.switched_off
 
     @property
     def result(self) -> TrainResult | None:

@@ -149,6 +149,11 @@ class Trainer:
         """In calling order."""
         return self._parts.callbacks.bound
 
+    @property
+    def switched_off(self) -> frozenset[str]:
+        """Keys of the callbacks that a command has switched off."""
+        return self._parts.dispatcher.switched_off
+
     @short_traceback
     def train(
         self,

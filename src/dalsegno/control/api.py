@@ -1,0 +1,311 @@
+"""API: the addresses that a job's server answers, as an ASGI application.
+
+::
+
+    GET  /jobs                                 jobs of this user on this machine
+    GET  /jobs/ID/status                       step, epoch, last values of what was logged
+    POST /jobs/ID/control[?wait=SECONDS]       {"command": NAME, "data": {…}}; with wait: answers after its effect
+    GET  /jobs/ID/commands/COMMAND_ID          what became of a command; also with wait
+    GET  /jobs/ID/callbacks                    callbacks of the run
+    GET  /jobs/ID/records?since=POSITION       records of the log
+    GET  /jobs/ID/stream                       records and events, as server-sent events
+    GET  /metrics                              OpenMetrics
+    GET  /                                     the live page
+
+Handlers run on the server's thread. Whatever may block (a disk, a wait) runs on a thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import asdict
+from functools import partial
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from dalsegno.errors import ConfigurationError, NotFound, NotRunning, UnknownName
+from dalsegno.logs.values import to_json
+
+from .commands import COMMANDS
+from .feed import LiveJob
+from .jobs import list_jobs
+from .metrics import CONTENT_TYPE, open_metrics
+from .queue import Ticket
+from .security import Gate
+
+LARGEST_BODY = 1 << 16
+"""Bytes of a request's body."""
+
+LONGEST_WAIT = 600.0
+"""Seconds that ``wait`` may ask for."""
+
+MOST_STREAMS = 16
+"""Streams at a time."""
+
+_POLL = 0.25  # seconds between two reads of the log for a stream
+_HEARTBEAT = 15.0  # seconds after which an idle stream sends a comment, so that a dead connection is noticed
+
+T = TypeVar("T")
+
+
+def build_app(job: LiveJob, stopping: asyncio.Event, *, host: str, token: str | None) -> ASGIApp:
+    """The application of one job. ``stopping``: set when the server is about to end."""
+    api = _Api(job, stopping)
+    here = "/jobs/{job_id}"
+    routes = [
+        Route("/", _page),
+        Route("/metrics", api.metrics),
+        Route("/jobs", api.jobs),
+        Route(f"{here}/status", api.of_this_job(api.status)),
+        Route(f"{here}/control", api.of_this_job(api.control), methods=["POST"]),
+        Route(f"{here}/commands/{{command_id}}", api.of_this_job(api.command)),
+        Route(f"{here}/callbacks", api.of_this_job(api.callbacks)),
+        Route(f"{here}/records", api.of_this_job(api.records)),
+        Route(f"{here}/stream", api.of_this_job(api.stream)),
+    ]
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _as_answer})
+    app.router.redirect_slashes = False
+    return Gate(app, host=host, token=token, open_paths={"/"})
+
+
+async def off_loop(call: Callable[[], T]) -> T:
+    """Run a blocking call on a daemon thread. (Python joins the threads of an executor when the process ends.)"""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if not future.done():
+            if error is None:
+                future.set_result(result)  # type: ignore[arg-type]
+            else:
+                future.set_exception(error)
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = call()
+        except Exception as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=run, name="dalsegno-control-call", daemon=True).start()
+    return await future
+
+
+class _Answer(Response):
+    """JSON in ASCII, with non-finite numbers as strings."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(to_json(content), allow_nan=False).encode()
+
+
+class _Api:
+    def __init__(self, job: LiveJob, stopping: asyncio.Event) -> None:
+        self._job = job
+        self._stopping = stopping
+        self._streams = 0
+
+    def of_this_job(self, answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        async def checked(request: Request) -> Response:
+            if request.path_params["job_id"] != self._job.job_id:
+                raise HTTPException(404, f"not this server's job; it is {self._job.job_id}")
+            return await answer(request)
+
+        return checked
+
+    async def jobs(self, request: Request) -> Response:
+        found = await off_loop(list_jobs)
+        jobs = [{**asdict(each.endpoint), "state": each.state} for each in found if each.endpoint]
+        return _Answer({"jobs": jobs}, headers={"Dalsegno-Job": self._job.job_id})
+
+    async def status(self, request: Request) -> Response:
+        return _Answer(self._job.status())
+
+    async def control(self, request: Request) -> Response:
+        body = await _json_body(request)
+        wait = _wait(request)
+        name, data = body.get("command"), body.get("data")
+        data = {} if data is None else data
+        if not isinstance(name, str) or (name != "status" and name not in COMMANDS):
+            known = ["status", *COMMANDS]
+            return _Answer({"error": f"Unknown command: {_short(name)}", "valid_commands": known}, 400)
+        if not isinstance(data, dict):
+            raise HTTPException(400, '"data" must be an object')
+        acknowledged = {"status": "acknowledged", "command": name, "timestamp": time.time()}
+        if name == "status":
+            return _Answer({**acknowledged, "message": "see data", "data": self._job.status()})
+        by = f"HTTP client {request.client.host if request.client else '?'}"
+        try:
+            ticket = await off_loop(lambda: self._job.commands.submit(name, data, by=by))
+        except NotRunning as error:
+            raise HTTPException(409, str(error)) from error
+        except (UnknownName, ConfigurationError) as error:
+            raise HTTPException(400, str(error)) from error
+        message = f"Command {name} queued for execution"
+        return _Answer({**acknowledged, "message": message, **await self._outcome(request, ticket, wait)})
+
+    async def command(self, request: Request) -> Response:
+        wait = _wait(request)
+        try:
+            ticket = self._job.commands.ticket(request.path_params["command_id"])
+        except NotFound as error:
+            raise HTTPException(404, str(error)) from error
+        return _Answer({"status": "acknowledged", **await self._outcome(request, ticket, wait)})
+
+    async def callbacks(self, request: Request) -> Response:
+        return _Answer({"callbacks": self._job.callbacks()})
+
+    async def records(self, request: Request) -> Response:
+        chunk = await off_loop(partial(self._job.records.after, request.query_params.get("since", "")))
+        return _Answer(
+            {
+                "records": chunk.records,
+                "position": chunk.position,
+                "reset": chunk.is_reset,
+                "more": chunk.has_more,
+            }
+        )
+
+    async def stream(self, request: Request) -> Response:
+        since = request.headers.get("last-event-id") or request.query_params.get("since", "")
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        if request.method == "HEAD":
+            return Response(headers=headers, media_type="text/event-stream")
+        if self._streams >= MOST_STREAMS:
+            raise HTTPException(429, f"{MOST_STREAMS} streams are open already; close one")
+        return StreamingResponse(self._messages(since), headers=headers, media_type="text/event-stream")
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(open_metrics(self._job), media_type=CONTENT_TYPE)
+
+    async def _outcome(self, request: Request, ticket: Ticket, wait: float) -> dict[str, Any]:
+        """What is known of a command, after its effect or after ``wait`` seconds."""
+        outcome = ticket.wait(0)
+        if outcome is None and wait > 0:
+            await self._resolution(request, ticket, wait)
+            outcome = ticket.wait(0)
+        if outcome is None:
+            return {"id": ticket.id, "step": None, "error": None}
+        status = "done" if outcome.error is None else "failed"
+        return {"id": ticket.id, "status": status, "step": outcome.step, "error": outcome.error}
+
+    async def _resolution(self, request: Request, ticket: Ticket, timeout: float) -> None:
+        """Wait until the command's outcome is known, the client is gone, or the server is about to end."""
+        loop, resolved = asyncio.get_running_loop(), asyncio.Event()
+
+        def notify() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
+                loop.call_soon_threadsafe(resolved.set)
+
+        ticket.when_resolved(notify)
+        reasons = [resolved.wait(), self._stopping.wait(), _disconnect(request)]
+        tasks = [loop.create_task(reason) for reason in reasons]
+        try:
+            await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _messages(self, since: str) -> AsyncIterator[str]:
+        """The stream. Each message has as id the positions in the records and in the events that follow it."""
+        record_position, _, event_position = since.partition("/")
+        sent = time.monotonic()
+        self._streams += 1
+        try:
+            yield "retry: 1000\n\n"
+            while True:
+                is_last = self._stopping.is_set()
+                events = self._job.events.after(event_position)
+                chunk = await off_loop(partial(self._job.records.after, record_position))
+                messages = [_message("reset", {})] if chunk.is_reset else []
+                for position, record in zip(chunk.positions, chunk.records, strict=True):
+                    messages.append(_message("record", record, f"{position}/{event_position}"))
+                record_position = chunk.position
+                for position, event in zip(events.positions, events.records, strict=True):
+                    messages.append(_message("event", event, f"{record_position}/{position}"))
+                event_position = events.position
+                if is_last and not chunk.has_more:
+                    messages.append(_message("end", {}))
+                if messages or time.monotonic() - sent > _HEARTBEAT:
+                    sent = time.monotonic()
+                    yield "".join(messages) or ":\n\n"
+                if is_last and not chunk.has_more:
+                    return
+                if not chunk.has_more:
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._stopping.wait(), _POLL)
+        finally:
+            self._streams -= 1
+
+
+async def _disconnect(request: Request) -> bool:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    return True
+
+
+async def _page(request: Request) -> Response:
+    raise HTTPException(404, "no page")
+
+
+async def _as_answer(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _Answer({"error": error.detail, "detail": error.detail}, error.status_code, error.headers)
+
+
+async def _json_body(request: Request) -> Mapping[str, Any]:
+    body = bytearray()
+    try:
+        async for piece in request.stream():
+            body += piece
+            if len(body) > LARGEST_BODY:
+                raise HTTPException(413, f"a body may have at most {LARGEST_BODY} bytes")
+    except ClientDisconnect:
+        raise HTTPException(400, "the body is incomplete") from None
+    try:
+        content = json.loads(bytes(body), parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise HTTPException(400, f"the body is not JSON: {_short(str(error))}") from error
+    if not isinstance(content, dict):
+        raise HTTPException(400, 'the body must be an object: {"command": NAME, "data": {…}}')
+    return content
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _wait(request: Request) -> float:
+    """Seconds to wait for a command's effect."""
+    try:
+        seconds = float(request.query_params.get("wait", "0"))
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds <= LONGEST_WAIT:
+        raise HTTPException(400, f"wait: a number of seconds from 0 to {LONGEST_WAIT:.0f}")
+    return seconds
+
+
+def _message(kind: str, content: Mapping[str, Any], id: str | None = None) -> str:
+    data = f"event: {kind}\ndata: {json.dumps(to_json(content), allow_nan=False)}\n\n"
+    return data if id is None else f"id: {id}\n{data}"
+
+
+def _short(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 100 else f"{text[:100]}…"

@@ -1,0 +1,241 @@
+"""JobClient: asks a running job over HTTP and sends it commands."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import quote
+
+import httpx
+
+from dalsegno.errors import ConfigurationError, NotFound, NotRunning
+
+from . import inbox
+from .jobs import Endpoint, Job, check_job_id, find_job, list_jobs, read_token
+
+TIMEOUT = 10.0
+"""Seconds for an answer, beyond those that a command waits for its effect."""
+
+
+class JobClient:
+    """A connection to one job's server.
+
+    Args:
+        base_url: ``http://HOST:PORT``.
+        job_id: None: the job of that server.
+        token: bearer token; None: none is sent.
+        certificate: PEM of the server's certificate, the only one that is trusted; None: the system's authorities are.
+
+    Every method raises:
+        NotRunning: if nothing answers there, or the job takes no more commands.
+        NotFound: if the job, or what is asked for, is not there.
+        ConfigurationError: if the token is refused, or the server does not accept the request.
+    """
+
+    def __init__(
+        self, base_url: str, job_id: str | None = None, *, token: str | None = None, certificate: str | None = None
+    ) -> None:
+        self.base_url = base_url
+        self.token = token
+        self._job_id = job_id
+        self._http = httpx.Client(
+            base_url=base_url,
+            headers={} if token is None else {"Authorization": f"Bearer {token}"},
+            timeout=TIMEOUT,
+            verify=True if certificate is None else _trusting(certificate),
+            trust_env=False,  # a proxy would see the token, and no proxy leads to this machine
+        )
+
+    @classmethod
+    def of(cls, job: Job) -> Self:
+        """The client of a job of this user.
+
+        Raises:
+            NotRunning: if it is dead.
+            NotFound: if it has no server.
+        """
+        endpoint = running(job)
+        return cls(endpoint.base_url, job.job_id, token=read_token(job.job_id), certificate=endpoint.certificate)
+
+    @property
+    def job_id(self) -> str:
+        """Id of the job; asks the server, if it was not given."""
+        if self._job_id is None:
+            self._job_id = check_job_id(self._ask("GET", "/jobs").headers.get("dalsegno-job", ""))
+        return self._job_id
+
+    def jobs(self) -> list[dict[str, Any]]:
+        """Jobs of the server's user, on its machine."""
+        found = self._content("GET", "/jobs").get("jobs")
+        return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+
+    def status(self) -> dict[str, Any]:
+        """Step, epoch, and the last values that were logged."""
+        return self._content("GET", self._path("status"))
+
+    def callbacks(self) -> dict[str, Any]:
+        """Callbacks of the run."""
+        return self._content("GET", self._path("callbacks"))
+
+    def send(self, command: str, data: Mapping[str, Any] | None = None, *, wait: float = 0.0) -> dict[str, Any]:
+        """Send a command. Returns the answer: ``id``, ``status``, and ``step`` once it has taken effect.
+
+        Args:
+            command: its name.
+            data: its fields.
+            wait: seconds to wait for its effect.
+        """
+        return self._content(
+            "POST",
+            self._path("control"),
+            json={"command": command, "data": dict(data or {})},
+            params={"wait": wait} if wait else None,
+            timeout=TIMEOUT + wait,
+        )
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """The records of the log so far."""
+        position, has_more = "", True
+        while has_more:
+            chunk = self._content("GET", self._path("records"), params={"since": position})
+            yield from chunk["records"]
+            position, has_more = chunk["position"], bool(chunk["more"])
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _path(self, what: str) -> str:
+        return f"/jobs/{quote(self.job_id, safe='')}/{what}"
+
+    def _content(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        answer = self._ask(method, path, **options)
+        try:
+            content = answer.json()
+        except ValueError:
+            content = None
+        if not isinstance(content, dict):
+            raise ConfigurationError(f"{self.base_url}: answers with no JSON object; is it a dalsegno job?")
+        return content
+
+    def _ask(self, method: str, path: str, **options: Any) -> httpx.Response:
+        try:
+            answer = self._http.request(method, path, **options)
+        except httpx.TimeoutException as error:
+            raise NotRunning(f"{self.base_url}: no answer in time") from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise NotRunning(f"{self.base_url}: {error}") from error
+        if answer.status_code != 200:
+            raise _error(self.base_url, answer)
+        return answer
+
+
+def send_command(
+    name: str, command: str, data: Mapping[str, Any] | None = None, *, wait: float = 0.0
+) -> dict[str, Any]:
+    """Send a command to a job: over HTTP if it has a server, else as a file in its output_dir, if that is its name.
+
+    Returns the answer of :meth:`JobClient.send`, and raises what that raises.
+    """
+    folder = Path(name)
+    try:
+        job = resolve(name)
+    except NotFound:
+        if not folder.is_dir():
+            raise
+        job = None
+    if job is not None and (job.endpoint is None or job.endpoint.port is not None or not folder.is_dir()):
+        with JobClient.of(job) as client:
+            return client.send(command, data, wait=wait)
+    answer = inbox.send(
+        folder,
+        command,
+        data,
+        by=f"process {os.getpid()} on {os.uname().nodename}",
+        timeout=max(wait, TIMEOUT),
+        for_effect=wait > 0,
+    )
+    if answer.kind is not None:
+        raise NotRunning(answer.error) if answer.kind == NotRunning.__name__ else ConfigurationError(answer.error)
+    status = "failed" if answer.error else "acknowledged" if answer.step is None else "done"
+    return {"status": status, "command": command, "id": answer.id, "step": answer.step, "error": answer.error}
+
+
+def resolve(name: str, jobs: Sequence[Job] | None = None) -> Job:
+    """The job that ``name`` names: by its id, by the beginning of the id of one running job, or by its output_dir.
+
+    Raises:
+        NotFound: if there is none, or several.
+    """
+    job = find_job(name)
+    if job is not None:
+        return job
+    jobs = list_jobs() if jobs is None else jobs
+    alive = [each for each in jobs if each.endpoint is not None and each.state == "running"]
+    folder = os.path.realpath(name)
+    in_folder = [each for each in alive if each.endpoint and os.path.realpath(each.endpoint.output_dir) == folder]
+    found = in_folder or [each for each in alive if each.job_id.startswith(name)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise NotFound(f"{name!r} names {len(found)} running jobs: {', '.join(each.job_id for each in found)}")
+    raise NotFound(f"{name!r}: no such job is running here; 'dalsegno jobs list' shows those that are")
+
+
+def running(job: Job) -> Endpoint:
+    """
+    Raises:
+        NotRunning: if the job's process is dead, or its file cannot be read.
+    """
+    if job.endpoint is None:
+        raise NotRunning(f"job {job.job_id}: its file cannot be read; 'dalsegno jobs cleanup --unreadable' removes it")
+    if job.state == "dead":
+        raise NotRunning(f"job {job.job_id}: its process {job.endpoint.pid} has ended without removing its file")
+    return job.endpoint
+
+
+def _error(base_url: str, answer: httpx.Response) -> Exception:
+    try:
+        said = answer.json()["error"]
+    except (ValueError, KeyError, TypeError):
+        said = answer.reason_phrase
+    text = f"{base_url}: {said}"
+    if answer.status_code == 401:
+        return ConfigurationError(f"{base_url}: the token is missing or wrong")
+    if answer.status_code == 404:
+        return NotFound(text)
+    return NotRunning(text) if answer.status_code == 409 else ConfigurationError(text)
+
+
+def _trusting(certificate: str) -> ssl.SSLContext:
+    """A context that trusts exactly this certificate, whatever name the server is reached by."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.load_verify_locations(cadata=certificate)
+    return context
+
+
+def read_certificate(path: Path) -> str:
+    """
+    Raises:
+        ConfigurationError: if the file has no certificate in PEM.
+    """
+    text = path.read_text("ascii", "replace")
+    try:
+        _trusting(text)
+    except ssl.SSLError as error:
+        raise ConfigurationError(f"{path}: not a certificate in PEM ({error.reason})") from error
+    return text

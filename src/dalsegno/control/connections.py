@@ -1,0 +1,191 @@
+"""Connections: the open connections of a server, bounded in number and time. uvicorn speaks HTTP on them.
+
+A client that sends slowly, or does not read what it asked for, is cut off. When all places are taken, the connection
+that has been waiting longest for its client makes room for a new one; so slow clients cannot keep others out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+import time
+from typing import Any
+
+import h11
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+MOST = 64
+"""Connections at a time."""
+
+REQUEST_TIMEOUT = 10.0
+"""Seconds for a TLS handshake, and for a whole request to arrive."""
+
+WRITE_TIMEOUT = 20.0
+"""Seconds for which a client may leave an answer unread, once the buffers of the system are full."""
+
+KEEP_ALIVE = 8
+"""Seconds for which a connection without a request stays open. Below :data:`REQUEST_TIMEOUT`, which closes abruptly."""
+
+HEADER_BYTES = 1 << 14
+"""Size of a request's line and headers."""
+
+_RETRY = 0.1  # seconds between two attempts to accept, if the process has no descriptor left
+_FLUSH = 0.1  # seconds for which closed connections may send what is in their buffers
+
+_logger = logging.getLogger("dalsegno.control")
+_logger.setLevel(logging.ERROR)  # uvicorn warns of each malformed request
+
+
+class Connections:
+    """Accepts connections from ``listener`` and serves ``app`` on them."""
+
+    def __init__(self, listener: socket.socket, app: Any, tls: ssl.SSLContext | None) -> None:
+        self._listener = listener
+        self._tls = tls
+        self._open: dict[socket.socket, _Protocol | asyncio.Task[None]] = {}  # by arrival; a task: in its handshake
+        self._state = ServerState()
+        self._config = Config(
+            app,
+            http="h11",
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
+            timeout_keep_alive=KEEP_ALIVE,
+            h11_max_incomplete_event_size=HEADER_BYTES,
+        )
+        self._config.load()
+
+    async def accept(self) -> None:
+        """Accept connections until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(self._listener)
+            except OSError:
+                await asyncio.sleep(_RETRY)
+                continue
+            if len(self._open) >= MOST and not self._make_room():
+                connection.close()
+                continue
+            connection.setblocking(False)
+            self._open[connection] = loop.create_task(self._begin(connection))
+
+    async def drain(self, timeout: float) -> None:
+        """Wait for the answers in progress, at most ``timeout`` seconds, then close all connections."""
+        while self._make_room():
+            pass
+        if self._state.tasks:
+            await asyncio.wait(list(self._state.tasks), timeout=timeout)
+        for task in list(self._state.tasks):
+            task.cancel()
+        for each in list(self._open.values()):
+            if isinstance(each, _Protocol):
+                each.transport.close()
+        end = time.monotonic() + _FLUSH
+        while self._open and time.monotonic() < end:
+            await asyncio.sleep(0.01)
+        for each in list(self._open.values()):
+            if isinstance(each, _Protocol):
+                each.transport.abort()
+        await asyncio.sleep(0)  # the transports close their sockets in the next round of the loop
+
+    def sockets(self) -> list[socket.socket]:
+        """Sockets of the open connections."""
+        return list(self._open)
+
+    def _make_room(self) -> bool:
+        """Close the connection that has been waiting longest for its client. False if none waits."""
+        for connection, each in self._open.items():
+            if isinstance(each, asyncio.Task):
+                del self._open[connection]
+                each.cancel()
+                return True
+            if each.is_waiting:
+                del self._open[connection]
+                each.transport.abort()
+                return True
+        return False
+
+    async def _begin(self, connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.connect_accepted_socket(
+                lambda: _Protocol(self, connection),
+                connection,
+                ssl=self._tls,
+                ssl_handshake_timeout=None if self._tls is None else REQUEST_TIMEOUT,
+            )
+        except (OSError, asyncio.CancelledError):  # the handshake failed
+            self._open.pop(connection, None)
+            connection.close()
+
+
+class _Protocol(H11Protocol):
+    """uvicorn's protocol with limits on time."""
+
+    def __init__(self, connections: Connections, connection: socket.socket) -> None:
+        super().__init__(connections._config, connections._state, {})
+        self.logger = _logger
+        self.access_log = False
+        self._connections = connections
+        self._connection = connection
+        self._request_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the client has yet to send a request, or the rest of one."""
+        return self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._connections._open[self._connection] = self
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._connections._open.pop(self._connection, None)
+        for timer in (self._request_timer, self._write_timer):
+            if timer is not None:
+                timer.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def send_400_response(self, msg: str) -> None:
+        if self.conn.our_state is h11.IDLE:
+            super().send_400_response(msg)
+        else:  # an answer is being sent already
+            self.transport.abort()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._write_timer is None:
+            self._write_timer = self.loop.call_later(WRITE_TIMEOUT, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _watch(self) -> None:
+        """Start the clock when the server begins to wait for a request; stop it when the request is complete."""
+        if not self.is_waiting:
+            if self._request_timer is not None:
+                self._request_timer.cancel()
+                self._request_timer = None
+        elif self._request_timer is None:
+            self._request_timer = self.loop.call_later(REQUEST_TIMEOUT, self.transport.abort)

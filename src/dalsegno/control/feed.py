@@ -1,0 +1,218 @@
+"""LiveJob: the parts of a running job that its server shows, published by the training thread.
+
+The training thread appends; the server's thread reads. It never waits for the training thread, nor the reverse for more
+than the copy of a list. Records come from the run's log on disk if there is one, else from memory.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import xxhash
+
+from dalsegno.errors import CannotSave
+from dalsegno.logs.formats import strip_line
+from dalsegno.logs.reader import record_in
+from dalsegno.logs.values import Record, to_json
+
+from .queue import CommandQueue
+
+CHUNK = 1 << 20
+"""Bytes of a log that one answer reads at most; at least one record."""
+
+REMEMBERED = 10_000
+"""Records kept in memory if the run writes no log, and events kept in any case."""
+
+
+class Progress(Protocol):
+    """What the status shows of the run's state: plain numbers, each read at once."""
+
+    @property
+    def global_step(self) -> int: ...
+    @property
+    def epoch(self) -> float: ...
+    @property
+    def max_steps(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Records after a position."""
+
+    records: Sequence[Mapping[str, Any]]
+    positions: Sequence[str]
+    """After each of them."""
+    position: str
+    """Where the next chunk begins."""
+    is_reset: bool
+    """The given position is no longer in the log, say because the run resumed from an older checkpoint: these records
+    are the log's first."""
+    has_more: bool
+
+
+class Records(Protocol):
+    """A log that is read from a position on. Positions are opaque texts without blanks; empty: the beginning."""
+
+    def after(self, position: str) -> Chunk: ...
+
+
+class LogFile:
+    """Records of a log on disk, in either of its formats. It has no state: any number of readers, in any process life.
+
+    A position is the end of a record, its length and its checksum: a log that was rewound or replaced differs there.
+    """
+
+    def __init__(self, path: Callable[[], Path | None]) -> None:
+        """``path``: the present file, which may change during a leg; None: it does not exist yet."""
+        self._path = path
+
+    def after(self, position: str) -> Chunk:
+        try:
+            descriptor = os.open(self._path() or "", os.O_RDONLY)
+        except FileNotFoundError:
+            return Chunk([], [], position, is_reset=False, has_more=False)
+        try:
+            is_known = not position or _is_in(descriptor, position)
+            begin = _offset(position) if is_known and position else 0
+            records, positions = _records_after(descriptor, begin)
+            has_more = len(records) > 0 and os.fstat(descriptor).st_size > begin + CHUNK
+            last = positions[-1] if positions else position if is_known else ""
+            return Chunk(records, positions, last, not is_known, has_more)
+        finally:
+            os.close(descriptor)
+
+
+class MemoryLog:
+    """The last entries of this leg, numbered from 1."""
+
+    def __init__(self) -> None:
+        self._leg = f"{time.time_ns():x}"
+        self._entries: deque[Mapping[str, Any]] = deque(maxlen=REMEMBERED)
+        self._count = 0
+        self._lock = threading.Lock()
+
+    def append(self, entry: Mapping[str, Any]) -> None:
+        with self._lock:
+            self._count += 1
+            self._entries.append(entry)
+
+    def after(self, position: str) -> Chunk:
+        leg, _, number = position.partition(".")
+        with self._lock:
+            entries, count = list(self._entries), self._count
+        first = count - len(entries)  # number of entries that are no longer kept
+        is_known = leg == self._leg and number.isdecimal() and len(number) < 19 and first <= int(number) <= count
+        begin = int(number) if is_known else first
+        positions = [f"{self._leg}.{each}" for each in range(begin, count + 1)]
+        return Chunk(entries[begin - first :], positions[1:], positions[-1], bool(position) and not is_known, False)
+
+
+class LiveJob:
+    """A running job, as its server sees it.
+
+    Args:
+        job_id: its id.
+        commands: where its commands go.
+        progress: the run's state.
+        callbacks: returns the list of its callbacks, as JSON values.
+        log_path: the JSON log that the run writes; None: it writes none, so this leg's records are kept in memory.
+    """
+
+    def __init__(
+        self,
+        job_id: str,
+        commands: CommandQueue,
+        progress: Progress,
+        *,
+        callbacks: Callable[[], list[dict[str, Any]]],
+        log_path: Callable[[], Path | None] | None,
+    ) -> None:
+        self.job_id = job_id
+        self.commands = commands
+        self.callbacks = callbacks
+        self.events = MemoryLog()
+        self._progress = progress
+        self._recent = MemoryLog()
+        self.records: Records = self._recent if log_path is None else LogFile(log_path)
+        self._logs: dict[str, Any] = {}
+        self._logged_at: float | None = None
+
+    def note_log(self, logs: Mapping[str, Any], kind: str) -> None:
+        """Take over what has just been logged. On the training thread."""
+        now, shown = time.time(), _shown(logs)
+        self._logged_at, self._logs = now, {**self._logs, **shown}  # replaced, never changed: the server reads it
+        if self.records is self._recent:
+            place = {"timestamp": now, "global_step": self._progress.global_step, "epoch": self._progress.epoch}
+            self._recent.append({**place, **({} if kind == "train" else {"kind": kind}), **shown})
+
+    def note_event(self, event: str, **details: Any) -> None:
+        """Add an event to the stream. On the training thread."""
+        now = {"event": event, "timestamp": time.time(), "global_step": self._progress.global_step}
+        self.events.append({**now, **_shown(details)})
+
+    def status(self) -> dict[str, Any]:
+        """Job, time, step, and the last value of everything that was logged."""
+        return {
+            **self._logs,
+            "job_id": self.job_id,
+            "status": "running",
+            "timestamp": time.time(),
+            "logged_at": self._logged_at,
+            "global_step": self._progress.global_step,
+            "epoch": self._progress.epoch,
+            "max_steps": self._progress.max_steps,
+        }
+
+
+def _shown(values: Mapping[str, Any]) -> dict[str, Any]:
+    """``values`` as JSON; one that JSON cannot represent by its type."""
+    shown = {}
+    for name, value in values.items():
+        try:
+            shown[str(name)] = to_json(value, str(name))
+        except CannotSave:
+            shown[str(name)] = f"<{type(value).__name__}>"
+    return shown
+
+
+def _records_after(descriptor: int, begin: int) -> tuple[list[Record], list[str]]:
+    """The complete records from ``begin`` on, and the position after each."""
+    data = os.pread(descriptor, CHUNK, begin)
+    while data and b"\n" not in data.strip() and len(more := os.pread(descriptor, CHUNK, begin + len(data))):
+        data += more  # a record longer than a chunk
+    records, positions, place = [], [], begin
+    for line in data.splitlines(keepends=True):
+        text = strip_line(line)
+        if text and line.endswith(b"\n"):
+            try:
+                record = record_in(line)
+            except ValueError:  # torn by a kill
+                record = None
+            if record is not None:
+                records.append(record)
+                end = place + line.index(text) + len(text)
+                positions.append(f"{end}.{len(text)}.{xxhash.xxh3_64_hexdigest(text)}")
+        place += len(line)
+    return records, positions
+
+
+def _offset(position: str) -> int:
+    return int(position.partition(".")[0])
+
+
+def _is_in(descriptor: int, position: str) -> bool:
+    """Whether the file has the record that ends at ``position``."""
+    end, length, digest = [*position.split("."), "", ""][:3]
+    if not (end.isdecimal() and length.isdecimal() and len(end) < 19 and len(length) < 10 and int(end) >= int(length)):
+        return False
+    if int(end) > os.fstat(descriptor).st_size:
+        return False
+    text = os.pread(descriptor, int(length), int(end) - int(length))
+    return xxhash.xxh3_64_hexdigest(text) == digest

@@ -1,0 +1,134 @@
+"""Gate: checks who sends a request before any handler sees it.
+
+In this order: the Host header (DNS rebinding: a web page whose name resolves to this machine), the Origin header (a web
+page that posts to an address here), the bearer token. The token is compared in constant time and never logged.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import os
+import secrets
+import socket
+import ssl
+import string
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from dalsegno.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+SHORTEST_TOKEN = 16
+"""Least length of a token that the user chose, in characters."""
+
+_LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost", "ip6-loopback"})
+_TOKEN_CHARACTERS = frozenset(string.ascii_letters + string.digits + "-._~+/=")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server bound to ``host``."""
+    address = _address(host)
+    return host.lower() in _LOOPBACK_NAMES if address is None else address.is_loopback
+
+
+def new_token() -> str:
+    """A token of 32 random bytes, in hexadecimal."""
+    return secrets.token_hex(32)
+
+
+def check_access(host: str, auth_token: str | None, disable_auth: bool) -> None:
+    """
+    Raises:
+        ConfigurationError: for a token that is short or cannot be sent in a header; for a token together with
+            ``disable_auth``; for ``disable_auth`` on an address that other machines reach.
+    """
+    if auth_token is not None:
+        if disable_auth:
+            raise ConfigurationError("auth_token= and disable_auth=True exclude each other; remove one of the two")
+        is_sendable = isinstance(auth_token, str) and set(auth_token) <= _TOKEN_CHARACTERS
+        if not is_sendable or len(auth_token) < SHORTEST_TOKEN:
+            raise ConfigurationError(  # the value itself is a secret
+                f"auth_token=…: must be a text of at least {SHORTEST_TOKEN} letters, digits or '-._~+/='; "
+                "leave it out for one of 32 random bytes"
+            )
+    if disable_auth and not is_loopback(host):
+        raise ConfigurationError(
+            f"disable_auth=True with host={host!r}: anyone on the network could stop the job; remove one of the two"
+        )
+
+
+def tls_context(certfile: str | os.PathLike[str], keyfile: str | os.PathLike[str]) -> ssl.SSLContext:
+    """
+    Raises:
+        ConfigurationError: if the files are not a certificate and its key in PEM, or the key needs a password.
+    """
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(certfile, keyfile, password="")  # without it, OpenSSL would ask on the terminal
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"certfile={str(certfile)!r}, keyfile={str(keyfile)!r}: {error}") from error
+    return context
+
+
+class Gate:
+    """ASGI middleware that passes on the requests that may be answered.
+
+    Args:
+        app: called for these.
+        host: address that the server is bound to.
+        token: bearer token; None: none is needed.
+        open_paths: answered without a token: pages without content of the run.
+    """
+
+    def __init__(self, app: ASGIApp, *, host: str, token: str | None, open_paths: Collection[str]) -> None:
+        self._app = app
+        self._token = None if token is None else token.encode()
+        self._open_paths = frozenset(open_paths)
+        self._names = _LOOPBACK_NAMES | {host.lower(), socket.gethostname().lower()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        from starlette.responses import JSONResponse
+
+        refusal = self._refusal(scope)
+        if refusal is None:
+            await self._app(scope, receive, send)
+            return
+        status, error = refusal
+        headers = {"WWW-Authenticate": 'Bearer realm="dalsegno"'} if status == 401 else {}
+        await JSONResponse({"error": error, "detail": error}, status, headers)(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
+        hosts, origins, credentials = (_values(scope, name) for name in (b"host", b"origin", b"authorization"))
+        if len(hosts) != 1 or not self._is_known(hosts[0]):
+            return 421, "the Host header does not name this server"
+        if any(origin.lower() != f"{scope['scheme']}://{hosts[0]}".lower() for origin in origins):
+            return 403, "requests of other web pages are refused"
+        if self._token is not None and scope["path"] not in self._open_paths and not self._has_token(credentials):
+            return 401, "authentication required"
+        return None
+
+    def _is_known(self, host: str) -> bool:
+        """An address cannot be rebound; a name must be one of this server's."""
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
+        name = name.removeprefix("[").removesuffix("]").lower()
+        return name in self._names or _address(name) is not None
+
+    def _has_token(self, credentials: list[str]) -> bool:
+        if self._token is None or len(credentials) != 1:
+            return False
+        scheme, _, given = credentials[0].partition(" ")
+        return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode("latin-1"), self._token)
+
+
+def _values(scope: Scope, name: bytes) -> list[str]:
+    return [value.decode("latin-1") for key, value in scope["headers"] if key == name]
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None

@@ -1,0 +1,239 @@
+"""``dalsegno jobs``, as it is typed, against a real training."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.command import DALSEGNO, environment
+from control.job import controlled_trainer
+from control.talking import wait_until
+from dalsegno.callbacks import TrainerControlCallback
+from dalsegno.cli import main
+from dalsegno.control.jobs import Registration, list_jobs
+
+Said = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "state" / "dalsegno" / "jobs"
+
+
+class Training:
+    """A run that trains on a thread of its own until it is stopped."""
+
+    def __init__(self, output_dir: Path, **options: Any) -> None:
+        self.trainer = controlled_trainer(output_dir, TrainerControlCallback(**options))
+        self.result: Any = None
+        self._thread = threading.Thread(target=self._train)
+        self._thread.start()
+        wait_until(lambda: any(job.job_id == options["job_id"] for job in list_jobs()))
+
+    def _train(self) -> None:
+        self.result = self.trainer.train()
+
+    def end(self) -> Any:
+        self.trainer.stop()
+        self._thread.join()
+        return self.result
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Iterator[Training]:
+    training = Training(tmp_path / "runs/a", job_id="first")
+    yield training
+    training.end()
+
+
+def said(capsys: Said, *words: str) -> str:
+    assert main(["jobs", *words]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys: Said, *words: str) -> str:
+    assert main(["jobs", *words]) == 2
+    return capsys.readouterr().err
+
+
+def test_a_job_is_listed_shown_saved_and_stopped(training: Training, tmp_path: Path, capsys: Said) -> None:
+    assert [word in said(capsys, "list") for word in ("first", "running", "runs/a")] == [True] * 3
+    (row,) = json.loads(said(capsys, "list", "--json"))
+    assert (row["job_id"], row["state"], row["pid"]) == ("first", "running", os.getpid())
+    assert "of 100,000" in said(capsys, "status", "first")
+    assert json.loads(said(capsys, "status", "fir", "--json"))["job_id"] == "first"
+    saved = said(capsys, "save", "runs/a")
+    step = int(saved.removeprefix("save_checkpoint: took effect at the end of step "))
+    wait_until((tmp_path / f"runs/a/checkpoints/step-{step:08d}").is_dir)
+    assert "took effect" in said(capsys, "evaluate", "first")
+    assert "took effect" in said(capsys, "set", "first", "learning_rate=x0.5", "max_steps=90000")
+    assert "took effect" in said(capsys, "switch", "first", "JsonLogger", "off")
+    assert "switched off" in said(capsys, "callbacks", "first")
+    assert "took effect" in said(capsys, "switch", "first", "JsonLogger", "on")
+    assert "took effect" in said(capsys, "log", "first")
+    assert json.loads(said(capsys, "status", "first", "--json"))["learning_rate"] == 0.005
+    assert "of 90,000" in said(capsys, "status", "first")
+    stopped = json.loads(said(capsys, "stop", "first", "--json"))
+    training._thread.join()
+    assert (stopped["status"], stopped["step"]) == ("done", training.result.global_step)
+    assert said(capsys, "list") == "no jobs\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["save", "second"], "'second': no such job is running here"),
+        (["save"], "name a JOB"),
+        (["set", "first", "learning_rat=1"], "did you mean 'learning_rate'?"),
+        (["set", "first", "save_steps"], "write NAME=VALUE"),
+        (["set", "first", "save_steps=soon"], "needs a number"),
+        (["set", "first", "save_steps=1", "save_steps=2"], "given twice"),
+        (["set", "first"], "names no setting"),
+        (["switch", "first", "JsonLogger"], "needs JOB KEY on"),
+        (["switch", "first", "JsonLoger", "off"], "did you mean 'JsonLogger'?"),
+        (["abort", "first"], "add --force"),
+        (["save", "first", "--wait", "-1"], "--wait -1"),
+        (["status", "--remote", "nowhere"], "needs HOST:PORT"),
+        (["sve", "first"], "did you mean 'save'?"),
+    ],
+)
+def test_what_cannot_be_is_refused(training: Training, capsys: Said, words: list[str], message: str) -> None:
+    assert message in refused(capsys, *words)
+
+
+def test_two_jobs_are_told_apart(training: Training, tmp_path: Path, capsys: Said) -> None:
+    other = Training(tmp_path / "runs/b", job_id="first-b")
+    try:
+        assert len(json.loads(said(capsys, "list", "--json"))) == 2
+        assert "names 2 running jobs: first-b, first" in refused(capsys, "save", "fir")
+        assert json.loads(said(capsys, "status", "first", "--json"))["job_id"] == "first"  # an id as it stands
+        assert json.loads(said(capsys, "status", "runs/b", "--json"))["job_id"] == "first-b"
+    finally:
+        other.end()
+
+
+def test_abort_asks_on_a_terminal(training: Training) -> None:
+    assert "not aborted" in typed(["abort", "first"], "no\n")
+    assert training.result is None
+    assert "abort: took effect" in typed(["abort", "first"], "y\n")
+    training._thread.join()
+    assert training.result.reason == "aborted"
+
+
+def typed(words: Sequence[str], line: str) -> str:
+    """What the command prints on a terminal where ``line`` is typed."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [DALSEGNO, "jobs", *words], stdin=theirs, stdout=subprocess.PIPE, stderr=theirs, env=environment()
+    )
+    os.write(ours, line.encode())
+    out, _ = process.communicate(timeout=60)
+    os.close(ours)
+    os.close(theirs)
+    return out.decode()
+
+
+def test_a_job_elsewhere_is_reached_by_its_address(
+    training: Training, tmp_path: Path, registry: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the token from a file or the environment, and without any file of the job."""
+    port = list_jobs()[0].endpoint.port  # type: ignore[union-attr]
+    token = (registry / "first" / "auth_token").read_text()
+    (tmp_path / "token").write_text(token + "\n")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "elsewhere"))
+    remote = ["--remote", f"127.0.0.1:{port}", "--token-file", "token"]
+    assert "of 100,000" in said(capsys, "status", *remote)
+    assert "took effect" in said(capsys, "save", *remote)
+    assert "took effect" in said(capsys, "set", *remote, "save_steps=50")
+    assert "took effect" in said(capsys, "switch", *remote, "JsonLogger", "off")
+    assert "its job is first, not other" in refused(capsys, "save", "other", *remote)
+    (tmp_path / "token").write_text("wrong")
+    assert "the token is missing or wrong" in refused(capsys, "status", *remote)
+    assert "the token is missing or wrong" in refused(capsys, "status", *remote[:2])
+    monkeypatch.setenv("DALSEGNO_TOKEN", token)
+    assert "first" in said(capsys, "status", *remote[:2])
+    assert "Connection refused" in refused(capsys, "list", "--remote", "127.0.0.1:9", *remote[2:])
+
+
+def test_watch_shows_all_jobs(training: Training, tmp_path: Path, capsys: Said, registry: Path) -> None:
+    Registration("gone", Path("runs/b"), Path("runs/b")).publish("127.0.0.1", 1, None)
+    path = registry / "gone" / "endpoint.json"
+    path.write_text(path.read_text().replace('"process_start": ', '"process_start": 1'))
+    lines = said(capsys, "watch", "--updates", "2", "--interval", "0.2", "--json").splitlines()
+    rows = {row["job_id"]: row for row in json.loads(lines[1])}
+    assert rows["first"]["steps_per_second"] > 0
+    assert "100,000" in rows["first"]["step"]
+    assert rows["gone"]["state"] == "dead"
+    assert "steps/s" in said(capsys, "watch", "--updates", "1")
+
+
+def test_watch_redraws_a_terminal_until_ctrl_c(training: Training) -> None:
+    ours, theirs = pty.openpty()
+    command = [DALSEGNO, "jobs", "watch", "--interval", "0.1"]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment())
+    os.close(theirs)
+    shown = b""
+    while shown.count(b"first") < 3:  # drawn, and drawn again
+        shown += os.read(ours, 4096)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+    os.close(ours)
+
+
+def test_cleanup_removes_what_is_dead(training: Training, registry: Path, capsys: Said) -> None:
+    Registration("gone", Path("runs/b"), Path("runs/b")).publish("127.0.0.1", 1, "token")
+    path = registry / "gone" / "endpoint.json"
+    path.write_text(path.read_text().replace('"process_start": ', '"process_start": 1'))
+    assert "its process" in refused(capsys, "save", "gone")
+    assert said(capsys, "cleanup") == "removed gone\n"
+    assert said(capsys, "cleanup") == "nothing to remove\n"
+    assert "running" in said(capsys, "list")
+
+
+def test_the_page_gets_the_token_in_a_private_file(
+    training: Training, registry: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither in an address that is sent nor on the browser's command line."""
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", lambda address: opened.append(address) or True)
+    token = (registry / "first" / "auth_token").read_text()
+    assert token not in said(capsys, "open", "first")
+    (address,) = opened
+    assert token not in address
+    file = Path(address.removeprefix("file://"))
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert f"/#token={token}" in file.read_text()
+    training.end()
+    assert not file.exists()
+
+
+def test_no_command_of_jobs_imports_torch() -> None:
+    script = (
+        "import sys\nfrom dalsegno.cli import main\n"
+        "assert main(['jobs', 'list']) == 0\nassert 'httpx' not in sys.modules\n"
+        "main(['jobs', 'status', 'nobody'])\nassert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_a_job_says_does_not_steer_the_terminal(training: Training, capsys: Said) -> None:
+    """A name that a program logged is printed, not obeyed."""
+    evil = "\x1b]0;pwned\x07\nstep"
+    job = next(each for each in training.trainer.callbacks if isinstance(each, TrainerControlCallback))._job
+    assert job is not None
+    job.note_log({evil: 1.0, "text": evil}, "user")
+    shown = said(capsys, "status", "first")
+    assert not [each for each in shown if not each.isprintable() and each != "\n"]
