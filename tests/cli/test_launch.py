@@ -121,8 +121,8 @@ def test_a_function_and_a_script_are_launched(folder: Path, capfd: pytest.Captur
     assert launch("own_launch.py", "1e-6") == 75, "its own status"
     assert launch("own_launch.py", "100") == 0
     assert legs(folder) == [(0, None), (2, None), (2, None)]
-    assert launch("own_launch.py", "soon") == 1
-    assert "raised ValueError: could not convert string to float: 'soon'; 3 legs in a row" in capfd.readouterr().err
+    assert launch("--max-restarts", "1", "own_launch.py", "soon") == 1
+    assert "raised ValueError: could not convert string to float: 'soon'; no restart is left" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_a_kill_for_lack_of_memory_is_seen_by_the_kernels_counter(tmp_path: Path
         ([7, 7, 7], [True, True, False]),
         ([7, 5, 7], [True, True, False]),
         ([7, 9, 9, 12, 10, 11], [True, True, True, True, True, False]),
-        ([-1, -1, -1], [True, True, False]),
+        ([-1, -1, -1, -1], [True, True, True, True]),
     ],
 )
 def test_three_legs_without_progress_are_enough(reached: list[int], goes_on: list[bool]) -> None:

@@ -106,10 +106,10 @@ def test_so_is_one_that_hangs_and_its_stacks_are_printed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agent, "_DUMP_SECONDS", 0.3)
-    result = launch(tmp_path, Hang(3, rank=0), hang_timeout=1.0)
+    result = launch(tmp_path, Hang(3, rank=0), hang_timeout=1.0, start="fork")
     assert result.global_step == 8
-    cause = legs(tmp_path)[0].cause
-    assert cause is not None and cause.endswith("made no step for 1 s")
+    assert legs(tmp_path)[0].cause == "no step for 1 s after step 3"
+    assert 'launched.py", line' in (printed := capfd.readouterr().err) and " in act\n" in printed
 
 
 def test_a_rank_that_raises_is_named_not_the_one_that_lost_it(tmp_path: Path) -> None:
@@ -141,24 +141,45 @@ def test_a_stop_by_a_callback_is_no_failure(diverged: bool, status: int, tmp_pat
     assert len(legs(tmp_path)) == 1
 
 
+def send_once_there(signals: dict[Path, signal.Signals]) -> None:
+    """Send each signal to the launcher, this process, once its file exists."""
+
+    def send() -> None:
+        for path, number in signals.items():
+            while not path.exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), number)
+
+    threading.Thread(target=send).start()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_reaches_every_rank_once_and_their_save_is_waited_for(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agent, "_GRACE", 0.1)
     touched = tmp_path / "touched"
-
-    def send() -> None:
-        while not touched.exists():
-            time.sleep(0.01)
-        os.kill(os.getpid(), number)
-
-    threading.Thread(target=send).start()
+    send_once_there({touched: number})
     result = launch(tmp_path / "run", Touch(touched), SlowSave(), settings={"max_steps": 500, "save_steps": 0})
     assert (result.reason, result.why, result.stopped_by, result.exit_status) == ("stopped", number.name, "signal", 75)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [result.checkpoint.name]
     assert len(legs(tmp_path / "run")) == 1
     assert launch(tmp_path / "run", settings={"max_steps": result.global_step + 1}).exit_status == 0
+
+
+def test_a_second_ctrl_c_ends_the_ranks_at_once(tmp_path: Path) -> None:
+    saving = tmp_path / "run" / "saving"
+    send_once_there({tmp_path / "touched": signal.SIGINT, saving: signal.SIGINT})
+    with pytest.raises(KeyboardInterrupt):
+        launch(tmp_path / "run", Touch(tmp_path / "touched"), SlowSave(), settings={"max_steps": 500, "save_steps": 0})
+    assert not list((tmp_path / "run").glob("checkpoints/step-*[0-9]"))
+    assert [leg.reason for leg in legs(tmp_path / "run")] == ["interrupted"]
+
+
+def test_a_signal_before_training_ends_the_job_without_a_restart(tmp_path: Path) -> None:
+    send_once_there({tmp_path / "touched": signal.SIGTERM})
+    with pytest.raises(ds.RankFailed, match="killed by SIGTERM; SIGTERM asked the job to stop"):
+        ds.launch(launched.never_built, nproc=2, arguments={"path": str(tmp_path / "touched")})
 
 
 def test_a_name_will_do_and_a_wrong_one_is_refused(tmp_path: Path) -> None:

@@ -29,6 +29,12 @@ def misconfigured() -> ds.Trainer:
     raise ds.ConfigurationError("width=-1; needs a number over 0")
 
 
+def never_built(path: str) -> ds.Trainer:
+    Path(path).touch()
+    threading.Event().wait()
+    raise AssertionError("it waits for ever")
+
+
 class AtStep(ds.Callback):
     """Does something after a step, on one rank, in the first life only unless ``always``."""
 
@@ -78,6 +84,7 @@ class SlowSave(ds.Callback):
     """Takes longer for a save than the launcher's patience with ranks that failed."""
 
     def on_before_save(self, ctx: ds.Context) -> None:
+        (ctx.args.directory / "saving").touch()
         time.sleep(1.0)
 
 

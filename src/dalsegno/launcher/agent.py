@@ -120,7 +120,7 @@ class RankAgent(SimpleElasticAgent):
             self.statuses = exits
             values = {worker.global_rank: exits[worker.local_rank] for worker in worker_group.workers}
             return RunResult(WorkerState.SUCCEEDED, return_values=values)
-        hung = self._hung(worker_group)
+        hung = self._hung()
         return RunResult(WorkerState.HEALTHY) if hung is None else self._failed(worker_group, hung)
 
     # -- failures -----------------------------------------------------------------------------------------------
@@ -141,16 +141,15 @@ class RankAgent(SimpleElasticAgent):
         }
         return RunResult(WorkerState.FAILED, failures=failures)
 
-    def _hung(self, worker_group: WorkerGroup) -> Finding | None:
-        """A finding about the rank that has been without progress for longest, if that is too long."""
+    def _hung(self) -> Finding | None:
+        """A finding if a rank that trains has made no progress for too long. Others may be waiting for it."""
         if math.isinf(self._options.hang_timeout) or self._beats is None:
             return None
-        training = [(beat.time, rank) for rank, beat in enumerate(self._beats.read()) if beat.time]
-        oldest, local_rank = min(training, default=(math.inf, 0))
-        if time.monotonic() - oldest < self._options.hang_timeout:
+        training = [beat for beat in self._beats.read() if beat.time]
+        oldest = min(training, default=None)
+        if oldest is None or time.monotonic() - oldest.time < self._options.hang_timeout:
             return None
-        rank = worker_group.workers[local_rank].global_rank
-        return Finding(f"rank {rank} made no step for {self._options.hang_timeout:g} s", True, time.time())
+        return Finding(f"no step for {self._options.hang_timeout:g} s after step {oldest.step}", True, time.time())
 
     def _end_leg(self, hung: Finding | None) -> None:
         """End the ranks of this leg, find out why it ended, and whether to restart it."""

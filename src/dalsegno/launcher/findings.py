@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
-LOST_TWICE_MORE = 3
-"""Legs in a row that got no further than an earlier one, after which restarts end."""
+MOST_LOSSES = 3
+"""Legs in a row that reach the same step, or an earlier one, and are lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +123,20 @@ class Progress:
     """Whether restarts lead anywhere: each leg should get further than all before."""
 
     def __init__(self) -> None:
-        self._furthest: int | None = None
+        self._furthest = -1
         self._losses = 0  # legs that ended at the furthest step or before, since it was first reached
 
     def note(self, reached: int) -> bool:
-        """Note the step at which a leg was lost. False if the same step was reached and lost three times."""
-        if self._furthest is None or reached > self._furthest:
+        """Note the step at which a leg was lost. False if the same step was reached and lost three times.
+
+        A leg that did not train (-1) says nothing: it may run a loop of another kind.
+        """
+        if reached < 0:
+            return True
+        if reached > self._furthest:
             self._furthest, self._losses = reached, 0
         self._losses += 1
-        return self._losses < LOST_TWICE_MORE
+        return self._losses < MOST_LOSSES
 
     def __str__(self) -> str:
-        step = "the first step" if self._furthest is None or self._furthest < 0 else f"step {self._furthest}"
-        return f"{self._losses} legs in a row got no further than {step}"
+        return f"{self._losses} legs in a row got no further than step {self._furthest}"

@@ -128,7 +128,7 @@ def run_job(target: Target, options: LaunchOptions) -> JobEnd:
     else:
         target.check()
         _check_importable()
-        warm_up({"OMP_NUM_THREADS": "1"} if options.nproc > 1 else {})
+        warm_up(_threads(options.nproc))
     with tempfile.TemporaryDirectory(prefix="dalsegno-launch-") as folder:  # 0700
         return _run(target, options, Path(folder))
 

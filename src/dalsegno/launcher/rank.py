@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -83,7 +84,8 @@ def _settle(start: RankStart) -> None:
     for number in (*SIGNALS, signal.SIGHUP):
         default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN if number in start.ignored else default)
-    faulthandler.register(DUMP)
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # without a standard error
+        faulthandler.register(DUMP, file=sys.__stderr__)  # type: ignore[arg-type]
     threading.Thread(target=_end_with_launcher, name="dalsegno-launcher", daemon=True).start()
 
 

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from typing import Any
@@ -60,14 +60,17 @@ class Ranks:
             self._processes[rank].join(_REAP_SECONDS)
 
 
-def warm_up(environment: Mapping[str, str]) -> None:
-    """Start the process that ranks are forked from, and let it import torch while the hosts find each other."""
+def warm_up(threads: int | None) -> None:
+    """Start the process that ranks are forked from, and let it import torch while the hosts find each other.
+
+    ``threads``: of each operation; libraries read the number when they are imported.
+    """
     forkserver.set_forkserver_preload(["dalsegno.launcher.template", *forked.PRELOADED, "dalsegno.launcher.rank"])
-    before = os.environ.get("OMP_NUM_THREADS")
-    if "OMP_NUM_THREADS" in environment:  # libraries read it when they are imported
-        os.environ["OMP_NUM_THREADS"] = environment["OMP_NUM_THREADS"]
+    is_given = "OMP_NUM_THREADS" in os.environ
+    if threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
     try:
         forkserver.ensure_running()
     finally:
-        if before is None:
+        if not is_given:
             os.environ.pop("OMP_NUM_THREADS", None)
