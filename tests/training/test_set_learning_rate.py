@@ -173,7 +173,7 @@ def test_without_a_schedule_the_rate_stays(tmp_path: Path) -> None:
     with ds.Run(args, model=model, optimizer=optimizer, loader=data) as run:
         for number, batch in enumerate(run.batches()):
             if number == 2:
-                run.commands.submit("set", {"learning_rate": {"factor": 2}}, by="the loop")
+                run.commands.submit("set", {"learning_rate": {"factor": 2}}, by="me")
             loss = model(**batch)
             loss.backward()
             optimizer.step()
