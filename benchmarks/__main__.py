@@ -17,6 +17,7 @@ NAMES = (
     "imports",
     "save",
     "standstill",
+    "commands",
     "planning",
     "load",
     "resume_data",

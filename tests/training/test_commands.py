@@ -311,8 +311,9 @@ def test_what_is_not_an_observer_stays_on(tmp_path: Path, key: str, callback: An
         trainer.train()
 
 
-def test_without_an_evaluation_set_there_is_nothing_to_evaluate(tmp_path: Path) -> None:
-    trainer = commanded(tmp_path, {2: [("evaluate", {})]}, parts={})
+@pytest.mark.parametrize("command", [("evaluate", {}), ("set", {"eval_steps": 2})])
+def test_without_an_evaluation_set_there_is_nothing_to_evaluate(tmp_path: Path, command: Any) -> None:
+    trainer = commanded(tmp_path, {2: [command]}, parts={})
     with pytest.raises(ds.ConfigurationError, match="no evaluation set"):
         trainer.train()
 

@@ -88,10 +88,10 @@ class ProgressCallback(Callback):
             self._display = Bar(self._stream, self._columns, ctx.state.global_step, ctx.state.max_steps)
 
     def on_step_end(self, ctx: StepEndContext) -> None:
-        self._display.advance(ctx.state.global_step)
+        self._display.advance(ctx.state.global_step, ctx.state.max_steps)
 
     def on_rollback(self, ctx: RollbackContext) -> None:
-        self._display.advance(ctx.to_step)
+        self._display.advance(ctx.to_step, ctx.state.max_steps)
 
     def on_log(self, ctx: LogContext) -> None:
         state, logs = ctx.state, ctx.logs
@@ -119,8 +119,8 @@ class ProgressCallback(Callback):
 class Display(Protocol):
     """Shows the progress."""
 
-    def advance(self, step: int) -> None:
-        """Show that ``step`` steps are done. Called after each step, so it must be cheap."""
+    def advance(self, step: int, planned: int) -> None:
+        """Show that ``step`` of ``planned`` steps (-1: unknown) are done. Called after each step: must be cheap."""
 
     def record(self, values: Mapping[str, Any]) -> None:
         """Show a training record."""
@@ -155,7 +155,7 @@ class Lines:
         """Print a header before the next line."""
         self._until_header = 0
 
-    def advance(self, step: int) -> None:
+    def advance(self, step: int, planned: int) -> None:
         pass
 
     def record(self, values: Mapping[str, Any]) -> None:
@@ -197,7 +197,8 @@ class Bar:
             delay=1e-9,  # practically none, but postpones the first drawing
         )
 
-    def advance(self, step: int) -> None:
+    def advance(self, step: int, planned: int) -> None:
+        self._bar.total = planned if planned > 0 else None  # a command may change it
         self._bar.update(step - self._bar.n)
 
     def record(self, values: Mapping[str, Any]) -> None:

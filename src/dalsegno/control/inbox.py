@@ -5,8 +5,8 @@ reads and deletes it, and writes ``control/answers/NAME.json``: at once the comm
 it is refused; later the ``step`` at which it took effect. It is deleted before it is submitted: a kill in between loses
 a command that was not acknowledged, rather than carry out one twice.
 
-Who may write into the folder may send commands. Contents are bounded, links are not followed, and no file ends the
-training, whatever its name and content.
+Any process that can write into the folder can send commands. Requests are bounded, links are not followed, and no file
+ends the training, whatever its name and content.
 """
 
 from __future__ import annotations

@@ -191,6 +191,8 @@ class CommandExecutor:
         """
         if command.name == "evaluate" and not self._evaluates:
             raise ConfigurationError("evaluate: this run has no evaluation set")
+        if "eval_steps" in command.data and not self._evaluates:
+            raise ConfigurationError("set eval_steps: has no effect, since this run has no evaluation set")
         if command.name == "switch":
             self._dispatcher.check_observes(command.data["callback"])
         if LEARNING_RATE in command.data:

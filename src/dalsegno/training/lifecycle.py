@@ -26,6 +26,7 @@ from .requeue import Requeue
 from .result import TrainResult
 from .resume import ResumeOptions, Resumer
 from .run_dir import locked_run_dir
+from .schedule import planned_steps
 from .session import Session
 from .settings import RecordedSettings, UserSupplied
 from .signals import SignalWatcher
@@ -105,6 +106,7 @@ class RunLifecycle:
         parts.callbacks.rebind()
         expect_evaluations(parts.args, parts.callbacks.bound, has_sets=self.boundary.evaluations.has_sets)
         parts.control.clear()
+        parts.state.max_steps = planned_steps(parts.args, parts.loader)  # for on_before_load; commands may change it
         parts.state.num_train_epochs = parts.args.num_train_epochs
         self._settings.begin_session()
         path = self._restored(options)

@@ -108,7 +108,7 @@ def test_logs_go_up_to_where_they_were_at_the_checkpoint(tmp_path: Path) -> None
 
 
 def test_the_journal_of_commands_travels_and_their_inbox_does_not(tmp_path: Path) -> None:
-    """A command that somebody puts at the URL is not one to the job that fetches the run."""
+    """A request at the URL is not a command to the job that fetches the run."""
     for name in ("control.jsonl", "control/abort.json", "control/answers/abort.json", "logs/control/mine.json"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
