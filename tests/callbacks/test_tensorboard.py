@@ -202,6 +202,26 @@ def test_several_share_a_folder(tmp_path: Path) -> None:
     assert (tmp_path / EVENTS / "events.out.tfevents.1.other").exists()
 
 
+def test_another_directory_is_begun_and_the_old_one_keeps_its_curves(tmp_path: Path) -> None:
+    """A kill at step 8 leaves steps after the checkpoint of 5 in the old directory: they are not drawn twice."""
+
+    def kill(ctx: Any) -> None:
+        if ctx.step == 8:
+            raise KeyboardInterrupt
+
+    def run(log_dir: str, *others: ds.Callback) -> None:
+        writer = ResumableSummaryWriter(log_dir)
+        draw = {"on_log": lambda ctx: writer.add_scalar("loss", ctx.logs.get("loss", 0.0), ctx.state.global_step)}
+        trainer(tmp_path, writer, Listener(draw, name="draws"), *others, eval_steps=0).train()
+
+    with pytest.raises(KeyboardInterrupt):
+        run("first", Listener({"on_step_end": kill}))
+    run("second")
+    drawn = {name: [step for step, _ in curves(tmp_path / name)["loss"]] for name in ("first", "second")}
+    assert drawn == {"first": [1, 2, 3, 4, 5], "second": [6, 7, 8, 9, 10, 11, 12, 12]}, "with the final record"
+    assert list(tmp_path.glob("rewound/*")), "what came after the checkpoint is kept"
+
+
 def test_programs_may_flush_and_close_it(tmp_path: Path) -> None:
     writer = ResumableSummaryWriter()
 

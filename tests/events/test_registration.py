@@ -156,6 +156,22 @@ def test_callbacks_are_added_and_removed_between_fits(tmp_path: Path) -> None:
         trainer.remove_callback("secnd")
 
 
+def test_callbacks_are_given_and_taken_by_class(tmp_path: Path) -> None:
+    """As Hugging Face's Trainer takes them. Of several, the first is taken."""
+    trainer = small_trainer(tmp_path, Trace, second := Trace("second"), max_steps=1)
+    trainer.add_callback(Listens)
+    names = [callback.key for callback in trainer.callbacks]
+    assert names == ["Trace", "second", "Listens"]
+    assert trainer.remove_callback(Trace) is not second
+    assert trainer.pop_callback(Trace) is second
+    with pytest.raises(UnknownName, match="unknown callback 'Trace'"):
+        trainer.pop_callback(Trace)
+
+
+class Listens(ds.Callback):
+    """A class without arguments."""
+
+
 def test_own_callbacks_come_first_in_order_then_global_ones(tmp_path: Path) -> None:
     order: list[str] = []
 

@@ -83,9 +83,21 @@ def test_two_of_one_class_need_names(library: ModuleType, tmp_path: Path) -> Non
 
 
 @for_each_library
-def test_a_class_is_no_callback(library: ModuleType, tmp_path: Path) -> None:
-    with pytest.raises(ds.ConfigurationError, match=f"{library.base().__name__} is a class; give an instance"):
-        small_trainer(tmp_path, library.base())
+def test_a_class_stands_for_an_instance(library: ModuleType, tmp_path: Path) -> None:
+    counting_class = type(counting(library))
+    trainer = small_trainer(tmp_path, counting_class, max_steps=1)
+    trainer.train()
+    callback = trainer.pop_callback(counting_class)
+    assert (type(callback), callback.begins) == (counting_class, 1)  # type: ignore[attr-defined]
+    with pytest.raises(ds.UnknownName, match="unknown callback 'Counting'"):
+        trainer.remove_callback(counting_class)
+
+
+@for_each_library
+def test_a_class_that_needs_arguments_is_refused(library: ModuleType, tmp_path: Path) -> None:
+    needy = type("Needy", (library.base(),), {"__init__": lambda self, every: None})
+    with pytest.raises(ds.ConfigurationError, match="Needy is a class whose constructor needs arguments"):
+        small_trainer(tmp_path, needy)
 
 
 @for_each_library

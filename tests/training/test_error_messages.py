@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import dalsegno as ds
-from dalsegno.callbacks import DefaultMetrics, DivergenceDetector, EarlyStopping, JsonLogger
+from dalsegno.callbacks import DefaultMetrics, DivergenceDetector, EarlyStopping, JsonLogger, Notify
 from dalsegno.errors import (
     CannotSave,
     ConfigurationError,
@@ -106,9 +106,10 @@ CALLBACKS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "JsonLogger: epoch= is part of every record; use another key",
     ),
     "a class": (
-        lambda: JsonLogger,
+        lambda: Notify,
         ConfigurationError,
-        "callbacks: JsonLogger is a class; give an instance: JsonLogger(…)",
+        "callbacks: Notify is a class whose constructor needs arguments (missing a required argument: 'urls'); give an "
+        "instance: Notify(…)",
     ),
     "a function": (
         lambda: iter,

@@ -39,7 +39,8 @@ class ResumableSummaryWriter(Callback):
     so several writers may share a directory.
 
     Args:
-        log_dir: relative to ``output_dir``, or absolute.
+        log_dir: relative to ``output_dir``, or absolute. A resumed run writes to the one that is given now: if it is
+            another than the checkpoint's, the curves until the checkpoint stay where they are.
         name: the key of its state in checkpoints; None: the class's name.
 
     Writes before or after training are dropped, since no checkpoint could count them; the first one logs a warning.
@@ -76,6 +77,8 @@ class ResumableSummaryWriter(Callback):
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         if ctx.state.is_world_process_zero:
             self._folder = ctx.args.directory / self._log_dir
+            if self._saved.log_dir is not None and Path(self._saved.log_dir) != Path(self._log_dir):
+                self._leave(ctx.args.directory / self._saved.log_dir)
             self._go_back()
 
     def on_train_end(self, ctx: TrainEndContext) -> None:
@@ -84,14 +87,17 @@ class ResumableSummaryWriter(Callback):
             self._writer = None
         if self._folder is not None:
             self._first_in.pop(self._folder, None)
-            self._saved = EventPosition(self._events, lengths(self._folder, self._mark))
+            self._saved = self._position(self._folder)
         self._folder, self._first_step = None, None
 
     def state_dict(self) -> EventState:
         if self._folder is None:
             return self._saved.to_state()
         self.flush()
-        return EventPosition(self._events, lengths(self._folder, self._mark)).to_state()
+        return self._position(self._folder).to_state()
+
+    def _position(self, folder: Path) -> EventPosition:
+        return EventPosition(self._events, lengths(folder, self._mark), str(self._log_dir))
 
     def load_state_dict(self, state: Any) -> None:
         """Rewind the files at once during training (rollback), else when training begins."""
@@ -137,6 +143,12 @@ class ResumableSummaryWriter(Callback):
         elif not self._warned_not_writing:
             self._warned_not_writing = True
             logger.warning("%s writes while training runs; what is written before or after is not kept", self.key)
+
+    def _leave(self, folder: Path) -> None:
+        """Rewind the checkpoint's directory, and begin in another one."""
+        rewind_events(folder, self._mark, self._saved.files)
+        logger.info("%s: curves until the checkpoint stay in %s; new ones are in %s", self.key, folder, self._folder)
+        self._saved = EventPosition(self._saved.events, {}, str(self._log_dir))
 
     def _go_back(self) -> None:
         assert self._folder is not None

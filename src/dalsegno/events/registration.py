@@ -22,8 +22,6 @@ def check_callbacks(callbacks: Iterable[object]) -> list[Callback]:
         DuplicateKey: if a callback is given twice, or two have the same key; the message says to set ``name``.
         UnknownName: for a misspelt handler.
     """
-    if not isinstance(callbacks, Iterable):
-        raise ConfigurationError(f"callbacks={callbacks!r}; give a list: [{type(callbacks).__name__}(…)]")
     checked: dict[str, Callback] = {}
     for given in callbacks:
         callback = adapt(given)
@@ -39,6 +37,30 @@ def check_callbacks(callbacks: Iterable[object]) -> list[Callback]:
         _check_handlers(callback)
         _check_state(callback)
     return list(checked.values())
+
+
+def instances(callbacks: Iterable[object]) -> list[object]:
+    """Return the callbacks, with an instance in place of each class, as Hugging Face's Trainer takes them.
+
+    Raises:
+        ConfigurationError: for a class whose constructor needs arguments, or something that is not a list.
+    """
+    if not isinstance(callbacks, Iterable):
+        raise ConfigurationError(f"callbacks={callbacks!r}; give a list: [{type(callbacks).__name__}(…)]")
+    return [_instance(each) if isinstance(each, type) else each for each in callbacks]
+
+
+def _instance(cls: type) -> object:
+    try:
+        inspect.signature(cls).bind()
+    except TypeError as error:
+        raise ConfigurationError(
+            f"callbacks: {cls.__name__} is a class whose constructor needs arguments ({error}); give an instance: "
+            f"{cls.__name__}(…)"
+        ) from None
+    except ValueError:  # a builtin has no signature
+        pass
+    return cls()
 
 
 def _class(callback: Callback) -> str:

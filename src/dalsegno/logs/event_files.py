@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from dalsegno.stateful import schema
 from dalsegno.system import filesystem
@@ -28,6 +28,7 @@ _MARK = "tfevents"  # TensorBoard reads every file with this in its name
 class EventState(TypedDict):
     events: schema.Count
     files: dict[str, schema.Count]
+    log_dir: NotRequired[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +39,12 @@ class EventPosition:
     """Number of events written, over all legs."""
     files: Mapping[str, int]
     """File name to length in bytes. Names and headers depend on the number and times of the legs."""
+    log_dir: str | None = None
+    """As the writer was given it; None in checkpoints of earlier versions."""
 
     def to_state(self) -> EventState:
-        return {"events": self.events, "files": dict(self.files)}
+        state: EventState = {"events": self.events, "files": dict(self.files)}
+        return state if self.log_dir is None else {**state, "log_dir": self.log_dir}
 
     @classmethod
     def from_state(cls, state: Any) -> EventPosition:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
 
 from torch import nn
@@ -11,7 +12,7 @@ from dalsegno.checkpoint import CALLBACKS, CallbackTensors
 from dalsegno.events.adapters import adapt, external_global_callbacks
 from dalsegno.events.callback import Callback, components_of, global_callbacks
 from dalsegno.events.dispatcher import Dispatcher
-from dalsegno.events.registration import check_callbacks
+from dalsegno.events.registration import check_callbacks, instances
 from dalsegno.stateful.component import Component, TensorHolder
 
 
@@ -46,17 +47,25 @@ class CallbackSet:
 
     def add(self, callback: object) -> None:
         """Bind one more of the user's."""
-        self._bind([*self._users, adapt(callback)])
+        self._bind([*self._users, *check_callbacks(instances([callback]))])
 
     def remove(self, callback: object) -> Callback:
-        """Unbind a callback, given itself or its key, and return it.
+        """Unbind a callback, given itself, its key or its class, and return it. Of several of a class, the first.
 
         Raises:
             UnknownName: if it is not bound; the message suggests the nearest key.
         """
-        removed = self._dispatcher.find(callback if isinstance(callback, str) else adapt(callback).key)
+        removed = self._dispatcher.find(self._key_of(callback))
         self._bind([each for each in self._users if each is not removed])
         return removed
+
+    def _key_of(self, callback: object) -> str:
+        if isinstance(callback, str):
+            return callback
+        if isinstance(callback, type):
+            found = [each.key for each in self.bound if isinstance(inspect.unwrap(each), callback)]  # type: ignore[arg-type]
+            return found[0] if found else callback.__name__
+        return adapt(callback).key
 
     def rebind(self) -> None:
         """Bind again: global callbacks may have been added or removed since."""

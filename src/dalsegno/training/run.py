@@ -47,6 +47,7 @@ from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import check_materialized, device_of
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Callback
+from dalsegno.events.registration import instances
 from dalsegno.events.table import Event
 from dalsegno.state import TrainerControl, TrainerState
 from dalsegno.system.tracebacks import short_traceback
@@ -145,7 +146,7 @@ class Run:
             optimizer=optimizer,
             schedulers=schedulers,
             loader=resumable_loader(loader, seed=args.shuffle_seed, world_size=collectives.world_size()),
-            callbacks=callbacks,
+            callbacks=instances(callbacks),
             context_fields={
                 "processing_class": None,
                 "train_dataloader": loader,

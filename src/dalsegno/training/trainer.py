@@ -23,7 +23,7 @@ from dalsegno.distributed.precision import autocast_dtype
 from dalsegno.distributed.sharded_tensors import check_materialized
 from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.events.callback import Callback
-from dalsegno.events.registration import check_callbacks
+from dalsegno.events.registration import check_callbacks, instances
 from dalsegno.events.table import Event
 from dalsegno.state import TrainerControl, TrainerState
 from dalsegno.system.tracebacks import short_traceback
@@ -98,6 +98,7 @@ class Trainer:
         callbacks: Sequence[object] = (),
         processing_class: Any = None,
     ) -> None:
+        callbacks = instances(callbacks)
         _check_arguments(model, args, callbacks)
         self.model, self.args, self._collator = model, args, data_collator
         device = init_distributed(args.use_cpu)
@@ -257,17 +258,22 @@ class Trainer:
 
     @short_traceback
     def add_callback(self, callback: object) -> None:
-        """Add a callback; it is called after the others."""
+        """Add a callback, or an instance of its class; it is called after the others."""
         self._parts.callbacks.add(callback)
 
     @short_traceback
     def remove_callback(self, callback: object) -> Callback:
-        """Remove a callback, given itself or its key, and return it.
+        """Remove a callback, given itself, its key or its class (the first of that class), and return it.
 
         Raises:
             UnknownName: if there is none; the message suggests the nearest key.
         """
         return self._parts.callbacks.remove(callback)
+
+    @short_traceback
+    def pop_callback(self, callback: object) -> object:
+        """Like :meth:`remove_callback`, but return another library's callback without its adapter, as it was given."""
+        return inspect.unwrap(self._parts.callbacks.remove(callback))  # type: ignore[arg-type]
 
 
 def _check_arguments(model: object, args: object, callbacks: Sequence[object]) -> None:

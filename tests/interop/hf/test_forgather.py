@@ -217,6 +217,31 @@ def test_its_logger_starts_over_after_a_kill_before_the_first_checkpoint(tmp_pat
     assert found == [(2, False), (4, False), (4, True), (6, False), (8, False), (8, True), (9, False)]
 
 
+def test_a_writer_of_theirs_keeps_the_directory_of_the_checkpoint(tmp_path: Path) -> None:
+    """As at home: the directory that it is given now counts only where the saved one is gone."""
+
+    class ResumableSummaryWriter(base()):  # type: ignore[misc]
+        def __init__(self, log_dir: Path) -> None:
+            self.log_dir = str(log_dir)
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> None:
+            Path(self.log_dir).mkdir(exist_ok=True)
+            (Path(self.log_dir) / f"step-{state.global_step}").touch()
+
+        def state_dict(self) -> dict[str, str]:
+            return {"log_dir": self.log_dir}
+
+        def load_state_dict(self, state: dict[str, str]) -> None:
+            if Path(state["log_dir"]).is_dir():
+                self.log_dir = state["log_dir"]
+
+    first, second = tmp_path / "first", tmp_path / "second"
+    train(tmp_path / "run", ResumableSummaryWriter(first), max_steps=4, save_steps=4)
+    train(tmp_path / "run", ResumableSummaryWriter(second), max_steps=8, save_steps=4)
+    assert sorted(path.name for path in first.iterdir()) == ["step-2", "step-4", "step-6", "step-8"]
+    assert not second.exists()
+
+
 class Shown(ds.Callback):
     """Puts the numbers of Forgather's records into dalsegno's, which are compared."""
 

@@ -238,6 +238,23 @@ def test_what_is_set_in_the_state_is_the_runs(tmp_path: Path) -> None:
     assert totals == [600.0]
 
 
+def test_a_lower_number_of_steps_in_the_state_ends_the_run(tmp_path: Path) -> None:
+    class Shorter(ds.TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            state.max_steps = 3
+
+    result = small_trainer(tmp_path, Shorter(), max_steps=6, save_steps=10).train()
+    assert (result.reason, result.global_step, result.stopped_by) == ("stopped", 3, "huggingface")
+    assert result.why == "a callback has set state.max_steps to 3"
+    assert result.checkpoint is not None
+
+
+def test_arguments_and_state_show_what_they_are(tmp_path: Path) -> None:
+    args, state, _ = captured(tmp_path, "on_train_end")
+    assert repr(args).startswith("TrainingArguments(") and f"output_dir={str(tmp_path)!r}" in repr(args)
+    assert repr(state).startswith("TrainerState(epoch=2.0, global_step=6, max_steps=6, ")
+
+
 def test_logs_are_a_copy_and_log_step_adds_to_them(tmp_path: Path) -> None:
     written: list[dict[str, Any]] = []
 

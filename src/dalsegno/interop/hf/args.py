@@ -148,6 +148,9 @@ class Arguments:
         own = {name: _plain(value) for name, value in vars(self).items() if not name.startswith("_")}
         return {**_FIXED, **self._args.to_dict(), **own, "device": str(self.device), "n_gpu": self.n_gpu}
 
+    def __repr__(self) -> str:
+        return f"TrainingArguments({', '.join(f'{name}={value!r}' for name, value in self.to_dict().items())})"
+
     def to_json_string(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
 

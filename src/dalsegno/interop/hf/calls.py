@@ -11,6 +11,7 @@ from dalsegno.events.contexts import (
     Context,
     EvaluateContext,
     LogContext,
+    MetricsContext,
     MicrobatchEndContext,
     SaveContext,
 )
@@ -123,8 +124,10 @@ def with_mutable_record(invoke: Invoke, binder: Binder) -> Call:
 
 
 def with_metrics(invoke: Invoke, binder: Binder) -> Call:
-    def call(adapted: Any, ctx: EvaluateContext) -> Answer:
-        return invoke(adapted, ctx, metrics={**ctx.metrics, "epoch": ctx.state.epoch})
+    shared = binder.shared(SharedState)
+
+    def call(adapted: Any, ctx: EvaluateContext | MetricsContext) -> Answer:
+        return invoke(adapted, ctx, metrics=shared.metrics_of(ctx))
 
     return call
 

@@ -11,7 +11,11 @@ from dalsegno.events.contexts import (
     Context,
     EpochContext,
     EvaluateBeginContext,
+    EvaluateContext,
     LogContext,
+    MetricsContext,
+    PredictionStepContext,
+    StepEndContext,
     TrainBeginContext,
 )
 from dalsegno.state import TrainerState
@@ -47,7 +51,8 @@ class SharedState(Callback):
         self.train_dataloader = as_loader(context.train_dataloader)
         self.eval_dataloader = next(iter(self._eval_loaders.values()), None)
         """Loader of the evaluation set that is evaluated now, or was last."""
-        self.record = SharedRecord(context.state, record_of)
+        self.record = SharedRecord(context.state, self._record_of)
+        self._batches = 0  # of the newest evaluation
         self.inside_epoch = False
         self.joined_epoch = False
         """Whether this leg began inside an epoch."""
@@ -67,6 +72,12 @@ class SharedState(Callback):
         self.args.logging_dir = collectives.from_rank_zero(self.args.unused_logging_dir)
         self.joined_epoch = self.inside_epoch = self.inside_epoch or ctx.state.epoch % 1 > 0
 
+    def on_step_end(self, ctx: StepEndContext) -> None:
+        """End the run where a callback's ``state.max_steps`` does, as Hugging Face's flow does in this event."""
+        steps = self.state.steps_set
+        if steps is not None and 0 < steps <= ctx.step and not ctx.control.should_training_stop:
+            ctx.control.stop(f"a callback has set state.max_steps to {steps}", final=True, by=self.name)
+
     def on_epoch_begin(self, ctx: EpochContext) -> None:
         self.inside_epoch = True
 
@@ -74,10 +85,29 @@ class SharedState(Callback):
         self.inside_epoch = False
 
     def on_log(self, ctx: LogContext) -> None:
-        self.log_history.append({**record_of(ctx), "step": ctx.state.global_step})
+        self.log_history.append({**self._record_of(ctx), "step": ctx.state.global_step})
+
+    def on_prediction_step(self, ctx: PredictionStepContext) -> None:
+        self._batches = ctx.index + 1
+
+    def _with_steps_per_second(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Add the batches per second, which Hugging Face measures in addition, to an evaluation's metrics."""
+        for name, seconds in list(metrics.items()):
+            if name.endswith("_runtime") and seconds and self._batches:
+                metrics[f"{name.removesuffix('runtime')}steps_per_second"] = self._batches / seconds
+        return metrics
 
     def on_evaluate_begin(self, ctx: EvaluateBeginContext) -> None:
+        self._batches = 0
         self.eval_dataloader = self._eval_loaders.get(ctx.name, self.eval_dataloader)
+
+    def metrics_of(self, ctx: EvaluateContext | MetricsContext) -> dict[str, Any]:
+        """Return a copy of an evaluation's metrics, with those that Hugging Face has in addition."""
+        return self._with_steps_per_second({**ctx.metrics, "epoch": ctx.state.epoch})
+
+    def _record_of(self, ctx: LogContext) -> dict[str, Any]:
+        record = record_of(ctx)
+        return self._with_steps_per_second(record) if ctx.kind == "eval" else record
 
     def state_dict(self) -> History:
         return {"log_history": self.log_history, "inside_epoch": self.inside_epoch}

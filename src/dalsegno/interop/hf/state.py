@@ -54,11 +54,21 @@ class State:
         self.trial_name: str | None = None
         self.trial_params: dict[str, Any] | None = None
         self.stateful_callbacks: dict[str, Any] = {}
+        self.steps_set: int | None = None
+        """``max_steps`` that a callback has set."""
+
+    def __repr__(self) -> str:
+        return f"TrainerState({', '.join(f'{name}={getattr(self, name)!r}' for name in _FIELDS)})"
 
     @property
     def max_steps(self) -> int:
         """``sys.maxsize`` where the data's length is unknown: callbacks compare this with the step."""
         return self._state.max_steps if self._state.max_steps > 0 else sys.maxsize
+
+    @max_steps.setter
+    def max_steps(self, steps: int) -> None:
+        """A number below the run's ends it there; a larger one only changes what callbacks read."""
+        self._state.max_steps = self.steps_set = steps
 
     @property
     def num_train_epochs(self) -> int:
