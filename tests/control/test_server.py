@@ -41,6 +41,7 @@ class Served:
             self.commands,
             self.state,
             callbacks=lambda: [{"key": "A", "class": "A"}],
+            history=dict,
             log_path=None if log is None else lambda: log,
         )
         listener = listen("127.0.0.1", None)

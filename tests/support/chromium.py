@@ -59,10 +59,11 @@ class Chromium:
         os.close(self._write)
         os.close(self._read)
 
-    def open(self, page: Path) -> None:
-        """Load a file, and wait until it has been drawn."""
-        self._send("Page.navigate", url=page.absolute().as_uri())
-        while not any(event["method"] == "Page.loadEventFired" for event in self.events):
+    def open(self, page: Path | str) -> None:
+        """Load a file or an address, and wait until it has been drawn."""
+        loads = self._loads()
+        self._send("Page.navigate", url=page if isinstance(page, str) else page.absolute().as_uri())
+        while self._loads() == loads:
             self.events.append(self._receive(time.monotonic() + PATIENCE))
         self.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
@@ -71,6 +72,20 @@ class Chromium:
         done = self._send("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in done, done["exceptionDetails"]
         return done["result"].get("value")
+
+    def wait(self, script: str, seconds: float = PATIENCE) -> Any:
+        """Wait until a JavaScript expression is true; returns its value. One that raises is not true yet."""
+        end = time.monotonic() + seconds
+        attempt = f"(() => {{ try {{ return {script} }} catch (error) {{ return null }} }})()"
+        while not (value := self.run(f"new Promise((done) => setTimeout(() => done({attempt}), 20))")):
+            assert time.monotonic() < end, f"still false: {script}"
+        return value
+
+    def press(self, key: str, code: int = 0) -> None:
+        """Press and release a key. ``code``: Windows's number of it, which those without a character need."""
+        text = {"text": "\r"} if key == "Enter" else {}
+        self._send("Input.dispatchKeyEvent", type="keyDown", key=key, windowsVirtualKeyCode=code, **text)
+        self._send("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=code)
 
     def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
         """``kind``: ``mouseMoved``, ``mousePressed``, ``mouseReleased``; in pixels of the page."""
@@ -93,16 +108,20 @@ class Chromium:
         """The page as a PDF, as it would be printed."""
         return base64.b64decode(self._send("Page.printToPDF", printBackground=False)["data"])
 
-    def complaints(self) -> list[str]:
-        """Errors of scripts, and whatever was refused or asked of a network."""
-        found = []
-        for event in self.events:
-            if event["method"] in ("Runtime.exceptionThrown", "Log.entryAdded"):
-                found.append(json.dumps(event["params"]))
-            elif event["method"] == "Network.requestWillBeSent":
-                url = event["params"]["request"]["url"]
-                found += [f"asked for {url}"] if not url.startswith(("file:", "data:", "about:")) else []
-        return found
+    def requests(self) -> list[str]:
+        """The addresses that were asked, of files and of a network."""
+        sent = [event["params"] for event in self.events if event["method"] == "Network.requestWillBeSent"]
+        return [each["request"]["url"] for each in sent]
+
+    def complaints(self, *servers: str) -> list[str]:
+        """Errors of scripts, and whatever was refused or asked of a network other than these servers."""
+        errors = ("Runtime.exceptionThrown", "Log.entryAdded")
+        found = [json.dumps(event["params"]) for event in self.events if event["method"] in errors]
+        inside = ("file:", "data:", "about:", *servers)
+        return found + [f"asked for {url}" for url in self.requests() if not url.startswith(inside)]
+
+    def _loads(self) -> int:
+        return sum(event["method"] == "Page.loadEventFired" for event in self.events)
 
     def _send(self, method: str, **parameters: Any) -> Any:
         self._number += 1

@@ -8,7 +8,9 @@ import ssl
 from pathlib import Path
 from typing import Any
 
+from dalsegno.checkpoint.format import checkpoint_dir, names
 from dalsegno.control.feed import LiveJob
+from dalsegno.control.history import RunHistory
 from dalsegno.control.jobs import Registration, check_job_id, new_job_id
 from dalsegno.control.security import check_access, is_loopback, new_token, tls_context
 from dalsegno.control.server import ControlServer, check_installed, is_installed, listen
@@ -120,6 +122,7 @@ class TrainerControlCallback(Callback):
             trainer.commands,
             trainer.state,
             callbacks=lambda: _described(trainer),
+            history=_History(ctx.args.directory),
             log_path=_log_path(trainer.callbacks),
         )
         job.note_event("train_begin", resumed_from=ctx.resumed_from.name if ctx.resumed_from else None)
@@ -184,6 +187,18 @@ class TrainerControlCallback(Callback):
     def _note(self, event: str, **details: Any) -> None:
         if self._job is not None:
             self._job.note_event(event, **details)
+
+
+class _History:
+    """Legs, commands and checkpoints of the run in ``directory``."""
+
+    def __init__(self, directory: Path) -> None:
+        self._recorded = RunHistory(directory)
+        self._checkpoints = directory / names.CHECKPOINTS
+
+    def __call__(self) -> dict[str, Any]:
+        checkpoints = reversed(checkpoint_dir.newest_first(self._checkpoints))
+        return {**self._recorded(), "checkpoints": [names.step_of(each) for each in checkpoints]}
 
 
 class _LogPath:

@@ -7,6 +7,7 @@
     POST /jobs/ID/control[?wait=SECONDS]       {"command": NAME, "data": {…}}; with wait: answers after its effect
     GET  /jobs/ID/commands/COMMAND_ID          what became of a command; also with wait
     GET  /jobs/ID/callbacks                    callbacks of the run
+    GET  /jobs/ID/history                      legs, checkpoints and commands of the run
     GET  /jobs/ID/records?since=POSITION       records of the log
     GET  /jobs/ID/stream                       records and events, as server-sent events
     GET  /metrics                              OpenMetrics
@@ -26,6 +27,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import asdict
 from functools import partial
+from importlib import import_module
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -65,17 +67,18 @@ def build_app(job: LiveJob, stopping: asyncio.Event, *, host: str, token: str | 
     api = _Api(job, stopping)
     here = "/jobs/{job_id}"
     routes = [
-        Route("/", _page),
+        Route("/", answer_page),
         Route("/metrics", api.metrics),
         Route("/jobs", api.jobs),
         Route(f"{here}/status", api.of_this_job(api.status)),
         Route(f"{here}/control", api.of_this_job(api.control), methods=["POST"]),
         Route(f"{here}/commands/{{command_id}}", api.of_this_job(api.command)),
         Route(f"{here}/callbacks", api.of_this_job(api.callbacks)),
+        Route(f"{here}/history", api.of_this_job(api.history)),
         Route(f"{here}/records", api.of_this_job(api.records)),
         Route(f"{here}/stream", api.of_this_job(api.stream)),
     ]
-    app = Starlette(routes=routes, exception_handlers={HTTPException: _as_answer})
+    app = Starlette(routes=routes, exception_handlers={HTTPException: answer_error})
     app.router.redirect_slashes = False
     return Gate(app, host=host, token=token, open_paths={"/"})
 
@@ -105,7 +108,7 @@ async def off_loop(call: Callable[[], T]) -> T:
     return await future
 
 
-class _Answer(Response):
+class Answer(Response):
     """JSON in ASCII, with non-finite numbers as strings."""
 
     media_type = "application/json"
@@ -129,12 +132,10 @@ class _Api:
         return checked
 
     async def jobs(self, request: Request) -> Response:
-        found = await off_loop(list_jobs)
-        jobs = [{**asdict(each.endpoint), "state": each.state} for each in found if each.endpoint]
-        return _Answer({"jobs": jobs}, headers={"Dalsegno-Job": self._job.job_id})
+        return Answer({"jobs": await off_loop(list_endpoints)}, headers={"Dalsegno-Job": self._job.job_id})
 
     async def status(self, request: Request) -> Response:
-        return _Answer(self._job.status())
+        return Answer(self._job.status())
 
     async def control(self, request: Request) -> Response:
         body = await _json_body(request)
@@ -143,12 +144,12 @@ class _Api:
         data = {} if data is None else data
         if not isinstance(name, str) or (name != "status" and name not in COMMANDS):
             known = ["status", *COMMANDS]
-            return _Answer({"error": f"Unknown command: {_short(name)}", "valid_commands": known}, 400)
+            return Answer({"error": f"Unknown command: {_short(name)}", "valid_commands": known}, 400)
         if not isinstance(data, dict):
             raise HTTPException(400, '"data" must be an object')
         acknowledged = {"status": "acknowledged", "command": name, "timestamp": time.time()}
         if name == "status":
-            return _Answer({**acknowledged, "message": "see data", "data": self._job.status()})
+            return Answer({**acknowledged, "message": "see data", "data": self._job.status()})
         by = f"HTTP client {request.client.host if request.client else '?'}"
         try:
             ticket = await off_loop(lambda: self._job.commands.submit(name, data, by=by))
@@ -157,7 +158,7 @@ class _Api:
         except (UnknownName, ConfigurationError) as error:
             raise HTTPException(400, str(error)) from error
         message = f"Command {name} queued for execution"
-        return _Answer({**acknowledged, "message": message, **await self._outcome(request, ticket, wait)})
+        return Answer({**acknowledged, "message": message, **await self._outcome(request, ticket, wait)})
 
     async def command(self, request: Request) -> Response:
         wait = _wait(request)
@@ -165,14 +166,17 @@ class _Api:
             ticket = self._job.commands.ticket(request.path_params["command_id"])
         except NotFound as error:
             raise HTTPException(404, str(error)) from error
-        return _Answer({"status": "acknowledged", **await self._outcome(request, ticket, wait)})
+        return Answer({"status": "acknowledged", **await self._outcome(request, ticket, wait)})
 
     async def callbacks(self, request: Request) -> Response:
-        return _Answer({"callbacks": self._job.callbacks()})
+        return Answer({"callbacks": self._job.callbacks()})
+
+    async def history(self, request: Request) -> Response:
+        return Answer(await off_loop(self._job.history))
 
     async def records(self, request: Request) -> Response:
         chunk = await off_loop(partial(self._job.records.after, request.query_params.get("since", "")))
-        return _Answer(
+        return Answer(
             {
                 "records": chunk.records,
                 "position": chunk.position,
@@ -259,16 +263,27 @@ async def _disconnect(request: Request) -> bool:
     return True
 
 
-async def _page(request: Request) -> Response:
-    raise HTTPException(404, "no page")
+def list_endpoints() -> list[dict[str, Any]]:
+    """The jobs of this user on this machine, each with its state; no tokens."""
+    return [{**asdict(job.endpoint), "state": job.state} for job in list_jobs() if job.endpoint]
 
 
-async def _as_answer(request: Request, error: Exception) -> Response:
+async def answer_page(request: Request) -> Response:
+    """The live page. Its module is imported when a browser asks for it: most jobs are never looked at."""
+    page = await off_loop(lambda: import_module(".page", __package__).live_page())
+    return Response(page.content, headers=page.headers)
+
+
+async def answer_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return _Answer({"error": error.detail, "detail": error.detail}, error.status_code, error.headers)
+    return Answer({"error": error.detail, "detail": error.detail}, error.status_code, error.headers)
 
 
-async def _json_body(request: Request) -> Mapping[str, Any]:
+async def read_body(request: Request) -> bytes:
+    """
+    Raises:
+        HTTPException: if it is larger than :data:`LARGEST_BODY`, or incomplete.
+    """
     body = bytearray()
     try:
         async for piece in request.stream():
@@ -277,8 +292,13 @@ async def _json_body(request: Request) -> Mapping[str, Any]:
                 raise HTTPException(413, f"a body may have at most {LARGEST_BODY} bytes")
     except ClientDisconnect:
         raise HTTPException(400, "the body is incomplete") from None
+    return bytes(body)
+
+
+async def _json_body(request: Request) -> Mapping[str, Any]:
+    body = await read_body(request)
     try:
-        content = json.loads(bytes(body), parse_constant=_no_constant)
+        content = json.loads(body, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise HTTPException(400, f"the body is not JSON: {_short(str(error))}") from error
     if not isinstance(content, dict):

@@ -46,7 +46,7 @@ class JobClient:
             base_url=base_url,
             headers={} if token is None else {"Authorization": f"Bearer {token}"},
             timeout=TIMEOUT,
-            verify=True if certificate is None else _trusting(certificate),
+            verify=True if certificate is None else trusting(certificate),
             trust_env=False,  # a proxy would see the token, and no proxy leads to this machine
         )
 
@@ -219,7 +219,7 @@ def _error(base_url: str, answer: httpx.Response) -> Exception:
     return NotRunning(text) if answer.status_code == 409 else ConfigurationError(text)
 
 
-def _trusting(certificate: str) -> ssl.SSLContext:
+def trusting(certificate: str) -> ssl.SSLContext:
     """A context that trusts exactly this certificate, whatever name the server is reached by."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
@@ -235,7 +235,7 @@ def read_certificate(path: Path) -> str:
     """
     text = path.read_text("ascii", "replace")
     try:
-        _trusting(text)
+        trusting(text)
     except ssl.SSLError as error:
         raise ConfigurationError(f"{path}: not a certificate in PEM ({error.reason})") from error
     return text

@@ -122,6 +122,7 @@ class LiveJob:
         commands: where its commands go.
         progress: the run's state.
         callbacks: returns the list of its callbacks, as JSON values.
+        history: returns its legs, checkpoints and commands, as JSON values.
         log_path: the JSON log that the run writes; None: it writes none, so this leg's records are kept in memory.
     """
 
@@ -132,11 +133,13 @@ class LiveJob:
         progress: Progress,
         *,
         callbacks: Callable[[], list[dict[str, Any]]],
+        history: Callable[[], dict[str, Any]],
         log_path: Callable[[], Path | None] | None,
     ) -> None:
         self.job_id = job_id
         self.commands = commands
         self.callbacks = callbacks
+        self.history = history
         self.events = MemoryLog()
         self._progress = progress
         self._recent = MemoryLog()

@@ -31,13 +31,11 @@ from dalsegno.system import filesystem
 
 ENDPOINT = "endpoint.json"
 TOKEN = "auth_token"
-HANDOVER = "open.html"
-"""Page on disk that hands the token to a browser; see :mod:`dalsegno.cli.jobs.open`."""
 
 JobState = Literal["running", "dead", "elsewhere", "unreadable"]
 """``elsewhere``: on another host, from which this one cannot see whether the process is alive."""
 
-_FILES = (ENDPOINT, TOKEN, HANDOVER)
+_FILES = (ENDPOINT, TOKEN)
 _LARGEST = 1 << 16  # bytes of an endpoint file; it has a few hundred, or some thousand with a certificate
 _JOB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _DEAD_STATES = (b"Z", b"X", b"x")
@@ -203,12 +201,11 @@ def read_token(job_id: str) -> str | None:
         return None
 
 
-def write_handover(job_id: str, page: str) -> Path:
-    """Write a page that only this user can read, beside the job's files, or the registry's for a job elsewhere."""
-    directory = jobs_directory() / check_job_id(job_id)
-    path = (directory if directory.is_dir() else jobs_directory().parent) / HANDOVER
+def write_private(name: str, text: str) -> Path:
+    """Write a file that only this user can read, beside the registry's directory."""
+    path = jobs_directory().parent / name
     filesystem.make_private_directory(path.parent)
-    filesystem.replace_durably(path, page.encode(), 0o600)
+    filesystem.replace_durably(path, text.encode(), 0o600)
     return path
 
 

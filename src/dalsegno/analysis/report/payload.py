@@ -15,11 +15,10 @@ from dalsegno.analysis.plotting.downsample import downsample
 from dalsegno.analysis.plotting.palette import colour
 from dalsegno.analysis.rewound import Restart
 from dalsegno.analysis.series import ParameterSeries, Series
+from dalsegno.analysis.webpage import SHOWN_FIRST
 
 Floats = NDArray[np.float64]
 
-SHOWN_FIRST = ("grad_norm", "learning_rate")
-"""Charts shown initially, beside the loss."""
 LEAST_RECORDS = 2
 """Least records of a curve."""
 PLACES = 400

@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 
+SHOWN_FIRST = ("grad_norm", "learning_rate")
+"""Charts shown initially, beside the loss."""
+
 
 def inlined(folder: Traversable, *, styles: Sequence[str], scripts: Sequence[str]) -> dict[str, str]:
     """Parts of a page: ``style`` and ``script``, their hashes for its Content-Security-Policy, ``curves``.

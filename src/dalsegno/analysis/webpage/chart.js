@@ -9,10 +9,9 @@ class Chart {
     this.spec = spec;
     this.svg = element("svg", { class: "chart", role: "img", "aria-label": spec.label });
     this.tip = element("div", { class: "tip", hidden: "" });
-    const evaluations = [...new Set(spec.curves.filter((curve) => curve.dots).map((curve) => curve.metric))];
-    const note = evaluations.length && evaluations[0] !== spec.metric ? `, dots: ${evaluations.join(", ")}` : "";
+    this.note = element("span");
     this.figure = element("figure", { "data-metric": spec.metric },
-      element("figcaption", {}, spec.label, element("span", {}, note)), this.svg, this.tip);
+      element("figcaption", {}, spec.label, this.note), this.svg, this.tip);
     this.number = number;
     this.svg.addEventListener("pointermove", (event) => this.move(event));
     this.svg.addEventListener("pointerleave", () => this.leave());
@@ -27,7 +26,7 @@ class Chart {
     for (const curve of this.spec.curves) {
       if (view.hidden.has(curve.run)) continue;
       const smooth = smoothed(curve);
-      lines.push({ curve, faint: smooth !== null, points: this.points(curve.run, curve.steps, curve.values) });
+      lines.push({ curve, faint: smooth !== null || curve.cut, points: this.points(curve.run, curve.steps, curve.values) });
       if (smooth) lines.push({ curve, faint: false, strong: true, points: this.points(curve.run, curve.meanSteps, smooth) });
     }
     return lines;
@@ -47,6 +46,8 @@ class Chart {
     const width = this.width = Math.max(280, this.figure.clientWidth - 20 || 600);
     this.svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
     this.svg.replaceChildren();
+    const evaluations = [...new Set(this.spec.curves.filter((curve) => curve.dots).map((curve) => curve.metric))];
+    this.note.textContent = evaluations.length && evaluations[0] !== this.spec.metric ? `, dots: ${evaluations.join(", ")}` : "";
     this.drawn = this.lines();
     const xs = [], ys = [];
     for (const { points } of this.drawn) {
@@ -75,6 +76,7 @@ class Chart {
     for (const line of this.drawn) this.line(line);
     this.hover = element("g", { visibility: "hidden" });
     this.svg.append(this.hover);
+    if (this.pointer) this.move(this.pointer);
   }
 
   axes(rows, columns) {
@@ -91,16 +93,21 @@ class Chart {
   }
 
   marks() {
+    this.marked = [];
     const runs = new Set(this.spec.curves.map((curve) => curve.run));
     for (const run of runs) {
       if (view.hidden.has(run)) continue;
       for (const mark of data.runs[run].marks) {
         const x = this.scale.X(place(run, mark.step));
         if (!(x >= this.scale.LEFT && x <= this.width - RIGHT)) continue;
-        const line = element("line", { class: `mark ${mark.kind}`, x1: x, x2: x, y1: TOP, y2: HEIGHT - BOTTOM });
-        if (data.runs.length > 1) line.style.stroke = data.runs[run].colour;
-        line.append(element("title", {}, mark.label));
-        this.svg.append(line);
+        const bottom = HEIGHT - BOTTOM;
+        const shape = mark.kind === "checkpoint" ? element("path", { d: `M${x} ${bottom - 7}l4 7h-8z` })
+          : element("line", { x1: x, x2: x, y1: TOP, y2: bottom });
+        shape.setAttribute("class", `mark ${mark.kind}`);
+        if (data.runs.length > 1) shape.style.stroke = data.runs[run].colour;
+        shape.append(element("title", {}, mark.label));
+        this.svg.append(shape);
+        this.marked.push({ x, label: data.runs.length > 1 ? `${data.runs[run].name}: ${mark.label}` : mark.label });
       }
     }
   }
@@ -116,7 +123,7 @@ class Chart {
       pen = known;
     }
     this.svg.append(element("path", { d: path, fill: "none", stroke: colour, "data-run": curve.run, "stroke-linejoin": "round", "stroke-linecap": "round",
-      "stroke-width": (curve.dots || faint ? 0.8 : strong ? 2 : 1.5) + wider, opacity: curve.dots ? 0.5 : faint ? 0.3 : 1 }));
+      "stroke-width": (curve.cut ? 1.5 : curve.dots || faint ? 0.8 : strong ? 2 : 1.5) + wider, "stroke-dasharray": curve.cut ? "1 4" : "none", opacity: curve.cut ? 0.8 : curve.dots ? 0.5 : faint ? 0.3 : 1 }));
     if (curve.dots) {
       for (const [x, y] of points) {
         if (y !== null && (!view.log || y > 0)) {
@@ -144,6 +151,7 @@ class Chart {
   }
 
   move(event) {
+    this.pointer = event;
     if (!this.scale) return;
     const pixel = this.at(event), x = this.value(pixel);
     this.hover.replaceChildren();
@@ -187,6 +195,8 @@ class Chart {
     }
     const others = this.drawn.filter((each) => !each.faint && each.points.length).length - rows.length;
     if (others) this.tip.append(element("div", { class: "quiet" }, `and ${others} more`));
+    const touched = this.marked.filter((mark) => Math.abs(mark.x - across) < 5).slice(0, MOST_LISTED);
+    for (const mark of touched) this.tip.append(element("div", { class: "quiet" }, mark.label));
     this.tip.hidden = false;
     const left = across / this.width * this.figure.clientWidth;
     this.tip.style.top = "2.2rem";
@@ -195,7 +205,7 @@ class Chart {
   }
 
   leave() {
-    this.from = undefined;
+    this.from = this.pointer = undefined;
     this.tip.hidden = true;
     if (this.hover) this.hover.setAttribute("visibility", "hidden");
   }

@@ -41,6 +41,7 @@ function addRun(run) {
   const button = element("button", { type: "button", "aria-pressed": "true" }, swatch, run.name);
   button.addEventListener("click", () => toggle(view.hidden, index, button));
   document.getElementById("runs").append(button);
+  return index;
 }
 
 function addChart(spec) {

@@ -1,11 +1,13 @@
 "use strict";
 // What the charts of a page draw, and how the user looks at it. The page's own script fills ``data``; every string of it
 // is inserted as text, never as HTML.
+//
+// Marks are of the kind leg, rollback, checkpoint or command. A cut curve has records that are no longer in the log.
 
 const data = {
   axes: {}, // label of each x axis, by name
   runs: [], // name, colour, marks [{step, kind, label}], axes: by name the places of some steps {steps, places}
-  charts: [], // metric, label, shown, curves [{run, metric, dots, steps, values, meanSteps, means, smoothed}]
+  charts: [], // metric, label, shown, curves [{run, metric, dots, cut, steps, values, meanSteps, means, smoothed}]
 };
 const SMOOTHING = [0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2]; // windows as fractions of a curve's records
 const view = { axis: "step", smooth: 2, log: false, range: null, hidden: new Set(), shown: new Set() };
@@ -43,7 +45,7 @@ function after(sorted, value) {
 // Moving means whose window reaches no further ahead than back; for long logs, of the means of stretches.
 function smoothed(curve) {
   const width = Math.round(SMOOTHING[view.smooth] * curve.means.length);
-  if (width < 2 || curve.dots) return null;
+  if (width < 2 || curve.dots || curve.cut) return null;
   if (!curve.smoothed[width]) {
     const half = width >> 1;
     curve.smoothed[width] = curve.means.map((_, index) => {

@@ -1,0 +1,102 @@
+"""Makes the picture of docs/jobs.md: ``python docs/images/control.py``. Needs Chromium.
+
+Two small transformers learn the source of Python's standard library while the live page follows them. One is killed and
+started again, its learning rate is halved, and a checkpoint is saved from the page.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+import dalsegno as ds
+from dalsegno.callbacks import JsonLogger, TrainerControlCallback
+from dalsegno.cli.demo.training import BATCH, CONTEXT, Text, source_files
+from dalsegno.control.client import JobClient, resolve
+from dalsegno.testing import FaultPlan, TinyLanguageModel, start_ranks
+from plots import CHROMIUM, keep
+
+sys.path.insert(0, str(CHROMIUM))
+from support.chromium import Chromium
+
+STEPS = 1600
+
+
+def train(folder: Path, rate: float, kill_at: int | None = None) -> None:
+    if kill_at is not None:
+        FaultPlan(event=ds.Event.STEP_END, count=kill_at).arm()
+    torch.manual_seed(0)
+    model = TinyLanguageModel(width=64, depth=2, heads=2, context=CONTEXT)
+    paths = source_files()
+    args = ds.TrainingArguments(
+        folder,
+        max_steps=STEPS,
+        per_device_train_batch_size=BATCH,
+        per_device_eval_batch_size=4 * BATCH,
+        learning_rate=rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=50,
+        logging_steps=2,
+        eval_steps=100,
+        save_steps=250,
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = ds.Trainer(
+        model,
+        args,
+        train_dataset=Text(paths[:400]),
+        eval_dataset=Text(paths[400:440], 128),
+        callbacks=[JsonLogger(), TrainerControlCallback(job_id=folder.name)],
+    )
+    trainer.train()
+
+
+def pictured(browser: Chromium, folder: Path) -> None:
+    """Let the page see a kill, a restart and two commands."""
+    card = "document.querySelector('.card')"
+    step = f"Number(/step ([\\d,]+)/.exec({card}.innerText)[1].replaceAll(',', ''))"
+    first = start_ranks(train, 1, folder / "baseline", 3e-3, 640)
+    browser.wait(f"{step} > 100", 300)
+    second = start_ranks(train, 1, folder / "ten-times-the-rate", 3e-2)
+    first.wait(600)
+    first = start_ranks(train, 1, folder / "baseline", 3e-3)
+    browser.wait(f"{card}.innerText.includes('running') && {step} > 700 && {step} < 1000", 300)
+    with JobClient.of(resolve(str(folder / "baseline"))) as client:
+        client.send("set", {"learning_rate": {"factor": 0.5}}, wait=60)
+    browser.wait(f"{step} > 800", 300)
+    browser.run("document.querySelector('[data-command=save_checkpoint]').click()")
+    browser.run("document.getElementById('yes').click()")
+    browser.wait(f"{step} > 900 && {card}.innerText.includes('took effect')", 300)
+    box = "document.querySelector('figure svg').getBoundingClientRect()"
+    where = [f"{box}.left + {box}.width * 0.4", f"{box}.top + {box}.height * 0.55"]
+    browser.mouse("mouseMoved", *(browser.run(each) for each in where))
+    keep(browser.picture(whole=False), "control")
+    for job in (first, second):
+        job.kill()
+        job.wait(60)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory(prefix="runs-") as folder:
+        os.environ["XDG_STATE_HOME"] = folder
+        command = [sys.executable, "-m", "dalsegno", "jobs", "open", "--print"]
+        with (
+            subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as page,
+            Chromium(Path(folder) / "profile") as browser,
+        ):
+            assert page.stdout is not None
+            browser.open(page.stdout.readline().strip())
+            browser.look(1100, 1060)
+            pictured(browser, Path(folder))
+            page.send_signal(signal.SIGINT)
+
+
+if __name__ == "__main__":
+    main()
