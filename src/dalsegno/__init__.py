@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .analysis import sweep_settings as sweep_settings
     from .analysis import write_report as write_report
     from .args import TrainingArguments as TrainingArguments
+    from .checkpoint import export_checkpoint as export_checkpoint
     from .checkpoint import export_model as export_model
     from .checkpoint import import_checkpoint as import_checkpoint
     from .config import RunConfig as RunConfig
@@ -130,7 +131,7 @@ _HOMES = {
         "Callback",
         "global_callbacks",
     ),
-    "checkpoint": ("export_model", "import_checkpoint"),
+    "checkpoint": ("export_checkpoint", "export_model", "import_checkpoint"),
     "stateful.component": ("Stateful",),
     "config": (
         "RunConfig",

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .format.manifest import Checkpoint, Manifest
     from .inspect.contents import read_tensors, saved_states
     from .interchange.export import Exported, export_model
+    from .interchange.exporting import ExportedRun, export_checkpoint
     from .interchange.importing import Imported, import_checkpoint
     from .interchange.weights import load_weights, weights_are_at
     from .load.restore import load_parts
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "interchange.export": ("Exported", "export_model"),
+    "interchange.exporting": ("ExportedRun", "export_checkpoint"),
     "interchange.importing": ("Imported", "import_checkpoint"),
     "state.callback_tensors": ("CallbackTensors",),
     "inspect.contents": ("read_tensors", "saved_states"),
@@ -61,12 +63,14 @@ __all__ = [
     "Checkpoint",
     "CheckpointManager",
     "Exported",
+    "ExportedRun",
     "Imported",
     "LoadReport",
     "Manifest",
     "ModelState",
     "OptimizerState",
     "ShardedState",
+    "export_checkpoint",
     "export_model",
     "import_checkpoint",
     "load_parts",

@@ -20,6 +20,7 @@ from .optimizer_contents import OptimizerContents
 from .reading import NOT_THERE, ReadOptions, settings_of_optimizer
 from .run_state import Place, RunState
 from .weights import Weights
+from .writing import WriteOptions, Written, expect_optimizer, only_first, save
 
 PROGRAM = "Accelerate"
 _PICKLED_WEIGHTS = "pytorch_model.bin"
@@ -70,6 +71,32 @@ def read(path: Path, options: ReadOptions) -> RunState:
         settings={"world_size": ranks, **settings_of_optimizer(optimizer)},
         left_out=_left_out(path, found, options, unpickled.dropped),
     )
+
+
+def write(run: RunState, target: Path, options: WriteOptions) -> Written:
+    """The folder that ``accelerator.load_state`` loads, for one process or as many as saved."""
+    optimizer = expect_optimizer(run, PROGRAM)
+    files = [*options.export_weights(target), save(optimizer.numbered(), target / _PICKLES["optimizer"])]
+    ranks = max(1, len(run.random))
+    if run.schedulers:
+        files.append(save(_counted_by_process(run.schedulers[0], ranks), target / _PICKLES["scheduler"]))
+    if run.scaler is not None:
+        files.append(save(run.scaler, target / _PICKLES["scaler"]))
+    for rank, each in enumerate(run.random):
+        states = {"step": 0, "random_state": each["python"], "numpy_random_seed": each["numpy"]}
+        states |= {"torch_manual_seed": each["torch"]}
+        states |= {"torch_cuda_manual_seed": each["cuda"]} if each["cuda"] else {}
+        files.append(save(states, target / _RANDOM.format(rank)))
+    why = "no file for it: your loop counts them"
+    return files, {"step, epoch and place in the data": why, **only_first(run)}
+
+
+def _counted_by_process(saved: Mapping[str, Any], ranks: int) -> dict[str, Any]:
+    """The inverse of :func:`_schedule`."""
+    if "lr_lambdas" not in saved:
+        return dict(saved)
+    steps = saved["last_epoch"] * ranks
+    return {**saved, "last_epoch": steps, "_step_count": steps + 1}
 
 
 def _random(saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,15 +11,21 @@ torchtitan saves the model's tensors under their own names, beside ``optimizer``
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from dalsegno.errors import ConfigurationError
 
 from . import pickles
 from .pickles import Unpickled
 from .reading import ReadOptions
 from .run_state import RunState
-from .torch_file import run_of_dicts
+from .torch_file import NO_PLACE, progress_of, run_of_dicts
+from .writing import WriteOptions, Written, only_first, state_dict
 
 PROGRAM = "Distributed Checkpoint (DCP)"
 _TORCHTITAN = "torchtitan"
@@ -45,6 +51,26 @@ def read(path: Path, options: ReadOptions) -> RunState:
         program = _TORCHTITAN
         content["step"] = int(progress["step"])
     return run_of_dicts(program, Unpickled({"file": content}, unpickled.dropped, unpickled.shared), options, path)
+
+
+def write(run: RunState, target: Path, options: WriteOptions) -> Written:
+    """A folder for ``dcp.load``: ``model``, ``optimizer`` by name, and what a file of torch.save has besides.
+
+    Raises:
+        ConfigurationError: if the optimizer's parameters have no names yet.
+    """
+    parts = {"model": state_dict(run, options.add_prefix), **progress_of(run)}
+    if run.optimizer is not None:
+        if run.optimizer.is_by_position:
+            raise ConfigurationError(
+                "the optimizer's parameters have only positions, as imported; DCP needs names, which the first "
+                "checkpoint of a run that resumes here has"
+            )
+        parts["optimizer"] = run.optimizer.renamed(lambda name: f"{options.add_prefix}{name}").by_name()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that one process saves
+        dcp_save(parts, checkpoint_id=target, no_dist=True)
+    return sorted(target.iterdir()), NO_PLACE | only_first(run)
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def export_model(
         raise ConfigurationError(f"{target}: contains {present[0].name} already; choose another directory")
     source = listing.newest_verified(Path(checkpoint))
     if best:
-        source = _best(source)
+        source = best_of(source)
     tensors = Index.read(source.file(names.INDEX))
     stored = tensors.of(MODEL)
     if average is not None:
@@ -137,7 +137,7 @@ def export_model(
     )
 
 
-def _best(newest: Checkpoint) -> Checkpoint:
+def best_of(newest: Checkpoint) -> Checkpoint:
     """The checkpoint with the best evaluation up to ``newest``."""
     if newest.manifest.best:
         return newest

@@ -9,6 +9,7 @@ from typing import Protocol
 from . import accelerate_folder, dcp_folder, huggingface, lightning_file, torch_file
 from .reading import ReadOptions
 from .run_state import RunState
+from .writing import WriteOptions, Written
 
 
 class Format(Protocol):
@@ -23,6 +24,10 @@ class Format(Protocol):
 
     def read(self, path: Path, options: ReadOptions) -> RunState:
         """Read everything that a run here can use."""
+        ...
+
+    def write(self, run: RunState, target: Path, options: WriteOptions) -> Written:
+        """Write what the program resumes from to ``target``, which does not exist; what has no place there."""
         ...
 
 

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 
 from dalsegno.checkpoint.format.manifest import read_json
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint
+from dalsegno.system import filesystem
 
 from . import pickles
 from .export import SHARD_INDEX, SINGLE_FILE
@@ -27,6 +29,7 @@ from .optimizer_contents import OptimizerContents
 from .reading import NOT_THERE, ReadOptions, settings_of_optimizer
 from .run_state import Place, RunState
 from .weights import Weights
+from .writing import WriteOptions, Written, expect_optimizer, only_first, save
 
 PROGRAM = "Hugging Face Trainer"
 _STATE = "trainer_state.json"
@@ -84,6 +87,44 @@ def read(path: Path, options: ReadOptions) -> RunState:
         settings=_settings(state, optimizer, ranks),
         left_out=_left_out(path, state, found, unpickled.dropped),
     )
+
+
+def write(run: RunState, target: Path, options: WriteOptions) -> Written:
+    """The folder from which a trainer with the same parameter groups resumes (``resume_from_checkpoint=``)."""
+    optimizer = expect_optimizer(run, PROGRAM)
+    files = [*options.export_weights(target), save(optimizer.numbered(), target / _PICKLES["optimizer"])]
+    if run.schedulers:
+        files.append(save(run.schedulers[0], target / _PICKLES["scheduler"]))
+    if run.scaler is not None:
+        files.append(save(run.scaler, target / _PICKLES["scaler"]))
+    for rank, each in enumerate(run.random):
+        name = "rng_state.pth" if len(run.random) == 1 else f"rng_state_{rank}.pth"
+        states = {"python": each["python"], "numpy": each["numpy"], "cpu": each["torch"]}
+        files.append(save({**states, **({"cuda": each["cuda"]} if each["cuda"] else {})}, target / name))
+    filesystem.replace_durably(target / _STATE, json.dumps(_progress(run), indent=2, sort_keys=True).encode())
+    return [*files, target / _STATE], only_first(run)
+
+
+def _progress(run: RunState) -> dict[str, Any]:
+    settings = run.settings
+    names = {"logging_steps": "logging_steps", "eval_steps": "eval_steps", "save_steps": "save_steps"}
+    names |= {"max_steps": "max_steps of the schedule"}
+    return {
+        "global_step": run.step,
+        "epoch": run.epoch,
+        "train_batch_size": (run.place.batch or 0) // settings.get("world_size", 1),
+        "num_input_tokens_seen": run.tokens_seen,
+        "total_flos": run.total_flos,
+        "best_metric": run.best_metric,
+        "best_global_step": run.best_step or None,
+        "log_history": [_logged(each) for each in run.records if each.get("kind") != "header"],
+        **{theirs: settings[ours] for theirs, ours in names.items() if ours in settings},
+    }
+
+
+def _logged(record: Mapping[str, Any]) -> dict[str, Any]:
+    values = {name: value for name, value in record.items() if name not in ("timestamp", "kind", "global_step")}
+    return {**values, "step": record["global_step"]}
 
 
 def _trainer_state(path: Path) -> dict[str, Any]:

@@ -17,10 +17,13 @@ from . import pickles
 from .optimizer_contents import OptimizerContents
 from .reading import NOT_THERE, ReadOptions, settings_of_optimizer
 from .run_state import Place, RunState
+from .writing import WriteOptions, Written, expect_optimizer, save, state_dict
 
 PROGRAM = "Lightning"
 VERSION = "pytorch-lightning_version"
 SCALER = "MixedPrecision"
+_LAYOUT = "2.0.0"
+"""The version since which the layout is this one."""
 _TAKEN = {"state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch", "loops", VERSION, SCALER}
 
 
@@ -59,6 +62,42 @@ def read(path: Path, options: ReadOptions) -> RunState:
         settings=settings_of_optimizer(optimizer),
         left_out=_left_out(content, optimizer, unpickled.dropped),
     )
+
+
+def write(run: RunState, target: Path, options: WriteOptions) -> Written:
+    """The file from which ``trainer.fit(module, ckpt_path=…)`` resumes."""
+    optimizer = expect_optimizer(run, PROGRAM)
+    content = {
+        "epoch": run.place.epoch,
+        "global_step": run.step,
+        VERSION: _LAYOUT,
+        "state_dict": state_dict(run, options.add_prefix),
+        "loops": {"fit_loop": _progress(run)},
+        "callbacks": {},
+        "optimizer_states": [optimizer.numbered()],
+        "lr_schedulers": [dict(each) for each in run.schedulers],
+        **({} if run.scaler is None else {SCALER: dict(run.scaler)}),
+    }
+    return [save(content, target)], {"random generators": "such files have no place for them"}
+
+
+def _progress(run: RunState) -> dict[str, Any]:
+    """Counts of the loops. Lightning takes its ``global_step`` from the optimizer's."""
+    steps = {"ready": run.step, "completed": run.step}
+    both = {"total": steps, "current": steps}
+    batches = dict.fromkeys(("ready", "completed", "started", "processed"), run.place.microbatches or 0)
+    done = run.place.epoch
+    epochs = {"ready": done + 1, "completed": done, "started": done + 1, "processed": done}
+    gradients = {**steps, "started": run.step}
+    return {
+        "epoch_progress": {"total": epochs, "current": epochs},
+        "epoch_loop.state_dict": {"_batches_that_stepped": run.step},
+        "epoch_loop.batch_progress": {"total": batches, "current": batches, "is_last_batch": False},
+        "epoch_loop.scheduler_progress": both,
+        "epoch_loop.automatic_optimization.optim_progress": {
+            "optimizer": {"step": both, "zero_grad": {"total": gradients, "current": gradients}}
+        },
+    }
 
 
 def _place(content: Mapping[str, Any]) -> Place:

@@ -77,6 +77,7 @@ def read(checkpoint: Checkpoint) -> RunState:
     """The state in a verified checkpoint. Its log is not read."""
     saved, tensors = SavedStates(checkpoint), read_tensors(checkpoint)
     trainer, rest = saved.state("trainer"), saved.state(MODEL)
+    settings = saved.state(SETTINGS) if SETTINGS in saved else {}
     optimizer = None
     if _OPTIMIZER in saved:
         class_name = saved.record(_OPTIMIZER).class_name
@@ -94,7 +95,7 @@ def read(checkpoint: Checkpoint) -> RunState:
         schedulers=[saved.state(key) for key in schedulers],
         scaler=saved.state("scaler") if "scaler" in saved else None,
         random=[state for state in saved.all_of("rng").states if "torch" in state],
-        place=_place(saved.state("loader"), trainer["epoch"]),
+        place=_place(saved.state("loader"), trainer["epoch"], settings),
         epoch=trainer["epoch"],
         samples_seen=trainer["samples_seen"],
         tokens_seen=saved.state("meter")["run_tokens"],
@@ -102,16 +103,21 @@ def read(checkpoint: Checkpoint) -> RunState:
         best_metric=trainer["best_metric"],
         best_step=trainer["best_global_step"],
         metrics=checkpoint.manifest.metrics,
-        settings=saved.state(SETTINGS) if SETTINGS in saved else {},
+        settings=settings,
         left_out=left_out,
     )
 
 
-def _place(loader: Mapping[str, Any], epoch: float) -> Place:
+def _place(loader: Mapping[str, Any], epoch: float, settings: Mapping[str, Any]) -> Place:
     if loader["kind"] == IMPORTED:
         return Place(**{name: value for name, value in loader.items() if name != "kind"})
-    samples = loader["cursor"] if loader["kind"] == "map" else loader["samples"]
-    return Place(loader["epoch"], epoch - loader["epoch"], samples)
+    within = max(0.0, epoch - loader["epoch"])
+    if loader["kind"] != "map":
+        samples, microbatches = loader["samples"], loader["microbatches"]
+        return Place(loader["epoch"], within, samples, microbatches, samples // max(1, microbatches) or None)
+    batch = settings.get("per_device_train_batch_size", 0) * settings.get("world_size", 1)
+    microbatches = -(-loader["cursor"] // batch) if batch else None
+    return Place(loader["epoch"], within, loader["cursor"], microbatches, batch or None)
 
 
 def _components(run: RunState) -> dict[str, SavedState]:

@@ -18,6 +18,7 @@ from .optimizer_contents import OptimizerContents
 from .pickles import Unpickled
 from .reading import NOT_THERE, ReadOptions, settings_of_optimizer
 from .run_state import Place, RunState
+from .writing import WriteOptions, Written, only_first, save, state_dict
 
 PROGRAM = "torch.save"
 _MODEL = ("model", "model_state_dict", "state_dict", "model_state", "module", "net", "weights")
@@ -26,6 +27,7 @@ _SCHEDULER = ("lr_scheduler", "scheduler", "lr_scheduler_state_dict", "scheduler
 _SCALER = ("scaler", "grad_scaler", "scaler_state_dict", "amp_scaler")
 _STEP = ("global_step", "step", "iteration", "iter_num", "iter", "steps")
 _EPOCH = ("epoch",)
+NO_PLACE = {"random generators": "such files have no place for them"}
 _KNOWN = {*_MODEL, *_OPTIMIZER, *_SCHEDULER, *_SCALER, *_STEP, *_EPOCH}
 
 
@@ -40,6 +42,24 @@ def read(path: Path, options: ReadOptions) -> RunState:
         ConfigurationError: if it contains no model, or neither the file nor the options know step or optimizer class.
     """
     return run_of_dicts(PROGRAM, pickles.read({"file": path}), options, path)
+
+
+def write(run: RunState, target: Path, options: WriteOptions) -> Written:
+    """A dict with ``model``, ``optimizer``, ``lr_scheduler``, ``scaler``, ``step``, ``epoch``."""
+    parts = {"model": state_dict(run, options.add_prefix), **progress_of(run)}
+    if run.optimizer is not None:
+        parts["optimizer"] = run.optimizer.numbered()
+    return [save(parts, target)], NO_PLACE | only_first(run)
+
+
+def progress_of(run: RunState) -> dict[str, Any]:
+    """All but model and optimizer."""
+    return {
+        "step": run.step,
+        "epoch": run.epoch,
+        **({"lr_scheduler": dict(run.schedulers[0])} if run.schedulers else {}),
+        **({} if run.scaler is None else {"scaler": dict(run.scaler)}),
+    }
 
 
 def run_of_dicts(program: str, unpickled: Unpickled, options: ReadOptions, path: Path) -> RunState:

@@ -1,14 +1,20 @@
-"""Write the model of a checkpoint as safetensors, for inference and other programs.
+"""Write the model of a checkpoint as safetensors, or all of it in the files of another program.
 
-FOLDER gets model.safetensors, or several shards with model.safetensors.index.json: the files that transformers'
+TARGET gets model.safetensors, or several shards with model.safetensors.index.json: the files that transformers'
 from_pretrained and safetensors.torch.load_file read. Memory holds one tensor at a time. The checkpoint is verified
 first; for a run, the newest checkpoint that verifies is exported, or with --best the one with the best evaluation.
+
+With --program, TARGET also gets optimizer, schedule, random state and progress, so that the program trains on: a folder
+of Hugging Face's Trainer (hf), of Accelerate's save_state (accelerate) or of PyTorch's Distributed Checkpoint (dcp), or
+a file of Lightning (lightning) or of torch.save (torch).
 """
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+
+from dalsegno.errors import ConfigurationError
 
 from .arguments import add_json, add_place
 
@@ -17,7 +23,11 @@ def describe(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     add_place(parser)
     parser.add_argument(
-        "--to", metavar="FOLDER", type=Path, required=True, help="output directory; must not contain a model"
+        "--to", metavar="TARGET", type=Path, required=True, help="output directory; must not contain a model"
+    )
+    parser.add_argument("--program", metavar="NAME", help="write what this program resumes from; TARGET must not exist")
+    parser.add_argument(
+        "--add-prefix", metavar="PREFIX", default="", help="with --program: prefix of the model's names there"
     )
     parser.add_argument(
         "--max-shard-size",
@@ -45,6 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
         DamagedCheckpoint: if the checkpoint fails verification.
         ConfigurationError: for an invalid size, or if the output directory contains a model.
     """
+    if arguments.program is not None:
+        return _export_run(arguments)
+
     from dalsegno.checkpoint.interchange.export import export_model
     from dalsegno.cli.tables import number, print_json, size
 
@@ -76,4 +89,37 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{alias} is tied to {name} and written once")
     for name in done.left_out:
         print(f"{name} is not a tensor and is left out")
+    return 0
+
+
+def _export_run(arguments: argparse.Namespace) -> int:
+    from dalsegno.checkpoint.interchange.exporting import export_checkpoint
+    from dalsegno.cli.tables import print_json
+
+    if arguments.average is not None:
+        raise ConfigurationError("--average is for the model alone; leave out --program")
+    done = export_checkpoint(
+        arguments.place,
+        arguments.to,
+        program=arguments.program,
+        best=arguments.best,
+        add_prefix=arguments.add_prefix,
+        max_shard_size=arguments.max_shard_size,
+        config_from=arguments.config_from,
+    )
+    if arguments.json:
+        print_json(
+            {
+                "checkpoint": str(done.checkpoint),
+                "program": done.program,
+                "files": [str(path) for path in done.files],
+                "left_out": dict(done.left_out),
+            }
+        )
+        return 0
+    print(f"{done.checkpoint}: for {done.program}")
+    for path in done.files:
+        print(f"  {path}")
+    for part, why in done.left_out.items():
+        print(f"{part} is left out: {why}")
     return 0

@@ -1,0 +1,198 @@
+"""Runs of this trainer, exported: the other program loads them bit by bit, and trains on as the run here does."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
+from torch.utils.data import DataLoader, Subset
+
+import dalsegno as ds
+from cli.command import dalsegno
+from dalsegno.errors import ConfigurationError, UnknownName
+
+from .other_programs import BATCH, BEGUN, SAMPLES, STEPS, Loop, Sentences, losses_here, model, one_group, trainer_here
+from .test_import_hf import hf_losses, hf_trainer
+
+
+class AtSix(ds.Callback):
+    """Keeps what is in memory after step 6."""
+
+    def on_step_done(self, ctx: Any) -> None:
+        if ctx.step == BEGUN:
+            self.model = {name: each.clone() for name, each in ctx.model.state_dict().items()}
+            self.optimizer = copy.deepcopy(ctx.optimizer.state_dict())
+            self.schedule = copy.deepcopy(ctx.lr_scheduler.state_dict())
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run of 26 steps with a checkpoint of step 6."""
+
+    folder: Path
+    at_six: AtSix
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / f"checkpoints/step-{BEGUN:08d}"
+
+    def export(self, target: Path, program: str, **more: Any) -> Path:
+        ds.export_checkpoint(self.checkpoint, target, program=program, **more)
+        return target
+
+    def check_loaded(self, net: Any, optimizer: torch.optim.Optimizer, schedule: Any) -> None:
+        """That they are what the run had after step 6, bit by bit."""
+        own = net.state_dict()
+        assert own.keys() == self.at_six.model.keys()
+        assert all(torch.equal(own[name], each) for name, each in self.at_six.model.items())
+        there, here = optimizer.state_dict(), self.at_six.optimizer
+        assert there["param_groups"] == here["param_groups"]
+        assert there["state"].keys() == here["state"].keys()
+        for number, kinds in here["state"].items():
+            assert all(torch.equal(there["state"][number][kind], value) for kind, value in kinds.items()), number
+        assert schedule.state_dict()["last_epoch"] == self.at_six.schedule["last_epoch"] == BEGUN
+        assert schedule.get_last_lr() == self.at_six.schedule["_last_lr"]
+
+    def check_losses(self, losses: list[float]) -> None:
+        """Those of the 20 steps after the checkpoint."""
+        np.testing.assert_allclose(losses, losses_here(self.folder)[BEGUN:], rtol=1e-5)
+
+
+def train(folder: Path, net: Any, **more: Any) -> Trained:
+    trainer = trainer_here(folder, net, save_steps=BEGUN, **more)
+    at_six = AtSix()
+    trainer.add_callback(at_six)
+    trainer.train()
+    return Trained(folder, at_six)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """With one group of parameters."""
+    net = model()
+    optimizer, schedule = one_group(net)
+    return train(tmp_path_factory.mktemp("run"), net, optimizer=optimizer, lr_scheduler=schedule)
+
+
+def test_hf_trains_on(tmp_path: Path) -> None:
+    from transformers import TrainerCallback
+
+    trained = train(tmp_path / "run", model())
+    place = str(tmp_path / f"out/checkpoint-{BEGUN}")
+    done = dalsegno("checkpoints", "export", str(trained.checkpoint), "--to", place, "--program", "hf", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+    class Check(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            trained.check_loaded(kwargs["model"], kwargs["optimizer"].optimizer, kwargs["lr_scheduler"])
+            assert state.global_step == BEGUN
+            assert [each["loss"] for each in state.log_history] == losses_here(trained.folder)[:BEGUN]
+
+    trainer = hf_trainer(tmp_path / "out", model(seed=7), save_strategy="no", optim="adamw_torch")
+    trainer.add_callback(Check())
+    trainer.train(resume_from_checkpoint=place)
+    losses = hf_losses(trainer)[-(STEPS - BEGUN) :]
+    np.testing.assert_allclose(losses, losses_here(trained.folder)[BEGUN:], rtol=1e-4)
+
+
+def test_a_plain_loop_trains_on_from_a_file_of_torch_save(trained: Trained, tmp_path: Path) -> None:
+    content = torch.load(trained.export(tmp_path / "last.pt", "torch"), weights_only=True)
+    loop = Loop.new()
+    loop.net.load_state_dict(content["model"])
+    loop.optimizer.load_state_dict(content["optimizer"])
+    loop.schedule.load_state_dict(content["lr_scheduler"])
+    trained.check_loaded(loop.net, loop.optimizer, loop.schedule)
+    assert (content["step"], content["epoch"]) == (BEGUN, BEGUN * BATCH / SAMPLES)
+    trained.check_losses(loop.run(BEGUN, STEPS).losses)
+
+
+def test_a_plain_loop_trains_on_from_dcp(trained: Trained, tmp_path: Path) -> None:
+    folder = trained.export(tmp_path / "dcp", "dcp")
+    loop = Loop.new()
+    weights, states = get_state_dict(loop.net, loop.optimizer)  # creates the optimizer's state
+    state = {"model": weights, "optimizer": states, "lr_scheduler": loop.schedule.state_dict(), "step": 0}
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    set_state_dict(loop.net, loop.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    loop.schedule.load_state_dict(state["lr_scheduler"])
+    assert state["step"] == BEGUN and get_model_state_dict(loop.net).keys() == weights.keys()
+    trained.check_loaded(loop.net, loop.optimizer, loop.schedule)
+    trained.check_losses(loop.run(BEGUN, STEPS).losses)
+
+
+def test_accelerate_trains_on(trained: Trained, tmp_path: Path) -> None:
+    from accelerate import Accelerator
+
+    folder = trained.export(tmp_path / "state", "accelerate")
+    accelerator = Accelerator(cpu=True)
+    loop = Loop.new()
+    loop.net, loop.optimizer, loop.schedule = accelerator.prepare(loop.net, loop.optimizer, loop.schedule)
+    accelerator.load_state(str(folder))
+    trained.check_loaded(loop.net, loop.optimizer.optimizer, loop.schedule.scheduler)  # type: ignore[attr-defined]
+    trained.check_losses(loop.run(BEGUN, STEPS).losses)
+
+
+def test_lightning_trains_on(trained: Trained, tmp_path: Path) -> None:
+    import pytorch_lightning as pl
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model(seed=7)
+            self.losses: list[float] = []
+
+        def configure_optimizers(self) -> Any:
+            optimizer, schedule = one_group(self.net)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+        def on_train_start(self) -> None:
+            assert self.trainer.global_step == BEGUN
+            trained.check_loaded(self.net, self.optimizers().optimizer, self.lr_schedulers())  # type: ignore[union-attr]
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            assert self.trainer.current_epoch == 0 or index < 2
+            loss = self.net(**batch).loss
+            self.losses.append(loss.item())
+            return loss
+
+    file = trained.export(tmp_path / "last.ckpt", "lightning", add_prefix="net.")
+    module = Module()
+    trainer = pl.Trainer(
+        default_root_dir=tmp_path,
+        max_steps=STEPS,
+        gradient_clip_val=1.0,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, InTheMiddle(), ckpt_path=file)
+    trained.check_losses(module.losses)
+
+
+class InTheMiddle(DataLoader[Any]):
+    """Begins where the checkpoint is: Lightning itself does not skip what was read before, unless the loader can."""
+
+    def __init__(self) -> None:
+        super().__init__(Sentences(), batch_size=BATCH)
+        self.begun = False
+
+    def __iter__(self) -> Any:
+        first = 0 if self.begun else BEGUN * BATCH
+        self.begun = True
+        return iter(DataLoader(Subset(Sentences(), range(first, SAMPLES)), batch_size=BATCH))
+
+
+def test_what_cannot_be_exported_is_refused(trained: Trained, tmp_path: Path) -> None:
+    with pytest.raises(UnknownName, match="did you mean 'lightning'"):
+        trained.export(tmp_path / "file", "lightening")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match="exists already"):
+        trained.export(tmp_path / "file", "torch")
