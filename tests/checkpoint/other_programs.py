@@ -47,9 +47,13 @@ def in_order() -> DataLoader[Any]:
 def trainer_here(output_dir: Path, net: nn.Module, **more: Any) -> ds.Trainer:
     """Saves at the end of ``max_steps``; the learning rate falls to zero at step 26."""
     settings = {"max_steps": STEPS, "save_steps": 0, "learning_rate": 0.01, "weight_decay": 0.1}
-    keywords = {name: more.pop(name) for name in ("optimizer", "lr_scheduler", "train_dataset") if name in more}
+    keywords = {
+        name: more.pop(name)
+        for name in ("optimizer", "lr_scheduler", "train_dataset", "train_dataloader")
+        if name in more
+    }
     if "train_dataset" not in keywords:
-        keywords["train_dataloader"] = in_order()
+        keywords.setdefault("train_dataloader", in_order())
     args = ds.TrainingArguments(
         output_dir,
         **{**settings, **more},

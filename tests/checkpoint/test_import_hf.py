@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.utils.data import SequentialSampler
+from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
 import dalsegno as ds
 from cli.command import dalsegno
 from dalsegno.checkpoint.interchange.importing import import_checkpoint
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint, StateMismatch
+from dalsegno.testing import run_ranks
 
 from .other_programs import BATCH, BEGUN, STEPS, Sentences, losses_here, model, trainer_here
 
@@ -162,6 +163,27 @@ def test_other_arguments_are_said(run: Path, caplog: pytest.LogCaptureFixture) -
     trainer.add_callback(Loaded())
     trainer.train()
     assert f"max_steps of the schedule: saved {STEPS}, now 30" in caplog.text
+
+
+def test_another_schedule_is_said(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = trainer_here(run, model(seed=7), lr_scheduler_type="cosine")
+    trainer.add_callback(Loaded())
+    trainer.train()
+    was, now = 0.01 * (1 - BEGUN / STEPS), 0.005 * (1 + np.cos(np.pi * BEGUN / STEPS))
+    assert f"learning rate: was {was:g}, is {now:g} in the schedule here" in caplog.text
+
+
+def of_two_ranks(run: Path) -> list[float]:
+    """Train on, each rank with every other sample."""
+    data = Sentences()
+    loader = DataLoader(data, batch_size=1, sampler=DistributedSampler(data, shuffle=False))
+    trainer_here(run, model(seed=7), train_dataloader=loader, parallel="fsdp").train()
+    return losses_here(run)
+
+
+def test_two_ranks_with_fsdp_go_on_from_the_run_of_one(begun: Any, run: Path) -> None:
+    losses, _ = run_ranks(of_two_ranks, 2, run)
+    np.testing.assert_allclose(losses[BEGUN:], begun[1][BEGUN:], rtol=1e-4)
 
 
 def test_the_optimizer_is_needed_to_resume_and_the_weights_are_not_lost(begun: Any, tmp_path: Path) -> None:

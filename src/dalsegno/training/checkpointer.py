@@ -28,7 +28,7 @@ from dalsegno.logs import RunFile
 from dalsegno.state import SavedTrainerState
 
 from .contents import PROGRESS, CheckpointContents
-from .imported_place import ImportedPosition
+from .imported_run import ImportedRun
 from .parts import RunParts
 from .settings import RecordedSettings
 from .time_limit import TimeLimit
@@ -194,7 +194,7 @@ class Checkpointer:
         """
         _expect_whole_run(checkpoint)
         parts = self._parts
-        imported = ImportedPosition(parts.loader)
+        imported = ImportedRun(parts.loader)
         adapt: dict[str, Callable[[Any], Any]] = {"trainer": partial(_at_step, checkpoint), "loader": imported.adapt}
         if "dataset" in allowed:
             adapt["loader"] = lambda state: parts.loader.adapt(imported.adapt(state))
@@ -213,11 +213,11 @@ class Checkpointer:
             report.notes.append(
                 "model: its weights contain NaN or infinity; pass resume_from_checkpoint= an older checkpoint"
             )
+        notes = imported.resume(parts)
+        report.notes.extend(notes)
+        if notes and parts.state.is_world_process_zero:
+            logger.warning("the checkpoint is imported:\n  %s", "\n  ".join(notes))
         self._settings.apply_overrides(report.changes)
-        if (note := imported.restore(parts)) is not None:
-            report.notes.append(note)
-            if parts.state.is_world_process_zero:
-                logger.warning("the checkpoint is imported: %s", note)
         parts.state.num_input_tokens_seen = parts.metrics.tokens_seen()
         return report
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from dalsegno.checkpoint.format.manifest import read_json
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint
 from dalsegno.system import filesystem
 
@@ -128,7 +127,10 @@ def _logged(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _trainer_state(path: Path) -> dict[str, Any]:
-    state = read_json((path / _STATE).resolve())
+    try:
+        state = json.loads((path / _STATE).read_text())  # may contain NaN
+    except ValueError as error:
+        raise DamagedCheckpoint(f"{path / _STATE}: is not JSON ({error})") from error
     if not isinstance(state, dict) or not isinstance(state.get("global_step"), int):
         raise DamagedCheckpoint(f"{path / _STATE}: has no global_step")
     return state

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from dalsegno.checkpoint.format import names
+from dalsegno.checkpoint.format import checkpoint_dir, names
 from dalsegno.errors import ConfigurationError, DalsegnoError, NotFound, StateMismatch, UnknownName
 from dalsegno.system import filesystem
 from dalsegno.system.lock import DirectoryLock
@@ -82,6 +82,6 @@ def import_checkpoint(
 
 
 def _expect_no_run(target: Path) -> None:
-    for name in (names.CHECKPOINTS, "run.json", own_checkpoint.LOG):
-        if (target / name).exists():
-            raise ConfigurationError(f"{target}: contains {name}, so it has a run already; choose another directory")
+    """A log without checkpoints, as a killed import leaves, is moved to ``logs/rewound/`` when the next one writes."""
+    if (target / "run.json").exists() or checkpoint_dir.newest_first(target / names.CHECKPOINTS):
+        raise ConfigurationError(f"{target}: has a run already; choose another directory")

@@ -139,6 +139,6 @@ def _class_of(groups: Sequence[Mapping[str, Any]], where: str) -> str:
     if len(fitting) != 1:
         raise ConfigurationError(
             f"{where}: does not contain the optimizer's class, and its hyperparameters ({', '.join(sorted(own))}) are "
-            "not those of one optimizer of this torch; pass optimizer= its class, say torch.optim.AdamW"
+            "not those of one optimizer of this torch; pass optimizer= (--optimizer), say torch.optim.AdamW"
         )
     return f"{fitting[0].__module__}.{fitting[0].__qualname__}"

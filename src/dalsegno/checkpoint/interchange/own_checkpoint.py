@@ -21,6 +21,7 @@ from dalsegno.checkpoint.save.async_save import AsyncSave
 from dalsegno.checkpoint.save.snapshot import Snapshotter
 from dalsegno.data.loader import IMPORTED
 from dalsegno.distributed.rng import RANK, capture_generators, mix, preserved_generators, seed_generators
+from dalsegno.errors import ConfigurationError
 from dalsegno.logs import RecordLog
 from dalsegno.stateful.component import Scope, State
 
@@ -74,7 +75,18 @@ def write(run: RunState, output_dir: Path) -> Path:
 
 
 def read(checkpoint: Checkpoint) -> RunState:
-    """The state in a verified checkpoint. Its log is not read."""
+    """The state in a verified checkpoint. Its log is not read.
+
+    Raises:
+        ConfigurationError: if it is not that of a whole run.
+    """
+    if missing := [
+        key for key in (MODEL, "trainer", "loader", "rng", "meter") if key not in checkpoint.manifest.components
+    ]:
+        raise ConfigurationError(
+            f"{checkpoint.path}: contains no {', '.join(missing)}, so no program can resume from it; export its model "
+            "alone, without program="
+        )
     saved, tensors = SavedStates(checkpoint), read_tensors(checkpoint)
     trainer, rest = saved.state("trainer"), saved.state(MODEL)
     settings = saved.state(SETTINGS) if SETTINGS in saved else {}
@@ -84,7 +96,7 @@ def read(checkpoint: Checkpoint) -> RunState:
         optimizer = OptimizerContents.of_captured(class_name, tensors.get(_OPTIMIZER, {}), saved.state(_OPTIMIZER))
     taken = {MODEL, _OPTIMIZER, "trainer", "loader", "rng", "meter", "clock", "scaler", SETTINGS}
     schedulers = [key for key in sorted(saved) if key.startswith("scheduler.")]
-    left_out = {key: "only dalsegno has it" for key in saved if key not in {*taken, *schedulers}}
+    left_out = {key: "has no place in the files of other programs" for key in saved if key not in {*taken, *schedulers}}
     left_out |= dict.fromkeys(rest["extra"], "not a tensor")
     return RunState(
         program="dalsegno",
