@@ -48,7 +48,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "--hang-timeout",
         metavar="SECONDS",
         type=float,
-        help="a rank that trains and makes no step for so long is restarted; inf: never (default: 1800)",
+        help="ranks that train and make no step for so long are restarted: more than the longest step, evaluation or "
+        "save takes; inf: never (default: 1800)",
     )
     parser.add_argument("what", metavar="CONFIG|MODULE:FACTORY|SCRIPT.py")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="options of 'train'; of the script")

@@ -171,7 +171,6 @@ class RankAgent(SimpleElasticAgent):
 
     def _decide(self, statuses: Iterable[int], reached: int) -> None:
         """Give up restarts that lead nowhere, and say what comes next."""
-        cause = self.finding.cause if self.finding else "another host's ranks failed"
         if self._signals.forwarded:
             self.verdict = f"{self._signals.forwarded[0].name} asked the job to stop"
         elif any(status in FINAL for status in statuses):
@@ -180,10 +179,12 @@ class RankAgent(SimpleElasticAgent):
             self.verdict = str(self._progress)
         if self.verdict is not None:
             self._remaining_restarts = 0
-        if self._remaining_restarts > 0:
-            spec = self._worker_group.spec
-            number = spec.max_restarts - self._remaining_restarts + 1
-            logger.warning("%s; restarting from the newest checkpoint (%d of %d)", cause, number, spec.max_restarts)
+        most = self._worker_group.spec.max_restarts
+        if self.finding is None:
+            logger.warning("the job's hosts have changed, or ranks of another failed; starting again")
+        elif self._remaining_restarts > 0:
+            number = most - self._remaining_restarts + 1
+            logger.warning("%s; restarting from the newest checkpoint (%d of %d)", self.finding.cause, number, most)
 
     # -- what the next leg is told --------------------------------------------------------------------------------
 

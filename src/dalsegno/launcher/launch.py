@@ -84,7 +84,8 @@ def launch(
         arguments: further arguments of ``factory``: numbers, strings, lists, dicts, tensors, dataclasses.
         nnodes: number of hosts, each of which calls this; ``"MIN:MAX"``.
         max_restarts: restarts after a failure. Whatever it is, three legs in a row without progress end the job.
-        hang_timeout: seconds without a step after which a rank counts as failed.
+        hang_timeout: seconds without a step after which a rank counts as failed: more than the longest step, evaluation
+            or save takes.
         rdzv_endpoint: ``HOST:PORT`` of one of the hosts, the same on all; for several hosts.
         rdzv_id: identifies the job at that address; None: Slurm's job id.
         start: ``"fork"`` forks the ranks from this process, so that lambdas, and classes and functions of a notebook,

@@ -23,6 +23,8 @@ logger = logging.getLogger("dalsegno")
 
 FORMAT = 1
 
+_FAILED = (None, "exception", "interrupted")
+"""Reasons of legs that did not end by themselves."""
 
 Goal = Annotated[dict[str, float], Must("max_steps and num_train_epochs", {"max_steps", "num_train_epochs"}.issubset)]
 
@@ -57,7 +59,7 @@ class Leg:
     diverged: bool = False
     """Whether a callback judged that training has diverged."""
     cause: str | None = None
-    """Why it died, as the launcher that started the next leg found out: ``rank 1 was killed by SIGKILL``."""
+    """Why it died or failed, as the launcher that started the next leg found out: ``rank 1 was killed by SIGKILL``."""
 
     def has_given_up(self, max_steps: int, num_train_epochs: float) -> bool:
         """Whether a callback ended the run here and neither limit has been raised since."""
@@ -117,8 +119,9 @@ class RunFile:
         ``previous``: what the launcher knows about the end of the leg before, if that was its.
         """
         run = self._load_or_renew()
-        if run.legs and previous is not None and (run.legs[-1].host, run.legs[-1].pid) == (previous.host, previous.pid):
-            run.legs[-1].cause = previous.cause
+        last = run.legs[-1] if run.legs else None
+        if last and previous and previous.is_end_of(last.host, last.pid) and last.reason in _FAILED:
+            last.cause = previous.cause
         for leg in run.legs:
             leg.reason = leg.reason or "died"
         run.legs.append(

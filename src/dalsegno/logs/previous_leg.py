@@ -24,6 +24,10 @@ class PreviousLeg:
     cause: str
     """In words: ``rank 1 was killed by SIGKILL``."""
 
+    def is_end_of(self, host: str, pid: int) -> bool:
+        """Whether it is about the leg of this process."""
+        return (self.host, self.pid) == (host, pid)
+
     def to_environment(self) -> dict[str, str]:
         """The environment variable for the processes of the next leg."""
         return {_VARIABLE: json.dumps(asdict(self))}
