@@ -124,6 +124,17 @@ def test_two_jobs_are_told_apart(training: Training, tmp_path: Path, capsys: Sai
         other.end()
 
 
+def test_a_job_without_a_server_takes_commands_by_its_folder(tmp_path: Path, capsys: Said) -> None:
+    training = Training(tmp_path / "runs/a", job_id="quiet", enable_http=False)
+    assert "took effect" in said(capsys, "save", "runs/a")
+    assert "did you mean 'save_steps'?" in refused(capsys, "set", "runs/a", "save_step=1")
+    assert "has no server" in refused(capsys, "status", "quiet")
+    assert "name it by its output_dir" in refused(capsys, "save", "quiet")
+    assert "took effect" in said(capsys, "stop", "runs/a")
+    training.end()
+    assert "no job has read the command" in refused(capsys, "save", "runs/a", "--wait", "0")
+
+
 def test_abort_asks_on_a_terminal(training: Training) -> None:
     assert "not aborted" in typed(["abort", "first"], "no\n")
     assert training.result is None

@@ -318,6 +318,28 @@ def test_a_server_that_breaks_during_training_is_said_once(
     assert "the server ended (MemoryError: no more); training continues" in warning
 
 
+def test_without_a_server_commands_go_through_files(tmp_path: Path) -> None:
+    """The same call as over HTTP, given the output_dir."""
+    from dalsegno.control.client import send_command
+
+    answers: list[Any] = []
+
+    def steer() -> None:
+        wait_until(lambda: list_jobs())
+        answers.append(send_command(str(tmp_path / "run"), "save_checkpoint", wait=60))
+        with pytest.raises(ConfigurationError, match="learning_rate"):
+            send_command(str(tmp_path / "run"), "set", {"learning_rat": 1})
+        answers.append(send_command(str(tmp_path / "run"), "graceful_stop", wait=60))
+
+    client = threading.Thread(target=steer)
+    client.start()
+    result = controlled_trainer(tmp_path / "run", TrainerControlCallback(enable_http=False)).train()
+    client.join()
+    assert [answer["status"] for answer in answers] == ["done", "done"]
+    assert result.global_step == answers[-1]["step"]
+    assert (tmp_path / f"run/checkpoints/step-{answers[0]['step']:08d}").is_dir()
+
+
 def test_a_second_training_has_a_server_again(tmp_path: Path) -> None:
     """With the same id and the same token."""
     control = TrainerControlCallback("again", auth_token="a token of my own".replace(" ", "-"))

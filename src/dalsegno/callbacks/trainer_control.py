@@ -11,6 +11,7 @@ from typing import Any
 from dalsegno.checkpoint.format import checkpoint_dir, names
 from dalsegno.control.feed import LiveJob
 from dalsegno.control.history import RunHistory
+from dalsegno.control.inbox import Inbox
 from dalsegno.control.jobs import Registration, check_job_id, new_job_id
 from dalsegno.control.security import check_access, is_loopback, new_token, tls_context
 from dalsegno.control.server import ControlServer, check_installed, is_installed, listen
@@ -35,7 +36,7 @@ logger = logging.getLogger("dalsegno")
 
 
 class TrainerControlCallback(Callback):
-    """Lets other programs ask this job for its status and send it commands, over HTTP on rank 0.
+    """Lets other programs ask this job for its status and send it commands, over HTTP on rank 0 and as files.
 
     ::
 
@@ -49,7 +50,7 @@ class TrainerControlCallback(Callback):
         job_id: name of the job, unique among this user's running jobs; None: made from time, host and process.
         port: None: the first free one from 8900 to 8999.
         enable_http: None: True if the extra ``control`` is installed. False: nothing listens; the job takes commands
-            from files in ``output_dir/control`` only, as it does without this callback.
+            from files in ``output_dir/control`` only.
         host: address to listen on; None: ``127.0.0.1``, which only this machine reaches.
         auth_token: bearer token that clients send, of at least 16 characters; None: 32 random bytes, which clients of
             the same user read from a private file.
@@ -95,6 +96,7 @@ class TrainerControlCallback(Callback):
         if certfile is not None and keyfile is not None:
             self._tls = tls_context(certfile, keyfile)
             self._certificate = Path(certfile).read_text("ascii")
+        self._inbox: Inbox | None = None
         self._registration: Registration | None = None
         self._server: ControlServer | None = None
         self._job: LiveJob | None = None
@@ -107,6 +109,8 @@ class TrainerControlCallback(Callback):
 
     def _begin(self, ctx: TrainBeginContext) -> None:
         directory = ctx.args.directory
+        self._inbox = Inbox(directory, ctx.trainer.commands)
+        self._inbox.start()
         self._registration = Registration(self._job_id or new_job_id(), directory, directory / "logs")
         try:
             if self._enable_http or (self._enable_http is None and is_installed()):
@@ -174,9 +178,11 @@ class TrainerControlCallback(Callback):
 
     def on_train_end(self, ctx: TrainEndContext) -> None:
         self._note("train_end", reason=ctx.reason)
-        server, registration = self._server, self._registration
-        self._server = self._registration = self._job = None
+        inbox, server, registration = self._inbox, self._server, self._registration
+        self._inbox = self._server = self._registration = self._job = None
         try:
+            if inbox is not None:
+                inbox.close()
             if server is not None:
                 server.stop()
             if registration is not None:
