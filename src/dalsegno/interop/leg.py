@@ -9,7 +9,7 @@ handlers request. The states of callbacks are saved with each checkpoint of the 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, ParamSpec, TypedDict
@@ -54,6 +54,16 @@ class Unknown:
 
     def __float__(self) -> float:
         raise EventNotFired(self._message)
+
+
+def expect_evaluations(callbacks: Iterable[Callback], *, are_due: bool, remedy: str) -> None:
+    """
+    Raises:
+        ConfigurationError: if a callback needs evaluations, and none are due.
+    """
+    for callback in callbacks:
+        if callback.needs_evaluations and not are_due:
+            raise ConfigurationError(f"{callback.key} needs evaluations: {remedy}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 import dalsegno as ds
 from dalsegno.callbacks import (
@@ -288,6 +289,15 @@ def test_an_exception_ends_the_leg(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         with_bridge(tmp_path, [journal], At("on_step_end", 3, fail)).train()
     assert journal.fired[-2:] == ["of theirs", "train_end"]
+
+
+def test_training_is_the_same_with_a_bridge(tmp_path: Path, uninterrupted: Path) -> None:
+    """Random numbers, weights and optimizer: dropout would show a number that a callback has drawn."""
+    hf_trainer(tmp_path).train()
+    ours, theirs = (load_file(folder / "checkpoint-8" / "model.safetensors") for folder in (uninterrupted, tmp_path))
+    assert {name: each.tolist() for name, each in ours.items()} == {
+        name: each.tolist() for name, each in theirs.items()
+    }
 
 
 # --- refused ----------------------------------------------------------------------------------------------------------

@@ -35,10 +35,11 @@ from dalsegno.events.callback import Callback
 from dalsegno.events.dispatcher import check_supported
 from dalsegno.events.registration import check_callbacks
 from dalsegno.events.table import Event
-from dalsegno.interop.leg import Leg, Surroundings, Unknown, fire
+from dalsegno.interop.leg import Leg, Surroundings, Unknown, expect_evaluations, fire
 from dalsegno.interop.states import FOLDER, states_in
+from dalsegno.interop.wrapping import unwrapped_optimizer, wrap
 
-from .inside import Inside, wrap
+from .inside import Inside
 from .translation import due_at_next_step, kind_of, mirror, set_name_of, settings_of, timeline_of
 
 _NEVER = "Hugging Face's Trainer has no callback for; use dalsegno.Trainer, or another callback"
@@ -116,13 +117,14 @@ class Bridge(transformers.TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         if state.is_hyper_param_search:
             raise ConfigurationError("Bridge: a hyperparameter search trains many runs with one trainer; leave it out")
-        self._expect_evaluations(args)
+        remedy = "set eval_strategy in TrainingArguments"
+        expect_evaluations(self._callbacks, are_due=args.eval_strategy != "no", remedy=remedy)
         leg = Leg(
             self._callbacks,
             Surroundings(
                 args=settings_of(args, state),
                 model=kwargs["model"],
-                optimizer=_unwrapped(kwargs["optimizer"]),
+                optimizer=unwrapped_optimizer(kwargs["optimizer"]),
                 lr_scheduler=kwargs["lr_scheduler"],
                 processing_class=kwargs["processing_class"],
                 train_dataloader=kwargs["train_dataloader"],
@@ -286,11 +288,6 @@ class Bridge(transformers.TrainerCallback):
         control.should_save &= not wishes.abort
         return control
 
-    def _expect_evaluations(self, args: Any) -> None:
-        waiting = [callback.key for callback in self._callbacks if callback.needs_evaluations]
-        if waiting and args.eval_strategy == "no":
-            raise ConfigurationError(f"{waiting[0]} needs evaluations: set eval_strategy in TrainingArguments")
-
     def _resumed_checkpoint(self, args: Any, state: Any) -> Path | None:
         if state.global_step == 0:
             return None
@@ -301,12 +298,6 @@ class Bridge(transformers.TrainerCallback):
                 "the checkpoint: Bridge([…], resume_from_checkpoint=…)"
             )
         return path
-
-
-def _unwrapped(optimizer: Any) -> Any:
-    while hasattr(optimizer, "optimizer"):  # accelerate's wrapper, whose hooks never run
-        optimizer = optimizer.optimizer
-    return optimizer
 
 
 def _unknown(name: str) -> Unknown:

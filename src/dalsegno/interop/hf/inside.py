@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -14,18 +13,7 @@ from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.table import Event
 from dalsegno.interop.leg import Leg, fire
-
-
-def wrap(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], None]:
-    """Replace a method of one object: ``around`` is called with the original and its arguments. Returns the undo."""
-    original, own = getattr(owner, name), vars(owner).get(name)
-
-    @wraps(original)
-    def wrapper(*args: Any, **named: Any) -> Any:
-        return around(original, *args, **named)
-
-    setattr(owner, name, wrapper)
-    return partial(delattr, owner, name) if own is None else partial(setattr, owner, name, own)
+from dalsegno.interop.wrapping import wrap
 
 
 class Inside:

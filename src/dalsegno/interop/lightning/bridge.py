@@ -39,7 +39,7 @@ from dalsegno.events.callback import Callback
 from dalsegno.events.dispatcher import check_supported
 from dalsegno.events.registration import check_callbacks
 from dalsegno.events.table import Event
-from dalsegno.interop.leg import Leg, Surroundings, fire
+from dalsegno.interop.leg import Leg, Surroundings, expect_evaluations, fire
 from dalsegno.interop.states import Packed, pack, remove_states, unpack, warn_of_new_states
 from dalsegno.system import filesystem
 
@@ -123,7 +123,8 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if not pl_module.automatic_optimization or len(trainer.optimizers) != 1:
             raise ConfigurationError("Bridge: needs automatic optimization with one optimizer: its steps are the run's")
-        self._expect_evaluations(trainer)
+        remedy = "pass val_dataloaders= to fit()"
+        expect_evaluations(self._callbacks, are_due=trainer.enable_validation, remedy=remedy)
         optimizer = Optimizer(trainer.optimizers[0])
         directory = Path(self._output_dir or trainer.default_root_dir)
         args = settings_of(trainer, directory, optimizer)
@@ -342,11 +343,6 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
         metrics = self._trainer.callback_metrics
         new = {name: float(value) for name, value in metrics.items() if self._before.get(name) is not value}
         return collectives.broadcast(new, "metrics of the module")
-
-    def _expect_evaluations(self, trainer: Any) -> None:
-        waiting = [callback.key for callback in self._callbacks if callback.needs_evaluations]
-        if waiting and not trainer.enable_validation:
-            raise ConfigurationError(f"{waiting[0]} needs evaluations: pass val_dataloaders= to fit()")
 
 
 def settings_of(trainer: Any, directory: Path, optimizer: Any) -> TrainingArguments:

@@ -1,0 +1,301 @@
+"""Bridge: dalsegno's callbacks in a training loop around an ``Accelerator``.
+
+::
+
+    bridge = Bridge(args, [JsonLogger()], accelerator, model=model, optimizer=optimizer, loader=loader)
+    accelerator.load_state(checkpoint)              # restores the callbacks, too
+    with bridge:
+        for batch in loader:
+            with accelerator.accumulate(model):
+                ...                                 # forward, accelerator.backward, clip, step, zero_grad
+            bridge.batch_end()
+            if bridge.should_save:
+                accelerator.save_state(f"runs/a/checkpoint-{bridge.step}")
+            if bridge.should_stop:
+                break
+
+:meth:`Bridge.batch_end` fires the end of a step and what is due there. The accelerator's ``backward`` fires
+on_epoch_begin and on_step_begin at a step's first batch, its clipping on_gradients_ready; the optimizer's hooks fire
+on_pre_optimizer_step and on_optimizer_step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from dalsegno.args import TrainingArguments
+from dalsegno.checkpoint import Checkpoint, unwrapped
+from dalsegno.distributed import collectives
+from dalsegno.errors import ConfigurationError
+from dalsegno.events.callback import Callback
+from dalsegno.events.dispatcher import check_supported
+from dalsegno.events.registration import check_callbacks
+from dalsegno.events.table import Event
+from dalsegno.interop.leg import Leg, Surroundings, expect_evaluations, fire
+from dalsegno.interop.states import FOLDER, states_in
+from dalsegno.interop.wrapping import unwrapped_optimizer, wrap
+from dalsegno.policies.triggers import SaveTrigger
+from dalsegno.state import TrainerState
+
+UNSUPPORTED_EVENTS = dict.fromkeys(
+    [
+        Event.MICROBATCH_BEGIN,
+        Event.BEFORE_FORWARD,
+        Event.AFTER_FORWARD,
+        Event.BEFORE_BACKWARD,
+        Event.AFTER_BACKWARD,
+        Event.MICROBATCH_END,
+        Event.BEFORE_ZERO_GRAD,
+        Event.AFTER_ZERO_GRAD,
+        Event.BEFORE_SCHEDULER_STEP,
+        Event.AFTER_SCHEDULER_STEP,
+        Event.TRAIN_METRICS,
+        Event.PREDICTION_STEP,
+        Event.PREDICT,
+        Event.SAVE,
+    ],
+    "a loop around an Accelerator cannot fire; use dalsegno.Trainer, or another callback",
+)
+"""Events that the Bridge never fires. A callback that handles one of them raises EventNotFired."""
+
+
+class Bridge:
+    """Calls dalsegno's callbacks, inside ``with``, and counts the steps.
+
+    ``accelerator.save_state`` also saves the callbacks' states, as a folder ``dalsegno`` in its directory;
+    ``accelerator.load_state``, called before ``with``, restores them and the number of steps.
+
+    Args:
+        args: ``output_dir``, ``max_steps`` or ``num_train_epochs``, and when to log, evaluate and save.
+        callbacks: dalsegno's built-ins and your own.
+        accelerator: of the loop.
+        model: as ``accelerator.prepare`` returned it.
+        optimizer: as ``accelerator.prepare`` returned it; the only one.
+        loader: as ``accelerator.prepare`` returned it, with a length: says how many batches an epoch has.
+        lr_scheduler: for callbacks.
+        processing_class: a tokenizer, for callbacks that need one.
+
+    Raises:
+        EventNotFired: for a callback that handles an event which such a loop does not fire.
+        ConfigurationError: for an object that is not a callback, or two callbacks with one key.
+    """
+
+    def __init__(
+        self,
+        args: TrainingArguments,
+        callbacks: Iterable[object],
+        accelerator: Any,
+        *,
+        model: Any,
+        optimizer: Any,
+        loader: Any,
+        lr_scheduler: Any = None,
+        processing_class: Any = None,
+    ) -> None:
+        self._callbacks: list[Callback] = check_callbacks(callbacks)
+        check_supported(self._callbacks, UNSUPPORTED_EVENTS)
+        self._args = args
+        self._accelerator = accelerator
+        self._optimizer = unwrapped_optimizer(optimizer)
+        self._surroundings = Surroundings(
+            args=args,
+            model=unwrapped(model),
+            optimizer=self._optimizer,
+            lr_scheduler=lr_scheduler,
+            processing_class=processing_class,
+            train_dataloader=loader,
+        )
+        self._steps_per_epoch = -(-len(loader) // accelerator.gradient_accumulation_steps)
+        self._leg: Leg | None = None
+        self._resumed_from: Path | None = None
+        self._saving_to = args.directory
+        self._installed = ExitStack()
+        self._losses: list[torch.Tensor] = []  # of this step's batches
+        self._lr: float | None = None  # that the newest update used
+        self._grad_norm: torch.Tensor | None = None  # of this step, before clipping
+        self._updated = False  # whether this step has updated the weights
+        self._evaluated_weights: str | None = None
+        self.should_evaluate = self.should_save = False
+        """Whether that is due at the end of the step that has just ended; on all ranks alike."""
+        self.should_stop = False
+        """Whether the loop shall end: a callback requests it, or all steps are done."""
+        accelerator.register_load_state_pre_hook(self._note_loaded)
+        accelerator.register_save_state_pre_hook(self._save)
+
+    @property
+    def state(self) -> TrainerState:
+        """Progress, inside ``with``."""
+        return self._followed.state
+
+    @property
+    def step(self) -> int:
+        """Finished steps, over all processes of this run."""
+        return self.state.global_step
+
+    # -- begin and end ----------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        args, optimizer = self._args, self._optimizer
+        expect_evaluations(self._callbacks, are_due=bool(args.evaluation), remedy="set eval_steps")
+        leg = self._leg = Leg(
+            self._callbacks,
+            self._surroundings,
+            loop=object(),
+            locate=lambda step: self._saving_to / FOLDER,
+            unsupported_events=UNSUPPORTED_EVENTS,
+        )
+        folder = None if self._resumed_from is None else states_in(self._resumed_from)
+        if folder is not None:
+            leg.state.global_step = collectives.from_rank_zero(lambda: Checkpoint.open(folder).step)
+        steps = args.max_steps if args.max_steps > 0 else int(args.num_train_epochs * self._steps_per_epoch)
+        leg.state.max_steps, leg.state.num_train_epochs = steps, args.num_train_epochs
+        leg.state.epoch = self.step / self._steps_per_epoch
+        self.should_evaluate = self.should_save = False
+        leg.begin(folder, saves=bool(args.saving))
+        self._installed.callback(wrap(self._accelerator, "clip_grad_norm_", self._clip_grad_norm))
+        self._installed.callback(optimizer.register_step_pre_hook(self._before_update).remove)
+        self._installed.callback(optimizer.register_step_post_hook(self._after_update).remove)
+        self._installed.callback(wrap(self._accelerator, "backward", self._backward))
+        self.should_stop = self.step >= steps
+        self._losses.clear()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        leg = self._followed
+        self._installed.close()
+        if error is not None:
+            leg.fail(error)
+            return
+        leg.finish()
+        leg.record({"train_runtime": leg.state.elapsed(), "step": self.step}, "final")
+        reason = "finished" if self.step >= leg.state.max_steps else "stopped"
+        leg.end("aborted" if leg.control.should_abort_without_save else reason, {})
+
+    @property
+    def _followed(self) -> Leg:
+        if self._leg is None:
+            raise ConfigurationError("the Bridge begins with its block: with bridge: for batch in loader: …")
+        return self._leg
+
+    def _note_loaded(self, models: Any, input_dir: str) -> None:
+        self._resumed_from = Path(input_dir)
+
+    def _save(self, models: Any, weights: Any, output_dir: str) -> None:
+        if self._leg is not None:
+            self._saving_to = Path(output_dir)
+            self._leg.save()
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    def _backward(self, original: Any, loss: torch.Tensor, *args: Any, **named: Any) -> Any:
+        if not self._losses:
+            self._begin_step()
+        self._losses.append(loss.detach())
+        return original(loss, *args, **named)
+
+    def _begin_step(self) -> None:
+        leg, args = self._followed, self._args
+        self._grad_norm, self._updated = None, False
+        state, step = leg.state, self.step + 1
+        state.will_log, state.will_evaluate = self._is_due(args.logging, step), self._is_due(args.evaluation, step)
+        state.will_save = bool(args.saving) and (self._is_due(args.saving, step) or step == state.max_steps)
+        leg.epoch_begin()
+        leg.step_begin()
+
+    def _is_due(self, trigger: SaveTrigger, step: int) -> bool:
+        epoch, rest = divmod(step, self._steps_per_epoch)
+        return trigger.at_step(step) or (rest == 0 and trigger.at_epoch(epoch))
+
+    def batch_end(self) -> None:
+        """To be called after each batch, after ``accelerator.accumulate``'s block, on all ranks."""
+        leg = self._followed
+        self.should_evaluate = self.should_save = False
+        if not self._accelerator.sync_gradients:
+            return
+        share = torch.stack(self._losses).mean() / collectives.world_size()
+        self._losses.clear()
+        leg.state.global_step += 1
+        leg.state.epoch = self.step / self._steps_per_epoch
+        if not self._updated:
+            fire(leg.events.step_skipped, "the gradient scaler found NaN or infinity")
+        leg.step_end(share, self._grad_norm, self._lr)
+        self._run_due_actions(leg, share)
+        if self.step % self._steps_per_epoch == 0:
+            leg.epoch_end()
+
+    def _run_due_actions(self, leg: Leg, share: torch.Tensor) -> None:
+        state = leg.state
+        logs, self.should_evaluate, self.should_save = state.will_log, state.will_evaluate, state.will_save
+        if self.should_save:
+            leg.announce_save()
+        if leg.events.may_request_each_step() or self.should_save or logs:
+            logs |= self._follow_requests(leg)
+        if logs:
+            self._log(leg, share)
+            self._follow_requests(leg)
+        self.should_stop |= self.step >= state.max_steps
+        self.should_save &= not leg.control.should_abort_without_save
+
+    def _log(self, leg: Leg, share: torch.Tensor) -> None:
+        record: dict[str, Any] = {"loss": collectives.sum_floats([float(share)], "the loss of a record")[0]}
+        if self._grad_norm is not None:
+            record["grad_norm"] = float(self._grad_norm)
+        leg.record({**record, "learning_rate": self._lr}, "train")
+
+    def _follow_requests(self, leg: Leg) -> bool:
+        """Set the flags that callbacks on any rank request. Returns whether a record is wanted. Collective."""
+        wishes = leg.requests()
+        self.should_evaluate |= wishes.evaluate
+        self.should_save |= wishes.save
+        if (wishes.stop or wishes.abort) and not self.should_stop:
+            self.should_stop = True
+            self.should_save |= wishes.stop
+            leg.warn_stops()
+        return wishes.log
+
+    def _clip_grad_norm(self, original: Any, *args: Any, **named: Any) -> Any:
+        if self._accelerator.sync_gradients and self._accelerator.scaler is None:
+            fire(self._followed.events.gradients_ready)
+        self._grad_norm = norm = original(*args, **named)
+        return norm
+
+    def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._lr = float(optimizer.param_groups[0]["lr"])
+        fire(self._followed.events.pre_optimizer_step, self._grad_norm)
+
+    def _after_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._updated = True
+        fire(self._followed.events.optimizer_step)
+
+    # -- evaluations and records of the user's ----------------------------------------------------------------------
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Around an evaluation, on all ranks: averages of callbacks such as EMA are in the model meanwhile."""
+        events = self._followed.events
+        begin = events.evaluate_begin
+        fire(begin, "eval")
+        self._evaluated_weights = begin.context.evaluated_weights if begin else None
+        try:
+            yield
+        finally:
+            fire(events.evaluate_end, "eval")
+
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
+        """Log an evaluation's metrics, reduced over the ranks: ``{"eval_loss": 0.7}``. On all ranks."""
+        leg, weights, self._evaluated_weights = self._followed, self._evaluated_weights, None
+        leg.record(dict(metrics), "eval", weights)
+        leg.evaluated(dict(metrics), "eval", weights)
+        self._follow_requests(leg)
+
+    def log(self, metrics: MutableMapping[str, Any]) -> None:
+        """Log a record of your own, on all ranks, with the same values."""
+        self._followed.log(metrics)

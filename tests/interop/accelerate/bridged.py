@@ -1,0 +1,91 @@
+"""A loop around an Accelerator with a Bridge in it. At the top of a module, so that ranks can import it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+
+import dalsegno as ds
+from dalsegno.callbacks import EMA, DivergenceDetector, EarlyStopping, GradHistogram, GradNormLogger, JsonLogger
+from dalsegno.interop.accelerate import Bridge
+from dalsegno.testing import TinyRegression, tiny_regression_data
+
+
+def several() -> list[Any]:
+    stopping = [DivergenceDetector(patience=100), EarlyStopping(patience=100)]
+    return [JsonLogger(run="bridged"), GradNormLogger(), GradHistogram(every=3), EMA(0.9), *stopping]
+
+
+def loop(
+    output_dir: Path, callbacks: Iterable[Any], *, resume: Path | None = None, kill_at: int = -1, **settings: Any
+) -> dict[str, Any]:
+    """Five steps an epoch on one rank. Returns the step at which it ended, and norms computed in a plain way."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    loader = DataLoader(tiny_regression_data(40), batch_size=4)
+    module = TinyRegression()
+    module.layers[2] = torch.nn.Identity()  # without dropout: a new iterator of a loader draws a random number
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    model, optimizer, loader = accelerator.prepare(module, optimizer, loader)
+    raw = accelerator.unwrap_model(model)
+    valid = next(iter(DataLoader(tiny_regression_data(8, seed=1), batch_size=8)))
+    args = ds.TrainingArguments(
+        output_dir, **{"max_steps": 8, "logging_steps": 2, "eval_steps": 2, "save_steps": 4, **settings}
+    )
+    bridge = Bridge(args, callbacks, accelerator, model=model, optimizer=optimizer, loader=loader)
+    if resume is not None:
+        accelerator.load_state(str(resume))
+    norms: dict[int, dict[str, float]] = {}
+    with bridge:
+        while not bridge.should_stop:
+            done = bridge.step % -(-len(loader) // 2) * 2
+            for batch in accelerator.skip_first_batches(loader, done) if done else loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(**batch))
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                        norms[bridge.step + 1] = {
+                            name: sqrt(float((each.grad.double() ** 2).sum())) for name, each in raw.named_parameters()
+                        }
+                    optimizer.step()
+                    optimizer.zero_grad()
+                bridge.batch_end()
+                if bridge.should_evaluate:
+                    raw.eval()
+                    with bridge.evaluating(), torch.no_grad():
+                        loss = float(raw(**valid))
+                    bridge.evaluated({"eval_loss": loss})
+                    raw.train()
+                if bridge.should_save:
+                    accelerator.save_state(str(output_dir / f"checkpoint-{bridge.step}"))
+                if bridge.step == kill_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if bridge.should_stop:
+                    break
+        return {"ended at": bridge.step, "norms": norms}
+
+
+def loop_until_killed(output_dir: Path, step: int) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        del os.environ[name]
+    loop(output_dir, several(), kill_at=step)
+
+
+def loop_on_a_rank(output_dir: Path) -> dict[str, Any]:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", LOCAL_WORLD_SIZE="2")
+    rank = int(os.environ["RANK"])
+
+    class OnRankOne(ds.Callback):
+        def on_step_end(self, ctx: Any) -> None:
+            if rank == 1 and ctx.step == 5:
+                ctx.control.stop("seen by rank 1")
+
+    return loop(output_dir, [JsonLogger(), GradNormLogger(), OnRankOne()], max_steps=6)
