@@ -17,6 +17,8 @@ from dalsegno.callbacks import GradNormLogger, JsonLogger
 from dalsegno.errors import ConfigurationError, DamagedRunFile, NotFound, StateMismatch
 from dalsegno.logs import RunFile, read_records
 from dalsegno.testing import TinyRegression, tiny_regression_data
+from support.listeners import Listener
+from support.small import small_trainer
 
 
 def trainer(output_dir: Path, model: nn.Module | None = None, **given: Any) -> ds.Trainer:
@@ -112,3 +114,19 @@ def test_the_best_checkpoint_is_gone(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="load_best_model_at_end=False, which leaves the last weights"):
         trainer(tmp_path, Worsening(), load_best_model_at_end=True).train()
     assert trainer(tmp_path, Worsening(), load_best_model_at_end=False).train().reason == "finished"
+
+
+def test_a_tensor_in_a_record_is_a_number_or_refused_there(tmp_path: Path) -> None:
+    """Not at the end of the run, when its metrics are written down."""
+    seen: list[Any] = []
+    keep = Listener({"on_log": lambda ctx: seen.append(ctx.logs["own"])}, name="keeper")
+
+    def adding(value: torch.Tensor) -> Listener:
+        return Listener({"on_log_step": lambda ctx: ctx.logs.update(own=value)}, name="adder")
+
+    small_trainer(tmp_path / "one", adding(torch.ones(1)), keep, max_steps=2, logging_steps=1).train()
+    assert seen == [1.0] * 3 and {type(value) for value in seen} == {float}
+    trainer = small_trainer(tmp_path / "three", adding(torch.ones(3)), keep, max_steps=9, logging_steps=1)
+    with pytest.raises(ds.CannotSave, match=r"record key 'own': a tensor of shape \(3,\), logged by one of: adder"):
+        trainer.train()
+    assert trainer.state.global_step == 1
