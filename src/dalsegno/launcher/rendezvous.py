@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -23,6 +24,8 @@ def rendezvous_for(options: LaunchOptions) -> RendezvousHandler:
     """torch's c10d rendezvous, or, on one host, a store: c10d waits a second before each leg for further hosts."""
     if options.max_nodes == 1:
         return OneHost(options.run_id)
+    # Else the host of rank 0 announces its store before the first leg only, and one that joins later waits in vain.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     return get_rendezvous_handler(
         RendezvousParameters("c10d", options.endpoint, options.run_id, options.min_nodes, options.max_nodes)
     )
