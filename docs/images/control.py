@@ -13,49 +13,21 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
-
 import dalsegno as ds
-from dalsegno.callbacks import JsonLogger, TrainerControlCallback
-from dalsegno.cli.demo.training import BATCH, CONTEXT, Text, source_files
+import plots
+from dalsegno.callbacks import TrainerControlCallback
 from dalsegno.control.client import JobClient, resolve
-from dalsegno.testing import FaultPlan, TinyLanguageModel, start_ranks
-from plots import CHROMIUM, keep
+from dalsegno.testing import FaultPlan, start_ranks
 
-sys.path.insert(0, str(CHROMIUM))
+sys.path.insert(0, str(plots.CHROMIUM))
 from support.chromium import Chromium
 
 STEPS = 1600
 
 
 def train(folder: Path, rate: float, kill_at: int | None = None) -> None:
-    if kill_at is not None:
-        FaultPlan(event=ds.Event.STEP_END, count=kill_at).arm()
-    torch.manual_seed(0)
-    model = TinyLanguageModel(width=64, depth=2, heads=2, context=CONTEXT)
-    paths = source_files()
-    args = ds.TrainingArguments(
-        folder,
-        max_steps=STEPS,
-        per_device_train_batch_size=BATCH,
-        per_device_eval_batch_size=4 * BATCH,
-        learning_rate=rate,
-        lr_scheduler_type="cosine",
-        warmup_steps=50,
-        logging_steps=2,
-        eval_steps=100,
-        save_steps=250,
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    trainer = ds.Trainer(
-        model,
-        args,
-        train_dataset=Text(paths[:400]),
-        eval_dataset=Text(paths[400:440], 128),
-        callbacks=[JsonLogger(), TrainerControlCallback(job_id=folder.name)],
-    )
-    trainer.train()
+    plan = None if kill_at is None else FaultPlan(event=ds.Event.STEP_END, count=kill_at)
+    plots.train(folder, rate, plan, steps=STEPS, callbacks=[TrainerControlCallback(job_id=folder.name)])
 
 
 def pictured(browser: Chromium, folder: Path) -> None:
@@ -77,7 +49,7 @@ def pictured(browser: Chromium, folder: Path) -> None:
     box = "document.querySelector('figure svg').getBoundingClientRect()"
     where = [f"{box}.left + {box}.width * 0.4", f"{box}.top + {box}.height * 0.55"]
     browser.mouse("mouseMoved", *(browser.run(each) for each in where))
-    keep(browser.picture(whole=False), "control")
+    plots.keep(browser.picture(whole=False), "control")
     for job in (first, second):
         job.kill()
         job.wait(60)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -27,7 +28,14 @@ CHROMIUM = HERE.parents[1] / "tests"
 """Where the browser's driver lies."""
 
 
-def train(folder: Path, rate: float, plan: FaultPlan | None = None) -> None:
+def train(
+    folder: Path,
+    rate: float,
+    plan: FaultPlan | None = None,
+    *,
+    steps: int = STEPS,
+    callbacks: Sequence[ds.Callback] = (),
+) -> None:
     """One leg."""
     if plan is not None:
         plan.arm()
@@ -36,7 +44,7 @@ def train(folder: Path, rate: float, plan: FaultPlan | None = None) -> None:
     paths = source_files()
     args = ds.TrainingArguments(
         folder,
-        max_steps=STEPS,
+        max_steps=steps,
         per_device_train_batch_size=BATCH,
         per_device_eval_batch_size=4 * BATCH,
         learning_rate=rate,
@@ -53,7 +61,7 @@ def train(folder: Path, rate: float, plan: FaultPlan | None = None) -> None:
         args,
         train_dataset=Text(paths[:400]),
         eval_dataset=Text(paths[400:440], 128),
-        callbacks=[JsonLogger(run=folder.name, learning_rate=rate), GradNormLogger()],
+        callbacks=[JsonLogger(run=folder.name, learning_rate=rate), GradNormLogger(), *callbacks],
     ).train()
 
 

@@ -13,7 +13,7 @@ from control.talking import Answer, Stream, ask
 from control.test_server import Served
 from dalsegno.control.hub import serve_hub
 from dalsegno.control.jobs import Registration
-from dalsegno.control.security import new_token
+from dalsegno.control.security import new_token, tls_context
 from dalsegno.control.server import listen
 
 TOKEN = new_token()
@@ -23,10 +23,11 @@ JOBS_TOKEN = new_token()
 class Hub:
     """A hub on a thread, and one job, whose server has another token."""
 
-    def __init__(self, folder: Path) -> None:
-        self.job = Served(folder, token=JOBS_TOKEN)
+    def __init__(self, folder: Path, certificate: tuple[Path, Path] | None = None) -> None:
+        tls, pem = (tls_context(*certificate), certificate[0].read_text()) if certificate else (None, None)
+        self.job = Served(folder, token=JOBS_TOKEN, tls=tls)
         self.registration = Registration("job", folder, folder / "logs")
-        self.registration.publish("127.0.0.1", self.job.port, JOBS_TOKEN)
+        self.registration.publish("127.0.0.1", self.job.port, JOBS_TOKEN, pem)
         listener = listen("127.0.0.1", 0)
         self.port: int = listener.getsockname()[1]
         self._loop = asyncio.new_event_loop()
@@ -111,3 +112,17 @@ def test_a_job_that_is_gone_is_an_error_of_its_own(hub: Hub) -> None:
     assert hub.ask("GET", "/jobs/job/status").status == 404
     for path in ("/jobs/none/status", "/jobs/%2e%2e/status", "/jobs/..%2fjob/status"):
         assert hub.ask("GET", path).status == 404
+
+
+def test_it_trusts_a_jobs_own_certificate(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    certificate: tuple[Path, Path],
+) -> None:
+    """Which a browser would not."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    hub = Hub(tmp_path, certificate)
+    try:
+        assert hub.job.port and hub.ask("GET", "/jobs/job/status").json["job_id"] == "job"
+    finally:
+        hub.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -614,19 +613,6 @@ def test_a_forked_process_answers_nobody_and_holds_nothing(tmp_path: Path) -> No
 
 
 # -- TLS -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("tls")
-    made = [folder / "cert.pem", folder / "key.pem"]
-    kind = ["-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=node-7", "-days", "2"]
-    subprocess.run(
-        ["openssl", "req", *kind, "-out", made[0], "-keyout", made[1]],
-        check=True,
-        capture_output=True,
-    )
-    return made[0], made[1]
 
 
 def test_a_client_trusts_exactly_the_jobs_certificate(
