@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 import dalsegno as ds
 from dalsegno.callbacks import EMA, CountParams, FlopUtilization, HangWatchdog, ScaleLoss
-from dalsegno.control import Outcome
+from dalsegno.control import Answer, Inbox, Outcome, send
 from dalsegno.logs import read_records
 from dalsegno.system import filesystem
 from dalsegno.testing import FaultPlan, assert_resume_equivalent, check_resume, compare_runs
@@ -342,3 +343,31 @@ def test_on_a_full_disk_a_change_waits(tmp_path: Path, caplog: Any) -> None:
     assert acted(tmp_path) == [("set", 5)]
     assert tickets(trainer) == [Outcome(5)]
     assert "commands wait until it can" in caplog.text
+
+
+# --- through files ----------------------------------------------------------------------------------------------------
+
+
+def test_commands_reach_a_training_job_as_files(tmp_path: Path) -> None:
+    """A client of another process, in effect: it knows nothing but the folder."""
+    answers: list[Answer] = []
+
+    def begin(ctx: Any) -> None:
+        inbox.append(Inbox(ctx.args.directory, ctx.trainer.commands))
+        inbox[0].start()
+        client.start()
+
+    def commands() -> None:
+        answers.append(send(tmp_path, "set", {"save_steps": 7}, by="client", for_effect=True, timeout=60))
+        answers.append(send(tmp_path, "graceful_stop", by="client", for_effect=True, timeout=60))
+
+    inbox: list[Inbox] = []
+    client = threading.Thread(target=commands)
+    end = Listener({"on_train_begin": begin, "on_train_end": lambda ctx: inbox[0].close()})
+    result = commanded(tmp_path, {}, end, max_steps=10**6, length=10**6, save_steps=0, logging_steps=0).train()
+    client.join()
+    assert (result.reason, result.stopped_by) == ("stopped", "client")
+    assert [answer.error for answer in answers] == [None, None]
+    assert answers[1].step == result.global_step
+    assert acted(tmp_path) == [("set", answers[0].step), ("graceful_stop", answers[1].step)]
+    assert list((tmp_path / "control").rglob("*.json")) == []
