@@ -19,8 +19,8 @@ ROUNDS = 5
 TARGET = 0.5
 OURS, PEER = "dalsegno launch", "torchrun --max-restarts"
 
-SMALL = {"rounds": 1}
-"""Of ``run``: with these it still takes seconds, and measures little."""
+SMALL = {"rounds": 1, "beside": False}
+"""Of ``run``: with these it still takes seconds, and compares nothing."""
 
 _SCRIPT = """
 import os, signal, sys, time
@@ -51,21 +51,24 @@ ds.Trainer(TinyRegression(), args, train_dataset=tiny_regression_data(), callbac
 """
 
 
-def run(rounds: int = ROUNDS) -> list[Row]:
-    """Medians of the rounds; each round measures both once."""
+def run(rounds: int = ROUNDS, beside: bool = True) -> list[Row]:
+    """Medians of the rounds; each round measures both once, or without ``beside`` ours only."""
     programs = Path(sys.executable).parent
-    commands = {
-        OURS: [str(programs / "dalsegno"), "launch", "--nproc", "2", "--max-restarts", "1"],
-        PEER: [str(programs / "torchrun"), "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"],
-    }
+    commands = {OURS: [str(programs / "dalsegno"), "launch", "--nproc", "2", "--max-restarts", "1"]}
+    if beside:
+        torchrun = str(programs / "torchrun")
+        commands[PEER] = [torchrun, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     seconds: dict[str, list[float]] = {name: [] for name in commands}
     for _ in range(rounds):
         for name, command in commands.items():
             seconds[name].append(_restart(command))
-    ours, peer = median(seconds[OURS]), median(seconds[PEER])
+    what, ours = "from SIGKILL of one of two ranks to the next step", median(seconds[OURS])
+    if not beside:
+        return [Row(what, duration(ours), f"{PEER}: left out")]
+    peer = median(seconds[PEER])
     return [
         Row(
-            what="from SIGKILL of one of two ranks to the next step",
+            what=what,
             ours=duration(ours),
             peer=f"{PEER}: {duration(peer)}",
             ratio=f"{ours / peer:.2f} ×",
