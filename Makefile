@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PEERS  := .venv-peers
 
-.PHONY: demo test check bench soak lies peers clean
+.PHONY: demo test check bench soak lies requests peers clean
 
 demo: $(READY)
 	$(BIN)/dalsegno demo
@@ -32,6 +32,10 @@ soak: $(READY)
 # Ten thousand forged checkpoints, loaded: an hour or so. `make lies LIES=500` is shorter.
 lies: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m durability.lies --lies $(or $(LIES),10000)
+
+# Ten thousand requests to a running job: a minute or so.
+requests: $(READY)
+	PYTHONPATH=tests $(BIN)/python -m durability.requests --requests $(or $(REQUESTS),10000)
 
 # What the benchmarks are measured beside, in an environment of its own.
 peers: $(PEERS)/.ready

@@ -18,6 +18,7 @@ NAMES = (
     "save",
     "standstill",
     "commands",
+    "control",
     "planning",
     "load",
     "resume_data",
