@@ -153,7 +153,8 @@ def alive(pid: int) -> bool:
 
 def test_no_rank_outlives_a_launcher_that_is_killed(folder: Path) -> None:
     words = ["launch", "--nproc", "2", "run.toml", "--set", "args.max_steps=1000000"]
-    launcher = subprocess.Popen([DALSEGNO, *words, "--set", "callbacks.own_launch:Last.name=last"], env=environment())
+    words += ["--set", "callbacks.own_launch:Last.name=last"]
+    launcher = subprocess.Popen([DALSEGNO, *words], env={**environment(), "TMPDIR": str(folder)})  # which it leaves
     files = [folder / "runs" / "a" / f"pid-{rank}" for rank in range(2)]
     while not all(file.exists() and file.read_text() for file in files):
         assert launcher.poll() is None
