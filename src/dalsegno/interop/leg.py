@@ -88,7 +88,7 @@ class ProgressState(TypedDict):
 
 
 class _Progress:
-    """Epoch events that have fired, and a fingerprint of the library's own history, which tells timelines apart."""
+    """Epoch events that have fired, and a fingerprint of the library's own history, which distinguishes timelines."""
 
     state_schema = ProgressState
     state_compared = False  # records, of which the fingerprint is made, contain times of each rank's clock

@@ -77,7 +77,7 @@ class Bridge:
         accelerator: of the loop.
         model: as ``accelerator.prepare`` returned it.
         optimizer: as ``accelerator.prepare`` returned it; the only one.
-        loader: as ``accelerator.prepare`` returned it, with a length: says how many batches an epoch has.
+        loader: as ``accelerator.prepare`` returned it, with a length, which is that of an epoch.
         lr_scheduler: for callbacks.
         processing_class: a tokenizer, for callbacks that need one.
 

@@ -85,7 +85,7 @@ class Bridge(transformers.TrainerCallback):
             each step: ``trainer.add_callback(Bridge([EMA()], trainer=trainer))``. Its method ``train`` is wrapped, and
             during training ``training_step``, ``evaluation_loop`` and its accelerator's ``clip_grad_norm_``.
         resume_from_checkpoint: the checkpoint that is given to ``train()``, if it is not in ``output_dir``: Hugging
-            Face's Trainer does not tell callbacks.
+            Face's Trainer does not pass it to callbacks.
 
     Raises:
         EventNotFired: for a callback that handles an event which the Trainer does not fire.

@@ -381,7 +381,7 @@ def _evaluates_after(trainer: Any, batch_idx: int) -> bool:
 
 
 def _batch_size(trainer: Any) -> int:
-    """Samples of a batch on all ranks; 0 if the loader does not tell."""
+    """Samples of a batch on all ranks; 0 if the loader has no ``batch_size``."""
     size = getattr(trainer.train_dataloader, "batch_size", None)
     return (size or 0) * int(trainer.world_size)
 
