@@ -16,10 +16,8 @@ from typing import Any
 
 from . import pickles
 from .export import SHARD_INDEX, SINGLE_FILE
-from .optimizer_contents import OptimizerContents
-from .reading import NOT_THERE, ReadOptions, settings_of_optimizer
+from .reading import NOT_THERE, ReadOptions, has_safetensors, model_in, settings_of_optimizer
 from .run_state import Place, RunState
-from .weights import Weights
 from .writing import WriteOptions, Written, expect_optimizer, only_first, save
 
 PROGRAM = "Accelerate"
@@ -42,20 +40,12 @@ def read(path: Path, options: ReadOptions) -> RunState:
     found = {key: path / name for key, name in _PICKLES.items() if (path / name).is_file()}
     ranks = sum(1 for _ in path.glob(_RANDOM.format("*")))
     found |= {f"random {number}": path / _RANDOM.format(number) for number in range(ranks)}
-    is_plain = (path / SINGLE_FILE).is_file() or (path / SHARD_INDEX).is_file()
-    if not is_plain:
+    if not has_safetensors(path):
         found["weights"] = path / _PICKLED_WEIGHTS
     unpickled = pickles.read(found)
     content = unpickled.content
-    model, tied = options.model(
-        Weights.open(path).read_all() if is_plain else content["weights"],
-        {} if is_plain else unpickled.tied("weights", content["weights"]),
-    )
-    optimizer = None
-    if "optimizer" in content:
-        optimizer = OptimizerContents.of_state_dict(
-            content["optimizer"], options.optimizer, options.renamed, str(path / _PICKLES["optimizer"])
-        )
+    model, tied = model_in(path, unpickled, options)
+    optimizer = options.optimizer_of(content.get("optimizer"), str(path / _PICKLES["optimizer"]))
     step = options.step_of(None, optimizer, path)
     return RunState(
         program=PROGRAM,

@@ -25,9 +25,8 @@ from dalsegno.system import filesystem
 from . import pickles
 from .export import SHARD_INDEX, SINGLE_FILE
 from .optimizer_contents import OptimizerContents
-from .reading import NOT_THERE, ReadOptions, settings_of_optimizer
+from .reading import NOT_THERE, ReadOptions, has_safetensors, model_in, settings_of_optimizer
 from .run_state import Place, RunState
-from .weights import Weights
 from .writing import WriteOptions, Written, expect_optimizer, only_first, save
 
 PROGRAM = "Hugging Face Trainer"
@@ -52,19 +51,12 @@ def read(path: Path, options: ReadOptions) -> RunState:
     found = {key: path / name for key, name in _PICKLES.items() if (path / name).is_file()}
     random = _random_files(path)
     found |= {f"random {number}": each for number, each in enumerate(random)}
-    if is_pickled := not _has_safetensors(path):
-        found["weights"] = path / _PICKLED_WEIGHTS
+    if not has_safetensors(path):
+        found["weights"] = _pickled_weights(path)
     unpickled = pickles.read(found)
     content = unpickled.content
-    model, tied = options.model(
-        content["weights"] if is_pickled else Weights.open(path).read_all(),
-        unpickled.tied("weights", content["weights"]) if is_pickled else {},
-    )
-    optimizer = None
-    if "optimizer" in content:
-        optimizer = OptimizerContents.of_state_dict(
-            content["optimizer"], options.optimizer, options.renamed, str(path / _PICKLES["optimizer"])
-        )
+    model, tied = model_in(path, unpickled, options)
+    optimizer = options.optimizer_of(content.get("optimizer"), str(path / _PICKLES["optimizer"]))
     epoch = options.epoch if options.epoch is not None else float(state.get("epoch") or 0.0)
     ranks = max(1, len(random))
     return RunState(
@@ -136,11 +128,9 @@ def _trainer_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def _has_safetensors(path: Path) -> bool:
-    if (path / SINGLE_FILE).is_file() or (path / SHARD_INDEX).is_file():
-        return True
+def _pickled_weights(path: Path) -> Path:
     if (path / _PICKLED_WEIGHTS).is_file():
-        return False
+        return path / _PICKLED_WEIGHTS
     if (path / _ADAPTER).is_file():
         raise ConfigurationError(
             f"{path}: contains only the weights of an adapter ({_ADAPTER}), and no whole model; merge the adapter into "

@@ -45,10 +45,7 @@ def read(path: Path, options: ReadOptions) -> RunState:
     states = content.get("optimizer_states") or []
     if len(states) > 1:
         raise ConfigurationError(f"{path}: contains {len(states)} optimizers; a run here has one")
-    optimizer = None
-    if states:
-        where = f"{path}: optimizer_states[0]"
-        optimizer = OptimizerContents.of_state_dict(states[0], options.optimizer, options.renamed, where)
+    optimizer = options.optimizer_of(next(iter(states), None), f"{path}: optimizer_states[0]")
     return RunState(
         program=PROGRAM,
         step=options.step_of(content.get("global_step"), optimizer, path),
@@ -101,13 +98,14 @@ def _progress(run: RunState) -> dict[str, Any]:
 
 
 def _place(content: Mapping[str, Any]) -> Place:
-    """From the progress of the loop over batches, which counts those of the current epoch."""
-    epoch = int(content.get("epoch") or 0)
-    progress = content.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress")
-    if progress is None:
-        return Place(epoch)
-    done = progress["current"]["processed"]
-    return Place(epoch + 1, 0.0) if progress["is_last_batch"] else Place(epoch, microbatches=done)
+    """From the progress of the loops. A run that has ended counts an epoch as completed that it left in the middle."""
+    loops = content.get("loops", {}).get("fit_loop", {})
+    if "epoch_loop.batch_progress" not in loops:
+        return Place(int(content.get("epoch") or 0))
+    begun, batches = loops["epoch_progress"]["current"]["ready"], loops["epoch_loop.batch_progress"]
+    if batches["is_last_batch"] or not begun:
+        return Place(begun, 0.0)
+    return Place(begun - 1, microbatches=batches["current"]["processed"])
 
 
 def _left_out(content: Mapping[str, Any], optimizer: OptimizerContents | None, dropped: Any) -> dict[str, str]:

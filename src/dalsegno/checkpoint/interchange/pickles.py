@@ -22,8 +22,9 @@ from dalsegno.checkpoint.format import codec
 from dalsegno.checkpoint.format.layout import StoredFile
 from dalsegno.errors import NotFound, StateMismatch
 
+from .pickle_process import CONTENT, TENSORS
+
 _HOME = "dalsegno.checkpoint.interchange"
-_CONTENT, _TENSORS = "content.json", "tensors.safetensors"
 _ALLOWANCE = 1 << 30  # bytes, for files of any size
 
 
@@ -90,14 +91,14 @@ def _environment() -> dict[str, str]:
 
 
 def _received(folder: Path, done: subprocess.CompletedProcess[str], what: str) -> Unpickled:
-    path = folder / _CONTENT
+    path = folder / CONTENT
     if not path.exists():
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise StateMismatch(f"{what}: the process that reads it ended with status {done.returncode}: {last}")
     message = json.loads(path.read_text())
     if "refused" in message:
         raise StateMismatch(f"{what}: refused: {message['refused']}; nothing was imported")
-    stored = StoredFile(folder / _TENSORS)
+    stored = StoredFile(folder / TENSORS)
     spans, shared = stored.spans(), message["shared"]
 
     def read_array(array: str, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:

@@ -11,7 +11,10 @@ import torch
 
 from dalsegno.errors import ConfigurationError
 
+from .export import SHARD_INDEX, SINGLE_FILE
 from .optimizer_contents import OptimizerContents
+from .pickles import Unpickled
+from .weights import Weights
 
 _WRAPPERS = ("module.", "_orig_mod.")
 """Prefixes that DistributedDataParallel and torch.compile add to all names."""
@@ -59,10 +62,17 @@ class ReadOptions:
             raise ConfigurationError(f"{where}: does not contain the number of finished steps; pass step= (--step)")
         return counted
 
+    def optimizer_of(self, saved: Any, where: str) -> OptimizerContents | None:
+        """The optimizer whose ``state_dict`` is ``saved``; None for None.
+
+        Raises:
+            StateMismatch: if it is not one.
+            ConfigurationError: if its class is unknown.
+        """
+        return None if saved is None else OptimizerContents.of_state_dict(saved, self.optimizer, self.renamed, where)
+
     def renamed(self, name: str) -> str:
-        for prefix in _WRAPPERS:
-            name = name.removeprefix(prefix)
-        return name.removeprefix(self.strip_prefix)
+        return _unwrapped(name).removeprefix(self.strip_prefix)
 
     def model(
         self, tensors: Mapping[str, Any], tied: Mapping[str, str]
@@ -75,7 +85,7 @@ class ReadOptions:
         own = {
             name: each
             for name, each in tensors.items()
-            if isinstance(each, torch.Tensor) and self._unwrapped(name).startswith(self.strip_prefix)
+            if isinstance(each, torch.Tensor) and _unwrapped(name).startswith(self.strip_prefix)
         }
         if not own:
             first = ", ".join(list(tensors)[:3]) or "none"
@@ -87,10 +97,25 @@ class ReadOptions:
             {self.renamed(alias): self.renamed(name) for alias, name in tied.items() if alias in own},
         )
 
-    def _unwrapped(self, name: str) -> str:
-        for prefix in _WRAPPERS:
-            name = name.removeprefix(prefix)
-        return name
+
+def model_in(
+    folder: Path, unpickled: Unpickled, options: ReadOptions
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The model in ``folder``, as safetensors if it was not requested as the pickle ``weights``."""
+    if (pickled := unpickled.content.get("weights")) is not None:
+        return options.model(pickled, unpickled.tied("weights", pickled))
+    return options.model(Weights.open(folder).read_all(), {})
+
+
+def has_safetensors(folder: Path) -> bool:
+    """Whether ``folder`` contains a model as safetensors."""
+    return (folder / SINGLE_FILE).is_file() or (folder / SHARD_INDEX).is_file()
+
+
+def _unwrapped(name: str) -> str:
+    for prefix in _WRAPPERS:
+        name = name.removeprefix(prefix)
+    return name
 
 
 def settings_of_optimizer(optimizer: OptimizerContents | None) -> dict[str, Any]:

@@ -14,7 +14,6 @@ import torch
 from dalsegno.errors import ConfigurationError
 
 from . import pickles
-from .optimizer_contents import OptimizerContents
 from .pickles import Unpickled
 from .reading import NOT_THERE, ReadOptions, settings_of_optimizer
 from .run_state import Place, RunState
@@ -73,7 +72,8 @@ def run_of_dicts(program: str, unpickled: Unpickled, options: ReadOptions, path:
         raise ConfigurationError(f"{path}: contains no model's state_dict; its keys are {', '.join(map(str, content))}")
     names = [name for name, each in tensors.items() if isinstance(each, torch.Tensor)]
     model, tied = options.model(tensors, unpickled.tied("file" if key is None else f"file.{key}", names))
-    optimizer = _optimizer(content, options, path)
+    states = _found(content, _OPTIMIZER, Mapping)
+    optimizer = options.optimizer_of(states and content[states], f"{path}: {states}")
     schedule, scaler = (_found(content, keys, Mapping) for keys in (_SCHEDULER, _SCALER))
     saved_epoch = content.get(_found(content, _EPOCH, int | float))
     epoch = options.epoch if options.epoch is not None else saved_epoch
@@ -98,10 +98,3 @@ def run_of_dicts(program: str, unpickled: Unpickled, options: ReadOptions, path:
 
 def _found(content: Mapping[str, Any], keys: tuple[str, ...], kind: Any) -> str | None:
     return next((key for key in keys if isinstance(content.get(key), kind)), None)
-
-
-def _optimizer(content: Mapping[str, Any], options: ReadOptions, path: Path) -> OptimizerContents | None:
-    key = _found(content, _OPTIMIZER, Mapping)
-    if key is None:
-        return None
-    return OptimizerContents.of_state_dict(content[key], options.optimizer, options.renamed, f"{path}: {key}")
