@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -213,21 +215,33 @@ def test_cleanup_removes_what_is_dead(training: Training, registry: Path, capsys
     assert "running" in said(capsys, "list")
 
 
-def test_the_page_gets_the_token_in_a_private_file(
+def test_the_page_gets_a_token_in_a_private_file(
     training: Training, registry: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither in an address that is sent nor on the browser's command line."""
-    opened: list[str] = []
-    monkeypatch.setattr("webbrowser.open", lambda address: opened.append(address) or True)
-    token = (registry / "first" / "auth_token").read_text()
-    assert token not in said(capsys, "open", "first")
-    (address,) = opened
+    """Neither in an address that is sent nor on the browser's command line; the job's own token not even there."""
+    opened: list[tuple[str, str]] = []
+
+    def browse(address: str) -> bool:
+        file = Path(address.removeprefix("file://"))
+        assert file.stat().st_mode & 0o777 == 0o600
+        opened.append((address, file.read_text()))
+        threading.Thread(target=interrupt_once_served, args=[file.read_text()]).start()
+        return True
+
+    monkeypatch.setattr("webbrowser.open", browse)
+    said(capsys, "open", "first")
+    ((address, content),) = opened
+    (token,) = re.findall(r"#token=(\w+)", content)
     assert token not in address
-    file = Path(address.removeprefix("file://"))
-    assert file.stat().st_mode & 0o777 == 0o600
-    assert f"/#token={token}" in file.read_text()
-    training.end()
-    assert not file.exists()
+    assert (registry / "first" / "auth_token").read_text() not in content
+    assert not Path(address.removeprefix("file://")).exists()
+
+
+def interrupt_once_served(content: str) -> None:
+    """Press Ctrl-C once the address in the page answers."""
+    (address,) = re.findall(r"(http://[\d.:]+)/#", content)
+    with urllib.request.urlopen(address, timeout=60):
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
 def test_no_command_of_jobs_imports_torch() -> None:

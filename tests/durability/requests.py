@@ -150,7 +150,6 @@ def send(port: int, data: bytes) -> bytes:
 def all_outcomes(requests: int, seed: int, folder: Path) -> Outcome:
     """Train once alone and once while the requests are sent."""
     os.environ["XDG_STATE_HOME"] = str(folder / "state")
-    logging.getLogger("dalsegno").setLevel(logging.ERROR)
     alone = controlled_trainer(folder / "alone", steps=STEPS, pause=0)
     alone.train()
     outcome, done = Outcome(requests=requests), threading.Event()
@@ -217,6 +216,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(words)
+    logging.getLogger("dalsegno").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         outcome = all_outcomes(options.requests, options.seed, Path(folder))
     print(f"{sum(outcome.statuses.values())} requests, answered by", dict(sorted(outcome.statuses.items())))

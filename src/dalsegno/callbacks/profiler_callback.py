@@ -112,7 +112,11 @@ class ProfilerCallback(Callback):
         name = f"step-{self._first:08d}-rank-{collectives.rank():05d}"
         running.export_chrome_trace(str(folder / f"{name}.trace.json.gz"))
         by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-        table = running.key_averages().table(sort_by=by, row_limit=_ROWS)
+        try:
+            table = running.key_averages().table(sort_by=by, row_limit=_ROWS)
+        except UnicodeDecodeError as error:  # torch 2.13 garbles names of Python functions on other threads
+            logger.warning("ProfilerCallback: no table, only the trace in %s: torch gives %s", folder, error)
+            return
         (folder / f"{name}.txt").write_text(table)
         if collectives.rank() == (self._rank or 0):
             print(table, flush=True)

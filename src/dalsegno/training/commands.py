@@ -61,6 +61,7 @@ class CommandExecutor:
         self.queue = CommandQueue(Journal(parts.args.directory), parts.args, self._check, rank=collectives.rank())
         self._plan = CommandPlan()
         self._switched_off: frozenset[str] = frozenset()  # as of the step's end
+        self._acted: list[Entry] = []  # at the present step; on rank 0
         self._script: dict[str, Any] = {}  # the script's values of settings that commands have changed
 
     # -- the leg ------------------------------------------------------------------------------------------------------
@@ -122,6 +123,7 @@ class CommandExecutor:
 
     def close(self) -> None:
         """Accept no more: the leg has decided to end here."""
+        self._resolve()
         self.queue.close(self._state.global_step)
 
     # -- the step's end -----------------------------------------------------------------------------------------------
@@ -148,13 +150,20 @@ class CommandExecutor:
                 wanted = wanted.merge(self._carry_out(entry, "accepted"))
             if collectives.rank() == 0:
                 self.queue.override(superseded)
-                self.queue.resolve(accepted)
+                self._acted = accepted
         return wanted
 
     def end_step(self) -> None:
-        """Switch callbacks off and on, after the last event of the step, so that no callback sees a part of one."""
+        """Switch callbacks off and on, after the last event of the step, so that no callback sees a part of one; then
+        resolve the tickets of the commands that have acted."""
         if self._switched_off is not self._dispatcher.switched_off:
             self._dispatcher.switch_off(self._switched_off)
+        self._resolve()
+
+    def _resolve(self) -> None:
+        if self._acted:
+            self.queue.resolve(self._acted)
+            self._acted = []
 
     def _accept(self) -> list[Entry]:
         """On rank 0: record which of the waiting commands act now."""
