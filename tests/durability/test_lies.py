@@ -67,3 +67,14 @@ def test_a_count_of_the_loaders_that_is_none_is_refused(tmp_path: Path) -> None:
     outcome = believe(tmp_path, "stateful")
     assert outcome.startswith("refused")
     assert "loader._num_yielded: is a list of 1; must be a whole number of 64 bits or None" in outcome
+
+
+def test_a_text_that_no_file_can_take_is_shown(tmp_path: Path) -> None:
+    """The list of changed settings is printed, whatever the checkpoint contains."""
+    first_leg(tmp_path, "map")
+    checkpoint = tmp_path / f"checkpoints/step-{SAVED:08d}"
+    content = json.loads((checkpoint / "shared.json").read_bytes())
+    content["states"]["settings"]["states"][0]["save_total_limit"] = "\ud800"
+    (checkpoint / "shared.json").write_text(json.dumps(content))
+    agree(checkpoint)
+    assert believe(tmp_path, "map").startswith(("refused", "harmless"))

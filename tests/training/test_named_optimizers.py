@@ -95,6 +95,26 @@ def test_settings_of_adam_have_no_effect_on_others_and_are_not_compared(
     assert "adam_beta1" not in caplog.text
 
 
+def test_changed_arguments_take_effect_and_are_listed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    small_trainer(tmp_path, max_steps=2, save_steps=100, optim="sgd", optim_args={"momentum": 0.9}).train()
+    caplog.set_level("INFO")
+    last = small_trainer(tmp_path, max_steps=4, save_steps=100, optim="sgd", optim_args={"momentum": 0.5})
+    last.train()
+    assert [group["momentum"] for group in last._parts.optimizer.param_groups] == [0.5, 0.5]
+    assert "optim_args: saved {'momentum': 0.9}, now {'momentum': 0.5} (the new value takes effect)" in caplog.text
+
+
+def test_another_implementation_of_the_same_optimizer_is_not_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    small_trainer(tmp_path, max_steps=2, save_steps=100).train()
+    caplog.set_level("INFO")
+    last = small_trainer(tmp_path, max_steps=4, save_steps=100, optim="adamw_fused")
+    last.train()
+    assert [group["fused"] for group in last._parts.optimizer.param_groups] == [None, None]
+    assert "optim: saved adamw, now adamw_fused (the saved implementation" in caplog.text
+
+
 def test_another_optimizer_is_refused_by_a_checkpoint(tmp_path: Path) -> None:
     small_trainer(tmp_path, max_steps=2, save_steps=100).train()
     with pytest.raises(ds.StateMismatch, match=r"optimizer: saved .*AdamW, now .*SGD"):

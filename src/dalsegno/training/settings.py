@@ -122,6 +122,8 @@ class RecordedSettings:
         """Set the hyperparameters that the user has changed since the save: loading the optimizer restored the old."""
         changed = {change.setting for change in changes}
         names = {_OPTIMIZER_SETTINGS[setting] for setting in changed & _OPTIMIZER_SETTINGS.keys()}
+        if "optim_args" in changed:
+            names |= self._initial.values().keys() - {"lr"}
         if "optimizer" in changed or "lr" in names:
             self._initial.restore_lrs()
         elif changed & {*_SCHEDULE_SETTINGS, END_OF_SCHEDULE}:

@@ -114,6 +114,7 @@ RULES: dict[str, Rule] = {
     "processor": Rule("warning", _OTHER_BITS),
     "threads": Rule("warning", _OTHER_BITS),
     # what the user may change
+    "optim": Rule("info", "the saved implementation of the same optimizer is used, fused or not"),
     "learning_rate": Rule("info", "the schedule continues from its position, at the new rate"),
     "world_size": Rule("info", "state is resharded; the data resumes at the same sample"),
     "per_device_train_batch_size": Rule("info", "the data resumes at the same sample"),
@@ -183,7 +184,8 @@ def _rule(name: str) -> Rule:
 
 def _shown(value: Value) -> str:
     """A value on one line."""
-    if isinstance(value, dict):  # the fingerprint of a dataset
+    if isinstance(value, dict) and "fingerprint" in value:  # of a dataset
         length = "some samples" if value["length"] is None else f"{value['length']:,} samples"
         return f"{length} of {value['type']}"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return text.encode(errors="backslashreplace").decode()  # a forged text may be one that no file can take
