@@ -139,6 +139,7 @@ class NotAnOptimizer(nn.Module):
         ({"optim": "no_such_package:Adam"}, "no module 'no_such_package'"),
         ({"optim": "sgd", "optim_args": {"momentun": 0.9}}, "optim='sgd' with .*momentun"),
         ({"optim": f"{__name__}:NotAnOptimizer"}, "builds a NotAnOptimizer, not an optimizer of torch"),
+        ({"optim_args": "momentum=0.9"}, "optim_args='momentum=0.9'; needs a dict of arguments"),
         ({"min_lr": 1.0}, "min_lr=1 is over learning_rate=0.01"),
         ({"warmup_ratio": 2.0}, "warmup_ratio=2.0; needs a share of the run's steps, 0 to 1"),
     ],

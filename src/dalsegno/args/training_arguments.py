@@ -254,6 +254,9 @@ class TrainingArguments:
     def _check_optimizer(self) -> None:
         if self.optim not in OPTIMIZERS and ":" not in self.optim:
             raise UnknownName("optimizer in optim=", self.optim, OPTIMIZERS, _OTHER_OPTIMIZERS)
+        for name in ("optim_args", "gradient_checkpointing_kwargs"):
+            if not isinstance(getattr(self, name), dict | None):
+                raise ConfigurationError(f"{name}={getattr(self, name)!r}; needs a dict of arguments, or None")
         for ratio in ("warmup_ratio", "decay_ratio"):
             if getattr(self, ratio) > 1:
                 raise ConfigurationError(f"{ratio}={getattr(self, ratio)!r}; needs a share of the run's steps, 0 to 1")
