@@ -78,6 +78,14 @@ def test_a_name_builds_the_optimizer_of_a_plain_loop(tmp_path: Path, name: str) 
         torch.testing.assert_close(weights(last)[key], expected, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("name", NAMED)
+def test_a_named_optimizer_resumes_under_a_schedule(tmp_path: Path, name: str) -> None:
+    def trainer(output_dir: Path, *more: ds.Callback) -> ds.Trainer:
+        return small_trainer(output_dir, *more, optim=name, max_steps=STEPS, save_steps=100, **NAMED[name][0])
+
+    assert_resumes(trainer, tmp_path, 2)
+
+
 def in_order(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """A batch that does not depend on the order of its samples."""
     samples = sorted(samples, key=lambda sample: float(sample["x"][0]))

@@ -12,6 +12,8 @@ from dalsegno.errors import StateMismatch
 from dalsegno.stateful.component import State
 from dalsegno.stateful.schema import Must, check, check_like
 
+from .optimizer_rows import OptimizerRows
+
 
 class ModelRest(TypedDict):
     tied: dict[str, str]
@@ -91,7 +93,7 @@ def check_optimizer_rest(rest: State, optimizer: torch.optim.Optimizer, where: s
         given = {key: value for key, value in saved.items() if value is not None or key not in optional}
         check_like(given, example, f"{where}.groups[{number}]")
         if any(_is_number(value) and value != example.get(key) for key, value in given.items()):
-            _check_accepted(type(optimizer), given, f"{where}.groups[{number}]")
+            _check_accepted(type(optimizer), given, _moments(rest, saved["params"]), f"{where}.groups[{number}]")
 
 
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
@@ -102,11 +104,21 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float | tuple)
 
 
-def _check_accepted(kind: type[torch.optim.Optimizer], group: dict[str, Any], where: str) -> None:
-    """Let a torch optimizer judge hyperparameters as its constructor does; out of range they fail in the first step.
+def _moments(rest: State, names: list[str]) -> dict[frozenset[str], str]:
+    """The kinds of values that are saved for a parameter that has been updated, each set with one such parameter."""
+    rows = OptimizerRows.of(rest)
+    kinds = {frozenset({*rows.plain.get(name, ()), *rows.sharded.get(name, ())}): name for name in names}
+    return {each: name for each, name in kinds.items() if each}
+
+
+def _check_accepted(
+    kind: type[torch.optim.Optimizer], group: dict[str, Any], moments: dict[frozenset[str], str], where: str
+) -> None:
+    """Let a torch optimizer judge hyperparameters as its constructor does, and by a step on a parameter of one element;
+    otherwise they fail in the first step of the run.
 
     Raises:
-        StateMismatch: if the constructor would refuse one.
+        StateMismatch: if the constructor would refuse one, or a step needs a value that ``moments`` does not have.
     """
     numbers = {key: value for key, value in group.items() if _is_number(value) and key not in _IMPLEMENTATION}
     for key, value in numbers.items():
@@ -116,10 +128,39 @@ def _check_accepted(kind: type[torch.optim.Optimizer], group: dict[str, Any], wh
     if not kind.__module__.startswith("torch.optim."):
         return
     known = inspect.signature(kind).parameters
+    arguments = {key: value for key, value in numbers.items() if key in known}
     try:
-        kind([torch.zeros(1, 1)], **{key: value for key, value in numbers.items() if key in known})
+        kind([torch.zeros(1, 1)], **arguments)
     except ValueError as error:
         raise StateMismatch(f"{where}: {kind.__name__} does not accept it: {error}") from error
+    for kinds, name in moments.items():
+        lacking = [_lacking(kind, arguments, kinds, shape) for shape in ((1, 1), (1,))]  # some treat vectors otherwise
+        if all(lacking):
+            raise StateMismatch(
+                f"{where}: with these, {kind.__name__} needs {lacking[0]}, which is not saved for {name}"
+            )
+
+
+def _lacking(
+    kind: type[torch.optim.Optimizer], arguments: dict[str, Any], kinds: frozenset[str], shape: tuple[int, ...]
+) -> str | None:
+    """What the second step on a parameter of this shape misses, if only ``kinds`` are left of its state; None: nothing,
+    or it needs a closure, sparse gradients or another shape."""
+    probe = torch.zeros(shape, requires_grad=True)
+    probe.grad = torch.zeros(shape)
+    try:
+        optimizer = kind([probe], **arguments)
+        step = getattr(kind.step, "__wrapped__", kind.step)  # past the hooks that the user has set on all optimizers
+        step(optimizer)
+        state = optimizer.state[probe]
+        for other in state.keys() - kinds:
+            del state[other]
+        step(optimizer)
+    except KeyError as error:
+        return str(error)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    return None
 
 
 def _optional_arguments(kind: type) -> set[str]:
