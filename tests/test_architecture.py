@@ -26,6 +26,8 @@ FLOORS = [
     ["state", "stateful", "policies", "system", "distributed"],
     # settings, and the records that a run writes
     ["args", "logs"],
+    # the HTTP stack
+    ["web"],
     # reading logs; reading data; what a run tells its callbacks; what a run is told from outside
     ["analysis", "data", "events", "control"],
     # what listens to a run, and where its state is saved
@@ -66,15 +68,17 @@ WITHOUT_TORCH = [
     "control.api",
     "control.client",
     "control.commands",
-    "control.connections",
     "control.feed",
     "control.inbox",
     "control.jobs",
     "control.journal",
     "control.metrics",
     "control.queue",
-    "control.security",
     "control.server",
+    "web.answers",
+    "web.connections",
+    "web.security",
+    "web.server",
     "events.table",
     "events.callback",
     "checkpoint.inspect.listing",

@@ -13,8 +13,8 @@ from control.talking import Answer, Stream, ask
 from control.test_server import Served
 from dalsegno.control.hub import serve_hub
 from dalsegno.control.jobs import Registration
-from dalsegno.control.security import new_token, tls_context
-from dalsegno.control.server import listen
+from dalsegno.web.security import new_token, tls_context
+from dalsegno.web.server import listen
 
 TOKEN = new_token()
 JOBS_TOKEN = new_token()

@@ -15,15 +15,16 @@ import pytest
 
 from control.talking import Answer, Stream, ask, connect, is_closed_by_peer, wait_until
 from dalsegno.args import TrainingArguments
-from dalsegno.control import connections, server
 from dalsegno.control.feed import LiveJob, LogFile, MemoryLog
 from dalsegno.control.journal import Journal
 from dalsegno.control.queue import CommandQueue
-from dalsegno.control.security import check_access, tls_context
-from dalsegno.control.server import ControlServer, listen
+from dalsegno.control.server import ControlServer
 from dalsegno.errors import ConfigurationError
 from dalsegno.logs import RecordLog
 from dalsegno.state import TrainerState
+from dalsegno.web import connections, server
+from dalsegno.web.security import check_access, tls_context
+from dalsegno.web.server import listen
 
 TOKEN = "0123456789abcdef" * 4  # the same in each process that collects tests
 
@@ -443,7 +444,7 @@ def test_access_that_cannot_be_meant_is_refused() -> None:
 
 
 def test_a_slow_request_is_cut_off(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "REQUEST_TIMEOUT", 0.3)
+    monkeypatch.setattr(connections, "DEFAULT_LIMITS", connections.Limits(request_timeout=0.3))
     head = f"POST /jobs/job/control HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
     slow = ["", "GET", head, f"{head}Content-Length: 50\r\n\r\n{{", f"{head}Transfer-Encoding: chunked\r\n\r\n5\r\nab"]
     for begin in slow:
@@ -454,7 +455,7 @@ def test_a_slow_request_is_cut_off(served: Served, monkeypatch: pytest.MonkeyPat
 
 def test_slow_clients_do_not_keep_others_out(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """More of them than there are places, each in the middle of its request: a new client is answered at once."""
-    monkeypatch.setattr(connections, "MOST", 8)
+    monkeypatch.setattr(connections, "DEFAULT_LIMITS", connections.Limits(connections=8))
     slow = [connect(served.port, b"GET /jobs HTTP/1.1\r\nHost: local") for _ in range(20)]
     assert served.ask("GET", "/jobs/job/status").status == 200
     for raw in slow:
@@ -462,7 +463,7 @@ def test_slow_clients_do_not_keep_others_out(served: Served, monkeypatch: pytest
 
 
 def test_clients_that_are_being_answered_are_not_driven_out(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "MOST", 2)
+    monkeypatch.setattr(connections, "DEFAULT_LIMITS", connections.Limits(connections=2))
     streams = [Stream(served.port, "/jobs/job/stream", TOKEN) for _ in range(2)]
     with connect(served.port) as raw:
         assert is_closed_by_peer(raw)
@@ -482,7 +483,7 @@ def answers(served: Served) -> bool:
 
 def test_a_client_that_does_not_read_is_cut_off(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its answer stays in bounded buffers, and its place becomes free."""
-    monkeypatch.setattr(connections, "WRITE_TIMEOUT", 0.3)
+    monkeypatch.setattr(connections, "DEFAULT_LIMITS", connections.Limits(write_timeout=0.3))
     for _ in range(3000):
         served.job.note_log({"text": "x" * 5000}, "train")
     request = f"GET /jobs/job/records HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n\r\n"
@@ -639,7 +640,7 @@ def test_a_tls_handshake_that_never_ends_keeps_nobody_out(
 ) -> None:
     from dalsegno.control.client import JobClient
 
-    monkeypatch.setattr(connections, "MOST", 4)
+    monkeypatch.setattr(connections, "DEFAULT_LIMITS", connections.Limits(connections=4))
     served = Served(tmp_path, tls=tls_context(*certificate))
     silent = [connect(served.port) for _ in range(10)]
     url = f"https://127.0.0.1:{served.port}"

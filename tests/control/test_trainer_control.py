@@ -18,11 +18,11 @@ import pytest
 from control.job import Pause, controlled_trainer
 from control.talking import OldClient, Stream, ask, connect, wait_until
 from dalsegno.callbacks import TrainerControlCallback
-from dalsegno.control import connections, server
 from dalsegno.control.jobs import list_jobs, remove_dead
 from dalsegno.errors import ConfigurationError, DalsegnoError, NotRunning
 from dalsegno.logs.reader import read_records
 from dalsegno.testing import run_ranks
+from dalsegno.web import connections, server
 from support.listeners import Listener
 from support.own_loops import OwnLoop
 from support.small import same, weights

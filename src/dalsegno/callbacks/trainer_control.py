@@ -13,8 +13,7 @@ from dalsegno.control.feed import LiveJob
 from dalsegno.control.history import RunHistory
 from dalsegno.control.inbox import Inbox
 from dalsegno.control.jobs import Registration, check_job_id, new_job_id
-from dalsegno.control.security import check_access, is_loopback, new_token, tls_context
-from dalsegno.control.server import ControlServer, check_installed, is_installed, listen
+from dalsegno.control.server import ControlServer
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import (
@@ -28,6 +27,8 @@ from dalsegno.events.contexts import (
     TrainEndContext,
     TrainerLike,
 )
+from dalsegno.web.security import check_access, is_loopback, new_token, tls_context
+from dalsegno.web.server import check_installed, is_installed, listen
 
 from .argument_checks import flag, text, whole
 from .json_logger import JsonLogger

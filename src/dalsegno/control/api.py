@@ -22,33 +22,30 @@ import asyncio
 import contextlib
 import json
 import math
-import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from dalsegno.errors import ConfigurationError, NotFound, NotRunning, UnknownName
 from dalsegno.logs.values import to_json
+from dalsegno.web.answers import Answer, answer_error, off_loop, read_json, shorten
+from dalsegno.web.security import Gate
 
 from .commands import COMMANDS
 from .feed import LiveJob
 from .jobs import list_jobs
 from .metrics import CONTENT_TYPE, open_metrics
 from .queue import Ticket
-from .security import Gate
-
-LARGEST_BODY = 1 << 16
-"""Bytes of a request's body."""
 
 LONGEST_WAIT = 600.0
 """Seconds that ``wait`` may ask for."""
@@ -58,8 +55,6 @@ MOST_STREAMS = 16
 
 _POLL = 0.25  # seconds between two reads of the log for a stream
 _HEARTBEAT = 15.0  # seconds after which an idle stream sends a comment, so that a dead connection is noticed
-
-T = TypeVar("T")
 
 
 def build_app(job: LiveJob, stopping: asyncio.Event, *, host: str, token: str | None) -> ASGIApp:
@@ -83,40 +78,6 @@ def build_app(job: LiveJob, stopping: asyncio.Event, *, host: str, token: str | 
     return Gate(app, host=host, token=token, open_paths={"/"})
 
 
-async def off_loop(call: Callable[[], T]) -> T:
-    """Run a blocking call on a daemon thread. (Python joins the threads of an executor when the process ends.)"""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if not future.done():
-            if error is None:
-                future.set_result(result)  # type: ignore[arg-type]
-            else:
-                future.set_exception(error)
-
-    def run() -> None:
-        result, failure = None, None
-        try:
-            result = call()
-        except Exception as error:
-            failure = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
-            loop.call_soon_threadsafe(settle, result, failure)
-
-    threading.Thread(target=run, name="dalsegno-control-call", daemon=True).start()
-    return await future
-
-
-class Answer(Response):
-    """JSON in ASCII, with non-finite numbers as strings."""
-
-    media_type = "application/json"
-
-    def render(self, content: Any) -> bytes:
-        return json.dumps(to_json(content), allow_nan=False).encode()
-
-
 class _Api:
     def __init__(self, job: LiveJob, stopping: asyncio.Event) -> None:
         self._job = job
@@ -138,13 +99,13 @@ class _Api:
         return Answer(self._job.status())
 
     async def control(self, request: Request) -> Response:
-        body = await _json_body(request)
+        body = await read_json(request)
         wait = _wait(request)
         name, data = body.get("command"), body.get("data")
         data = {} if data is None else data
         if not isinstance(name, str) or (name != "status" and name not in COMMANDS):
             known = ["status", *COMMANDS]
-            return Answer({"error": f"Unknown command: {_short(name)}", "valid_commands": known}, 400)
+            return Answer({"error": f"Unknown command: {shorten(name)}", "valid_commands": known}, 400)
         if not isinstance(data, dict):
             raise HTTPException(400, '"data" must be an object')
         acknowledged = {"status": "acknowledged", "command": name, "timestamp": time.time()}
@@ -274,42 +235,6 @@ async def answer_page(request: Request) -> Response:
     return Response(page.content, headers=page.headers)
 
 
-async def answer_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return Answer({"error": error.detail, "detail": error.detail}, error.status_code, error.headers)
-
-
-async def read_body(request: Request) -> bytes:
-    """
-    Raises:
-        HTTPException: if it is larger than :data:`LARGEST_BODY`, or incomplete.
-    """
-    body = bytearray()
-    try:
-        async for piece in request.stream():
-            body += piece
-            if len(body) > LARGEST_BODY:
-                raise HTTPException(413, f"a body may have at most {LARGEST_BODY} bytes")
-    except ClientDisconnect:
-        raise HTTPException(400, "the body is incomplete") from None
-    return bytes(body)
-
-
-async def _json_body(request: Request) -> Mapping[str, Any]:
-    body = await read_body(request)
-    try:
-        content = json.loads(body, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise HTTPException(400, f"the body is not JSON: {_short(str(error))}") from error
-    if not isinstance(content, dict):
-        raise HTTPException(400, 'the body must be an object: {"command": NAME, "data": {…}}')
-    return content
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
 def _wait(request: Request) -> float:
     """Seconds to wait for a command's effect."""
     try:
@@ -324,8 +249,3 @@ def _wait(request: Request) -> float:
 def _message(kind: str, content: Mapping[str, Any], id: str | None = None) -> str:
     data = f"event: {kind}\ndata: {json.dumps(to_json(content), allow_nan=False)}\n\n"
     return data if id is None else f"id: {id}\n{data}"
-
-
-def _short(value: object) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 100 else f"{text[:100]}…"

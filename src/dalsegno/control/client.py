@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import ssl
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +12,7 @@ from urllib.parse import quote
 import httpx
 
 from dalsegno.errors import ConfigurationError, NotFound, NotRunning
+from dalsegno.web.security import trusting
 
 from . import inbox
 from .jobs import Endpoint, Job, check_job_id, find_job, list_jobs, read_token
@@ -217,25 +217,3 @@ def _error(base_url: str, answer: httpx.Response) -> Exception:
     if answer.status_code == 404:
         return NotFound(text)
     return NotRunning(text) if answer.status_code == 409 else ConfigurationError(text)
-
-
-def trusting(certificate: str) -> ssl.SSLContext:
-    """A context that trusts exactly this certificate, whatever name the server is reached by."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    context.load_verify_locations(cadata=certificate)
-    return context
-
-
-def read_certificate(path: Path) -> str:
-    """
-    Raises:
-        ConfigurationError: if the file has no certificate in PEM.
-    """
-    text = path.read_text("ascii", "replace")
-    try:
-        trusting(text)
-    except ssl.SSLError as error:
-        raise ConfigurationError(f"{path}: not a certificate in PEM ({error.reason})") from error
-    return text

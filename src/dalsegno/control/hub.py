@@ -20,12 +20,13 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from dalsegno.errors import DalsegnoError, NotFound
+from dalsegno.web.answers import Answer, answer_error, off_loop, read_body
+from dalsegno.web.connections import Connections
+from dalsegno.web.security import Gate, trusting
 
-from .api import Answer, answer_error, answer_page, list_endpoints, off_loop, read_body
-from .client import running, trusting
-from .connections import Connections
+from .api import answer_page, list_endpoints
+from .client import running
 from .jobs import Endpoint, find_job, read_token
-from .security import Gate
 
 HOST = "127.0.0.1"
 

@@ -1,95 +1,23 @@
-"""ControlServer: answers HTTP on a daemon thread with an event loop of its own.
-
-Nothing that happens here ends a training: the socket is bound before the thread starts, and what fails on the thread is
-logged once. A forked process, such as a data loader's worker, lets go of the sockets.
-"""
+"""ControlServer: the server of one job."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import errno
-import importlib.util
-import logging
-import os
 import socket
 import ssl
-import threading
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from dalsegno.system.extras import how_to_install
+from dalsegno.web.server import ServerThread
 
 from .feed import LiveJob
 
 if TYPE_CHECKING:
-    from .connections import Connections
-
-logger = logging.getLogger("dalsegno")
-
-PORTS = range(8900, 9000)
-"""Ports that are tried, if none is given."""
-
-_DRAIN = 0.4  # seconds that the end of the server waits for answers in progress
-_JOIN = 0.8  # seconds that the end of training waits for the thread
-_BACKLOG = 64
-_NEEDED = ("starlette", "uvicorn", "prometheus_client")
+    from starlette.types import ASGIApp
 
 
-def is_installed() -> bool:
-    """Whether the libraries of the extra ``control`` are there."""
-    return not _missing()
-
-
-def check_installed() -> None:
-    """
-    Raises:
-        ModuleNotFoundError: if a library of the extra ``control`` is missing.
-    """
-    if missing := _missing():
-        raise ModuleNotFoundError(f"{', '.join(missing)} missing: {how_to_install('control')}")
-
-
-def _missing() -> list[str]:
-    return [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-
-
-def listen(host: str, port: int | None) -> socket.socket:
-    """Return a listening socket on ``port``, or on the first free one of :data:`PORTS`.
-
-    The port is taken once this returns: no other job can get it.
-
-    Raises:
-        OSError: if ``port``, or all of them, are in use, or the host is not of this machine.
-    """
-    for number in PORTS if port is None else [port]:
-        try:
-            return _listen(host, number)
-        except OSError as error:
-            if error.errno not in (errno.EADDRINUSE, errno.EACCES) or port is not None:
-                raise OSError(error.errno, f"{host}, port {number}: {error.strerror or error}") from error
-    raise OSError(errno.EADDRINUSE, f"{host}: the ports {PORTS[0]} to {PORTS[-1]} are all in use")
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # despite closed connections of a former job
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-        listener.setblocking(False)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
-
-
-class ControlServer:
-    """The server of one job, from :meth:`start` to :meth:`stop`.
+class ControlServer(ServerThread):
+    """Shows a job and takes its commands.
 
     Args:
         listener: a listening socket, which the server closes.
@@ -110,90 +38,9 @@ class ControlServer:
         tls: ssl.SSLContext | None,
         on_failure: Callable[[BaseException], None],
     ) -> None:
-        self._listener = listener
-        self._job = job
-        self._host = host
-        self._token = token
-        self._tls = tls
-        self._on_failure = on_failure
-        self._connections: Connections | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stopping: asyncio.Event | None = None
-        self._is_stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="dalsegno-control", daemon=True)
+        def build(stopping: asyncio.Event) -> ASGIApp:
+            from .api import build_app  # on the server's thread: starlette takes long to import
 
-    def start(self) -> None:
-        """Start answering. Clients that connect before the thread is ready wait in the listener's queue."""
-        _running.add(self)
-        self._thread.start()
+            return build_app(job, stopping, host=host, token=token)
 
-    def stop(self) -> None:
-        """Answer what has been asked, and end. Takes less than a second, whatever the clients do."""
-        self._is_stopping.set()
-        loop, stopping = self._loop, self._stopping
-        if loop is not None and stopping is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(stopping.set)
-        self._thread.join(_JOIN)
-        _running.discard(self)
-
-    def _run(self) -> None:
-        try:
-            with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
-                runner.run(self._serve())
-        except BaseException as error:
-            if not self._is_stopping.is_set():
-                self._on_failure(error)
-        finally:
-            self._listener.close()
-
-    async def _serve(self) -> None:
-        from .api import build_app
-        from .connections import Connections
-
-        loop, stopping = asyncio.get_running_loop(), asyncio.Event()
-        loop.set_exception_handler(_note)
-        self._loop, self._stopping = loop, stopping
-        if self._is_stopping.is_set():  # before there was a loop to be notified
-            return
-        app = build_app(self._job, stopping, host=self._host, token=self._token)
-        connections = self._connections = Connections(self._listener, app, self._tls)
-        accepting = loop.create_task(connections.accept())
-        ending = loop.create_task(stopping.wait())
-        await asyncio.wait([accepting, ending], return_when=asyncio.FIRST_COMPLETED)
-        ending.cancel()
-        if accepting.done():
-            await accepting  # raises its error
-        accepting.cancel()
-        self._listener.close()
-        await connections.drain(_DRAIN)
-
-    def _detach_in_child(self, null: int) -> None:
-        """In a forked process: make this copy of each socket a copy of ``null``, so that only the parent answers.
-
-        The descriptors' numbers stay taken, so no object that still refers to one can close another file.
-        """
-        for each in [self._listener, *(self._connections.sockets() if self._connections else [])]:
-            with contextlib.suppress(OSError):
-                if each.fileno() >= 0:
-                    os.dup2(null, each.fileno(), inheritable=False)
-
-
-def _note(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
-    """Connections that break are normal, and no concern of the training."""
-    logger.debug("job control: %s: %r", context.get("message"), context.get("exception"))
-
-
-_running: weakref.WeakSet[ControlServer] = weakref.WeakSet()
-
-
-def _detach_in_child() -> None:
-    if _running:
-        null = os.open(os.devnull, os.O_RDWR)
-        for server in list(_running):
-            server._detach_in_child(null)
-        os.close(null)
-        _running.clear()
-
-
-os.register_at_fork(after_in_child=_detach_in_child)
+        super().__init__(listener, build, name="dalsegno-control", tls=tls, on_failure=on_failure)

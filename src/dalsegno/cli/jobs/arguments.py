@@ -43,7 +43,8 @@ def remote_client(arguments: argparse.Namespace) -> JobClient:
     Raises:
         ConfigurationError: if the address has no port, or there is no token.
     """
-    from dalsegno.control.client import JobClient, read_certificate
+    from dalsegno.control.client import JobClient
+    from dalsegno.web.security import read_certificate
 
     host, colon, port = arguments.remote.rpartition(":")
     if not colon or not port.isdecimal() or not host or "/" in host:

@@ -41,8 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     from dalsegno.control.client import resolve, running
     from dalsegno.control.hub import HOST, serve_hub
-    from dalsegno.control.security import new_token
-    from dalsegno.control.server import listen
+    from dalsegno.web.security import new_token
+    from dalsegno.web.server import listen
 
     run = {} if arguments.job is None else {"run": running(resolve(arguments.job)).output_dir}
     listener, token = listen(HOST, arguments.port), new_token()

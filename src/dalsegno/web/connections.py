@@ -11,6 +11,7 @@ import logging
 import socket
 import ssl
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import h11
@@ -18,17 +19,9 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-MOST = 64
-"""Connections at a time."""
-
-REQUEST_TIMEOUT = 10.0
-"""Seconds for a TLS handshake, and for a whole request to arrive."""
-
-WRITE_TIMEOUT = 20.0
-"""Seconds for which a client may leave an answer unread, once the buffers of the system are full."""
-
 KEEP_ALIVE = 8
-"""Seconds for which a connection without a request stays open. Below :data:`REQUEST_TIMEOUT`, which closes abruptly."""
+"""Seconds for which a connection without a request stays open. Below :attr:`Limits.request_timeout`, which closes
+abruptly."""
 
 HEADER_BYTES = 1 << 14
 """Size of a request's line and headers."""
@@ -40,11 +33,31 @@ _logger = logging.getLogger("dalsegno.control")
 _logger.setLevel(logging.ERROR)  # uvicorn warns of each malformed request
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds on a server's connections. The defaults suit short requests."""
+
+    connections: int = 64
+    """Connections at a time."""
+    request_timeout: float = 10.0
+    """Seconds for a TLS handshake, and for a request to arrive."""
+    large_bodies: bool = False
+    """Restart the time for a request with each part that arrives: its body may take long, but not stand still."""
+    write_timeout: float = 20.0
+    """Seconds for which a client may leave an answer unread, once the buffers of the system are full."""
+
+
+DEFAULT_LIMITS = Limits()
+
+
 class Connections:
     """Accepts connections from ``listener`` and serves ``app`` on them."""
 
-    def __init__(self, listener: socket.socket, app: Any, tls: ssl.SSLContext | None) -> None:
+    def __init__(
+        self, listener: socket.socket, app: Any, tls: ssl.SSLContext | None, limits: Limits = DEFAULT_LIMITS
+    ) -> None:
         self._listener = listener
+        self._limits = limits
         self._tls = tls
         self._open: dict[socket.socket, _Protocol | asyncio.Task[None]] = {}  # by arrival; a task: in its handshake
         self._state = ServerState()
@@ -71,7 +84,7 @@ class Connections:
             except OSError:
                 await asyncio.sleep(_RETRY)
                 continue
-            if len(self._open) >= MOST and not self._make_room():
+            if len(self._open) >= self._limits.connections and not self._make_room():
                 connection.close()
                 continue
             connection.setblocking(False)
@@ -120,7 +133,7 @@ class Connections:
                 lambda: _Protocol(self, connection),
                 connection,
                 ssl=self._tls,
-                ssl_handshake_timeout=None if self._tls is None else REQUEST_TIMEOUT,
+                ssl_handshake_timeout=None if self._tls is None else self._limits.request_timeout,
             )
         except (OSError, asyncio.CancelledError):  # the handshake failed
             self._open.pop(connection, None)
@@ -132,6 +145,7 @@ class _Protocol(H11Protocol):
 
     def __init__(self, connections: Connections, connection: socket.socket) -> None:
         super().__init__(connections._config, connections._state, {})
+        self._limits = connections._limits
         self.logger = _logger
         self.access_log = False
         self._connections = connections
@@ -173,7 +187,7 @@ class _Protocol(H11Protocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         if self._write_timer is None:
-            self._write_timer = self.loop.call_later(WRITE_TIMEOUT, self.transport.abort)
+            self._write_timer = self.loop.call_later(self._limits.write_timeout, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -183,9 +197,8 @@ class _Protocol(H11Protocol):
 
     def _watch(self) -> None:
         """Start the clock when the server begins to wait for a request; stop it when the request is complete."""
-        if not self.is_waiting:
-            if self._request_timer is not None:
-                self._request_timer.cancel()
-                self._request_timer = None
-        elif self._request_timer is None:
-            self._request_timer = self.loop.call_later(REQUEST_TIMEOUT, self.transport.abort)
+        if self._request_timer is not None and (self._limits.large_bodies or not self.is_waiting):
+            self._request_timer.cancel()
+            self._request_timer = None
+        if self._request_timer is None and self.is_waiting:
+            self._request_timer = self.loop.call_later(self._limits.request_timeout, self.transport.abort)

@@ -14,6 +14,7 @@ import socket
 import ssl
 import string
 from collections.abc import Collection
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dalsegno.errors import ConfigurationError
@@ -71,6 +72,28 @@ def tls_context(certfile: str | os.PathLike[str], keyfile: str | os.PathLike[str
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"certfile={str(certfile)!r}, keyfile={str(keyfile)!r}: {error}") from error
     return context
+
+
+def trusting(certificate: str) -> ssl.SSLContext:
+    """A context that trusts exactly this certificate, whatever name the server is reached by."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.load_verify_locations(cadata=certificate)
+    return context
+
+
+def read_certificate(path: Path) -> str:
+    """
+    Raises:
+        ConfigurationError: if the file has no certificate in PEM.
+    """
+    text = path.read_text("ascii", "replace")
+    try:
+        trusting(text)
+    except ssl.SSLError as error:
+        raise ConfigurationError(f"{path}: not a certificate in PEM ({error.reason})") from error
+    return text
 
 
 class Gate:

@@ -1,0 +1,96 @@
+"""Answers in JSON, and requests' bodies, of bounded size."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from dalsegno.logs.values import to_json
+
+LARGEST_BODY = 1 << 16
+"""Bytes of a request's body."""
+
+T = TypeVar("T")
+
+
+async def off_loop(call: Callable[[], T]) -> T:
+    """Run a blocking call on a daemon thread. (Python joins the threads of an executor when the process ends.)"""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if not future.done():
+            if error is None:
+                future.set_result(result)  # type: ignore[arg-type]
+            else:
+                future.set_exception(error)
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = call()
+        except Exception as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=run, name="dalsegno-control-call", daemon=True).start()
+    return await future
+
+
+class Answer(Response):
+    """JSON in ASCII, with non-finite numbers as strings."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(to_json(content), allow_nan=False).encode()
+
+
+async def answer_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return Answer({"error": error.detail, "detail": error.detail}, error.status_code, error.headers)
+
+
+async def read_body(request: Request) -> bytes:
+    """
+    Raises:
+        HTTPException: if it is larger than :data:`LARGEST_BODY`, or incomplete.
+    """
+    body = bytearray()
+    try:
+        async for piece in request.stream():
+            body += piece
+            if len(body) > LARGEST_BODY:
+                raise HTTPException(413, f"a body may have at most {LARGEST_BODY} bytes")
+    except ClientDisconnect:
+        raise HTTPException(400, "the body is incomplete") from None
+    return bytes(body)
+
+
+async def read_json(request: Request) -> Mapping[str, Any]:
+    body = await read_body(request)
+    try:
+        content = json.loads(body, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise HTTPException(400, f"the body is not JSON: {shorten(str(error))}") from error
+    if not isinstance(content, dict):
+        raise HTTPException(400, 'the body must be an object: {"command": NAME, "data": {…}}')
+    return content
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def shorten(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 100 else f"{text[:100]}…"
