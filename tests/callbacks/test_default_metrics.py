@@ -78,6 +78,8 @@ def test_a_leg_counts_the_tokens_of_its_own_time(tmp_path: Path, seconds: list[f
 
 def test_all_ranks_log_the_same(tmp_path: Path) -> None:
     (first, printed), (second, by_second) = run_ranks(logs_of_a_rank, 2, tmp_path)
+    for _, _, logs in (record for record in first if record[0] == "train"):
+        assert len(logs["rank_peak_mem"]) == 2 and max(logs["rank_peak_mem"]) == logs["peak_mem"]
     assert [record for record in first if record[0] == "train"] == [record for record in second if record[0] == "train"]
     assert [logs["tokens"] for kind, _, logs in first if kind == "train"] == [2 * 12, 4 * 12, 6 * 12]
     assert by_second == "", "InfoCallback and ProgressCallback print on rank 0 only"

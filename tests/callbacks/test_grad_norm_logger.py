@@ -1,5 +1,7 @@
 """GradNormLogger: whole norms, however the model is spread, and only where they are written."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,14 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import dalsegno as ds
 from callbacks import grad_norm_ranks
 from callbacks.stage import Stage
-from dalsegno.callbacks import GradNormLogger
+from dalsegno.callbacks import GradNormLogger, ParameterNormLogger
 from dalsegno.distributed import gradients
 from dalsegno.errors import ConfigurationError
 from dalsegno.logs import read_records
 from dalsegno.stateful.component import Component
-from dalsegno.testing import run_ranks
+from dalsegno.testing import run_ranks, tiny_regression_data
+from support.small import small_trainer
 
 
 def written(output_dir: Path) -> list[dict[str, Any]]:
@@ -72,6 +76,26 @@ def test_only_of_parameters_whose_names_are_asked_for(tmp_path: Path, monkeypatc
     }
     assert written(tmp_path)[0]["norms"] == pytest.approx(expected, rel=1e-6) and len(expected) == 2
     assert measured == [2]
+
+
+def test_two_of_one_class_write_arrays_that_a_heatmap_reads(tmp_path: Path) -> None:
+    """Of gradients and of weights; a resume cuts them back as it does lines."""
+    own: dict[str, Callable[..., ds.Callback]] = {"norms": GradNormLogger, "weights": ParameterNormLogger}
+    for steps in (4, 6):
+        loggers = [
+            build(path=f"logs/{name}{ending}", name=f"{name}{ending}")
+            for name, build in own.items()
+            for ending in (".json", "-2.jsonl")
+        ]
+        parts = {"eval_dataset": tiny_regression_data(4, seed=1)}
+        small_trainer(tmp_path, *loggers, parts=parts, max_steps=steps, eval_steps=2, save_steps=4).train()
+    for name, metric in (("norms", "grad_norm"), ("weights", "spectral_norm")):
+        array = json.loads((tmp_path / f"logs/{name}.json").read_text())
+        assert [record["global_step"] for record in array] == [2, 4, 6]
+        for file in (f"logs/{name}.json", f"logs/{name}-2.jsonl"):
+            series = ds.open_log(tmp_path / file).parameters(metric)
+            assert series.steps.tolist() == [2, 4, 6] and len(series.parameters) == 4
+    assert not (tmp_path / "logs/gradient_norms.jsonl").exists()
 
 
 def test_a_pattern_that_is_found_in_no_name(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ import dalsegno as ds
 from callbacks.scripted import trainer
 from callbacks.stage import Stage
 from dalsegno.callbacks import ProgressCallback
-from dalsegno.callbacks.progress_callback import shown
+from dalsegno.callbacks.columns import shown
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.contexts import LogContext, StepEndContext
+from support.listeners import Listener
 
 
 class Terminal(io.StringIO):
@@ -46,7 +47,7 @@ def test_what_is_printed(tmp_path: Path) -> None:
     stream = io.StringIO()
     progress = ProgressCallback(
         output_stream=stream,
-        step_columns={"step": ".0f", "loss": ".3f", "learning_rate": ".1e"},
+        step_columns={"epoch": None, "loss": ".3f", "grad_norm": None, "learning_rate": ".1e"},
         final_metrics=["train_loss", "step"],
         header_interval=2,
     )
@@ -61,6 +62,43 @@ def test_what_is_printed(tmp_path: Path) -> None:
         "        3      0.500        1.0e-01",
         "        3  final: train_loss 1.167, step 3",
         "        3  user: note done, tokens_left 1,234",
+    ]
+
+
+def test_columns_are_merged_with_the_default_ones(tmp_path: Path) -> None:
+    """As Forgather merges them: single fields replace the default's, None removes a column, new names come last."""
+    stream = io.StringIO()
+    progress = ProgressCallback(
+        output_stream=stream,
+        step_columns={
+            "epoch": None,
+            "grad_norm": None,
+            "learning_rate": {"label": "lr"},
+            "loss": {"fmt": ".5f", "width": 12},
+            "max_grad_norm": None,
+            "big": "si",
+            "memory": {"fmt": "gib"},
+            "whole": ",d",
+            "own": lambda value: f"<{value}>",
+        },
+        final_metrics={
+            "train_loss": {"label": "mean loss", "fmt": ".2f"},
+            "train_runtime": None,
+            "train_samples_per_second": None,
+            "train_steps_per_second": None,
+            "step": {"label": "steps", "suffix": " in all"},
+        },
+    )
+
+    def add(ctx: LogContext) -> None:
+        if ctx.kind == "train":
+            ctx.logs |= {"big": 4_567_890, "memory": 3 * 2**29, "whole": 1234.0, "own": "text"}
+
+    trainer(tmp_path, [2.0], progress, Listener({"on_log_step": add}), learning_rate=0.3).train()
+    assert lines(stream) == [
+        "     step          loss         lr        big     memory      whole        own",
+        "        1       2.00000   3.00e-01      4.57M  1.500 GiB      1,234     <text>",
+        "        1  final: mean loss 2.00, steps 1 in all",
     ]
 
 
@@ -136,6 +174,11 @@ def test_lines_go_to_stdout_as_it_is_when_they_are_printed(tmp_path: Path, capsy
         (1.5e-7, "", "1.500e-07"),
         (float("nan"), "", "nan"),
         (float("-inf"), ",.0f", "-inf"),
+        (float("nan"), ",d", "nan"),
+        (12.0, ",d", "12"),
+        (999.6, "si", "1K"),
+        (12_345, "si", "12.3K"),
+        (2.5e15, "si", "2.5e+03T"),
         (2, ".1f", "2.0"),
         (None, ".1f", "-"),
         (True, ".1f", "True"),
@@ -242,8 +285,9 @@ def test_a_notebook_has_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ({"use_tqdm": "yes"}, "use_tqdm='yes'; allowed are True, False and None"),
         ({"output_stream": "train.log"}, "output_stream='train.log'; needs a stream"),
         ({"step_columns": "loss"}, "step_columns='loss'; needs a list of names"),
-        ({"step_columns": {"loss": ".3q"}}, r"step_columns\['loss'\]='.3q'; needs a format for a number"),
-        ({"final_metrics": {"train_loss": None}}, r"final_metrics\['train_loss'\]=None; needs a format"),
+        ({"step_columns": {"loss": ".3q"}}, r"step_columns\['loss'\]=.*'.3q'.*; needs a format for a number"),
+        ({"step_columns": {"loss": {"wide": 3}}}, r"step_columns\['loss'\]=.*; needs a format for a number"),
+        ({"final_metrics": {"train_loss": 3}}, r"final_metrics\['train_loss'\]=.*3.*; needs a format"),
         ({"header_interval": 0}, "header_interval=0; needs a whole number over 0"),
         ({"header_interval": 2.5}, "header_interval=2.5; needs a whole number over 0"),
     ],

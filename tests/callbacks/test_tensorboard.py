@@ -20,8 +20,9 @@ from dalsegno.callbacks import (
     ProfilerCallback,
     ResumableSummaryWriter,
     TBLogger,
+    TextgenCallback,
 )
-from dalsegno.callbacks.tb_logger import DEFAULT_SCALARS
+from dalsegno.callbacks.tb_logger import default_tb_scalars
 from dalsegno.distributed import collectives
 from dalsegno.logs import read_records
 from dalsegno.testing import FaultPlan, run_ranks, start_ranks, tiny_regression_data
@@ -80,20 +81,35 @@ def test_each_of_several_evaluation_sets_has_its_curves(tmp_path: Path) -> None:
 
 
 def test_curves_of_ones_own_and_zeros(tmp_path: Path) -> None:
-    def add(ctx: Any) -> None:
-        ctx.logs["flat"] = 0
+    """As Forgather specifies them: without a source it is the tag, and a transformation gets the record, too."""
 
-    scalars = {
-        "zero": "flat",
-        "halved": {"source": "loss", "transform": lambda loss: loss / 2},
+    def add(ctx: Any) -> None:
+        ctx.logs |= {"flat_line": 0, "steps": ctx.state.global_step}
+
+    scalars: dict[str, Any] = {
+        "zero": "flat_line",
+        "flat-line": {},
+        "per-rate": {"source": "loss", "transform": lambda loss, metrics: loss / metrics["learning_rate"]},
+        "early": {"source": "loss", "transform": lambda loss, metrics: loss if metrics["steps"] < 2 else None},
+        "train-loss": {"transform": lambda loss, metrics: loss / 2},
         "eval-perplexity": None,
         "grad-norm": None,
     }
     trainer(tmp_path, Listener({"on_log_step": add}), TBLogger(scalars=scalars), JsonLogger()).train()
-    drawn = curves(tmp_path / EVENTS)
-    assert set(drawn) == {"train-loss", "learning-rate", "eval-loss", "zero", "halved"}
-    assert drawn["zero"][0] == (1, 0.0)
-    assert drawn["halved"][0][1] == pytest.approx(records(tmp_path)[0]["loss"] / 2)
+    drawn, record = curves(tmp_path / EVENTS), records(tmp_path)[0]
+    assert set(drawn) == {"train-loss", "learning-rate", "eval-loss", "zero", "flat-line", "per-rate", "early"}
+    assert drawn["zero"] == drawn["flat-line"] and drawn["zero"][0] == (1, 0.0)
+    assert drawn["train-loss"][0][1] == pytest.approx(record["loss"] / 2)
+    assert drawn["per-rate"][0][1] == pytest.approx(record["loss"] / record["learning_rate"])
+    assert [step for step, _ in drawn["early"]] == [1]
+
+
+def test_the_default_curves_can_be_changed_one_by_one() -> None:
+    defaults = default_tb_scalars()
+    assert list(defaults) == ["train-loss", "learning-rate", "grad-norm", "eval-loss", "eval-perplexity"]
+    defaults["train-loss"]["source"] = "changed"
+    assert default_tb_scalars()["train-loss"] == {"source": "loss"}
+    TBLogger(scalars=default_tb_scalars())
 
 
 def test_texts_are_written_once_a_run(tmp_path: Path) -> None:
@@ -182,7 +198,7 @@ def write_together(output_dir: Path, plan: FaultPlan | None) -> None:
     def on_step_end(ctx: Any) -> None:
         writer.add_scalars("pair", {"one": ctx.step, "two": 2 * ctx.step}, ctx.step)
 
-    second = TBLogger(name="second", scalars={**dict.fromkeys(DEFAULT_SCALARS), "again": "loss"})
+    second = TBLogger(name="second", scalars={**dict.fromkeys(default_tb_scalars()), "again": "loss"})
     own = [TBLogger(), second, writer, Listener({"on_step_end": on_step_end}, name="pairs")]
     trainer(output_dir, *own, save_in_background=False).train()  # so that the kill finds the checkpoint of step 5
 
@@ -202,24 +218,33 @@ def test_several_share_a_folder(tmp_path: Path) -> None:
     assert (tmp_path / EVENTS / "events.out.tfevents.1.other").exists()
 
 
-def test_another_directory_is_begun_and_the_old_one_keeps_its_curves(tmp_path: Path) -> None:
-    """A kill at step 8 leaves steps after the checkpoint of 5 in the old directory: they are not drawn twice."""
+def test_another_directory_is_given_and_the_curves_continue_in_the_first(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A kill at step 8 leaves steps after the checkpoint of 5; scripts often name a new directory at each start."""
 
     def kill(ctx: Any) -> None:
         if ctx.step == 8:
             raise KeyboardInterrupt
 
-    def run(log_dir: str, *others: ds.Callback) -> None:
+    def run(log_dir: str, *others: ds.Callback, **settings: Any) -> None:
         writer = ResumableSummaryWriter(log_dir)
         draw = {"on_log": lambda ctx: writer.add_scalar("loss", ctx.logs.get("loss", 0.0), ctx.state.global_step)}
-        trainer(tmp_path, writer, Listener(draw, name="draws"), *others, eval_steps=0).train()
+        trainer(tmp_path, writer, Listener(draw, name="draws"), *others, eval_steps=0, **settings).train()
 
     with pytest.raises(KeyboardInterrupt):
         run("first", Listener({"on_step_end": kill}))
+    caplog.set_level("INFO", "dalsegno")
     run("second")
-    drawn = {name: [step for step, _ in curves(tmp_path / name)["loss"]] for name in ("first", "second")}
-    assert drawn == {"first": [1, 2, 3, 4, 5], "second": [6, 7, 8, 9, 10, 11, 12, 12]}, "with the final record"
+    assert not (tmp_path / "second").exists()
+    every_step = [*range(1, STEPS + 1), STEPS]
+    assert [step for step, _ in curves(tmp_path / "first")["loss"]] == every_step, "with the final record"
+    assert "continues in first, the directory of the checkpoint, not second" in caplog.text
     assert list(tmp_path.glob("rewound/*")), "what came after the checkpoint is kept"
+    (tmp_path / "first").rename(tmp_path / "elsewhere")
+    run("third", max_steps=STEPS + 1)
+    assert "first does not exist any more; its events are lost, and new ones are in" in caplog.text
+    assert [step for step, _ in curves(tmp_path / "third")["loss"]] == [STEPS + 1] * 2
 
 
 def test_programs_may_flush_and_close_it(tmp_path: Path) -> None:
@@ -236,27 +261,46 @@ def test_programs_may_flush_and_close_it(tmp_path: Path) -> None:
     assert len(list((tmp_path / EVENTS).iterdir())) == 1
 
 
-def test_what_is_written_before_and_after_is_not_kept_and_that_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Texts that describe the run wait for it."""
+def test_before_and_after_training_it_writes_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Into a file that no resume touches. TBLogger's curves are of the training; texts that describe the run wait."""
     writer = ResumableSummaryWriter(name="shared")
 
     def note(ctx: Any) -> None:
         writer.add_scalar("mine", ctx.metrics["eval_loss"], ctx.state.global_step)
 
+    def drawn(tag: str) -> list[int]:
+        return [step for step, _ in curves(tmp_path / EVENTS)[tag]]
+
     own = [TBLogger(experiment_info="about"), writer, Listener({"on_evaluate": note})]
     evaluated = trainer(tmp_path, *own, max_steps=4)
     assert evaluated.evaluate().keys() >= {"eval_loss"}
+    assert drawn("mine") == [0], "on disk at once"
     evaluated.train()
     evaluated.evaluate()
-    said = "writes while training runs; what is written before or after is not kept"
-    assert [record.message for record in caplog.records] == [f"TBLogger {said}", f"shared {said}"]
-    drawn = curves(tmp_path / EVENTS)
-    assert [step for step, _ in drawn["eval-loss"]] == [step for step, _ in drawn["mine"]] == [4]
+    said = "writes while training runs; what is logged before or after is not kept"
+    assert [record.message for record in caplog.records] == [f"TBLogger {said}"]
+    assert (drawn("eval-loss"), sorted(drawn("mine"))) == ([4], [0, 4, 4])
     reader = EventAccumulator(str(tmp_path / EVENTS))
     reader.Reload()
     assert "experiment/text_summary" in reader.Tags()["tensors"]
+
+    again = ResumableSummaryWriter(name="shared")
+    trainer(tmp_path, again, max_steps=6).train()
+    assert sorted(drawn("mine")) == [0, 4, 4], "a resume moves nothing of it"
+    assert not (tmp_path / "logs/rewound").exists()
+
+
+def test_it_is_a_writer_without_any_trainer_too(tmp_path: Path) -> None:
+    writer = ResumableSummaryWriter(tmp_path / "board")
+    writer.add_scalar("mine", 1.0, 7)
+    writer.close()
+    assert [step for step, _ in curves(tmp_path / "board")["mine"]] == [7]
+
+
+@pytest.mark.parametrize("use", [TBLogger, PeakMemory, lambda writer: TextgenCallback(writer, ["a"])])
+def test_a_writer_that_no_resume_would_rewind_is_refused(use: Any, tmp_path: Path) -> None:
+    with pytest.raises(ds.ConfigurationError, match="its summary_writer mine is in no trainer's list of callbacks"):
+        trainer(tmp_path, use(ResumableSummaryWriter(tmp_path / "board", name="mine")), max_steps=1).train()
 
 
 def test_nothing_is_opened_where_nothing_is_written(tmp_path: Path) -> None:
@@ -268,8 +312,10 @@ def test_nothing_is_opened_where_nothing_is_written(tmp_path: Path) -> None:
     ("build", "said"),
     [
         (lambda: TBLogger(summary_writer=1), "it has no add_scalar"),
-        (lambda: TBLogger(scalars={"a": {"transform": abs}}), r"scalars\['a'\]=.*; needs 'source'"),
-        (lambda: ResumableSummaryWriter().add_scalar("a", 1), "in no trainer's list of callbacks"),
+        (lambda: TBLogger(scalars={"a": {"transform": abs}}), r"scalars\['a'\]: transform=.*\(value, metrics\)"),
+        (lambda: TBLogger(scalars={"a": {"sauce": "b"}}), r"scalars\['a'\]=.*; needs a name in the records"),
+        (lambda: TBLogger(scalars={"a": {"source": 3}}), r"scalars\['a'\]: source=3; needs a name"),
+        (lambda: ResumableSummaryWriter().add_scalar("a", 1), "relative to the run's output_dir.*callbacks="),
         (lambda: ProfilerCallback(num_steps=0), "num_steps=0; needs a whole number of at least 1"),
     ],
 )

@@ -55,7 +55,7 @@ def texts(output_dir: Path) -> dict[int, list[str]]:
 
 def test_a_llama_writes_what_it_generates(tmp_path: Path) -> None:
     """Three prompts of different lengths at once, and each alone by hand: the same."""
-    run = trainer(tmp_path, "llama", TextgenCallback(PROMPTS, max_new_tokens=12))
+    run = trainer(tmp_path, "llama", TextgenCallback(prompts=PROMPTS, max_new_tokens=12))
     run.train()
     assert run.model.training
     written = texts(tmp_path)
@@ -68,7 +68,7 @@ def test_a_llama_writes_what_it_generates(tmp_path: Path) -> None:
 
 
 def test_a_model_of_ones_own_is_sampled(tmp_path: Path) -> None:
-    run = trainer(tmp_path, "plain", TextgenCallback(PROMPTS, max_new_tokens=20))
+    run = trainer(tmp_path, "plain", TextgenCallback(prompts=PROMPTS, max_new_tokens=20))
     run.train()
     assert run.model.training
     model, letters = run.model.eval(), Letters()
@@ -84,9 +84,9 @@ def test_text_is_drawn_by_chance_but_not_by_the_trainings(tmp_path: Path) -> Non
     for kind in ("plain", "llama"):
         outcomes = {}
         for way, own in {
-            "greedy": [TextgenCallback(PROMPTS, max_new_tokens=8)],
-            "drawn": [TextgenCallback(PROMPTS, generation_config=drawing, max_new_tokens=8)],
-            "again": [TextgenCallback(PROMPTS, generation_config=drawing, max_new_tokens=8)],
+            "greedy": [TextgenCallback(prompts=PROMPTS, max_new_tokens=8)],
+            "drawn": [TextgenCallback(prompts=PROMPTS, generation_config=drawing, max_new_tokens=8)],
+            "again": [TextgenCallback(prompts=PROMPTS, generation_config=drawing, max_new_tokens=8)],
             "without": [],
         }.items():
             run = trainer(tmp_path / kind / way, kind, *own)
@@ -101,14 +101,14 @@ def test_text_is_drawn_by_chance_but_not_by_the_trainings(tmp_path: Path) -> Non
 
 def test_a_config_of_transformers_will_do(tmp_path: Path) -> None:
     config = GenerationConfig(do_sample=False, bad_words_ids=[[3]], max_new_tokens=99)
-    trainer(tmp_path, "llama", TextgenCallback(PROMPTS, None, config, max_new_tokens=3)).train()
+    trainer(tmp_path, "llama", TextgenCallback(None, PROMPTS, config, max_new_tokens=3)).train()
     tokens = [len(byte_pairs().encode(text)) for text in texts(tmp_path)[4]]
     assert max(tokens) <= 3 + 1  # a character of several bytes may be cut
 
 
 def test_where_it_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     writer = ResumableSummaryWriter()
-    trainer(tmp_path, "plain", writer, TextgenCallback(PROMPTS, writer, max_new_tokens=5)).train()
+    trainer(tmp_path, "plain", writer, TextgenCallback(writer, PROMPTS, max_new_tokens=5)).train()
     printed = capsys.readouterr().out.splitlines()
     written = texts(tmp_path)
     assert printed == [
@@ -129,7 +129,7 @@ def test_what_a_model_writes_does_not_steer_the_terminal(tmp_path: Path, capsys:
             return "\x1b[2J\n" * len(ids)
 
     parts = {"train_dataset": pages(Letters()), "eval_dataset": pages(Letters(), 4), "processing_class": Escaping()}
-    generating = TextgenCallback(["a"], max_new_tokens=1)
+    generating = TextgenCallback(prompts=["a"], max_new_tokens=1)
     small_trainer(tmp_path, generating, model=Speller(), parts=parts, max_steps=2, eval_steps=2).train()
     assert capsys.readouterr().out == f"        2  text: a|\\x1b[2J\n{' ' * 17}\n"
 
@@ -140,7 +140,7 @@ def test_what_a_model_writes_does_not_steer_the_terminal(tmp_path: Path, capsys:
 def write_unmoved(output_dir: Path, kind: str, layout: str) -> None:
     """With weights that do not change, every layout has the same; drawn, so that the ranks must draw alike."""
     drawing = {"do_sample": True, "temperature": 1.5, "top_k": 30}
-    generating = TextgenCallback(PROMPTS, generation_config=drawing, max_new_tokens=9)
+    generating = TextgenCallback(prompts=PROMPTS, generation_config=drawing, max_new_tokens=9)
     trainer(output_dir, kind, generating, learning_rate=0.0, weight_decay=0.0, parallel=layout).train()
 
 
@@ -158,7 +158,7 @@ def test_all_ranks_take_part(tmp_path: Path, kind: str) -> None:
 
 
 def test_so_many_steps_lie_between(tmp_path: Path) -> None:
-    generating = TextgenCallback(PROMPTS, generation_steps=5, max_new_tokens=2)
+    generating = TextgenCallback(prompts=PROMPTS, generation_steps=5, max_new_tokens=2)
     trainer(tmp_path, "plain", generating, max_steps=16).train()
     assert list(texts(tmp_path)) == [2, 8, 14]
 
@@ -166,7 +166,7 @@ def test_so_many_steps_lie_between(tmp_path: Path) -> None:
 def test_two_sets_are_one_evaluation(tmp_path: Path) -> None:
     run = small_trainer(
         tmp_path,
-        TextgenCallback(PROMPTS, max_new_tokens=2),
+        TextgenCallback(prompts=PROMPTS, max_new_tokens=2),
         model=Speller(),
         parts={
             "train_dataset": pages(Letters()),
@@ -184,7 +184,7 @@ def test_two_sets_are_one_evaluation(tmp_path: Path) -> None:
 
 def build(output_dir: Path, *own: ds.Callback) -> ds.Trainer:
     drawing = {"do_sample": True, "top_p": 0.9}
-    generating = TextgenCallback(PROMPTS, generation_config=drawing, generation_steps=3, max_new_tokens=4)
+    generating = TextgenCallback(prompts=PROMPTS, generation_config=drawing, generation_steps=3, max_new_tokens=4)
     return trainer(output_dir, "plain", generating, *own, max_steps=12, save_steps=100)
 
 
@@ -237,15 +237,16 @@ def test_where_a_text_ends(sampling: Sampling, most: int, said: list[list[int]])
 
 
 def test_what_cannot_generate_fails_before_the_first_step(tmp_path: Path) -> None:
-    regression = small_trainer(tmp_path, TextgenCallback(["a"]), parts={"processing_class": Letters()}, max_steps=2)
+    parts = {"processing_class": Letters()}
+    regression = small_trainer(tmp_path, TextgenCallback(prompts=["a"]), parts=parts, max_steps=2)
     with pytest.raises((ds.ConfigurationError, TypeError)) as failed:
         regression.train()
     assert "tried once" in failed.value.__notes__[0]
     assert regression.state.global_step == 0
     with pytest.raises(IndexError) as too_long:
-        trainer(tmp_path / "long", "plain", TextgenCallback(PROMPTS, max_new_tokens=60)).train()
+        trainer(tmp_path / "long", "plain", TextgenCallback(prompts=PROMPTS, max_new_tokens=60)).train()
     assert "with the longest text: 75 tokens" in too_long.value.__notes__[0]
-    fits = TextgenCallback(PROMPTS, generation_config={"max_length": 64}, max_new_tokens=60)
+    fits = TextgenCallback(prompts=PROMPTS, generation_config={"max_length": 64}, max_new_tokens=60)
     assert trainer(tmp_path / "fits", "plain", fits).train().reason == "finished"
 
 
@@ -257,28 +258,28 @@ def test_a_model_that_returns_something_else(tmp_path: Path) -> None:
     data = {"train_dataset": pages(Letters()), "processing_class": Letters()}
     with pytest.raises(ds.ConfigurationError, match=r"Silent must have .* return logits .* a tensor of shape \(\)"):
         small_trainer(
-            tmp_path, TextgenCallback(["a"], max_new_tokens=3), model=Silent(), parts=data, max_steps=2
+            tmp_path, TextgenCallback(prompts=["a"], max_new_tokens=3), model=Silent(), parts=data, max_steps=2
         ).train()
 
 
 def test_a_trainer_without_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ds.ConfigurationError, match=r"processing_class=None: .*dalsegno\[text\]"):
-        small_trainer(tmp_path, TextgenCallback(["a"]), max_steps=2).train()
+        small_trainer(tmp_path, TextgenCallback(prompts=["a"]), max_steps=2).train()
 
 
 def test_settings_that_the_model_does_not_know(tmp_path: Path) -> None:
     with pytest.raises(ds.UnknownName, match="'temprature'; did you mean 'temperature'"):
-        trainer(tmp_path, "plain", TextgenCallback(PROMPTS, generation_config={"temprature": 2.0})).train()
+        trainer(tmp_path, "plain", TextgenCallback(prompts=PROMPTS, generation_config={"temprature": 2.0})).train()
     with pytest.raises(ValueError, match="temprature"):
-        trainer(tmp_path, "llama", TextgenCallback(PROMPTS, generation_config={"temprature": 2.0})).train()
+        trainer(tmp_path, "llama", TextgenCallback(prompts=PROMPTS, generation_config={"temprature": 2.0})).train()
     with pytest.raises(ds.ConfigurationError, match="no generate of transformers"):
-        trainer(tmp_path, "plain", TextgenCallback(PROMPTS, generation_config=GenerationConfig())).train()
+        trainer(tmp_path, "plain", TextgenCallback(prompts=PROMPTS, generation_config=GenerationConfig())).train()
 
 
 def test_prompts_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "prompts.yaml"
     path.write_text("- the cat\n- the bird sang to\n- |-\n  a\n")
-    run = trainer(tmp_path, "plain", TextgenCallback(str(path), max_new_tokens=2))
+    run = trainer(tmp_path, "plain", TextgenCallback(prompts=str(path), max_new_tokens=2))
     run.train()
     assert list(texts(tmp_path)) == [2, 4]
     for content, said in [
@@ -289,12 +290,12 @@ def test_prompts_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     ]:
         path.write_text(content)
         with pytest.raises(ds.ConfigurationError, match=said):
-            TextgenCallback(path)
+            TextgenCallback(prompts=path)
     with pytest.raises(ds.NotFound, match="no such file; pass a prompt itself in a list"):
-        TextgenCallback("the cat")
+        TextgenCallback(prompts="the cat")
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(ds.ConfigurationError, match=r"in a clone of dalsegno, pip install -e '\.\[yaml\]'"):
-        TextgenCallback(path)
+        TextgenCallback(prompts=path)
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def listeners(world_size: int) -> list[Any]:
         callbacks.SkipSamples(3),
         callbacks.StabilityMonitor(deviations=2.0),
         callbacks.TextgenCallback(
-            ["ab", "c"], generation_config={"do_sample": True}, generation_steps=12, max_new_tokens=3
+            prompts=["ab", "c"], generation_config={"do_sample": True}, generation_steps=12, max_new_tokens=3
         ),
         callbacks.ComputeNorm(),
         callbacks.LogOptimizerParamGroup(["lr", "weight_decay"]),

@@ -41,7 +41,7 @@ RECIPES: dict[str, Callable[[], ds.Callback]] = {
     "ScopedFlags": lambda: callbacks.ScopedFlags({"cudnn.benchmark": True}),
     "TraceMalloc": lambda: callbacks.TraceMalloc(every=2),
     "TextgenCallback": lambda: callbacks.TextgenCallback(
-        ["the cat", "a"], generation_config={"do_sample": True}, generation_steps=4, max_new_tokens=3
+        prompts=["the cat", "a"], generation_config={"do_sample": True}, generation_steps=4, max_new_tokens=3
     ),
 }
 

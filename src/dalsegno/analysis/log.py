@@ -169,13 +169,13 @@ class TrainingLog:
         )
 
     def parameters(self, metric: str) -> ParameterSeries:
-        """``grad_norm``, ``norm`` or ``spectral_norm`` of each parameter, from the logs beside this one.
+        """``grad_norm``, ``norm`` or ``spectral_norm`` of each parameter, from this log itself or those beside it.
 
         Raises:
             UnknownName: for another metric.
             NotFound: if there is no such log.
         """
-        return read_parameters(self.source.path.parent, self.name, metric, self.skipped)
+        return read_parameters(self.source.path, self.name, metric, self.skipped)
 
     def tails(self) -> list[Tail]:
         """Records cut off the log when the run went back to a checkpoint; read from ``rewound/``."""

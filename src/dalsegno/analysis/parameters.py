@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +22,12 @@ WHERE = {
 """Metric → (stem of the file, keys under which a record may have the numbers)."""
 
 
-def read_parameters(folder: Path, run: str, metric: str, skipped: Skipped) -> ParameterSeries:
-    """Read the log in ``folder`` that has this metric.
+_SEARCHED = 10
+"""First records of a file that show whether it has a metric."""
+
+
+def read_parameters(log: Path, run: str, metric: str, skipped: Skipped) -> ParameterSeries:
+    """Read this metric from ``log`` itself, or else from the log beside it that usually has it.
 
     Raises:
         UnknownName: for a metric that is not in :data:`WHERE`.
@@ -33,7 +39,7 @@ def read_parameters(folder: Path, run: str, metric: str, skipped: Skipped) -> Pa
     report = ReadReport()
     found = [
         (record["global_step"], norms)
-        for record in read_records(_file(folder, stem), report)
+        for record in read_records(log if _has(log, keys) else _file(log.parent, stem), report)
         for norms in (next((record[key] for key in keys if isinstance(record.get(key), dict)), None),)
         if norms is not None and isinstance(record.get("global_step"), int)
     ]
@@ -48,6 +54,14 @@ def read_parameters(folder: Path, run: str, metric: str, skipped: Skipped) -> Pa
         steps=np.array([step for step, _ in found], np.int64),
         values=np.array(values, np.float64).reshape(len(found), len(names)),
     )
+
+
+def _has(log: Path, keys: Sequence[str]) -> bool:
+    """Whether the first records have one of these keys for each parameter."""
+    if log.suffix not in (".json", ".jsonl"):
+        return False
+    first = islice(read_records(log, ReadReport()), _SEARCHED)
+    return any(isinstance(record.get(key), dict) for record in first for key in keys)
 
 
 def _file(folder: Path, stem: str) -> Path:

@@ -28,8 +28,9 @@ class DefaultMetrics(Callback):
       devices (Chowdhery et al. 2022, "PaLM", arXiv:2204.02311, appendix B). A leg's first step, in which kernels are
       chosen and compiled, is left out if the record covers more steps. FLOPs are counted once per leg, from shapes
       (:mod:`dalsegno.callbacks.measures.flops`). Only logged where the peak is known and the model can be counted.
-    - ``peak_mem``: bytes since the process began, of the rank with the most. On CUDA the maximum that PyTorch has
-      allocated on the model's device; elsewhere the process's resident memory.
+    - ``peak_mem``: bytes since the process began, of the rank with the most; on several ranks also ``rank_peak_mem``, a
+      list of each rank's. On CUDA the maximum that PyTorch has allocated on the model's device; elsewhere the process's
+      resident memory.
 
     All ranks log the same values, after one small reduction per record. The callback does not wait for the device.
 
@@ -69,17 +70,20 @@ class DefaultMetrics(Callback):
         if ctx.kind != "train":
             return
         now = time.perf_counter_ns()
-        nanoseconds, peak_mem = collectives.all_reduce_max(
-            [now - self._began, peak_memory(self._device)], "DefaultMetrics"
-        )
+        here = [float(now - self._began), float(peak_memory(self._device))]
+        by_rank = collectives.gather_floats(here, "DefaultMetrics")
+        nanoseconds = max(elapsed for elapsed, _ in by_rank)
+        peaks = [int(peak) for _, peak in by_rank]
         self._began = now
         if "tokens" in ctx.logs:
             self._add_throughput(ctx.logs, nanoseconds)
         if self._flops is not None and self._flops.rate is not None and self._peak is not None:
             ctx.logs["mfu"] = self._flops.rate / self._peak
-        ctx.logs["peak_mem"] = peak_mem
+        ctx.logs["peak_mem"] = max(peaks)
+        if len(peaks) > 1:
+            ctx.logs["rank_peak_mem"] = peaks
 
-    def _add_throughput(self, logs: dict[str, float], nanoseconds: int) -> None:
+    def _add_throughput(self, logs: dict[str, float], nanoseconds: float) -> None:
         # A leg that begins between two records begins with an estimated count, which may be too high.
         tokens = max(0, logs["tokens"] - self._tokens_before)
         self._tokens_before = int(logs["tokens"])

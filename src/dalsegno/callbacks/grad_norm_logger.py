@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 import torch
@@ -32,7 +33,7 @@ class GradNormState(TypedDict):
 
 
 class GradNormLogger(RecordCallback):
-    """Writes ``norms``, the L2 norm (fp32) of each parameter's clipped gradient, into ``logs/gradient_norms.jsonl``.
+    """Writes ``norms``, the L2 norm (fp32) of each parameter's clipped gradient, into a log.
 
     Writes one record at each step that ends with an evaluation, under the parameters' names. A tied parameter is
     included once; a parameter whose gradient the optimizer did not use is left out. The norms are of whole gradients,
@@ -44,16 +45,22 @@ class GradNormLogger(RecordCallback):
     Args:
         pattern: a regular expression, searched in parameters' names. Only gradients of matching parameters are measured
             and written; None: all.
+        path: relative to ``output_dir``; None: ``logs/gradient_norms.jsonl``. With the suffix ``.json`` the file is a
+            JSON array that is valid after every record, with ``.jsonl`` it has one record per line.
+        name: the key of its state in checkpoints; None: the class's name.
 
     Raises:
-        ConfigurationError: if ``pattern`` is not a regular expression; when training begins, if no name matches.
+        ConfigurationError: for an invalid value; when training begins, if no name matches ``pattern``.
     """
 
     state_version = 2
     state_schema = GradNormState
 
-    def __init__(self, pattern: str | None = None) -> None:
-        super().__init__("logs/gradient_norms.jsonl")
+    def __init__(self, pattern: str | None = None, *, path: str | Path | None = None, name: str | None = None) -> None:
+        super().__init__(
+            "logs/gradient_norms.jsonl" if path is None else argument_checks.folder("GradNormLogger", "path", path)
+        )
+        self.name = name
         self._measures = (
             None if pattern is None else argument_checks.pattern("GradNormLogger", "pattern", pattern).search
         )

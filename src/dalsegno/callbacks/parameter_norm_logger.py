@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypedDict
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from dalsegno.errors import ConfigurationError
 from dalsegno.events.contexts import EvaluateContext
 from dalsegno.logs.rewind import PositionState
 
-from .argument_checks import flag, whole
+from .argument_checks import flag, folder, whole
 from .measures.spectral_norm import SpectralNorms, Vector
 from .record_callback import RecordCallback
 
@@ -24,7 +25,7 @@ class ParameterNormState(TypedDict):
 
 
 class ParameterNormLogger(RecordCallback):
-    """Writes a record into ``logs/parameter_norms.jsonl`` at each step that ends with an evaluation.
+    """Writes a record into a log at each step that ends with an evaluation.
 
     ``norms`` holds the L2 norm (fp32) of each parameter; ``spectral_norms`` its largest singular value as a matrix of
     its first dimension by all others. For a parameter with one dimension that is the largest absolute value; one with
@@ -40,6 +41,9 @@ class ParameterNormLogger(RecordCallback):
         log_norms: write ``norms``.
         log_spectral_norms: write ``spectral_norms``.
         power_iter_steps: maximum number of iterations per evaluation.
+        path: relative to ``output_dir``; None: ``logs/parameter_norms.jsonl``. With the suffix ``.json`` the file is a
+            JSON array that is valid after every record, with ``.jsonl`` it has one record per line.
+        name: the key of its state in checkpoints; None: the class's name.
 
     Raises:
         ConfigurationError: for an invalid value.
@@ -47,8 +51,17 @@ class ParameterNormLogger(RecordCallback):
 
     state_schema = ParameterNormState
 
-    def __init__(self, log_norms: bool = True, log_spectral_norms: bool = True, power_iter_steps: int = 200) -> None:
-        super().__init__("logs/parameter_norms.jsonl")
+    def __init__(
+        self,
+        log_norms: bool = True,
+        log_spectral_norms: bool = True,
+        power_iter_steps: int = 200,
+        *,
+        path: str | Path | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__("logs/parameter_norms.jsonl" if path is None else folder("ParameterNormLogger", "path", path))
+        self.name = name
         steps = whole("ParameterNormLogger", "power_iter_steps", power_iter_steps)
         self._log_norms = flag("ParameterNormLogger", "log_norms", log_norms)
         is_spectral = flag("ParameterNormLogger", "log_spectral_norms", log_spectral_norms)

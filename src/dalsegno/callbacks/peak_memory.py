@@ -13,7 +13,7 @@ from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import LogContext, TrainBeginContext, TrainEndContext
 
-from .argument_checks import flag, writer
+from .argument_checks import check_rewound, flag, writer
 from .measures.memory import peak_memory
 
 logger = logging.getLogger("dalsegno")
@@ -58,6 +58,7 @@ class PeakMemory(Callback):
         self._peaks: list[int] = []  # of all ranks, as of the last record
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        check_rewound("PeakMemory", self._writer)
         self._device = device_of(ctx.model)
         self._peaks = []
         if self._snapshot and self._device.type == "cuda":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TextIO
 
 from tqdm.auto import tqdm
@@ -19,23 +19,7 @@ from dalsegno.events.contexts import (
     TrainEndContext,
 )
 
-Shown = Sequence[str] | Mapping[str, str]
-"""Names of logged values, in order; or names with formats such as ``".3f"`` (``""``: chosen by magnitude)."""
-
-STEP_COLUMNS = {
-    "step": ".0f",
-    "epoch": ".2f",
-    "loss": "",
-    "grad_norm": "",
-    "learning_rate": ".2e",
-    "tok_per_sec": ",.0f",
-}
-FINAL_METRICS = {
-    "train_loss": "",
-    "train_runtime": ",.1f",
-    "train_samples_per_second": ",.1f",
-    "train_steps_per_second": ",.1f",
-}
+from .columns import WIDTH, Column, Specs, columns, default_final_metrics, default_step_columns
 
 
 class ProgressCallback(Callback):
@@ -47,9 +31,12 @@ class ProgressCallback(Callback):
     Args:
         use_tqdm: True: always a bar; False: never; None: on a terminal and in a notebook.
         output_stream: stream for all output; None: lines to ``sys.stdout``, the bar to ``sys.stderr``.
-        step_columns: values of a record to show; besides logged values, ``step`` and ``epoch``. None: step, epoch,
-            loss, grad_norm, learning_rate and tok_per_sec, as far as they are logged.
-        final_metrics: values of the final record to show; None: mean loss, seconds, samples and steps per second.
+        step_columns: columns by name, merged over the default ones (step, epoch, loss, grad_norm, learning_rate and
+            tok_per_sec, as far as they are logged): a format such as ``".3f"``, ``"si"`` (12.3K), ``"gib"`` or a
+            function; a mapping that may have ``fmt``, ``label`` and ``width``; or None to remove a default column. A
+            list of names shows exactly these, in this order.
+        final_metrics: values of the final record, in the same way; ``suffix`` in place of ``width``. By default mean
+            loss, seconds, samples and steps per second.
         header_interval: number of lines between headers.
 
     Raises:
@@ -63,8 +50,8 @@ class ProgressCallback(Callback):
         self,
         use_tqdm: bool | None = None,
         output_stream: TextIO | None = None,
-        step_columns: Shown | None = None,
-        final_metrics: Shown | None = None,
+        step_columns: Specs | None = None,
+        final_metrics: Specs | None = None,
         header_interval: int = 20,
     ) -> None:
         if use_tqdm not in (True, False, None):
@@ -77,9 +64,10 @@ class ProgressCallback(Callback):
             )
         self._use_tqdm = use_tqdm
         self._stream = output_stream
-        self._columns = _formats("step_columns", STEP_COLUMNS if step_columns is None else step_columns)
-        self._final = _formats("final_metrics", FINAL_METRICS if final_metrics is None else final_metrics)
-        self._lines = Lines(output_stream, self._columns, header_interval, shows_absent=step_columns is not None)
+        self._columns = columns("ProgressCallback: step_columns", step_columns, default_step_columns())
+        self._final = columns("ProgressCallback: final_metrics", final_metrics, default_final_metrics())
+        is_listed = isinstance(step_columns, Sequence)
+        self._lines = Lines(output_stream, self._columns, header_interval, shows_absent=is_listed)
         self._display: Display = self._lines
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
@@ -98,8 +86,8 @@ class ProgressCallback(Callback):
         if ctx.kind == "train":
             self._display.record({"step": state.global_step, "epoch": state.epoch, **logs})
             return
-        formats = self._final if ctx.kind == "final" else dict.fromkeys(logs, "")
-        values = ", ".join(f"{key} {shown(logs[key], spec)}" for key, spec in formats.items() if key in logs)
+        wanted = self._final if ctx.kind == "final" else {key: Column(key) for key in logs}
+        values = ", ".join(f"{column.label} {column.text(logs[key])}" for key, column in wanted.items() if key in logs)
         if values:
             kind = f"{ctx.kind} of {ctx.evaluated_weights}" if ctx.evaluated_weights else ctx.kind
             self._display.say(f"{state.global_step:>{WIDTH}}  {kind}: {values}")
@@ -132,10 +120,6 @@ class Display(Protocol):
         """End the display."""
 
 
-WIDTH = 9
-"""Minimum width of a column in characters; a longer name widens it."""
-
-
 class Lines:
     """Prints a line for each record, in columns under a header.
 
@@ -143,12 +127,12 @@ class Lines:
     """
 
     def __init__(
-        self, stream: TextIO | None, formats: Mapping[str, str], header_interval: int, *, shows_absent: bool
+        self, stream: TextIO | None, wanted: Mapping[str, Column], header_interval: int, *, shows_absent: bool
     ) -> None:
         self._stream = stream
-        self._formats = formats
+        self._wanted = wanted
         self._header_interval = header_interval
-        self._columns = dict(formats) if shows_absent else {}
+        self._columns = dict(wanted) if shows_absent else {}
         self._until_header = 0
 
     def begin(self) -> None:
@@ -159,12 +143,12 @@ class Lines:
         pass
 
     def record(self, values: Mapping[str, Any]) -> None:
-        columns = {key: spec for key, spec in self._formats.items() if key in self._columns or key in values}
-        if self._until_header == 0 or len(columns) != len(self._columns):
-            self._columns, self._until_header = columns, self._header_interval
-            self.say(_aligned(columns, list(columns)))
+        present = {key: column for key, column in self._wanted.items() if key in self._columns or key in values}
+        if self._until_header == 0 or len(present) != len(self._columns):
+            self._columns, self._until_header = present, self._header_interval
+            self.say(_aligned((column, column.label) for column in present.values()))
         self._until_header -= 1
-        self.say(_aligned(columns, [shown(values.get(key), spec) for key, spec in columns.items()]))
+        self.say(_aligned((column, column.text(values.get(key))) for key, column in present.items()))
 
     def say(self, line: str) -> None:
         print(line, file=self._stream or sys.stdout, flush=True)
@@ -183,9 +167,9 @@ class Bar:
     First drawn after the first step, so that earlier prints do not break it.
     """
 
-    def __init__(self, stream: TextIO | None, formats: Mapping[str, str], done: int, planned: int) -> None:
+    def __init__(self, stream: TextIO | None, wanted: Mapping[str, Column], done: int, planned: int) -> None:
         self._stream = stream
-        self._formats = {key: spec for key, spec in formats.items() if key != "step"}
+        self._wanted = {key: column for key, column in wanted.items() if key != "step"}
         self._bar = _Tqdm(
             total=planned if planned > 0 else None,
             initial=done,
@@ -202,7 +186,7 @@ class Bar:
         self._bar.update(step - self._bar.n)
 
     def record(self, values: Mapping[str, Any]) -> None:
-        texts = [f"{key} {shown(values[key], spec)}" for key, spec in self._formats.items() if key in values]
+        texts = [f"{column.label} {column.text(values[key])}" for key, column in self._wanted.items() if key in values]
         self._bar.set_postfix_str(", ".join(texts), refresh=False)
 
     def say(self, line: str) -> None:
@@ -212,43 +196,8 @@ class Bar:
         self._bar.close()
 
 
-def shown(value: Any, spec: str = "") -> str:
-    """Format a logged value: a number by ``spec``, or by its magnitude if that is empty; "-" for None."""
-    if value is None:
-        return "-"
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return str(value)
-    if spec:
-        return format(value, spec)
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:,.1f}" if 1000 <= abs(value) < 1e9 else f"{value:#.4g}"
-
-
-def _aligned(columns: Mapping[str, str], texts: Sequence[str]) -> str:
-    return "  ".join(text.rjust(max(WIDTH, len(key))) for key, text in zip(columns, texts, strict=True))
-
-
-def _formats(argument: str, asked: Shown) -> dict[str, str]:
-    """Return formats by name.
-
-    Raises:
-        ConfigurationError: unless ``asked`` is names, or names with valid formats of a number.
-    """
-    if isinstance(asked, str) or not isinstance(asked, (Sequence, Mapping)):
-        raise ConfigurationError(
-            f"ProgressCallback: {argument}={asked!r}; needs a list of names, or names with formats"
-        )
-    known = {**STEP_COLUMNS, **FINAL_METRICS}
-    formats = dict(asked) if isinstance(asked, Mapping) else {key: known.get(key, "") for key in asked}
-    for key, spec in formats.items():
-        try:
-            format(1.0, spec)
-        except (TypeError, ValueError) as error:
-            raise ConfigurationError(
-                f"ProgressCallback: {argument}[{key!r}]={spec!r}; needs a format for a number, such as '.3f'"
-            ) from error
-    return formats
+def _aligned(cells: Iterable[tuple[Column, str]]) -> str:
+    return "  ".join(text.rjust(column.full_width) for column, text in cells)
 
 
 def _in_notebook() -> bool:

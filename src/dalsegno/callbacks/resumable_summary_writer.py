@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Binder, Callback
-from dalsegno.events.contexts import LoadContext, TrainBeginContext, TrainEndContext
+from dalsegno.events.contexts import Context, LoadContext, TrainBeginContext, TrainEndContext
 from dalsegno.events.table import Event
 from dalsegno.logs.event_files import EventPosition, EventState, lengths, make_durable, rewind_events
 from dalsegno.state import Handler
@@ -31,22 +31,24 @@ class ResumableSummaryWriter(Callback):
 
         writer = ResumableSummaryWriter()
         trainer = ds.Trainer(..., callbacks=[writer, PeakMemory(summary_writer=writer)])
-        writer.add_scalar("my/number", 3.0, global_step=10)     # while training runs; on rank 0, elsewhere nothing
+        writer.add_scalar("my/number", 3.0, global_step=10)     # on rank 0; on other ranks nothing
 
     The first write opens a file; the end of training closes it. Events are on disk before a checkpoint that counts them
     is published. A resumed run continues in the same directory: events after the checkpoint, and only these, are moved
     into ``rewound/`` beside it, and a running TensorBoard is made to purge them. File names contain the writer's key,
     so several writers may share a directory.
 
+    Before and after training, writes go to a separate file in the directory, which is flushed after each; no checkpoint
+    counts it, and no resume moves it.
+
     Args:
-        log_dir: relative to ``output_dir``, or absolute. A resumed run writes to the one that is given now: if it is
-            another than the checkpoint's, the curves until the checkpoint stay where they are.
+        log_dir: relative to the ``output_dir`` of the writer's trainer, or absolute. A resumed run continues in the
+            directory of its checkpoint, even if another one is given now; if that no longer exists, it begins in the
+            given one, with a warning.
         name: the key of its state in checkpoints; None: the class's name.
 
-    Writes before or after training are dropped, since no checkpoint could count them; the first one logs a warning.
-
     Raises:
-        ConfigurationError: on a write, if the writer is not in a trainer's list of callbacks.
+        ConfigurationError: on a write before the writer is among a trainer's callbacks, if ``log_dir`` is relative.
     """
 
     _first_in: ClassVar[WeakValueDictionary[Path, ResumableSummaryWriter]] = WeakValueDictionary()
@@ -59,27 +61,54 @@ class ResumableSummaryWriter(Callback):
     def __init__(self, log_dir: str | Path = "logs/tensorboard", *, name: str | None = None) -> None:
         self.name = name
         self._log_dir = folder("ResumableSummaryWriter", "log_dir", log_dir)
+        self._output_dir: Path | None = None  # once a trainer is built
         self._folder: Path | None = None  # while training runs, on rank 0
         self._is_bound = False  # to the events of a run
-        self._warned_not_writing = False
         self._writer: SummaryWriter | None = None
+        self._outside: SummaryWriter | None = None  # before and after training
         self._saved = EventPosition(0, {})
         self._events = 0
         self._first_step: int | None = None  # first step of a resumed leg
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether it is among the callbacks of a run, so that a resume rewinds what it has written."""
+        return self._is_bound
 
     def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
         self._is_bound = True
         return super().bound_handlers(binder)
 
+    def on_init_end(self, ctx: Context) -> None:
+        self._output_dir = ctx.args.directory
+
     def on_load(self, ctx: LoadContext) -> None:
         self._first_step = ctx.step + 1
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        self._output_dir = ctx.args.directory
+        if self._outside is not None:
+            self._outside.close()
+            self._outside = None
         if ctx.state.is_world_process_zero:
+            self._log_dir = self._resumed_log_dir(ctx.args.directory)
             self._folder = ctx.args.directory / self._log_dir
-            if self._saved.log_dir is not None and Path(self._saved.log_dir) != Path(self._log_dir):
-                self._leave(ctx.args.directory / self._saved.log_dir)
             self._go_back()
+
+    def _resumed_log_dir(self, output_dir: Path) -> Path:
+        """Return the directory that the checkpoint's events are in, if it still exists; else the given one."""
+        saved = None if self._saved.log_dir is None else Path(self._saved.log_dir)
+        if saved is None or saved == self._log_dir:
+            return self._log_dir
+        if not any(self._saved.files.values()) or (output_dir / saved).is_dir():
+            logger.info("%s: continues in %s, the directory of the checkpoint, not %s", self.key, saved, self._log_dir)
+            return saved
+        logger.warning(
+            "%s: %s does not exist any more; its events are lost, and new ones are in %s",
+            *(self.key, output_dir / saved, output_dir / self._log_dir),
+        )
+        self._saved = EventPosition(self._saved.events, {}, str(self._log_dir))
+        return self._log_dir
 
     def on_train_end(self, ctx: TrainEndContext) -> None:
         if self._writer is not None:
@@ -112,8 +141,9 @@ class ResumableSummaryWriter(Callback):
 
     def flush(self) -> None:
         """Write buffered events to the operating system."""
-        if self._writer is not None:
-            self._writer.flush()
+        for writer in (self._writer, self._outside):
+            if writer is not None:
+                writer.flush()
 
     def close(self) -> None:
         """Same as :meth:`flush`; for programs that close their writer."""
@@ -136,19 +166,23 @@ class ResumableSummaryWriter(Callback):
         if self._folder is not None:
             getattr(self._opened(self._folder), name)(*args, **named)
             self._events += 1
-        elif not self._is_bound:
-            raise ConfigurationError(
-                f"{self.key}.{name}(): this writer is in no trainer's list of callbacks; callbacks=[writer, …]"
-            )
-        elif not self._warned_not_writing:
-            self._warned_not_writing = True
-            logger.warning("%s writes while training runs; what is written before or after is not kept", self.key)
+        else:
+            outside = self._opened_outside(name)
+            getattr(outside, name)(*args, **named)
+            outside.flush()  # the process may end without a further call
 
-    def _leave(self, folder: Path) -> None:
-        """Rewind the checkpoint's directory, and begin in another one."""
-        rewind_events(folder, self._mark, self._saved.files)
-        logger.info("%s: curves until the checkpoint stay in %s; new ones are in %s", self.key, folder, self._folder)
-        self._saved = EventPosition(self._saved.events, {}, str(self._log_dir))
+    def _opened_outside(self, name: str) -> SummaryWriter:
+        if self._outside is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            if self._output_dir is None and not self._log_dir.is_absolute():
+                raise ConfigurationError(
+                    f"{self.key}.{name}(): {self._log_dir} is relative to the run's output_dir, which this writer gets "
+                    "from the trainer that is built with it: callbacks=[writer, …]; or give an absolute log_dir"
+                )
+            directory = (self._output_dir or Path()) / self._log_dir
+            self._outside = SummaryWriter(str(directory), filename_suffix=f"{self._mark}.outside")
+        return self._outside
 
     def _go_back(self) -> None:
         assert self._folder is not None

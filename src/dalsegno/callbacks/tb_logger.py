@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,8 +17,14 @@ from dalsegno.events.table import Event
 from dalsegno.logs.event_files import EventState
 from dalsegno.state import Handler
 
-from .argument_checks import mapping, writer
+from .argument_checks import check_rewound, mapping, writer
 from .resumable_summary_writer import ResumableSummaryWriter
+from .spec_merge import Spec, merge_specs
+
+logger = logging.getLogger("dalsegno")
+
+Transform = Callable[[float, Mapping[str, Any]], float | None]
+"""``transform(value, metrics)``: the point to draw for a value of a record; None: no point."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +32,10 @@ class Scalar:
     """Source of a curve's values: a name in the records, and a transformation."""
 
     source: str
-    transform: Callable[[float], float] | None = None
+    transform: Transform | None = None
 
 
-def perplexity(loss: float) -> float:
+def perplexity(loss: float, metrics: Mapping[str, Any]) -> float:
     """Return exp(loss); infinity where that is too large for a float."""
     try:
         return math.exp(loss)
@@ -35,13 +43,15 @@ def perplexity(loss: float) -> float:
         return math.inf
 
 
-DEFAULT_SCALARS: Mapping[str, Scalar] = {
-    "train-loss": Scalar("loss"),
-    "learning-rate": Scalar("learning_rate"),
-    "grad-norm": Scalar("grad_norm"),
-    "eval-loss": Scalar("eval_loss"),
-    "eval-perplexity": Scalar("eval_loss", perplexity),
-}
+def default_tb_scalars() -> dict[str, Spec]:
+    """Return the curves that :class:`TBLogger` writes by default, by tag, in the form of its argument ``scalars``."""
+    return {
+        "train-loss": {"source": "loss"},
+        "learning-rate": {},
+        "grad-norm": {},
+        "eval-loss": {},
+        "eval-perplexity": {"source": "eval_loss", "transform": perplexity},
+    }
 
 
 class TBLoggerState(TypedDict):
@@ -57,15 +67,16 @@ class TBLogger(Callback):
     Args:
         summary_writer: a :class:`ResumableSummaryWriter` that is also among the trainer's callbacks, or any object with
             torch's ``add_scalar`` and ``add_text``; None: create one for ``logs/tensorboard``.
-        scalars: curves by tag, merged over the default ones (``train-loss``, ``learning-rate``, ``grad-norm``,
-            ``eval-loss``, ``eval-perplexity``): ``{"source": name in the records, "transform": function of a number}``,
-            a name only, or None to remove a default one.
+        scalars: curves by tag, merged over those of :func:`default_tb_scalars`: ``{"source": name in the records,
+            "transform": function}``, or None to remove a default one. Without ``source``, the name is the tag with
+            ``_`` for ``-``. ``transform(value, metrics)`` gets the value and the whole record, and returns the point to
+            draw; None: no point. Short for a source alone: its name.
         experiment_info: a text in Markdown, or a mapping of titles to such texts or to JSON values; written once per
             run.
         name: the key of its state in checkpoints; None: the class's name.
 
     Raises:
-        ConfigurationError: for a curve without a source, or a writer without these methods.
+        ConfigurationError: for a curve that is not specified in this way, or a writer without these methods.
     """
 
     ranks = "zero"
@@ -84,15 +95,13 @@ class TBLogger(Callback):
         self.name = name
         self._own = ResumableSummaryWriter(name=name or "TBLogger") if summary_writer is None else None
         self._writer = self._own or writer("TBLogger", summary_writer, "add_scalar", "add_text")
-        self._scalars = dict(DEFAULT_SCALARS)
-        for tag, given in mapping("TBLogger", "scalars", {} if scalars is None else scalars).items():
-            self._scalars.pop(tag, None)
-            if given is not None:
-                self._scalars[tag] = _scalar(tag, given)
+        given = mapping("TBLogger", "scalars", {} if scalars is None else scalars)
+        specs = merge_specs(default_tb_scalars(), {tag: _spec(tag, spec) for tag, spec in given.items()})
+        self._scalars = {tag: _scalar(tag, spec) for tag, spec in specs.items()}
         info: Any = {} if experiment_info is None else experiment_info
         self._texts = {"experiment": info} if isinstance(info, str) else mapping("TBLogger", "experiment_info", info)
         self._has_described = False
-        self._is_training = False
+        self._is_training = self._has_warned = False
 
     def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
         if self._own is not None:
@@ -105,13 +114,15 @@ class TBLogger(Callback):
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         self._is_training = True
+        check_rewound("TBLogger", self._writer)
         if self._own is not None:
             self._own.on_train_begin(ctx)
 
     def on_log(self, ctx: LogContext) -> None:
-        if (
-            self._is_training and not self._has_described
-        ):  # not earlier: a kill before the first record would lose the texts
+        if not self._is_training:
+            self._warn_not_writing()
+            return
+        if not self._has_described:  # not earlier: a kill before the first record would lose the texts
             self._has_described = True
             for title, text in self._texts.items():
                 self._writer.add_text(title, _markdown(text), 0)
@@ -119,8 +130,14 @@ class TBLogger(Callback):
         for tag, scalar in _of_each_set(self._scalars, sets):
             value = ctx.logs.get(scalar.source)
             if isinstance(value, (int, float)) and not isinstance(value, bool):
-                shown = float(value) if scalar.transform is None else scalar.transform(float(value))
-                self._writer.add_scalar(tag, shown, ctx.state.global_step)
+                point = float(value) if scalar.transform is None else scalar.transform(float(value), ctx.logs)
+                if point is not None:
+                    self._writer.add_scalar(tag, point, ctx.state.global_step)
+
+    def _warn_not_writing(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("%s writes while training runs; what is logged before or after is not kept", self.key)
 
     def on_train_end(self, ctx: TrainEndContext) -> None:
         self._is_training = False
@@ -149,19 +166,40 @@ def _of_each_set(scalars: Mapping[str, Scalar], sets: Iterable[str]) -> Iterator
                 yield f"{tag}/{name}", Scalar(f"eval_{name}_{scalar.source.removeprefix('eval_')}", scalar.transform)
 
 
-def _scalar(tag: str, given: Mapping[str, Any] | str) -> Scalar:
+def _spec(tag: str, given: Any) -> Spec | None:
+    """Return the fields that ``scalars`` gives for a curve; None: it is removed."""
+    if given is None:
+        return None
     if isinstance(given, str):
-        return Scalar(given)
-    if not isinstance(given, Mapping):
-        raise ConfigurationError(f"TBLogger: scalars[{tag!r}]={given!r}; needs a name in the records, or a mapping")
-    unknown = set(given) - {"source", "transform"}
-    transform = given.get("transform")
-    if unknown or not isinstance(given.get("source"), str) or not (transform is None or callable(transform)):
+        return {"source": given}
+    if not isinstance(given, Mapping) or not given.keys() <= {"source", "transform"}:
         raise ConfigurationError(
-            f"TBLogger: scalars[{tag!r}]={dict(given)!r}; needs 'source', a name in the records, and may have "
-            "'transform', a function of a number"
+            f"TBLogger: scalars[{tag!r}]={given!r}; needs a name in the records, a mapping that may have 'source' and "
+            "'transform', or None"
         )
-    return Scalar(given["source"], transform)
+    return dict(given)
+
+
+def _scalar(tag: str, spec: Spec) -> Scalar:
+    source, transform = spec.get("source") or tag.replace("-", "_"), spec.get("transform")
+    if not isinstance(source, str):
+        raise ConfigurationError(f"TBLogger: scalars[{tag!r}]: source={source!r}; needs a name in the records")
+    if transform is not None and not _takes_value_and_metrics(transform):
+        raise ConfigurationError(
+            f"TBLogger: scalars[{tag!r}]: transform={transform!r}; needs a function (value, metrics), where metrics is "
+            "the whole record"
+        )
+    return Scalar(source, transform)
+
+
+def _takes_value_and_metrics(transform: Any) -> bool:
+    try:
+        inspect.signature(transform).bind(0.0, {})
+    except TypeError:  # also where it cannot be called at all
+        return False
+    except ValueError:  # a builtin may have no signature
+        return True
+    return True
 
 
 def _markdown(value: Any) -> str:

@@ -16,7 +16,7 @@ from dalsegno.events.contexts import EvaluateContext, TrainBeginContext, TrainEn
 from dalsegno.logs.rewind import PositionState
 from dalsegno.system.extras import how_to_install
 
-from .argument_checks import flag, number, whole, writer
+from .argument_checks import check_rewound, flag, number, whole, writer
 from .record_callback import RecordCallback
 from .text_generation import TextGenerator
 
@@ -38,9 +38,9 @@ class TextgenCallback(RecordCallback):
     rank 0 writes. Before training, one token is generated after the longest possible text, so that errors occur early.
 
     Args:
-        prompts: beginnings of texts, or a YAML file with a list of them.
         summary_writer: gets the texts as ``text/0`` and so on: a :class:`ResumableSummaryWriter` that is also among the
-            trainer's callbacks, or any object with torch's ``add_text``.
+            trainer's callbacks, or any object with torch's ``add_text``; None: no TensorBoard.
+        prompts: required; beginnings of texts, or a YAML file with a list of them.
         generation_config: a mapping with settings of transformers' ``GenerationConfig``, such as ``{"do_sample": True,
             "temperature": 0.8, "top_p": 0.95}``, or such a config. Models without ``generate`` accept ``do_sample``,
             ``temperature``, ``top_k``, ``top_p``, ``max_length`` and ``eos_token_id``.
@@ -56,15 +56,18 @@ class TextgenCallback(RecordCallback):
 
     def __init__(
         self,
-        prompts: Sequence[str] | str | Path,
         summary_writer: Any = None,
+        prompts: Sequence[str] | str | Path | None = None,
         generation_config: Any = None,
         generation_steps: int | None = None,
         max_new_tokens: int = 200,
     ) -> None:
         super().__init__("logs/texts.jsonl")
-        self._prompts = _texts(prompts)
+        if prompts is None:
+            hint = "" if summary_writer is None else "; the first argument is the summary_writer"
+            raise ConfigurationError(f"TextgenCallback: prompts is missing: TextgenCallback(prompts=[…]){hint}")
         self._board = writer("TextgenCallback", summary_writer, "add_text")
+        self._prompts = _texts(prompts)
         self._settings = _checked(generation_config)
         steps = 1 if generation_steps is None else generation_steps
         self._steps_apart = whole("TextgenCallback", "generation_steps", steps)
@@ -73,6 +76,7 @@ class TextgenCallback(RecordCallback):
         self._last_step: int | None = None
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        check_rewound("TextgenCallback", self._board)
         super().on_train_begin(ctx)
         dtype = autocast_dtype(bf16=ctx.args.bf16, fp16=ctx.args.fp16)
         self._generator = TextGenerator(ctx.model, ctx.processing_class, self._settings, self._most, dtype)

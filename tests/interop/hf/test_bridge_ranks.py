@@ -108,7 +108,8 @@ def train_on_a_rank(output_dir: Path) -> dict[str, Any]:
 
     ours = [
         *[JsonLogger(), GradNormLogger(), GradHistogram(every=2), EMA(0.8), NaNChecker(), OnRankOne()],
-        *[EarlyStopping(patience=50), DivergenceDetector(patience=50), TextgenCallback(["the c"], max_new_tokens=5)],
+        *[EarlyStopping(patience=50), DivergenceDetector(patience=50)],
+        TextgenCallback(prompts=["the c"], max_new_tokens=5),
     ]
     trainer.add_callback(Bridge(ours, trainer=trainer))
     trainer.train()

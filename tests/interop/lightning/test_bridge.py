@@ -254,7 +254,7 @@ def fit_on_a_rank(output_dir: Path) -> dict[str, Any]:
 
     ours = [
         *[JsonLogger(), GradNormLogger(), GradHistogram(every=2), EMA(0.8), NaNChecker(), OnRankOne()],
-        *[EarlyStopping(patience=50), TextgenCallback(["the c"], max_new_tokens=5)],
+        *[EarlyStopping(patience=50), TextgenCallback(prompts=["the c"], max_new_tokens=5)],
     ]
     ids = torch.tensor(Letters().encode(WORDS * 4))
     pages = [ids[start : start + 24] for start in range(0, 224, 7)]

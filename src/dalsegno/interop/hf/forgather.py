@@ -2,7 +2,8 @@
 
 Its trainer reports an evaluation by ``on_evaluate`` alone. A record of training has the tokens of its interval, the
 total in ``total_tokens``, the root mean square of the interval's gradient norms, the learning rate of the next step,
-and ``total_flos``. ``on_train_metrics(loss=, grad_norm=, tokens=)`` comes before the step is counted.
+``total_flos``, and each rank's peak memory as a list. ``on_train_metrics(loss=, grad_norm=, tokens=)`` comes before the
+step is counted.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dalsegno.events.table import Event
 from dalsegno.stateful.schema import Count, Must
 
 from .calls import ADDED, WRAPPERS, Call, Invoke, Wrapper, Wrappers, direct, sharing
-from .shared_state import SharedRecord, record_of
+from .shared_state import RANK_PEAK_MEM, SharedRecord, record_of
 
 
 class IntervalState(TypedDict):
@@ -52,6 +53,8 @@ class Interval(Callback):
         if ctx.kind != "train":
             return
         self._record = {"total_flos": ctx.state.total_flos}
+        if "peak_mem" in ctx.logs:
+            self._record["peak_mem"] = ctx.logs.get(RANK_PEAK_MEM, [ctx.logs["peak_mem"]])
         if self._norms:
             self._record["grad_norm"] = math.sqrt(float(self._squares) / self._norms)
         if "tokens" in ctx.logs:

@@ -26,6 +26,9 @@ from .args import Arguments
 from .loaders import as_loader, loaders_of
 from .state import State
 
+RANK_PEAK_MEM = "rank_peak_mem"
+"""Key of a list that dalsegno logs by default, with each rank's peak memory."""
+
 
 class History(TypedDict):
     log_history: list[
@@ -142,6 +145,7 @@ class SharedRecord:
 def record_of(ctx: LogContext) -> dict[str, Any]:
     """Return a copy of the record, with the entries that Hugging Face's records have in addition."""
     record = {**ctx.logs, "epoch": ctx.state.epoch}
+    record.pop(RANK_PEAK_MEM, None)  # which its integrations, having no lists, would warn of at each record
     if ctx.kind == "final":
         record.setdefault("total_flos", ctx.state.total_flos)
     return record
