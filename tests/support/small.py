@@ -29,6 +29,17 @@ class Line(nn.Module):
         return nn.functional.mse_loss(self.layer(x), y)
 
 
+class ByteLines:
+    """For ``TinyLanguageModel``: 24 samples of sixteen bytes, and the same shifted by one."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        text = torch.arange(index, index + 17) % 31
+        return {"input_ids": text[:-1], "labels": text[1:]}
+
+
 def arguments(output_dir: Path, **settings: Any) -> ds.TrainingArguments:
     """Four samples a step, and nothing logged, evaluated or saved unless ``settings`` say so."""
     quiet = {"logging_steps": 0, "eval_steps": 0, "save_steps": 0, "per_device_train_batch_size": 4}

@@ -13,18 +13,7 @@ import dalsegno as ds
 from dalsegno.callbacks import NaNChecker
 from dalsegno.testing import TinyLanguageModel, run_ranks
 from support.resumed import assert_resumes
-from support.small import small_trainer, weights
-
-
-class Lines:
-    """Sixteen bytes each, and the same shifted by one."""
-
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        text = torch.arange(index, index + 17) % 31
-        return {"input_ids": text[:-1], "labels": text[1:]}
+from support.small import ByteLines, small_trainer, weights
 
 
 class Kept(ds.Callback):
@@ -50,7 +39,7 @@ class Kept(ds.Callback):
 def trainer(output_dir: Path, *callbacks: Any, model: nn.Module | None = None, **settings: Any) -> ds.Trainer:
     torch.manual_seed(0)
     model = model or TinyLanguageModel(width=16, depth=3, heads=2, context=16, vocabulary=31)
-    parts = {"train_dataset": Lines()}
+    parts = {"train_dataset": ByteLines()}
     return small_trainer(output_dir, *callbacks, model=model, parts=parts, max_steps=6, save_steps=100, **settings)
 
 

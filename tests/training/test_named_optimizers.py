@@ -141,7 +141,6 @@ class NotAnOptimizer(nn.Module):
             {"optim": "adamw_torch_fused"},
             "optim= 'adamw_torch_fused'; did you mean 'adamw_fused'?",
         ),
-        ({"optim": "muon"}, r"'muon'; build it and pass it: Trainer\(optimizer=…\)"),
         ({"optim": "sgdd"}, "'sgdd'; did you mean 'sgd'?"),
         ({"optim": "torch.optim:RMSpropp"}, "unknown optimizer of torch.optim 'RMSpropp'; did you mean 'RMSprop'"),
         ({"optim": "no_such_package:Adam"}, "no module 'no_such_package'"),

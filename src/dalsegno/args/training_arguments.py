@@ -26,12 +26,11 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "eval_strategy": ("no", "steps", "epoch"),
     "save_strategy": ("no", "steps", "epoch"),
 }
-OPTIMIZERS = ("adamw", "adamw_fused", "adafactor", "sgd")
+OPTIMIZERS = ("adamw", "adamw_fused", "adafactor", "sgd", "muon")
 _OTHER_OPTIMIZERS = {
     "adam": "adamw",
     "adamw_torch": "adamw",
     "adamw_torch_fused": "adamw_fused",
-    "muon": "build it and pass it: Trainer(optimizer=…)",
     "rmsprop": "name its class: optim='torch.optim:RMSprop'",
 }
 _AT_LEAST: dict[str, float] = {
@@ -94,10 +93,11 @@ class TrainingArguments:
     """Tokens to which sequences are cut in training, in the same notation: ``{0: 512, 2000: 1024}``. None: not cut."""
 
     optim: str = "adamw"
-    """Optimizer, unless one is passed to the trainer: ``adamw``, ``adamw_fused``, ``adafactor``, ``sgd``, or the name
-    of a class, ``my_package:MyOptimizer``."""
+    """Optimizer, unless one is passed to the trainer: ``adamw``, ``adamw_fused``, ``adafactor``, ``sgd``, ``muon``
+    (with AdamW for what is not a matrix in the model's blocks), or the name of a class, ``my_package:MyOptimizer``."""
     optim_args: dict[str, Any] | None = None
-    """Further arguments of the optimizer: ``{"momentum": 0.9}``."""
+    """Further arguments of the optimizer: ``{"momentum": 0.9}``. For ``muon`` also ``matrices``, names of those that it
+    updates: ``["layers.*"]``."""
     learning_rate: float = 5e-5
     """Peak learning rate."""
     weight_decay: float = 0.0

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -12,14 +13,30 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from dalsegno.args import TrainingArguments
 from dalsegno.config.names import find_named
+from dalsegno.distributed import collectives
+from dalsegno.distributed.blocks import outermost_blocks
+from dalsegno.distributed.sharded_tensors import named_parameters
 from dalsegno.errors import ConfigurationError
+
+from .muon import MuonWithAdamW
+
+logger = logging.getLogger("dalsegno")
 
 _NAMED: dict[str, Callable[..., Optimizer]] = {
     "adamw": AdamW,
     "adamw_fused": partial(AdamW, fused=True),
     "adafactor": Adafactor,
     "sgd": SGD,
+    "muon": MuonWithAdamW,
 }
+_TAKE_ADAM_SETTINGS = ("adamw", "adamw_fused", "muon")
+
+Groups = list[dict[str, Any]]
+
+
+def takes_adam_settings(args: TrainingArguments) -> bool:
+    """Whether ``adam_beta1``, ``adam_beta2`` and ``adam_epsilon`` have an effect on the optimizer from ``args``."""
+    return args.optim in _TAKE_ADAM_SETTINGS
 
 
 def optimizer_from_args(modules: Iterable[nn.Module], args: TrainingArguments) -> Optimizer:
@@ -29,14 +46,16 @@ def optimizer_from_args(modules: Iterable[nn.Module], args: TrainingArguments) -
     Raises:
         ConfigurationError: if it cannot be imported, is not an optimizer, or refuses its arguments.
     """
+    modules, settings = list(modules), _settings(args)
     parameters = dict.fromkeys(parameter for module in modules for parameter in module.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    groups = [
+    groups: Groups = [
         {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": args.weight_decay},
         {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
     ]
+    if args.optim == "muon":
+        groups = _with_muon(groups, _hidden_matrices(modules, settings.pop("matrices", None)))
     build = _NAMED.get(args.optim) or find_named(args.optim, "optimizer", "torch.optim:RMSprop")
-    settings = _settings(build, args)
     try:
         optimizer = build([group for group in groups if group["params"]], **settings)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -46,12 +65,69 @@ def optimizer_from_args(modules: Iterable[nn.Module], args: TrainingArguments) -
     return optimizer
 
 
-def _settings(build: Callable[..., Optimizer], args: TrainingArguments) -> dict[str, Any]:
+def _settings(args: TrainingArguments) -> dict[str, Any]:
     """Arguments of the optimizer: Adam's own only if it takes them."""
     adam = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-    takes = inspect.signature(build).parameters if args.optim.startswith("adamw") else {}
-    return {
-        "lr": args.learning_rate,
-        **{name: value for name, value in adam.items() if name in takes},
-        **(args.optim_args or {}),
-    }
+    return {"lr": args.learning_rate, **(adam if takes_adam_settings(args) else {}), **(args.optim_args or {})}
+
+
+def _with_muon(groups: Groups, matrices: Mapping[int, str]) -> Groups:
+    """Split each group into the parameters that Muon updates and those that AdamW updates."""
+    return [
+        {**group, "params": [each for each in group["params"] if (id(each) in matrices) is chosen], "use_muon": chosen}
+        for group in groups
+        for chosen in (True, False)
+    ]
+
+
+def _hidden_matrices(modules: Sequence[nn.Module], patterns: Sequence[str] | None) -> dict[int, str]:
+    """``id`` and name of the matrices that Muon updates: those in the model's blocks, without embeddings and output
+    layers, as Jordan et al. advise; or those whose names match ``patterns``.
+
+    A block without submodules, such as a layer of an output head ``nn.Sequential(nn.Linear(…), nn.ReLU(), …)``, does
+    not count as one.
+
+    Raises:
+        ConfigurationError: if there is none, or a pattern matches no matrix.
+    """
+    named = [each for module in modules for each in named_parameters(module)]
+    matrices = {id(each): name for name, each in named if each.ndim == 2 and each.requires_grad}
+    if patterns is None:
+        chosen = _in_blocks(modules)
+        problem = "there is no matrix in a block of the model (an element of a ModuleList or Sequential)"
+    else:
+        patterns = [patterns] if isinstance(patterns, str) else patterns
+        idle = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in matrices.values())]
+        matched = {key for key, name in matrices.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
+        chosen = set() if idle else matched
+        problem = f"{', '.join(map(repr, idle)) or 'an empty list'} in optim_args['matrices'] matches no matrix"
+    found = {key: name for key, name in matrices.items() if key in chosen}
+    if not found:
+        raise ConfigurationError(
+            f"optim='muon': {problem}; name the matrices that Muon updates: optim_args={{'matrices': ['layers.*']}}. "
+            f"The model's matrices are {_listed(matrices.values())}"
+        )
+    if collectives.rank() == 0:
+        rest = _listed(name for key, name in matrices.items() if key not in found)
+        logger.info("optim='muon': Muon updates %d matrices, AdamW all vectors and %s", len(found), rest)
+    return found
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    return f"{', '.join(names[:5]) or 'no matrix'}{', …' if len(names) > 5 else ''}"
+
+
+def _in_blocks(modules: Sequence[nn.Module]) -> set[int]:
+    """``id`` of each parameter in a block with submodules, without embeddings and output layers."""
+    blocks = [block for module in modules for block in outermost_blocks(module) if any(True for _ in block.children())]
+    inside = {id(parameter) for block in blocks for parameter in block.parameters()}
+    return inside - {id(parameter) for module in modules for parameter in _embedding_weights(module)}
+
+
+def _embedding_weights(model: nn.Module) -> list[nn.Parameter]:
+    """Weights of embeddings, and of the output layer where the model names it, as Hugging Face's do."""
+    find = getattr(model, "get_output_embeddings", None)
+    output = find() if callable(find) else None
+    layers = [each for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
+    return [each for layer in [*layers, output] if isinstance(layer, nn.Module) for each in layer.parameters()]

@@ -15,6 +15,7 @@ from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import device_of
 
 from .optim import InitialHyperparameters
+from .optimizers import takes_adam_settings
 from .parts import RunParts
 from .schedule import planned_steps
 
@@ -168,7 +169,7 @@ class RecordedSettings:
 
     def _has_effect(self, name: str) -> bool:
         supplied = self._supplied
-        if name in _ADAM_SETTINGS and not self._args.optim.startswith("adamw"):
+        if name in _ADAM_SETTINGS and not takes_adam_settings(self._args):
             return False
         if name in _OF_OPTIMIZER:
             return not supplied.optimizer
