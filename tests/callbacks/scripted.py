@@ -71,5 +71,7 @@ def logs_of_a_rank(output_dir: Path) -> tuple[list[tuple[str, int, dict[str, Any
     """What one rank of several logs when it trains three steps, and what it prints."""
     kept, printed = Kept(), io.StringIO()
     with contextlib.redirect_stdout(printed):
-        trainer(output_dir, [1.0] * 3, DefaultMetrics(1e9), JsonLogger(), kept, with_tokens=True).train()
+        trainer(
+            output_dir, [1.0] * 3, DefaultMetrics(peak_flops_per_device=1e9), JsonLogger(), kept, with_tokens=True
+        ).train()
     return kept.records, printed.getvalue()

@@ -69,7 +69,7 @@ def test_parameters_and_their_tokens_can_be_given(tmp_path: Path) -> None:
 def of_two_ranks(output_dir: Path) -> list[dict[str, Any]]:
     kept: list[dict[str, Any]] = []
     listener = Listener({"on_log": lambda ctx: kept.append({**ctx.logs})}, name="kept")
-    own = [ComputeBudget(peak_hardware_flops=1e12), DefaultMetrics(1e12), listener]
+    own = [ComputeBudget(peak_flops_in_total=2e12), DefaultMetrics(peak_flops_per_device=1e12), listener]
     trainer(output_dir, *own, lengths=[16] * 8, max_steps=4, logging_steps=2).train()
     return [each for each in kept if "total_petaflops" in each]
 

@@ -237,11 +237,13 @@ def test_a_compiled_model_stays_compiled(tmp_path: Path, given: bool) -> None:
     assert all(each["mfu"] > 0 for each in records(tmp_path))
 
 
-def language_run(output_dir: Path, parallel: str = "none", batch: int = 4) -> list[dict[str, Any]]:
+def language_run(
+    output_dir: Path, parallel: str = "none", batch: int = 4, total: dict[str, float] | None = None
+) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     rows = torch.randint(0, 256, (16, LENGTH), generator=torch.Generator().manual_seed(0))
     parts = {"train_dataset": [{"input_ids": row, "labels": row.roll(-1)} for row in rows]}
-    own = [JsonLogger(), DefaultMetrics(1e12), FlopUtilization()]
+    own = [JsonLogger(), DefaultMetrics(peak_flops_per_device=1e12), FlopUtilization(**(total or {}))]
     settings = {"max_steps": 2, "logging_steps": 1, "parallel": parallel, "per_device_train_batch_size": batch}
     with pytest.MonkeyPatch.context() as patch:
         for module in ("default_metrics", "measures.model_flops"):  # to each, a second from look to look
@@ -276,6 +278,9 @@ def test_utilization_has_one_definition(tmp_path: Path, parallel: str) -> None:
         ("NVIDIA H800", 989e12, 989e12),
         ("NVIDIA H20", 148e12, 148e12),
         ("AMD Instinct MI300X", 1307.4e12, 1307.4e12),
+        ("NVIDIA GeForce RTX 5090", 209.5e12, 209.5e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12, 165.2e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None),
         ("NVIDIA L40", 181e12, 181e12),
         ("NVIDIA L4", 121e12, 121e12),
         ("NVIDIA RTX A1000", None, None),
@@ -292,3 +297,18 @@ def test_a_peak_is_known_by_the_whole_name(
     assert known_peak(cuda, ds.TrainingArguments(tmp_path, fp16=True)) == fp16
     assert known_peak(cuda, ds.TrainingArguments(tmp_path)) is None
     assert known_peak(torch.device("cpu"), ds.TrainingArguments(tmp_path, bf16=True)) is None
+
+
+def test_a_peak_is_of_one_device_or_of_all_and_never_guessed(tmp_path: Path) -> None:
+    of_one = run_ranks(language_run, 2, tmp_path / "one", "ddp", 2, {"peak_flops_per_device": 1e12})[0]
+    of_all = run_ranks(language_run, 2, tmp_path / "all", "ddp", 2, {"peak_flops_in_total": 2e12})[0]
+    for one, all_ in zip(of_one, of_all, strict=True):
+        assert one["mfu"] == all_["mfu"] == pytest.approx(one["flops_per_second"] / 2e12, rel=1e-9)
+    with pytest.raises(
+        ds.RankFailed, match=r"peak_hardware_flops=1e\+12 is ambiguous on 2 ranks; give peak_flops_per_de"
+    ):
+        run_ranks(language_run, 2, tmp_path / "either", "ddp", 2, {"peak_hardware_flops": 1e12})
+    with pytest.raises(
+        ds.ConfigurationError, match="peak_flops_per_device and peak_flops_in_total are given; give only"
+    ):
+        FlopUtilization(peak_flops_per_device=1e12, peak_flops_in_total=1e12)

@@ -40,7 +40,7 @@ def train_with_only_padding(output_dir: Path) -> tuple[int, str, list[list[str]]
     observers = [
         callbacks.ExpertLoadBalance(every=1),
         callbacks.LogInputSummaries(),
-        callbacks.FlopUtilization(peak_hardware_flops=1e12),
+        callbacks.FlopUtilization(peak_flops_per_device=1e12),
         callbacks.SlowRankDetector(),
         callbacks.DurationProfiler(),
         callbacks.RateProfiler(),

@@ -17,7 +17,7 @@ from support.languages import Letters
 RECIPES: dict[str, Callable[[], ds.Callback]] = {
     "DivergenceDetector": lambda: callbacks.DivergenceDetector(warmup=2, threshold=100.0),
     "JsonLogger": lambda: callbacks.JsonLogger(run="contract"),
-    "DefaultMetrics": lambda: callbacks.DefaultMetrics(peak_hardware_flops=1e12),
+    "DefaultMetrics": lambda: callbacks.DefaultMetrics(peak_flops_per_device=1e12),
     "ProgressCallback": lambda: callbacks.ProgressCallback(use_tqdm=False),
     "ProgressCallback with bars": lambda: callbacks.ProgressCallback(use_tqdm=True),
     "InfoCallback": lambda: callbacks.InfoCallback(verbose=True),

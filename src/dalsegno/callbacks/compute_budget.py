@@ -15,6 +15,7 @@ from dalsegno.stateful.schema import Count, Finite, Must
 
 from .argument_checks import number, whole
 from .measures.model_flops import ModelFlops
+from .measures.peaks import GivenPeak
 
 
 class ComputeBudgetState(TypedDict):
@@ -44,12 +45,16 @@ class ComputeBudget(Callback):
         parameters: number of parameters, e.g. those active per token in a mixture of experts. None: all of the model, a
             tied one once.
         tokens_per_parameter: ratio of tokens to parameters that counts as 1.
-        peak_hardware_flops: peak of one device in FLOP/s, for the training's dtype. None: the known peak of the device,
-            if the run is in bf16 or fp16.
+        peak_hardware_flops: peak of the device in FLOP/s, for the training's dtype. On several ranks it is refused,
+            since it could be the peak of one device or of all; use one of the next two.
+        peak_flops_per_device: peak of each rank's device. None of the three: the known peak of the device, if the run
+            is in bf16 or fp16.
+        peak_flops_in_total: peak of all ranks' devices together.
         name: the key of its state in checkpoints; None: the class's name.
 
     Raises:
-        ConfigurationError: for an invalid value.
+        ConfigurationError: for an invalid value, and before the first step for ``peak_hardware_flops`` on several
+            ranks.
     """
 
     sets_control_flags = False
@@ -61,13 +66,14 @@ class ComputeBudget(Callback):
         *,
         tokens_per_parameter: float = 20.0,
         peak_hardware_flops: float | None = None,
+        peak_flops_per_device: float | None = None,
+        peak_flops_in_total: float | None = None,
         name: str | None = None,
     ) -> None:
         self.name = name
         self._given = None if parameters is None else whole("ComputeBudget", "parameters", parameters)
         self._ratio = number("ComputeBudget", "tokens_per_parameter", tokens_per_parameter, over=0)
-        given = peak_hardware_flops
-        self._given_peak = None if given is None else number("ComputeBudget", "peak_hardware_flops", given, over=0)
+        self._given_peak = GivenPeak("ComputeBudget", peak_hardware_flops, peak_flops_per_device, peak_flops_in_total)
         self._parameters = 0
         self._peak: float | None = None  # of all ranks' devices
         self._model_flops: ModelFlops | None = None

@@ -7,8 +7,8 @@ from dalsegno.events.contexts import LogContext, TrainBeginContext
 from dalsegno.events.table import Event
 from dalsegno.state import Handler
 
-from .argument_checks import number
 from .measures.model_flops import ModelFlops
+from .measures.peaks import GivenPeak
 
 
 class FlopUtilization(Callback):
@@ -24,18 +24,27 @@ class FlopUtilization(Callback):
     ``input_ids``. For a model that cannot be counted, both are missing, and a warning gives the reason.
 
     Args:
-        peak_hardware_flops: peak of one device in FLOP/s, for the training's dtype. None: the known peak of the device,
-            if the run is in bf16 or fp16.
+        peak_hardware_flops: peak of the device in FLOP/s, for the training's dtype. On several ranks it is refused,
+            since it could be the peak of one device or of all; use one of the next two.
+        peak_flops_per_device: peak of each rank's device. None of the three: the known peak of the device, if the run
+            is in bf16 or fp16.
+        peak_flops_in_total: peak of all ranks' devices together.
 
     Raises:
-        ConfigurationError: if ``peak_hardware_flops`` is not a number over 0.
+        ConfigurationError: for a peak that is not a number over 0, for several of them, and before the first step for
+            ``peak_hardware_flops`` on several ranks.
     """
 
     sets_control_flags = False
 
-    def __init__(self, peak_hardware_flops: float | None = None) -> None:
-        given = peak_hardware_flops
-        self._given = None if given is None else number("FlopUtilization", "peak_hardware_flops", given, over=0)
+    def __init__(
+        self,
+        peak_hardware_flops: float | None = None,
+        *,
+        peak_flops_per_device: float | None = None,
+        peak_flops_in_total: float | None = None,
+    ) -> None:
+        self._given = GivenPeak("FlopUtilization", peak_hardware_flops, peak_flops_per_device, peak_flops_in_total)
         self._peak: float | None = None  # of all ranks' devices
         self._flops: ModelFlops | None = None
 

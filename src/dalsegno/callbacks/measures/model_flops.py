@@ -27,7 +27,7 @@ from dalsegno.events.contexts import (
 )
 
 from .flops import Uncountable, count_flops
-from .peaks import known_peak
+from .peaks import GivenPeak
 
 logger = logging.getLogger("dalsegno")
 
@@ -58,12 +58,12 @@ class ModelFlops(Callback):
         self._began, self._tokens, self._samples = 0, 0, 0
 
     def want(
-        self, given: float | None, ctx: TrainBeginContext, *, always: bool = False, each_record: bool = False
+        self, given: GivenPeak, ctx: TrainBeginContext, *, always: bool = False, each_record: bool = False
     ) -> float | None:
         """Request counting, if the peak is known. Collective; to be called in on_train_begin.
 
         Args:
-            given: the peak of one device, in FLOP/s; None: the known peak.
+            given: the peak that the user gives, or none: the known one.
             ctx: the handler's context.
             always: count without a known peak, too.
             each_record: count again for each record, so that results do not depend on where a leg begins; counts are
@@ -71,8 +71,11 @@ class ModelFlops(Callback):
 
         Returns:
             Sum of all ranks' devices' peaks, in FLOP/s; None if one is unknown.
+
+        Raises:
+            ConfigurationError: for ``peak_hardware_flops`` on several ranks.
         """
-        own = given or known_peak(device_of(ctx.model), ctx.args)
+        own = given.of_this_rank(device_of(ctx.model), ctx.args)
         (total, known) = collectives.sum_floats([own or 0.0, float(own is not None)], "the peak of the devices")
         is_known = known == collectives.world_size()
         self._is_wanted |= always or is_known
