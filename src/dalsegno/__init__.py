@@ -36,6 +36,11 @@ if TYPE_CHECKING:
     from .checkpoint import import_checkpoint as import_checkpoint
     from .config import RunConfig as RunConfig
     from .config import load_callbacks as load_callbacks
+    from .distributed.layout import Layout as Layout
+    from .distributed.modes import FSDP as FSDP
+    from .distributed.modes import HSDP as HSDP
+    from .distributed.modes import Parallelized as Parallelized
+    from .distributed.modes import TensorParallel as TensorParallel
     from .errors import CannotSave as CannotSave
     from .errors import ConfigurationError as ConfigurationError
     from .errors import DalsegnoError as DalsegnoError
@@ -165,6 +170,8 @@ _HOMES = {
         "TrainBeginContext",
         "TrainEndContext",
     ),
+    "distributed.layout": ("Layout",),
+    "distributed.modes": ("FSDP", "HSDP", "Parallelized", "TensorParallel"),
     "interop.hf.base": ("TrainerCallback",),
     "interop.instructlab.functions": ("functions",),
     "launcher.launch": ("launch",),

@@ -10,7 +10,7 @@ from collections.abc import Container
 
 _OPTIMIZER = "build the optimizer and pass it: Trainer(optimizer=…)"
 _LOADER = "build the loader and pass it: Trainer(train_dataloader=…)"
-_PARALLEL = "parallel='ddp' or 'fsdp', under torchrun"
+_PARALLEL = "parallel='ddp', 'fsdp', or modes such as HSDP(replicate=2), under torchrun"
 _DDP = "wrap the model in DDP with this option, in a loop of your own around dalsegno.Run"
 _GROUP = "call torch.distributed.init_process_group(…) with it before you build the trainer, which uses that group"
 _METRICS = "callbacks=[ModelEvalMetrics(…)] computes metrics batch by batch and keeps no outputs"
@@ -106,7 +106,7 @@ HUGGING_FACE = {
     "accelerator_config": _PARALLEL,
     "parallelism_config": _PARALLEL,
     "fsdp": "parallel='fsdp', under torchrun",
-    "fsdp_config": "parallel='fsdp', under torchrun, has no options",
+    "fsdp_config": "parallel=FSDP(reshard_after_forward=…, mp_policy=…), under torchrun",
     "deepspeed": "parallel='fsdp', under torchrun, shards parameters, gradients and optimizer state as ZeRO-3 does",
     "ddp_find_unused_parameters": _DDP,
     "ddp_bucket_cap_mb": _DDP,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from copy import deepcopy
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from dalsegno.distributed import modes
 from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.policies.retention import Best, Latest, Retention, retention_of
 from dalsegno.policies.step_schedule import StepSchedule, StepValues
@@ -20,7 +22,6 @@ from .other_names import answers
 Strategy = Literal["no", "steps", "epoch"]
 
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "parallel": ("auto", "none", "ddp", "fsdp"),
     "lr_scheduler_type": ("linear", "cosine", "constant", "wsd"),
     "logging_strategy": ("no", "steps", "epoch"),
     "eval_strategy": ("no", "steps", "epoch"),
@@ -140,9 +141,10 @@ class TrainingArguments:
     a third more time."""
     gradient_checkpointing_kwargs: dict[str, Any] | None = None
     """Arguments of ``torch.utils.checkpoint.checkpoint``; its ``use_reentrant`` is False unless set here."""
-    parallel: str = "auto"
-    """Parallel mode: ``none``, ``ddp``, ``fsdp`` (``fully_shard``), or ``auto``: DDP under torchrun. A single rank
-    always has the whole model; ``ddp`` and ``fsdp`` require torchrun even then."""
+    parallel: modes.Setting = "auto"
+    """Parallel mode: ``none``, ``ddp``, ``fsdp`` (``fully_shard``), or ``auto``: DDP under torchrun; or ``FSDP(…)``,
+    ``HSDP(replicate=2)``, ``TensorParallel(plan, size)``, a list of these, or ``Parallelized(mesh, data)``. A single
+    rank always has the whole model; all but ``auto`` and ``none`` require torchrun even then."""
     use_cpu: bool = False
     """Train on the CPU even if there is a GPU."""
 
@@ -226,6 +228,7 @@ class TrainingArguments:
             value = getattr(self, name)
             if value not in allowed:
                 raise ConfigurationError(f"{name}={value!r}; allowed are {', '.join(map(repr, allowed))}")
+        self.parallel = modes.checked(self.parallel)
         for name, least in _AT_LEAST.items():
             value, whole = getattr(self, name), isinstance(getattr(type(self), name), int)
             fits = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
@@ -383,8 +386,9 @@ class TrainingArguments:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as a JSON-serializable dict."""
-        texts = {name: getattr(self, name) for name in _AS_TEXT}
-        return asdict(self) | {name: None if value is None else str(value) for name, value in texts.items()}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        texts = {name: None if values[name] is None else str(values[name]) for name in _AS_TEXT}
+        return deepcopy(values | texts | {"parallel": modes.text_of(self.parallel)})
 
 
 def _default(name: str) -> object:

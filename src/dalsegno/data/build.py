@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dalsegno.args import TrainingArguments
-from dalsegno.distributed import collectives
+from dalsegno.distributed.layout import Layout
 from dalsegno.errors import ConfigurationError
 
 from . import (
@@ -35,7 +35,7 @@ class EvaluationSet(NamedTuple):
 
 
 def train_loader_from_args(
-    args: TrainingArguments, dataset: Any, loader: Iterable[Any] | None, collator: Collator | None
+    args: TrainingArguments, layout: Layout, dataset: Any, loader: Iterable[Any] | None, collator: Collator | None
 ) -> ResumableLoader:
     """Build the training data. Collective.
 
@@ -47,7 +47,7 @@ def train_loader_from_args(
     if (dataset is None) == (loader is None):
         raise ConfigurationError("give exactly one of train_dataset= and train_dataloader=")
     if loader is not None:
-        return resumable_loader(loader, seed=args.shuffle_seed, world_size=collectives.world_size())
+        return resumable_loader(loader, seed=args.shuffle_seed, world_size=layout.data_size)
     check_same_length("train_dataset", dataset)
     return train_loader(
         dataset,
@@ -55,12 +55,12 @@ def train_loader_from_args(
         seed=args.shuffle_seed,
         drop_last=args.dataloader_drop_last,
         persistent_workers=args.dataloader_persistent_workers,
-        **_reading(args, collator),
+        **_reading(args, layout, collator),
     )
 
 
 def evaluation_sets_from_args(
-    args: TrainingArguments, datasets: Any, loaders: Any, collator: Collator | None
+    args: TrainingArguments, layout: Layout, datasets: Any, loaders: Any, collator: Collator | None
 ) -> list[EvaluationSet]:
     """Build one set from a dataset or a loader, several from a dict of them, none from None. Collective.
 
@@ -77,13 +77,13 @@ def evaluation_sets_from_args(
 
     def feed(source: Any) -> EvalLoader:
         if datasets is None:
-            return resumable_eval_loader(source, seed=args.seed, world_size=collectives.world_size())
+            return resumable_eval_loader(source, seed=args.seed, world_size=layout.data_size)
         check_same_length("eval_dataset", source)
         return eval_loader(
             source,
             batch_size=args.per_device_eval_batch_size,
             seed=args.seed,
-            **_reading(args, collator),
+            **_reading(args, layout, collator),
         )
 
     if not isinstance(given, dict):
@@ -100,11 +100,11 @@ def eval_batches(sets: Sequence[EvaluationSet], device: torch.device) -> EvalBat
     return loaders.get("eval", loaders) if len(loaders) == 1 else loaders
 
 
-def _reading(args: TrainingArguments, collator: Collator | None) -> dict[str, Any]:
+def _reading(args: TrainingArguments, layout: Layout, collator: Collator | None) -> dict[str, Any]:
     """Return the loader arguments that training and evaluation share on this rank."""
     return {
-        "rank": collectives.rank(),
-        "world_size": collectives.world_size(),
+        "rank": layout.data_rank,
+        "world_size": layout.data_size,
         "collate_fn": collator,
         "num_workers": args.dataloader_num_workers,
         "pin_memory": args.dataloader_pin_memory and torch.cuda.is_available() and not args.use_cpu,

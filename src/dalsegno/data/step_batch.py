@@ -20,6 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from dalsegno.distributed import collectives
+from dalsegno.distributed.layout import Layout
 from dalsegno.errors import EmptyDataset, StateMismatch
 
 from .loader import Microbatch
@@ -88,9 +89,9 @@ class StepBatch:
     weights: list[float]
     """Weights of the micro-batches' mean losses."""
     total: float
-    """Sum of all weights on all ranks."""
+    """Sum of all weights on all data ranks."""
     samples: int
-    """Number of samples on all ranks."""
+    """Number of samples on all data ranks."""
     tokens: int
     """Number of tokens on this rank."""
     seconds: float
@@ -99,11 +100,13 @@ class StepBatch:
     """Position behind the step, in epochs; equal on all ranks. If each rank has its own loader, that of the longest."""
 
     def share(self, index: int) -> float:
-        """Return this micro-batch's share of the step's loss; the shares of all ranks sum to 1."""
+        """Return this micro-batch's share of the step's loss; the shares of all data ranks sum to 1."""
         return self.weights[index] / self.total if self.total else 0.0
 
 
-def iter_steps(feed: Source, sizes: Iterable[int], loss_weight: LossWeight | None = None) -> Iterator[StepBatch]:
+def iter_steps(
+    feed: Source, sizes: Iterable[int], layout: Layout, loss_weight: LossWeight | None = None
+) -> Iterator[StepBatch]:
     """Yield the rest of the epoch in steps of ``sizes`` micro-batches, endless and read step by step; the last step may
     be smaller.
 
@@ -122,7 +125,7 @@ def iter_steps(feed: Source, sizes: Iterable[int], loss_weight: LossWeight | Non
                 return
             yield _weigh(held, loss_weight, seconds, feed.position)
         else:
-            step_batch = _weigh_together(held, loss_weight, seconds, feed)
+            step_batch = _weigh_together(held, loss_weight, seconds, feed, layout)
             if step_batch is None:
                 return
             yield step_batch
@@ -139,7 +142,7 @@ def _weigh(held: list[Microbatch], loss_weight: LossWeight | None, seconds: floa
 
 
 def _weigh_together(
-    held: list[Microbatch], loss_weight: LossWeight | None, seconds: float, feed: Source
+    held: list[Microbatch], loss_weight: LossWeight | None, seconds: float, feed: Source, layout: Layout
 ) -> StepBatch | None:
     weights = [_weight(microbatch, loss_weight) for microbatch in held]
     samples = sum(microbatch.samples for microbatch in held)
@@ -168,6 +171,7 @@ def _weigh_together(
         raise EmptyDataset(f"rank {empty} has no batch, but others have; give each rank a part of the data")
     padding = Microbatch((held[-1] if held else feed.spare).batch, 0, None)  # type: ignore[union-attr]
     missing = length - len(held)
+    rows = layout.of_data_ranks(rows)
     return StepBatch(
         held + [padding] * missing,
         weights + [0.0] * missing,
@@ -179,11 +183,11 @@ def _weigh_together(
     )
 
 
-def agreed_position(feed: Source) -> float:
+def agreed_position(feed: Source, layout: Layout) -> float:
     """Return the position in epochs, equal on all ranks. Collective."""
-    return (
-        feed.position if feed.lockstep else _place(collectives.gather(_position_and_length(feed), "where the data are"))
-    )
+    if feed.lockstep:
+        return feed.position
+    return _place(layout.of_data_ranks(collectives.gather(_position_and_length(feed), "where the data are")))
 
 
 def _position_and_length(feed: Source) -> tuple[float, int]:

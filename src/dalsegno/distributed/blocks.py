@@ -1,11 +1,32 @@
-"""Blocks of a model: the elements of its ``ModuleList`` and ``Sequential`` modules, such as a transformer's layers."""
+"""Parts of a model: modules by name, and blocks, the elements of its ``ModuleList`` and ``Sequential`` modules, such as
+a transformer's layers."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 
 from torch import nn
+
+from dalsegno.errors import UnknownName
+
+
+def matching_names(model: nn.Module, pattern: str, argument: str) -> list[str]:
+    """Names of the modules that ``pattern`` matches, part by part: ``layers.*.up`` matches ``layers.0.up``.
+
+    Raises:
+        UnknownName: if there is none; the message names ``argument`` and suggests the nearest.
+    """
+    names, wanted = [name for name, _ in model.named_modules() if name], pattern.split(".")
+    matching = [name for name in names if _matches(name.split("."), wanted)]
+    if not matching:
+        raise UnknownName(f"module in {argument}:", pattern, names)
+    return matching
+
+
+def _matches(parts: list[str], wanted: list[str]) -> bool:
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
 def outermost_blocks(model: nn.Module) -> list[nn.Module]:
@@ -19,8 +40,9 @@ def outermost_blocks(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def unshared_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks with parameters that share none with the rest of the model; inner ones first, as fully_shard requires.
+def unshared(model: nn.Module, names: Iterable[str] | None = None) -> list[nn.Module]:
+    """The modules of these names (None: all blocks) with parameters that share none with the rest of the model; inner
+    ones first, as fully_shard requires.
 
     Two units that share a parameter would each shard it separately and break the tie, so a part that shares a
     parameter with another is left to the enclosing unit.
@@ -29,7 +51,10 @@ def unshared_blocks(model: nn.Module) -> list[nn.Module]:
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             holders[parameter].add(module)
-    return [block for block in reversed(_blocks(model)) if _shares_no_parameter(block, holders)]
+    chosen = _blocks(model) if names is None else [model.get_submodule(name) for name in names]
+    order = {module: place for place, module in enumerate(model.modules())}
+    chosen.sort(key=order.__getitem__, reverse=True)
+    return [block for block in chosen if _shares_no_parameter(block, holders)]
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from dalsegno.control.queue import CommandQueue
+    from dalsegno.distributed.layout import Layout
 
     Number = float | torch.Tensor | None
 
@@ -58,6 +59,8 @@ class Context:
     """What every handler receives. Events without a payload pass just this."""
 
     args: TrainingArguments
+    layout: Layout
+    """Which ranks read the same data: ``data_rank``, ``data_size``, and sums over the data ranks."""
     state: TrainerState
     control: TrainerControl
     model: nn.Module

@@ -22,6 +22,7 @@ from dalsegno.args import TrainingArguments
 from dalsegno.checkpoint import CALLBACKS, CallbackTensors, CheckpointManager, LoadReport
 from dalsegno.control import CommandQueue
 from dalsegno.distributed import collectives
+from dalsegno.distributed.layout import Layout
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint, EventNotFired, StateMismatch
 from dalsegno.events.adapters import external_global_callbacks
 from dalsegno.events.callback import Callback, components_of, global_callbacks
@@ -171,7 +172,7 @@ class Leg:
 
     def _context_maker(self, surroundings: Surroundings) -> Callable[[type[Context]], Context]:
         fields = {name: getattr(surroundings, name) for name in Surroundings.__slots__}
-        return lambda kind: kind(**fields, state=self.state, control=self.control, trainer=self)
+        return lambda kind: kind(**fields, layout=Layout.flat(), state=self.state, control=self.control, trainer=self)
 
     def _take_place(self) -> None:
         """End what an exception has left open in this directory, of which libraries do not notify callbacks."""

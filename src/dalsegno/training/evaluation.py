@@ -11,8 +11,8 @@ import torch
 
 from dalsegno.data import EvalLoader, to_device
 from dalsegno.data.step_batch import LossWeight, iter_steps
-from dalsegno.distributed import collectives
 from dalsegno.distributed.eval_mode import evaluating
+from dalsegno.distributed.layout import Layout
 from dalsegno.events.dispatcher import Dispatcher
 
 from .forward import ForwardPass
@@ -47,6 +47,7 @@ class LossEvaluation:
         *,
         dispatcher: Dispatcher,
         forward: ForwardPass,
+        layout: Layout,
         device: torch.device,
         loss_weight: LossWeight | None,
     ) -> None:
@@ -55,6 +56,7 @@ class LossEvaluation:
         self._loader = loader
         self._dispatcher = dispatcher
         self._forward = forward
+        self._layout = layout
         self._device = device
         self._loss_weight = loss_weight
 
@@ -69,7 +71,7 @@ class LossEvaluation:
             self._loader.close()
             self._loader.is_evaluated = False
         seconds = time.monotonic() - began
-        (loss_sum,) = collectives.sum_floats([loss_sum], "the loss of an evaluation")
+        (loss_sum,) = self._layout.sum_floats([loss_sum], "the loss of an evaluation")
         return {
             f"{self._prefix}_loss": loss_sum / weight if weight else float("nan"),
             f"{self._prefix}_runtime": seconds,
@@ -80,7 +82,7 @@ class LossEvaluation:
         """This rank's weighted sum of losses; the weights and the samples of all ranks."""
         dispatcher, weight, samples = self._dispatcher, 0.0, 0
         losses: list[torch.Tensor] = []
-        for index, step_batch in enumerate(iter_steps(self._loader, repeat(1), self._loss_weight)):
+        for index, step_batch in enumerate(iter_steps(self._loader, repeat(1), self._layout, self._loss_weight)):
             between_batches()
             batch = to_device(step_batch.microbatches[0].batch, self._device)
             loss, outputs = self._forward(batch)

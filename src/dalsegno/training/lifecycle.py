@@ -141,7 +141,11 @@ class RunLifecycle:
 
     def finished_result(self, options: ResumeOptions) -> TrainResult | None:
         """The result of the leg that ended this run, unless none did or the user asks for more. Collective."""
-        args, state, place = self._parts.args, self._parts.state, agreed_position(self._parts.loader)
+        args, state, place = (
+            self._parts.args,
+            self._parts.state,
+            agreed_position(self._parts.loader, self._parts.layout),
+        )
         is_done = state.global_step >= args.max_steps if args.max_steps > 0 else place >= state.num_train_epochs
         last = LastLeg.read(self._run_file, args)
         if not is_done:

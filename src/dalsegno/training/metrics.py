@@ -8,7 +8,7 @@ from typing import Annotated, TypedDict
 
 import torch
 
-from dalsegno.distributed import collectives
+from dalsegno.distributed.layout import Layout
 from dalsegno.stateful.schema import Count, Must
 
 _FOLD_AT = 512  # tensors held before they are summed; bounds memory if nothing is ever logged
@@ -42,8 +42,13 @@ class MetricAccumulator:
     state_scope = "per_rank"
     state_schema = MeterState
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        """``device`` of the losses and norms."""
+    def __init__(self, layout: Layout | None = None, device: torch.device | str = "cpu") -> None:
+        """
+        Args:
+            layout: which ranks read the same data; None: each its own.
+            device: of the losses and norms.
+        """
+        self._layout = layout or Layout.flat()
         self._device = device
         self._losses: list[torch.Tensor] = []  # this rank's shares, not yet summed
         self._loss_sum = 0.0
@@ -86,8 +91,8 @@ class MetricAccumulator:
             self._grad_norms.clear()
 
     def tokens_seen(self) -> int:
-        """Tokens of the run on all ranks; since the last record, this rank's count stands for the others'."""
-        return self.run_tokens + self._tokens * collectives.world_size()
+        """Tokens of the run on all ranks; since the last record, this rank's count stands for the other data ranks'."""
+        return self.run_tokens + self._tokens * self._layout.data_size
 
     def is_broken(self) -> bool:
         """Whether this rank's loss of the last step, or its gradient norm, is NaN or infinite."""
@@ -100,7 +105,7 @@ class MetricAccumulator:
             ``loss`` (mean over the steps), ``grad_norm`` (of the last step), ``max_grad_norm``; each only if known.
         """
         self._fold()
-        loss_sum, tokens = collectives.sum_floats([self._loss_sum, self._tokens], "the loss of a record")
+        loss_sum, tokens = self._layout.sum_floats([self._loss_sum, self._tokens], "the loss of a record")
         figures: dict[str, float] = {}
         if self._steps:
             figures["loss"] = loss_sum / self._steps
@@ -117,7 +122,7 @@ class MetricAccumulator:
         """Mean loss over all steps of the run; resets nothing. Collective."""
         self._fold()
         loss_sum, steps = (
-            collectives.sum_floats([self._loss_sum], "the loss of the run")[0],
+            self._layout.sum_floats([self._loss_sum], "the loss of the run")[0],
             self._run_steps + self._steps,
         )
         return (self._run_loss_sum + loss_sum) / steps if steps else None
@@ -149,7 +154,7 @@ class MetricAccumulator:
 
     @classmethod
     def reshard(cls, states: Sequence[MeterState], world_size: int) -> list[MeterState]:
-        """Rank 0 gets the sums over all ranks; values that are global or counted in steps stay equal on each."""
+        """Data rank 0 gets the sums over all; values that are global or counted in steps stay equal on each."""
         meters = []
         for state in states:
             meter = cls()

@@ -13,6 +13,7 @@ from dalsegno.args import TrainingArguments
 from dalsegno.data import ResumableLoader
 from dalsegno.distributed import collectives
 from dalsegno.distributed.buffers import SharedBuffers
+from dalsegno.distributed.layout import Layout
 from dalsegno.distributed.rng import RandomState
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.events.callback import Callback
@@ -30,6 +31,8 @@ class RunParts:
     """Lives as long as the user's ``Trainer`` or ``Run``, over all legs in this process."""
 
     args: TrainingArguments
+    layout: Layout
+    """Which ranks read the same data."""
     model: nn.Module
     """The user's own module, without DDP's or the compiler's wrapper."""
     loss_fn: nn.Module | None
@@ -49,6 +52,7 @@ class RunParts:
 def build_parts(
     args: TrainingArguments,
     *,
+    layout: Layout,
     model: nn.Module,
     loss_fn: nn.Module | None = None,
     optimizer: Optimizer,
@@ -62,6 +66,7 @@ def build_parts(
     """
     Args:
         args: the run's settings.
+        layout: which ranks read the same data.
         model: on its device already, and sharded if it is to be.
         loss_fn: the loss function, if it is a module.
         optimizer: updates the parameters of ``model`` and ``loss_fn``.
@@ -82,6 +87,7 @@ def build_parts(
     def make_context(kind: type[Context]) -> Context:
         return kind(
             args=args,
+            layout=layout,
             state=state,
             control=control,
             model=model,
@@ -93,6 +99,7 @@ def build_parts(
     dispatcher = Dispatcher(make_context, is_rank_zero=is_rank_zero, unsupported_events=unsupported_events)
     return RunParts(
         args=args,
+        layout=layout,
         model=model,
         loss_fn=loss_fn,
         optimizer=optimizer,
@@ -100,8 +107,8 @@ def build_parts(
         loader=loader,
         state=state,
         control=control,
-        metrics=MetricAccumulator(device_of(model)),
-        random_state=RandomState(args.seed),
+        metrics=MetricAccumulator(layout, device_of(model)),
+        random_state=RandomState(args.seed, layout),
         buffers=SharedBuffers([model] if loss_fn is None else [model, loss_fn]),
         dispatcher=dispatcher,
         callbacks=CallbackSet(dispatcher, model, callbacks, core=core),

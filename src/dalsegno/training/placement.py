@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from dalsegno.args import TrainingArguments
 from dalsegno.checkpoint import unwrapped
+from dalsegno.distributed.layout import Layout
 from dalsegno.distributed.parallel import Parallel, parallelize
 from dalsegno.errors import ConfigurationError
 
@@ -27,6 +28,8 @@ class PlacedModel:
     model: nn.Module
     """The user's own module."""
     device: torch.device
+    layout: Layout
+    """How the ranks share it and the data."""
     parallel: Parallel
     """How it is spread over the ranks; calls it."""
     loss_fn: LossFunction | None
@@ -42,6 +45,7 @@ def place(
     optimizer: Optimizer | None,
     args: TrainingArguments,
     device: torch.device,
+    layout: Layout,
 ) -> PlacedModel:
     """Move ``model`` and ``loss_fn`` to ``device``, compile and spread them as ``args`` say, and rebind ``optimizer``
     to what they are now; None: a default one is built. Collective.
@@ -56,13 +60,15 @@ def place(
     if args.torch_compile:
         model.compile(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
     loss_module = unwrapped(loss_fn).to(device) if isinstance(loss_fn, nn.Module) else None
-    parallel = parallelize(model, args.parallel, device, loss_module)
+    parallel = parallelize(model, args.parallel, layout, device, loss_module)
     if optimizer is None:
         optimizer = optimizer_from_args([model] if loss_module is None else [model, loss_module], args)
     else:
         _check_steps_alone(optimizer)
         parallel.rebind(optimizer)
-    return PlacedModel(model, device, parallel, parallel.loss_fn or loss_module or loss_fn, loss_module, optimizer)
+    return PlacedModel(
+        model, device, layout, parallel, parallel.loss_fn or loss_module or loss_fn, loss_module, optimizer
+    )
 
 
 def _check_steps_alone(optimizer: Optimizer) -> None:

@@ -43,7 +43,7 @@ from dalsegno.checkpoint import unwrapped
 from dalsegno.control import CommandQueue
 from dalsegno.data import TrainingData, resumable_loader
 from dalsegno.data.step_batch import StepBatch
-from dalsegno.distributed import collectives
+from dalsegno.distributed.layout import layout_of_own_loop
 from dalsegno.distributed.sharded_tensors import check_materialized, device_of
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Callback
@@ -140,12 +140,14 @@ class Run:
         self._options = ResumeOptions(
             resume_from_checkpoint, strict, strict_callbacks, allow_changes, load_components, continue_stopped
         )
+        layout = layout_of_own_loop(args.parallel)
         self._parts = build_parts(
             args,
+            layout=layout,
             model=unwrapped(model),
             optimizer=optimizer,
             schedulers=schedulers,
-            loader=resumable_loader(loader, seed=args.shuffle_seed, world_size=collectives.world_size()),
+            loader=resumable_loader(loader, seed=args.shuffle_seed, world_size=layout.data_size),
             callbacks=instances(callbacks),
             context_fields={
                 "processing_class": None,
@@ -163,7 +165,7 @@ class Run:
             supplied=UserSupplied(),
             others=state or {},
         )
-        self._world_size = collectives.world_size()
+        self._data_size = layout.data_size
         self._is_inside = False  # the ``with`` block
         self._session: Session | None = None  # of the newest leg; None if the run was finished before it
         self._finished: TrainResult | None = None
@@ -260,7 +262,7 @@ class Run:
         samples on all ranks: 1 / n for one of n equally large batches, less for a smaller one, and 0 for padding, on a
         rank that has run out of data before the others. Compensates for DDP and FSDP2, which average over the ranks.
         """
-        return self._current("microbatch_weight").share(self._index) * self._world_size
+        return self._current("microbatch_weight").share(self._index) * self._data_size
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
@@ -315,7 +317,7 @@ class Run:
                 "update the weights and call it only if run.is_last_microbatch"
             )
         self._session.step_end(
-            self._number("loss", loss) / self._world_size,
+            self._number("loss", loss) / self._data_size,
             grad_norm=None if grad_norm is None else self._number("grad_norm", grad_norm),
             lr=self._lr if lr is None else lr,
         )

@@ -72,7 +72,8 @@ class Session:
         self._resumed_from = resumed_from
         self._commands = boundary.commands
         self._schedule = ActionSchedule(parts.args)
-        self._world_size = collectives.world_size()
+        self._layout = parts.layout
+        self._alone = collectives.world_size() == 1
         self._position = parts.loader.position  # after the step in progress, in epochs; the same on all ranks
         self._ends_epoch = False  # whether the step in progress is its epoch's last, if the length of the data is known
         self._due = DueActions()
@@ -163,7 +164,7 @@ class Session:
             EmptyDataset: if the training data contains no batch.
         """
         epoch_begin, loader = self._dispatcher.epoch_begin, self._loader
-        self._position = agreed_position(loader)
+        self._position = agreed_position(loader, self._layout)
         if self._boundary.should_stop_now():
             return
         if self._state.evaluations_owed:
@@ -186,7 +187,7 @@ class Session:
         if self._state.epoch_is_cut:  # by the step that the leg resumes from
             return
         step_begin = self._dispatcher.step_begin
-        for step_batch in iter_steps(self._data(), self._step_sizes(), self._loss_weight):
+        for step_batch in iter_steps(self._data(), self._step_sizes(), self._layout, self._loss_weight):
             if 0 < self._args.max_steps <= self._state.global_step:  # the loader is longer than its length says
                 return
             self._plan_step(step_batch)
@@ -240,7 +241,7 @@ class Session:
         state.global_step += 1
         state.epoch = self._position
         state.samples_seen += step_batch.samples
-        state.num_input_tokens_seen += step_batch.tokens * self._world_size
+        state.num_input_tokens_seen += step_batch.tokens * self._layout.data_size
         if dispatcher.step_end:
             dispatcher.step_end.fill(loss, grad_norm, lr)
             dispatcher.step_end.fire()
@@ -259,10 +260,9 @@ class Session:
         self._due = due = self._schedule.at_step(step, self._position, ends_epoch=ends_epoch)
         later = self._due_at_epoch_end(step) if ends_epoch else _NOTHING
         # A request of this rank alone counts only once the others know of it: collectives depend on these flags.
-        alone = self._world_size == 1
-        state.will_log = due.log or later.log or (alone and control.should_log)
-        state.will_evaluate = due.evaluate or later.evaluate or (alone and control.should_evaluate)
-        state.will_save = due.save or later.save or (alone and control.should_save)
+        state.will_log = due.log or later.log or (self._alone and control.should_log)
+        state.will_evaluate = due.evaluate or later.evaluate or (self._alone and control.should_evaluate)
+        state.will_save = due.save or later.save or (self._alone and control.should_save)
 
     def _replan(self) -> DueActions:
         """What the present step's end does by the settings that commands have changed."""

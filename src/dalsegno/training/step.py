@@ -21,7 +21,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dalsegno.data import to_device
 from dalsegno.data.step_batch import StepBatch
-from dalsegno.distributed import collectives
 from dalsegno.distributed.parallel import Parallel
 from dalsegno.events.table import Event
 from dalsegno.stateful.component import Stateful
@@ -91,8 +90,8 @@ class TrainStep:
         self._max_grad_norm = parts.args.max_grad_norm
         self._device = device
         self._parameters = [parameter for group in parts.optimizer.param_groups for parameter in group["params"]]
-        # DDP and FSDP average gradients over the ranks; shares are to be summed.
-        self._world_size = collectives.world_size()
+        # Gradients are averaged over the data ranks; shares are to be summed.
+        self._data_size = parts.layout.data_size
 
     @property
     def stateful(self) -> dict[str, Stateful]:
@@ -168,7 +167,7 @@ class TrainStep:
         counted = loss.detach()
         if share != 1.0:  # padding does not count, not even a NaN
             counted = counted * share if share else torch.zeros_like(counted)
-        factor = share * self._world_size
+        factor = share * self._data_size
         scaled = loss if factor == 1.0 else loss * factor
         if self._scaler is not None:
             scaled = self._scaler.scale(scaled)

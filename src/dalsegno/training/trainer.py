@@ -17,6 +17,7 @@ from dalsegno.control import CommandQueue
 from dalsegno.data import ResumableLoader, TrainingData
 from dalsegno.data.build import Collator, eval_batches, evaluation_sets_from_args, train_loader_from_args
 from dalsegno.data.step_batch import LossWeight
+from dalsegno.distributed.layout import build_layout
 from dalsegno.distributed.parallel import FusedBackward
 from dalsegno.distributed.parallel.torchrun import init_distributed
 from dalsegno.distributed.precision import autocast_dtype
@@ -103,9 +104,10 @@ class Trainer:
         self.model, self.args, self._collator = model, args, data_collator
         device = init_distributed(args.use_cpu)
         check_writable(args.directory)
-        loader = train_loader_from_args(args, train_dataset, train_dataloader, data_collator)
-        placed = place(model, loss_fn, optimizer, args, device)
-        sets = evaluation_sets_from_args(args, eval_dataset, eval_dataloader, data_collator)
+        layout = build_layout(args.parallel, device)
+        loader = train_loader_from_args(args, layout, train_dataset, train_dataloader, data_collator)
+        placed = place(model, loss_fn, optimizer, args, device, layout)
+        sets = evaluation_sets_from_args(args, layout, eval_dataset, eval_dataloader, data_collator)
         _check_best(args, [each.name for each in sets])
         schedulers = build_schedulers(lr_scheduler, placed.optimizer, args, loader)
         context_fields = {
@@ -117,7 +119,12 @@ class Trainer:
         self._parts = _build_parts(args, placed, schedulers, loader, callbacks, context_fields)
         self._train_step, forward = _build_step(self._parts, placed)
         self._evaluation = partial(
-            LossEvaluation, dispatcher=self._parts.dispatcher, forward=forward, device=device, loss_weight=loss_weight
+            LossEvaluation,
+            dispatcher=self._parts.dispatcher,
+            forward=forward,
+            layout=layout,
+            device=device,
+            loss_weight=loss_weight,
         )
         self._lifecycle = RunLifecycle(
             self._parts,
@@ -224,7 +231,9 @@ class Trainer:
         ``on_prediction_step`` receives the outputs of each batch, ``on_predict`` the metrics.
         """
         metrics: dict[str, float] = {}
-        for name, prefix, loader in evaluation_sets_from_args(self.args, test_dataset, None, self._collator):
+        for name, prefix, loader in evaluation_sets_from_args(
+            self.args, self._parts.layout, test_dataset, None, self._collator
+        ):
             evaluation = self._evaluation(name, prefix.replace("eval", "test", 1), loader)
             metrics |= evaluation(self._lifecycle.boundary.evaluations.between_batches)
         predict = self._parts.dispatcher.predict
@@ -314,6 +323,7 @@ def _build_parts(
 ) -> RunParts:
     return build_parts(
         args,
+        layout=placed.layout,
         model=placed.model,
         loss_fn=placed.loss_module,
         optimizer=placed.optimizer,

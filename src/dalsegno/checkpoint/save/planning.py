@@ -23,6 +23,7 @@ from dalsegno.checkpoint.format.index import Index, StoredChunk, StoredTensor
 from dalsegno.checkpoint.format.layout import FileLayout, TensorChunk
 from dalsegno.checkpoint.state.sharded import TensorsByComponent
 from dalsegno.distributed import collectives
+from dalsegno.distributed.layout import meshes_like
 from dalsegno.errors import CannotSave
 
 
@@ -165,8 +166,10 @@ def check_ranks_match(tensors: TensorsByComponent) -> None:
 
 
 def _described(name: str, tensor: torch.Tensor) -> str:
-    placement = f" {tensor.placements} {tensor.device_mesh.mesh.tolist()}" if isinstance(tensor, DTensor) else ""
-    return f"{name} {list(tensor.shape)} {tensor.dtype}{placement}"
+    described = f"{name} {list(tensor.shape)} {tensor.dtype}"
+    if not isinstance(tensor, DTensor):
+        return described
+    return f"{described} {tensor.placements} {meshes_like(tensor.device_mesh).tolist()}"
 
 
 def _layout_of(tensor: torch.Tensor, known: dict[object, ShardLayout]) -> ShardLayout:
@@ -183,14 +186,15 @@ def _layout_of(tensor: torch.Tensor, known: dict[object, ShardLayout]) -> ShardL
 
 
 def _chunks(tensor: DTensor) -> Iterator[Chunk]:
-    mesh = tensor.device_mesh.mesh
+    meshes = meshes_like(tensor.device_mesh)  # each holds the whole tensor
+    shape: tuple[int, ...] = tuple(meshes.shape[1:])
     owners: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
-    for coordinate in itertools.product(*map(range, mesh.shape)):
-        box = box_at(tuple(tensor.shape), tuple(mesh.shape), coordinate, tensor.placements)
-        owners.setdefault(box, []).append(int(mesh[coordinate]))
-    for (offsets, shape), its_owners in owners.items():
-        if 0 not in shape:  # there were too few rows for this rank
-            yield Chunk(offsets, shape, its_owners)
+    for coordinate in itertools.product(*map(range, shape)):
+        box = box_at(tuple(tensor.shape), shape, coordinate, tensor.placements)
+        owners.setdefault(box, []).extend(meshes[(slice(None), *coordinate)].tolist())
+    for (offsets, lengths), its_owners in owners.items():
+        if 0 not in lengths:  # there were too few rows for this rank
+            yield Chunk(offsets, lengths, its_owners)
 
 
 def box_at(

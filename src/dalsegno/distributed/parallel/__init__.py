@@ -2,38 +2,98 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from dalsegno.distributed import collectives
+from dalsegno.distributed.layout import Layout
+from dalsegno.distributed.modes import (
+    FSDP,
+    REPLICATE,
+    SHARD,
+    TENSOR,
+    Mode,
+    Parallelized,
+    Setting,
+    TensorParallel,
+    modes_of,
+)
+from dalsegno.errors import ConfigurationError
 
 from .base import Parallel
 from .ddp import DataParallel
 from .fsdp import FullySharded
 from .fused_backward import FusedBackward
 from .single import Single
+from .spread import Spread
+from .tensor import TensorSharded
 from .torchrun import require_launch
 from .trained_loss import WithTrainedLoss, has_own_parameters
 
 __all__ = ["DataParallel", "FullySharded", "FusedBackward", "Parallel", "Single", "parallelize"]
 
 
-def parallelize(model: nn.Module, way: str, device: torch.device, loss_fn: nn.Module | None = None) -> Parallel:
-    """Distribute ``model``, which is on ``device``, by the named mode; ``auto`` is DDP.
+def parallelize(
+    model: nn.Module, setting: Setting, layout: Layout, device: torch.device, loss_fn: nn.Module | None = None
+) -> Parallel:
+    """Distribute ``model``, which is on ``device``, by the modes of a checked setting; ``auto`` is DDP.
 
     ``loss_fn``, which computes the loss from the model's output, is distributed too if it has parameters to train.
 
     With a single rank nothing is distributed, whatever the mode: a script written for many ranks works unchanged.
 
     Raises:
-        ConfigurationError: for a mode that needs ranks, if no launcher has set a world size; or if the mode does not
-            support such a ``loss_fn``.
+        ConfigurationError: for a mode that needs ranks, if no launcher has set a world size; or if a mode does not
+            support such a model or ``loss_fn``.
+        UnknownName: for a module named by a mode that the model does not have.
     """
-    ways: dict[str, type[Parallel]] = {"none": Single, "auto": DataParallel, "ddp": DataParallel, "fsdp": FullySharded}
-    if way in ("ddp", "fsdp"):
-        require_launch(way)
-    alone = collectives.world_size() == 1
-    kind = Single if alone else ways[way]
-    if loss_fn is None or not has_own_parameters(loss_fn, model, "none" if alone else way):
-        return kind(model, device)
-    return WithTrainedLoss(kind(model, device), kind(loss_fn, device))
+    modes = modes_of(setting)
+    if modes and setting != "auto":
+        require_launch(setting)
+    if collectives.world_size() == 1:
+        modes = ()
+    if loss_fn is None or not has_own_parameters(loss_fn, model, modes):
+        return _spread(model, modes, layout, device)
+    parallel = _spread(model, modes, layout, device)
+    return WithTrainedLoss(parallel, _spread_loss(loss_fn, modes, layout, device))
+
+
+def _spread(model: nn.Module, modes: Sequence[Mode], layout: Layout, device: torch.device) -> Parallel:
+    tensor = next((mode for mode in modes if isinstance(mode, TensorParallel)), None)
+    sharding = next((mode for mode in modes if isinstance(mode, FSDP)), None)
+    mesh = layout.mesh
+    if not modes:
+        return Single(model)
+    if mesh is None:
+        return DataParallel(model, device)
+    if isinstance(modes[0], Parallelized):
+        return Spread(model)
+    names = layout.dimensions
+    layers = None if tensor is None else mesh[TENSOR]
+    if sharding is not None:
+        data = tuple(name for name in (REPLICATE, SHARD) if name in names)
+        return FullySharded(model, sharding, mesh[data], tensor, layers)
+    assert tensor is not None and layers is not None, "these are all modes that have a mesh"
+    return TensorSharded(model, tensor, layers)
+
+
+def _spread_loss(loss_fn: nn.Module, modes: Sequence[Mode], layout: Layout, device: torch.device) -> Parallel:
+    """Spread a loss function: over the data ranks only; ranks that read the same data compute the same.
+
+    Raises:
+        ConfigurationError: if the user has spread the model, but not the loss function.
+    """
+    if modes and isinstance(modes[0], Parallelized) and layout.data_size > 1 and not _is_spread(loss_fn):
+        raise ConfigurationError(
+            f"loss_fn: {type(loss_fn).__name__} has parameters of its own, whose gradients nothing averages over the "
+            "data ranks; spread it too, as you spread the model"
+        )
+    sharding = [mode for mode in modes if not isinstance(mode, TensorParallel)]
+    return _spread(loss_fn, sharding, layout, device)
+
+
+def _is_spread(module: nn.Module) -> bool:
+    return all(isinstance(each, DTensor) for each in module.parameters())

@@ -7,8 +7,10 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from dalsegno.distributed.clipping import clip_to_norm, gradient_norm
+from dalsegno.errors import ConfigurationError
 
 
 class Parallel:
@@ -19,8 +21,7 @@ class Parallel:
     loss_fn: nn.Module | None = None
     """Computes the loss from the output, if it is trained too."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        """``model`` is on ``device``."""
+    def __init__(self, model: nn.Module) -> None:
         self.module = model
 
     @contextmanager
@@ -39,19 +40,34 @@ class Parallel:
 
         The norm is the full model's: that of a sharded model is reduced over the ranks.
         """
-        trained = [parameter for parameter in parameters if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm([_elements(parameter) for parameter in trained])
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()  # reduces the norms of the shards
+        norm = gradient_norm(parameters)
         if max_norm:
-            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+            clip_to_norm(parameters, max_norm, norm)
         return norm
 
 
-def _elements(parameter: nn.Parameter) -> torch.Tensor:
-    """Return the gradient; for a sparse one (``nn.Embedding(sparse=True)``), its coalesced values."""
-    assert parameter.grad is not None
-    if not parameter.grad.is_sparse:
-        return parameter.grad
-    parameter.grad = parameter.grad.coalesce()
-    return parameter.grad.values()
+class ReplacedParameters(Parallel):
+    """A mode that replaces the parameter objects of a model, which its ``__init__`` receives before that."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._before = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def rebind(self, optimizer: Optimizer) -> None:
+        """Substitute the new parameters in the optimizer.
+
+        Raises:
+            ConfigurationError: if the optimizer has already stepped.
+        """
+        now = dict(self.module.named_parameters())
+        known = {id(parameter) for parameter in now.values()}
+        for group in optimizer.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                if id(parameter) in known or id(parameter) not in self._before:
+                    continue
+                if optimizer.state:
+                    raise ConfigurationError(
+                        "optimizer: it has stepped before the model was sharded; build a new one on the model that you "
+                        "pass to the trainer"
+                    )
+                group["params"][index] = now[self._before[id(parameter)]]

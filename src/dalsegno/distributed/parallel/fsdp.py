@@ -2,59 +2,86 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
-import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.optim import Optimizer
+from torch.distributed.tensor import DTensor
 
 from dalsegno.distributed import collectives
-from dalsegno.distributed.blocks import unshared_blocks
+from dalsegno.distributed.blocks import matching_names, unshared
+from dalsegno.distributed.modes import FSDP, TensorParallel
 from dalsegno.distributed.sharded_tensors import once
 from dalsegno.errors import ConfigurationError
 
-from .base import Parallel
+from .base import ReplacedParameters
+from .tensor import split_layers
 
 
-class FullySharded(Parallel):
-    """Shards each block (an element of a ``ModuleList`` or ``Sequential``) as a unit, and the rest as one more. A block
-    that shares a parameter with another part belongs to the rest.
+class FullySharded(ReplacedParameters):
+    """Shards each unit, and the rest of the model as one more. A part that shares a parameter with another one belongs
+    to the rest.
 
     An already sharded model is used as it is.
+
+    Args:
+        model: on its device.
+        mode: the options of ``fully_shard``.
+        mesh: over which the data are split; of two dimensions for HSDP.
+        layers: splits layers first, over ``layer_mesh``.
+        layer_mesh: of one dimension.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._before = {id(parameter): name for name, parameter in model.named_parameters()}
-        if not isinstance(model, FSDPModule):
-            # each rank keeps a shard of its own copy, so the copies must be equal
-            collectives.broadcast_tensors([*model.parameters(), *map(once, model.buffers())])
-            mesh = init_device_mesh(device.type, (collectives.world_size(),))
-            for block in unshared_blocks(model):
-                fully_shard(block, mesh=mesh)
-            fully_shard(model, mesh=mesh)
-        self.module = model
+    def __init__(
+        self,
+        model: nn.Module,
+        mode: FSDP,
+        mesh: DeviceMesh,
+        layers: TensorParallel | None = None,
+        layer_mesh: DeviceMesh | None = None,
+    ) -> None:
+        super().__init__(model)
         self._sharded = cast(FSDPModule, model)
+        if isinstance(model, FSDPModule):
+            _expect_of_all_ranks(model, layers)
+            return
+        # each rank keeps a shard of its own copy, so the copies must be equal
+        collectives.broadcast_tensors([*model.parameters(), *map(once, model.buffers())])
+        if layers is not None and layer_mesh is not None:
+            split_layers(model, layers, layer_mesh)
+        options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": mode.reshard_after_forward}
+        if mode.mp_policy is not None:
+            options["mp_policy"] = mode.mp_policy
+        for unit in unshared(model, _unit_names(model, mode)):
+            fully_shard(unit, **options)
+        fully_shard(model, **options)
 
     def synchronize(self, wanted: bool) -> None:
         self._sharded.set_requires_gradient_sync(wanted)
 
-    def rebind(self, optimizer: Optimizer) -> None:
-        """Sharding replaces the parameter objects; substitute the new ones in the optimizer.
 
-        Raises:
-            ConfigurationError: if the optimizer has already stepped.
-        """
-        now = dict(self.module.named_parameters())
-        known = {id(parameter) for parameter in now.values()}
-        for group in optimizer.param_groups:
-            for index, parameter in enumerate(group["params"]):
-                if id(parameter) in known or id(parameter) not in self._before:
-                    continue
-                if optimizer.state:
-                    raise ConfigurationError(
-                        "optimizer: it has stepped before the model was sharded; build a new one on the model that you "
-                        "pass to the trainer"
-                    )
-                group["params"][index] = now[self._before[id(parameter)]]
+def _unit_names(model: nn.Module, mode: FSDP) -> list[str] | None:
+    """Names of the modules that the user chose; None: the choice is ours.
+
+    Raises:
+        UnknownName: for a name that no module has.
+    """
+    if mode.units is None:
+        return None
+    found = [name for each in mode.units for name in matching_names(model, each, f"{type(mode).__name__}(units=…)")]
+    return [*dict.fromkeys(found)]
+
+
+def _expect_of_all_ranks(model: nn.Module, layers: TensorParallel | None) -> None:
+    """
+    Raises:
+        ConfigurationError: if the user has spread the model over a mesh that is more than FSDP's.
+    """
+    meshes = {each.device_mesh for each in model.parameters() if isinstance(each, DTensor)}
+    if layers is None and all(mesh.size() == collectives.world_size() for mesh in meshes):
+        return
+    raise ConfigurationError(
+        f"the model is sharded already, over {', '.join(map(str, meshes))}; pass parallel=Parallelized(mesh, data=…), "
+        "which names the dimensions over which the data are split"
+    )

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from dalsegno.distributed.modes import Setting, text_of
 from dalsegno.errors import ConfigurationError
 
 
@@ -33,15 +34,15 @@ def init_distributed(use_cpu: bool) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
 
 
-def require_launch(way: str) -> None:
+def require_launch(setting: Setting) -> None:
     """
     Raises:
         ConfigurationError: if no launcher has set a world size, not even 1: most likely torchrun was forgotten.
     """
     if "WORLD_SIZE" not in os.environ and not (dist.is_available() and dist.is_initialized()):
         raise ConfigurationError(
-            f"parallel={way!r}: this process was started without a launcher, so the number of ranks is unknown; start "
-            "it with torchrun (--nproc-per-node 1 for one rank), or use parallel='auto'"
+            f"parallel={text_of(setting)!r}: this process was started without a launcher, so the number of ranks is "
+            "unknown; start it with torchrun (--nproc-per-node 1 for one rank), or use parallel='auto'"
         )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dalsegno.distributed.modes import DDP, Mode
 from dalsegno.errors import ConfigurationError
 
 from .base import Parallel
@@ -44,18 +45,20 @@ class WithTrainedLoss(Parallel):
         return self._parts[0].clip(parameters, max_norm)
 
 
-def has_own_parameters(loss_fn: nn.Module, model: nn.Module, way: str) -> bool:
+def has_own_parameters(loss_fn: nn.Module, model: nn.Module, modes: Sequence[Mode]) -> bool:
     """Whether ``loss_fn`` has trainable parameters that the model does not have. Call before distributing either.
 
     Raises:
-        ConfigurationError: if they share a parameter whose gradient ``way`` could not average.
+        ConfigurationError: if they share a parameter whose gradient these modes could not average.
     """
     of_model = {id(parameter) for parameter in model.parameters()}
     own = [each for each in loss_fn.parameters() if id(each) not in of_model and each.requires_grad]
     shared = next((name for name, each in loss_fn.named_parameters() if id(each) in of_model), None)
-    if shared is not None and (way == "fsdp" or (own and way != "none")):
+    are_replaced = any(not isinstance(mode, DDP) for mode in modes)
+    if shared is not None and (are_replaced or (own and modes)):
         raise ConfigurationError(
             f"loss_fn: {type(loss_fn).__name__} shares {shared} with the model, and over several ranks "
-            f"(parallel={way!r}) its gradient would be wrong; compute the loss in the model's forward"
+            f"(parallel={', '.join(map(str, modes))}) its gradient would be wrong; compute the loss in the "
+            "model's forward"
         )
     return bool(own)

@@ -1,0 +1,154 @@
+"""Layout: which ranks read the same data, and the mesh that all ranks form.
+
+Whatever follows the data (samples, loss weights, records, per-rank state, random seeds) asks for the *data rank*.
+Whatever all ranks decide together (stops, saves) uses :mod:`dalsegno.distributed.collectives` as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self, TypeVar
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from dalsegno.errors import ConfigurationError, UnknownName
+
+from . import collectives
+from .modes import DDP, REPLICATE, SHARD, Parallelized, Setting, TensorParallel, mesh_dimensions, modes_of, text_of
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the ranks of a job share its data and its model. Equal on all ranks."""
+
+    mesh: DeviceMesh | None
+    """Over all ranks, with named dimensions; None if every rank has the whole model."""
+    data_ranks: tuple[int, ...]
+    """The data rank of each rank: 0 to ``data_size - 1``."""
+
+    @classmethod
+    def flat(cls) -> Self:
+        """Every rank reads its own data."""
+        return cls(None, tuple(range(collectives.world_size())))
+
+    @classmethod
+    def of_mesh(cls, mesh: DeviceMesh, data: Sequence[str]) -> Self:
+        """Ranks at the same coordinates of the dimensions ``data`` read the same data.
+
+        Raises:
+            UnknownName: for a dimension that the mesh does not have; the message suggests the nearest.
+            ConfigurationError: for a mesh without names, or not of all ranks.
+        """
+        names = mesh.mesh_dim_names
+        if names is None:
+            raise ConfigurationError(
+                f"parallel=Parallelized({mesh}): its dimensions have no names; build it with mesh_dim_names="
+            )
+        for name in data:
+            if name not in names:
+                raise UnknownName("data dimension of Parallelized(mesh, data=…):", name, names)
+        if sorted(mesh.mesh.flatten().tolist()) != list(range(collectives.world_size())):
+            raise ConfigurationError(
+                f"parallel=Parallelized({mesh}): the mesh has {mesh.size()} ranks, this job has "
+                f"{collectives.world_size()}; pass the mesh of all ranks"
+            )
+        data_ranks = [0] * mesh.size()
+        for coordinates in torch.ones(mesh.mesh.shape).nonzero().tolist():
+            number = 0
+            for name in data:
+                dimension = names.index(name)
+                number = number * mesh.size(dimension) + coordinates[dimension]
+            data_ranks[int(mesh.mesh[tuple(coordinates)])] = number
+        return cls(mesh, tuple(data_ranks))
+
+    @property
+    def data_rank(self) -> int:
+        """Ranks with the same number read the same data."""
+        return self.data_ranks[collectives.rank()]
+
+    @property
+    def data_size(self) -> int:
+        """Number of ranks with different data."""
+        return max(self.data_ranks) + 1
+
+    @property
+    def sharing(self) -> int:
+        """Number of ranks that read the same data."""
+        return len(self.data_ranks) // self.data_size
+
+    @property
+    def counted(self) -> list[int]:
+        """For each data rank, the rank that stands for it: the lowest."""
+        return [self.data_ranks.index(number) for number in range(self.data_size)]
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank stands for its data rank."""
+        return self.data_ranks.index(self.data_rank) == collectives.rank()
+
+    @property
+    def dimensions(self) -> dict[str, int]:
+        """Sizes of the mesh's dimensions, by name; empty without a mesh."""
+        if self.mesh is None:
+            return {}
+        return dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True))
+
+    def sum_floats(self, values: Sequence[float], purpose: str) -> list[float]:
+        """Sum over the data ranks, each with the mean of the ranks that read its data. Collective of all ranks; see
+        :func:`collectives.sum_floats`."""
+        return [total / self.sharing for total in collectives.sum_floats(values, purpose)]
+
+    def of_data_ranks(self, rows: Sequence[T]) -> list[T]:
+        """Of a row for each rank, those that stand for a data rank, in the order of the data ranks."""
+        return [rows[number] for number in self.counted]
+
+
+def meshes_like(mesh: DeviceMesh) -> torch.Tensor:
+    """The ranks of this rank's ``mesh``, and of those that the other ranks have in its place, if it is a part of a
+    larger one: shape (number of meshes, ``*mesh.shape``). Equal on all ranks."""
+    if not hasattr(mesh, "_rank_map"):  # torch before 2.10
+        if mesh.size() < collectives.world_size():
+            raise ConfigurationError(
+                f"{mesh} is a part of a larger mesh; to save tensors on it, use torch 2.10 or newer"
+            )
+        return mesh.mesh.unsqueeze(0)
+    return mesh._layout.remap_to_tensor(mesh._rank_map)
+
+
+def build_layout(parallel: Setting, device: torch.device) -> Layout:
+    """Build the mesh of a checked ``parallel`` setting. Collective.
+
+    Raises:
+        ConfigurationError: if the modes' sizes do not fit the number of ranks, or a mesh is not of all ranks.
+    """
+    modes = modes_of(parallel)
+    if modes and isinstance(modes[0], Parallelized):
+        return Layout.of_mesh(modes[0].mesh, modes[0].data)
+    if not modes or isinstance(modes[0], DDP):
+        return Layout.flat()
+    dimensions = mesh_dimensions(modes, collectives.world_size())
+    if collectives.world_size() == 1:
+        return Layout.flat()
+    mesh = init_device_mesh(device.type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
+    return Layout.of_mesh(mesh, [name for name in (REPLICATE, SHARD) if name in dimensions])
+
+
+def layout_of_own_loop(parallel: Setting) -> Layout:
+    """The layout of a hand-written loop, whose author has spread the model.
+
+    Raises:
+        ConfigurationError: for modes that only a Trainer carries out.
+    """
+    modes = modes_of(parallel)
+    if modes and isinstance(modes[0], Parallelized):
+        return Layout.of_mesh(modes[0].mesh, modes[0].data)
+    if any(isinstance(mode, TensorParallel) for mode in modes):
+        raise ConfigurationError(
+            f"parallel={text_of(parallel)}: a loop around dalsegno.Run spreads its model itself; spread it, and pass "
+            "parallel=Parallelized(mesh, data=…), which names the dimensions over which the data are split"
+        )
+    return Layout.flat()

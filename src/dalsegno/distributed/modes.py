@@ -1,0 +1,213 @@
+"""Parallel modes: what ``TrainingArguments(parallel=…)`` accepts, and the mesh that the ranks form by it.
+
+A mode describes; :mod:`dalsegno.distributed.parallel` carries it out. Names of mesh dimensions are torchtitan's:
+``dp_replicate`` and ``dp_shard`` over which the data are split, ``tp`` whose ranks read the same data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from dalsegno.errors import ConfigurationError
+from dalsegno.policies.notation import Policy, read_policies
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+REPLICATE, SHARD, TENSOR = "dp_replicate", "dp_shard", "tp"
+"""Dimensions of a mesh, outermost first: neighbouring ranks, which share a host, exchange the most."""
+
+NAMES = ("auto", "none", "ddp", "fsdp")
+
+
+class Mode(Policy):
+    """Base of the modes, which are dataclasses."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, repr=False)
+class DDP(Mode):
+    """A copy of the model on each rank (DistributedDataParallel)."""
+
+
+@dataclass(frozen=True, repr=False)
+class FSDP(Mode):
+    """Parameters, gradients and optimizer state sharded over the ranks: FSDP2, ``fully_shard``."""
+
+    mp_policy: MixedPrecisionPolicy | None = field(default=None, kw_only=True)
+    """Dtypes of gathered parameters and reduced gradients. None: those of the parameters."""
+    reshard_after_forward: bool | int | None = field(default=None, kw_only=True)
+    """Whether to free gathered parameters after the forward pass, and gather them again in the backward pass; a number
+    of ranks to shard them over meanwhile. None: free them, except those of the root."""
+    units: str | Sequence[str] | None = field(default=None, kw_only=True)
+    """Names of the modules that are gathered one at a time, with ``*`` for any part: ``"layers.*"``. None: each element
+    of a ``ModuleList`` or ``Sequential``."""
+
+    def __post_init__(self) -> None:
+        if self.units is not None:
+            units = (self.units,) if isinstance(self.units, str) else tuple(self.units)
+            if not units or not all(isinstance(each, str) for each in units):
+                raise ConfigurationError(f"units={self.units!r}; needs names of modules, such as 'layers.*'")
+            object.__setattr__(self, "units", units)
+        shards = self.reshard_after_forward
+        if not (shards is None or isinstance(shards, bool) or (isinstance(shards, int) and shards > 0)):
+            raise ConfigurationError(f"reshard_after_forward={shards!r}; needs True, False, or a number of ranks")
+
+
+@dataclass(frozen=True, repr=False)
+class HSDP(FSDP):
+    """FSDP within each of ``replicate`` groups of ranks, which average their gradients."""
+
+    replicate: int
+    """Number of groups. Each group's ranks hold the whole model between them."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _expect_size("HSDP: replicate", self.replicate)
+
+
+@dataclass(frozen=True, repr=False)
+class TensorParallel(Mode):
+    """Layers split over ``size`` neighbouring ranks, which read the same data (``torch.distributed.tensor.parallel``).
+
+    Composes with FSDP or HSDP, in a list: the parts of each layer are then sharded over the other ranks.
+    """
+
+    plan: str | Mapping[str, ParallelStyle] = "auto"
+    """Style of each split module by its name, with ``*`` for any part: ``{"layers.*.up": ColwiseParallel()}``.
+    ``"auto"``: the model's own plan, of Hugging Face models."""
+    size: int | None = None
+    """Number of ranks. None: all; needed in a composition."""
+
+    def __post_init__(self) -> None:
+        if self.size is not None:
+            _expect_size("TensorParallel: size", self.size)
+        if self.plan != "auto" and not (isinstance(self.plan, Mapping) and self.plan):
+            raise ConfigurationError(
+                f"TensorParallel: plan={self.plan!r}; needs a style for each module, "
+                "{'layers.*.up': ColwiseParallel(), …}, or 'auto' for the model's own plan"
+            )
+
+    def __repr__(self) -> str:
+        styles = (
+            self.plan if isinstance(self.plan, str) else {name: type(each).__name__ for name, each in self.plan.items()}
+        )
+        return f"TensorParallel({styles!r}" + (")" if self.size is None else f", size={self.size})")
+
+
+@dataclass(frozen=True, repr=False)
+class Parallelized(Mode):
+    """The model as you have spread it, over a mesh of your own.
+
+    Your code reduces the gradients in the backward pass, to their mean over the data ranks.
+    """
+
+    mesh: DeviceMesh
+    """Over all ranks, with names of its dimensions."""
+    data: str | Sequence[str] = ("dp",)
+    """Dimensions over which the data are split. Ranks that differ in other dimensions only read the same data."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "data", (self.data,) if isinstance(self.data, str) else tuple(self.data))
+
+    def __repr__(self) -> str:
+        names = self.mesh.mesh_dim_names or ()
+        sizes = ", ".join(f"{name}={size}" for name, size in zip(names, self.mesh.shape, strict=True))
+        return f"Parallelized({sizes}; data={'·'.join(self.data)})"
+
+
+def _expect_size(what: str, size: object) -> None:
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ConfigurationError(f"{what}={size!r}; needs a number of at least 1")
+
+
+Setting = str | Mode | Sequence["str | Mode"]
+"""A value of ``TrainingArguments(parallel=…)``: a name, a mode, or several that are composed."""
+
+
+def checked(setting: Any) -> str | Mode | tuple[Mode, ...]:
+    """Return a name as it is, else the modes that ``setting`` stands for; text such as ``HSDP(replicate=2)`` is parsed.
+
+    Raises:
+        UnknownName: for text with an unknown mode or argument.
+        ConfigurationError: for a value that is not a mode, or modes that cannot be composed.
+    """
+    if (isinstance(setting, str) and setting in NAMES) or isinstance(setting, Mode):
+        return setting
+    several = [setting] if isinstance(setting, str) else setting
+    if not isinstance(several, Iterable):
+        raise _not_a_mode(setting)
+    modes = tuple(mode for each in several for mode in _parsed(each))
+    _check_composition(modes)
+    return modes[0] if isinstance(setting, str) and len(modes) == 1 else modes
+
+
+def modes_of(setting: Setting) -> tuple[Mode, ...]:
+    """The modes of a checked setting, outermost mesh dimension first; none for ``none``."""
+    if isinstance(setting, str):
+        return {"none": (), "fsdp": (FSDP(),)}.get(setting, (DDP(),))
+    return (setting,) if isinstance(setting, Mode) else tuple(setting)  # type: ignore[arg-type]
+
+
+def text_of(setting: Setting) -> str | list[str]:
+    """The setting as text, for JSON."""
+    return str(setting) if isinstance(setting, (str, Mode)) else [str(each) for each in setting]
+
+
+def mesh_dimensions(modes: Sequence[Mode], ranks: int) -> dict[str, int]:
+    """Sizes of the mesh's dimensions by name, outermost first.
+
+    Raises:
+        ConfigurationError: if no mesh of these sizes has that many ranks.
+    """
+    tensor = next((mode for mode in modes if isinstance(mode, TensorParallel)), None)
+    data = next((mode for mode in modes if isinstance(mode, FSDP)), None)
+    size = 1 if tensor is None else tensor.size or ranks
+    replicate = data.replicate if isinstance(data, HSDP) else 1
+    shards, rest = divmod(ranks, size * replicate)
+    if rest or not shards:
+        sizes = " · ".join(str(each) for each in (replicate, size) if each > 1)
+        raise ConfigurationError(
+            f"parallel={text_of(tuple(modes))}: {sizes} does not divide the {ranks} ranks of this job; start a "
+            f"multiple of {size * replicate} ranks, or choose sizes whose product divides {ranks}"
+        )
+    if data is None and shards > 1:
+        raise ConfigurationError(
+            f"parallel={tensor}: leaves {shards} groups of ranks with different data and no mode that averages their "
+            f"gradients; compose it, parallel=[{tensor}, FSDP()], or set size={ranks}"
+        )
+    dimensions = {REPLICATE: replicate} if isinstance(data, HSDP) else {}
+    dimensions |= {} if data is None else {SHARD: shards}
+    return dimensions | ({} if tensor is None else {TENSOR: size})
+
+
+def _parsed(each: object) -> list[Mode]:
+    if isinstance(each, Mode):
+        return [each]
+    if not isinstance(each, str):
+        raise _not_a_mode(each)
+    if each == "fsdp":
+        return [FSDP()]
+    if "(" not in each:
+        raise _not_a_mode(each)
+    return [mode for mode in read_policies(each, [FSDP, HSDP, TensorParallel]) if isinstance(mode, Mode)]
+
+
+def _not_a_mode(value: object) -> ConfigurationError:
+    return ConfigurationError(
+        f"parallel={value!r}; allowed are {', '.join(map(repr, NAMES))}, FSDP(…), HSDP(…), TensorParallel(…), "
+        "Parallelized(…), or a list of them"
+    )
+
+
+def _check_composition(modes: Sequence[Mode]) -> None:
+    kinds = [FSDP if isinstance(mode, FSDP) else type(mode) for mode in modes]
+    if not modes or len({*kinds}) < len(kinds) or (len(kinds) > 1 and {*kinds} != {FSDP, TensorParallel}):
+        raise ConfigurationError(
+            f"parallel={[*modes]}: these cannot be composed; TensorParallel can, with FSDP or HSDP"
+        )

@@ -1,0 +1,118 @@
+"""Tensor parallelism: layers split over neighbouring ranks that read the same data, by torch.distributed.tensor."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from dalsegno.distributed import collectives
+from dalsegno.distributed.blocks import matching_names
+from dalsegno.distributed.modes import TensorParallel
+from dalsegno.distributed.sharded_tensors import once
+from dalsegno.errors import ConfigurationError
+
+from .base import ReplacedParameters
+
+_STYLES_OF_TRANSFORMERS: Mapping[str, Any] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+}
+"""Styles in the plans of Hugging Face models, by name."""
+
+
+class TensorSharded(ReplacedParameters):
+    """Splits layers by a plan; every rank has the rest of the model. Gradients of the rest are equal on all ranks,
+    because their inputs are."""
+
+    def __init__(self, model: nn.Module, mode: TensorParallel, mesh: DeviceMesh) -> None:
+        """``mesh``: of one dimension."""
+        super().__init__(model)
+        split_layers(model, mode, mesh)
+
+
+def split_layers(model: nn.Module, mode: TensorParallel, mesh: DeviceMesh) -> None:
+    """Replace the parameters of the modules in the plan by DTensors on ``mesh``, which has one dimension. Collective.
+
+    Raises:
+        UnknownName: for a name in the plan that no module has; the message suggests the nearest.
+        ConfigurationError: for a plan that is not supported, or one that would untie weights.
+    """
+    plan = _plan_of_transformers(model) if isinstance(mode.plan, str) else mode.plan
+    styles = _styles(model, plan)
+    tied = _tied_names(model)
+    # each rank keeps a part of its own copy, so the copies must be equal
+    collectives.broadcast_tensors([*model.parameters(), *map(once, model.buffers())])
+    for name, style in styles.items():
+        parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
+    for names in tied:
+        _tie_again(model, names)
+
+
+def _styles(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]:
+    """The style of each split module, by its name."""
+    styles: dict[str, ParallelStyle] = {}
+    for pattern, style in plan.items():
+        if not isinstance(style, ParallelStyle):
+            raise ConfigurationError(
+                f"TensorParallel: the plan has {style!r} for {pattern!r}; needs a style of "
+                "torch.distributed.tensor.parallel, such as ColwiseParallel()"
+            )
+        styles |= dict.fromkeys(matching_names(model, pattern, "the plan of TensorParallel"), style)
+    return styles
+
+
+def _plan_of_transformers(model: nn.Module) -> dict[str, ParallelStyle]:
+    plan: Mapping[str, str] | None = getattr(model, "tp_plan", None)
+    if not plan:
+        raise ConfigurationError(
+            f"TensorParallel('auto'): {type(model).__name__} has no plan of its own (tp_plan, of Hugging Face models); "
+            "pass one: TensorParallel({'layers.*.up': ColwiseParallel(), 'layers.*.down': RowwiseParallel()})"
+        )
+    unknown = {pattern: style for pattern, style in plan.items() if style not in _STYLES_OF_TRANSFORMERS}
+    if unknown:
+        known = {pattern: style for pattern, style in plan.items() if pattern not in unknown}
+        raise ConfigurationError(
+            f"TensorParallel('auto'): the plan of {type(model).__name__} has styles that split weights outside of "
+            f"torch.distributed.tensor.parallel: {unknown}; pass a plan without these modules, of {list(known)}"
+        )
+    return {pattern: _STYLES_OF_TRANSFORMERS[style]() for pattern, style in plan.items()}
+
+
+def _tied_names(model: nn.Module) -> list[list[str]]:
+    """Names of each parameter that has several."""
+    names: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[parameter].append(name)
+    return [several for several in names.values() if len(several) > 1]
+
+
+def _tie_again(model: nn.Module, names: Sequence[str]) -> None:
+    """
+    Raises:
+        ConfigurationError: if the modules that shared a parameter are split in different ways.
+    """
+    first, *others = [model.get_parameter(name) for name in names]
+    for name, other in zip(names[1:], others, strict=True):
+        if other is first:
+            continue
+        if _placement(other) != _placement(first):
+            raise ConfigurationError(
+                f"TensorParallel: {names[0]} and {name} are one tied weight, and the plan splits them differently; "
+                "split both alike (an embedding by RowwiseParallel, the output by ColwiseParallel), or neither"
+            )
+        module, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(module), attribute, first)
+
+
+def _placement(parameter: torch.Tensor) -> object:
+    return (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
