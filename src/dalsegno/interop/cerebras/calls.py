@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -105,69 +105,55 @@ class SetUp:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
-    """Calls ``method(trainer, ckpt_path)``, with a trainer as of the checkpoint."""
+class Within:
+    """Makes ``call`` inside ``scope``, which changes what the trainer shows meanwhile."""
 
-    event: Event
-    method: str
-    names = ("trainer", "ckpt_path")
+    call: Call
+    scope: Callable[[SharedState, Any], AbstractContextManager[None]]
 
-    def bind(self, method: Callable[..., Any], shared: SharedState, stacks: Stacks) -> Bound:
-        def call(_: Callback, ctx: SaveContext) -> None:
-            with shared.trainer.as_of(ctx.state):
-                method(shared.trainer, ctx.path)
+    @property
+    def event(self) -> Event:
+        return self.call.event
 
-        return call
-
-
-@dataclass(frozen=True, slots=True)
-class BeforeCount:
-    """Calls ``method(trainer, *given)`` of a step's last micro-batch, with a trainer that has not counted the step."""
-
-    event: Event
-    method: str
-    given: str
+    @property
+    def method(self) -> str:
+        return self.call.method
 
     @property
     def names(self) -> tuple[str, ...]:
-        return ("trainer", *self.given.split())
+        return self.call.names
 
     def bind(self, method: Callable[..., Any], shared: SharedState, stacks: Stacks) -> Bound:
-        inner = Call(self.event, self.method, self.given).bind(method, shared, stacks)
+        inner = self.call.bind(method, shared, stacks)
 
         def call(adapted: Callback, ctx: Any) -> None:
-            before = ctx.state.copy()
-            before.global_step -= 1
-            with shared.trainer.as_of(before):
+            with self.scope(shared, ctx):
                 inner(adapted, ctx)
 
         return call
 
 
-@dataclass(frozen=True, slots=True)
-class InTraining:
-    """Calls ``method(trainer, *given)`` at the end of a stretch, with a trainer that is not in the validation yet."""
+def as_saved(shared: SharedState, ctx: SaveContext) -> AbstractContextManager[None]:
+    """The trainer is that of the checkpoint."""
+    return shared.trainer.as_of(ctx.state)
 
-    event: Event
-    method: str
-    given: str
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("trainer", *self.given.split())
+def before_count(shared: SharedState, ctx: Any) -> AbstractContextManager[None]:
+    """The trainer has not counted the step yet whose last micro-batch ends."""
+    before = ctx.state.copy()
+    before.global_step -= 1
+    return shared.trainer.as_of(before)
 
-    def bind(self, method: Callable[..., Any], shared: SharedState, stacks: Stacks) -> Bound:
-        inner = Call(self.event, self.method, self.given, "a stretch ends").bind(method, shared, stacks)
 
-        def call(adapted: Callback, ctx: Any) -> None:
-            position = shared.trainer.position
-            name, position.val_name = position.val_name, None
-            try:
-                inner(adapted, ctx)
-            finally:
-                position.val_name = name
-
-        return call
+@contextmanager
+def in_training(shared: SharedState, ctx: Any) -> Iterator[None]:
+    """The trainer is not in the validation yet, at the end of a stretch."""
+    position = shared.trainer.position
+    name, position.val_name = position.val_name, None
+    try:
+        yield
+    finally:
+        position.val_name = name
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dalsegno.events.table import Event
 
-from .calls import BeforeCount, Call, Enter, Forward, InTraining, Leave, Log, Row, Saved, SetUp
+from .calls import Call, Enter, Forward, Leave, Log, Row, SetUp, Within, as_saved, before_count, in_training
 
 _SET_UP = ("pre_setup", "setup", "post_setup")
 
@@ -37,9 +37,9 @@ ORDER: tuple[Row, ...] = (
     Call(Event.AFTER_ZERO_GRAD, "on_after_optimizer_zero_grad", "model optimizer"),
     Call(Event.BEFORE_SCHEDULER_STEP, "on_before_scheduler_step", "model optimizer scheduler"),
     Call(Event.AFTER_SCHEDULER_STEP, "on_after_scheduler_step", "model optimizer scheduler"),
-    BeforeCount(Event.STEP_END, "on_train_step_end", "model last_outputs last_batch"),
+    Within(Call(Event.STEP_END, "on_train_step_end", "model last_outputs last_batch"), before_count),
     Call(Event.STEP_END, "on_train_batch_end", "model last_outputs last_batch batch_idx"),
-    InTraining(Event.EVALUATE_BEGIN, "on_train_end", "model loop loop_idx"),
+    Within(Call(Event.EVALUATE_BEGIN, "on_train_end", "model loop loop_idx", "a stretch ends"), in_training),
     Leave(Event.EVALUATE_BEGIN, "on_enter_train", "train"),
     # a validation
     Enter(Event.EVALUATE_BEGIN, "on_enter_validate", "validate", "val_dataloader val_loop"),
@@ -49,7 +49,7 @@ ORDER: tuple[Row, ...] = (
     Call(Event.LOG_STEP, "on_validate_end", "model val_loop", "a validation ends"),  # its metrics are logged with it
     Leave(Event.EVALUATE, "on_enter_validate", "validate"),
     Log(Event.LOG, LOG_METRICS),
-    Saved(Event.SAVE, "on_after_save_checkpoint"),
+    Within(Call(Event.SAVE, "on_after_save_checkpoint", "ckpt_path"), as_saved),
     # teardown; after an exception innermost first
     Leave(Event.EXCEPTION, "on_enter_validate", "validate"),
     Call(Event.EXCEPTION, "on_validate_exception", "exception", "validation broke"),
