@@ -39,6 +39,20 @@ logger = logging.getLogger("dalsegno")
 
 P = ParamSpec("P")
 
+INSIDE_THE_STEP = (
+    Event.BEFORE_FORWARD,
+    Event.AFTER_FORWARD,
+    Event.BEFORE_BACKWARD,
+    Event.AFTER_BACKWARD,
+    Event.BEFORE_ZERO_GRAD,
+    Event.AFTER_ZERO_GRAD,
+    Event.BEFORE_SCHEDULER_STEP,
+    Event.AFTER_SCHEDULER_STEP,
+    Event.TRAIN_METRICS,
+    Event.PREDICTION_STEP,
+)
+"""Events that no Bridge fires: other trainers have no callback at these places."""
+
 
 def fire(handlers: HandlerList[P, Any], *payload: P.args, **named: P.kwargs) -> None:
     """Call the handlers of an event, if there are any, with this payload in their context."""

@@ -37,29 +37,14 @@ from dalsegno.events.callback import Callback
 from dalsegno.events.dispatcher import check_supported
 from dalsegno.events.registration import check_callbacks
 from dalsegno.events.table import Event
-from dalsegno.interop.leg import Leg, Surroundings, expect_evaluations, fire
+from dalsegno.interop.leg import INSIDE_THE_STEP, Leg, Surroundings, expect_evaluations, fire
 from dalsegno.interop.states import FOLDER, states_in
 from dalsegno.interop.wrapping import unwrapped_optimizer, wrap
 from dalsegno.policies.triggers import SaveTrigger
 from dalsegno.state import TrainerState
 
 UNSUPPORTED_EVENTS = dict.fromkeys(
-    [
-        Event.MICROBATCH_BEGIN,
-        Event.BEFORE_FORWARD,
-        Event.AFTER_FORWARD,
-        Event.BEFORE_BACKWARD,
-        Event.AFTER_BACKWARD,
-        Event.MICROBATCH_END,
-        Event.BEFORE_ZERO_GRAD,
-        Event.AFTER_ZERO_GRAD,
-        Event.BEFORE_SCHEDULER_STEP,
-        Event.AFTER_SCHEDULER_STEP,
-        Event.TRAIN_METRICS,
-        Event.PREDICTION_STEP,
-        Event.PREDICT,
-        Event.SAVE,
-    ],
+    [*INSIDE_THE_STEP, Event.MICROBATCH_BEGIN, Event.MICROBATCH_END, Event.PREDICT, Event.SAVE],
     "a loop around an Accelerator cannot fire; use dalsegno.Trainer, or another callback",
 )
 """Events that the Bridge never fires. A callback that handles one of them raises EventNotFired."""
@@ -252,14 +237,14 @@ class Bridge:
 
     def _follow_requests(self, leg: Leg) -> bool:
         """Set the flags that callbacks on any rank request. Returns whether a record is wanted. Collective."""
-        wishes = leg.requests()
-        self.should_evaluate |= wishes.evaluate
-        self.should_save |= wishes.save
-        if (wishes.stop or wishes.abort) and not self.should_stop:
+        requests = leg.requests()
+        self.should_evaluate |= requests.evaluate
+        self.should_save |= requests.save
+        if (requests.stop or requests.abort) and not self.should_stop:
             self.should_stop = True
-            self.should_save |= wishes.stop
+            self.should_save |= requests.stop
             leg.warn_stops()
-        return wishes.log
+        return requests.log
 
     def _clip_grad_norm(self, original: Any, *args: Any, **named: Any) -> Any:
         if self._accelerator.sync_gradients and self._accelerator.scaler is None:

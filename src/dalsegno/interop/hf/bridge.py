@@ -35,7 +35,7 @@ from dalsegno.events.callback import Callback
 from dalsegno.events.dispatcher import check_supported
 from dalsegno.events.registration import check_callbacks
 from dalsegno.events.table import Event
-from dalsegno.interop.leg import Leg, Surroundings, Unknown, expect_evaluations, fire
+from dalsegno.interop.leg import INSIDE_THE_STEP, Leg, Surroundings, Unknown, expect_evaluations, fire
 from dalsegno.interop.states import FOLDER, states_in
 from dalsegno.interop.wrapping import unwrapped_optimizer, wrap
 
@@ -46,20 +46,7 @@ _NEVER = "Hugging Face's Trainer has no callback for; use dalsegno.Trainer, or a
 _GIVE_TRAINER = "trainer.add_callback(Bridge([…], trainer=trainer))"
 
 UNSUPPORTED_EVENTS = dict.fromkeys(
-    [
-        Event.MICROBATCH_BEGIN,
-        Event.BEFORE_FORWARD,
-        Event.AFTER_FORWARD,
-        Event.BEFORE_BACKWARD,
-        Event.AFTER_BACKWARD,
-        Event.MICROBATCH_END,
-        Event.BEFORE_ZERO_GRAD,
-        Event.AFTER_ZERO_GRAD,
-        Event.BEFORE_SCHEDULER_STEP,
-        Event.AFTER_SCHEDULER_STEP,
-        Event.TRAIN_METRICS,
-        Event.PREDICTION_STEP,
-    ],
+    [*INSIDE_THE_STEP, Event.MICROBATCH_BEGIN, Event.MICROBATCH_END],
     _NEVER,
 )
 """Events that the Bridge never fires. A callback that handles one of them raises EventNotFired."""
@@ -276,16 +263,16 @@ class Bridge(transformers.TrainerCallback):
             return control
         if control.should_save and not leg.control.should_abort_without_save:
             leg.announce_save()
-        wishes = leg.requests()
-        control.should_log |= wishes.log
-        control.should_evaluate |= wishes.evaluate
-        control.should_epoch_stop |= wishes.end_epoch
-        control.should_save |= wishes.save
-        if (wishes.stop or wishes.abort) and not self._is_stopping:
+        requests = leg.requests()
+        control.should_log |= requests.log
+        control.should_evaluate |= requests.evaluate
+        control.should_epoch_stop |= requests.end_epoch
+        control.should_save |= requests.save
+        if (requests.stop or requests.abort) and not self._is_stopping:
             self._is_stopping = control.should_training_stop = True
             control.should_save |= bool(leg.args.saving)
             leg.warn_stops()
-        control.should_save &= not wishes.abort
+        control.should_save &= not requests.abort
         return control
 
     def _resumed_checkpoint(self, args: Any, state: Any) -> Path | None:

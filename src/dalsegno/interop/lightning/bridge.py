@@ -39,7 +39,7 @@ from dalsegno.events.callback import Callback
 from dalsegno.events.dispatcher import check_supported
 from dalsegno.events.registration import check_callbacks
 from dalsegno.events.table import Event
-from dalsegno.interop.leg import Leg, Surroundings, expect_evaluations, fire
+from dalsegno.interop.leg import INSIDE_THE_STEP, Leg, Surroundings, expect_evaluations, fire
 from dalsegno.interop.states import Packed, pack, remove_states, unpack, warn_of_new_states
 from dalsegno.system import filesystem
 
@@ -48,20 +48,7 @@ from .optimizer import Optimizer
 logger = logging.getLogger("dalsegno")
 
 UNSUPPORTED_EVENTS = dict.fromkeys(
-    [
-        Event.BEFORE_FORWARD,
-        Event.AFTER_FORWARD,
-        Event.BEFORE_BACKWARD,
-        Event.AFTER_BACKWARD,
-        Event.BEFORE_ZERO_GRAD,
-        Event.AFTER_ZERO_GRAD,
-        Event.BEFORE_SCHEDULER_STEP,
-        Event.AFTER_SCHEDULER_STEP,
-        Event.TRAIN_METRICS,
-        Event.PREDICTION_STEP,
-        Event.PREDICT,
-        Event.SAVE,
-    ],
+    [*INSIDE_THE_STEP, Event.PREDICT, Event.SAVE],
     "Lightning's Trainer has no callback for; use dalsegno.Trainer, or another callback",
 )
 """Events that the Bridge never fires. A callback that handles one of them raises EventNotFired."""
@@ -323,20 +310,20 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
         """Do what callbacks on any rank request, on all ranks. Returns whether a record is wanted. Collective."""
         leg, trainer = self._leg, self._trainer
         assert leg is not None, "a leg begins with training"
-        wishes = leg.requests()
-        if wishes.evaluate or wishes.end_epoch:
+        requests = leg.requests()
+        if requests.evaluate or requests.end_epoch:
             raise ConfigurationError(
                 "should_evaluate and should_epoch_stop: Lightning's Trainer has no such requests; leave them to "
                 "val_check_interval= and limit_train_batches="
             )
-        stops = (wishes.stop or wishes.abort) and not self._is_stopping
-        if wishes.save or (stops and not wishes.abort and trainer.checkpoint_callbacks):
+        stops = (requests.stop or requests.abort) and not self._is_stopping
+        if requests.save or (stops and not requests.abort and trainer.checkpoint_callbacks):
             path = getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir
             trainer.save_checkpoint(Path(path) / f"step={leg.state.global_step}.ckpt")
         if stops:
             self._is_stopping = trainer.should_stop = True
             leg.warn_stops()
-        return wishes.log
+        return requests.log
 
     def _new_metrics(self) -> dict[str, Any]:
         """Metrics that the module has logged since :attr:`_before` was noted: rank 0's, on all ranks. Collective."""
