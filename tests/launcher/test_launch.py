@@ -102,14 +102,14 @@ def test_a_killed_rank_is_started_again_and_the_run_equals_an_uninterrupted_one(
     assert "rank 1 was killed by SIGKILL; restarting from the newest checkpoint (1 of 3)" in caplog.messages
 
 
-def test_so_is_one_that_hangs_and_its_stacks_are_printed(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(agent, "_DUMP_SECONDS", 0.3)
+def test_so_is_one_that_hangs_and_its_stacks_are_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     result = launch(tmp_path, Hang(3, rank=0), hang_timeout=1.0, start="fork")
     assert result.global_step == 8
     assert legs(tmp_path)[0].cause == "no step for 1 s after step 3"
-    assert 'launched.py", line' in (printed := capfd.readouterr().err) and " in act\n" in printed
+    stacks = [line for line in capfd.readouterr().err.splitlines() if line.startswith("[rank ")]
+    assert stacks == sorted(stacks, key=lambda line: line[:9])
+    for rank, function in enumerate(("act", "run_rank")):
+        assert any(line.startswith(f"[rank {rank}] ") and line.endswith(f" in {function}") for line in stacks), stacks
 
 
 def test_a_rank_that_raises_is_named_not_the_one_that_lost_it(tmp_path: Path) -> None:

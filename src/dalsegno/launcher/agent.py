@@ -26,9 +26,10 @@ from dalsegno.system.exit_status import ExitStatus
 from .findings import Finding, OutOfMemoryKills, Progress, RankError, first_cause, judge
 from .heartbeat import Heartbeats
 from .options import LaunchOptions
-from .rank import DUMP, HEARTBEATS, RankStart
+from .rank import HEARTBEATS, RankStart
 from .ranks import Ranks
 from .signals import ForwardedSignals
+from .stacks import DUMP, print_stacks
 
 logger = logging.getLogger("dalsegno")
 
@@ -38,9 +39,8 @@ FINAL = (ExitStatus.WRONG_USE, ExitStatus.INTERRUPTED)
 """Failures that a restart would only repeat."""
 
 MONITOR_INTERVAL = 0.05  # seconds
-_GRACE = 3.0  # seconds that ranks have to end once one has failed; a rank that waits for it in NCCL never would
+_GRACE = 3.0  # seconds that ranks have to end once one has failed or hangs; one that waits in NCCL never would
 _SAVE_SECONDS = 300.0  # that ranks have to save when further hosts join
-_DUMP_SECONDS = 1.0  # that hung ranks have to write their stacks
 
 
 class RankAgent(SimpleElasticAgent):
@@ -130,7 +130,6 @@ class RankAgent(SimpleElasticAgent):
         assert ranks is not None
         if hung is not None:
             ranks.send(DUMP)
-            time.sleep(_DUMP_SECONDS)
         self._end_leg(hung)
         exits = ranks.exits()
         self.statuses = exits
@@ -156,8 +155,10 @@ class RankAgent(SimpleElasticAgent):
         ranks, group, beats = self._ranks, self._worker_group, self._beats
         if ranks is None or beats is None:
             return
-        ranks.end(_GRACE if hung is None else 0.0)
+        ranks.end(_GRACE)
         workers = {worker.local_rank: worker.global_rank for worker in group.workers}
+        if hung is not None:
+            print_stacks(self._folder, workers)
         failed = {workers[rank]: status for rank, status in ranks.exits().items() if status not in ENDED}
         errors = {workers[rank]: RankError.read(self._folder, rank) for rank in workers}
         self.finding = hung or judge(

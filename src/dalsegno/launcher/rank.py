@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
 import signal
 import sys
@@ -28,12 +27,11 @@ from .heartbeat import HeartbeatCallback, Heartbeats
 from .outcome import write_outcome
 from .private_file import read_private
 from .signals import SIGNALS
+from .stacks import write_stacks_at_signal
 from .targets import Target, from_tree
 
 TARGET = "target.json"
 HEARTBEATS = "heartbeats"
-DUMP = signal.SIGUSR2
-"""Signal at which a rank writes the stacks of its threads to its standard error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +82,7 @@ def _settle(start: RankStart) -> None:
     for number in (*SIGNALS, signal.SIGHUP):
         default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN if number in start.ignored else default)
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # without a standard error
-        faulthandler.register(DUMP, file=sys.__stderr__)  # type: ignore[arg-type]
+    write_stacks_at_signal(Path(start.folder), start.local_rank)
     threading.Thread(target=_end_with_launcher, name="dalsegno-launcher", daemon=True).start()
 
 
