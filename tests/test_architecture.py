@@ -28,7 +28,7 @@ FLOORS = [
     ["args", "logs"],
     # the HTTP stack
     ["web"],
-    # reading logs; reading data; what a run tells its callbacks; what a run is told from outside
+    # reading logs; reading data; the events of a run; commands to a run from outside
     ["analysis", "data", "events", "control"],
     # what listens to a run, and where its state is saved
     ["callbacks", "interop", "checkpoint"],

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+import dalsegno as ds
 from cli.command import DALSEGNO, environment
 from control.job import controlled_trainer
 from control.talking import wait_until
@@ -37,8 +38,8 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 class Training:
     """A run that trains on a thread of its own until it is stopped."""
 
-    def __init__(self, output_dir: Path, **options: Any) -> None:
-        self.trainer = controlled_trainer(output_dir, TrainerControlCallback(**options))
+    def __init__(self, output_dir: Path, *callbacks: ds.Callback, **options: Any) -> None:
+        self.trainer = controlled_trainer(output_dir, TrainerControlCallback(**options), *callbacks)
         self.result: Any = None
         self._thread = threading.Thread(target=self._train)
         self._thread.start()
@@ -254,11 +255,17 @@ def test_no_command_of_jobs_imports_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_what_a_job_says_does_not_steer_the_terminal(training: Training, capsys: Said) -> None:
-    """A name that a program logged is printed, not obeyed."""
+class LogsEscapes(ds.Callback):
     evil = "\x1b]0;pwned\x07\nstep"
-    job = next(each for each in training.trainer.callbacks if isinstance(each, TrainerControlCallback))._job
-    assert job is not None
-    job.note_log({evil: 1.0, "text": evil}, "user")
-    shown = said(capsys, "status", "first")
+
+    def on_log_step(self, ctx: ds.LogContext) -> None:
+        ctx.logs[self.evil] = 1.0
+
+
+def test_what_a_job_says_does_not_steer_the_terminal(tmp_path: Path, capsys: Said) -> None:
+    """A name that a program logged is printed, not obeyed."""
+    training = Training(tmp_path / "runs/a", LogsEscapes(), job_id="first")
+    said(capsys, "log", "first")
+    shown = wait_until(lambda: "pwned" in (text := said(capsys, "status", "first")) and text)
+    training.end()
     assert not [each for each in shown if not each.isprintable() and each != "\n"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -143,14 +144,6 @@ def test_what_cannot_work_is_2_before_anything_starts(
     assert complaint in capsys.readouterr().err
 
 
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-
-
 def test_no_rank_outlives_a_launcher_that_is_killed(folder: Path) -> None:
     words = ["launch", "--nproc", "2", "run.toml", "--set", "args.max_steps=1000000"]
     words += ["--set", "callbacks.own_launch:Last.name=last"]
@@ -159,10 +152,12 @@ def test_no_rank_outlives_a_launcher_that_is_killed(folder: Path) -> None:
     while not all(file.exists() and file.read_text() for file in files):
         assert launcher.poll() is None
         time.sleep(0.02)
+    ranks = [os.pidfd_open(int(file.read_text())) for file in files]
     launcher.kill()
     launcher.wait()
-    while any(alive(int(file.read_text())) for file in files):
-        time.sleep(0.02)
+    for rank in ranks:
+        select.select([rank], [], [])  # readable once the process has ended
+        os.close(rank)
 
 
 def test_a_signal_to_the_whole_group_stops_the_ranks_with_a_checkpoint(folder: Path) -> None:

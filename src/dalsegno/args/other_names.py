@@ -114,7 +114,7 @@ HUGGING_FACE = {
     "ddp_static_graph": _DDP,
     "ddp_backend": _GROUP,
     "ddp_timeout": _GROUP,
-    "local_rank": "torchrun tells each process its rank",
+    "local_rank": "torchrun sets each rank in the environment (LOCAL_RANK)",
     "no_cuda": "use_cpu",
     "dataloader_multiprocessing_context": _LOADER,
     "dataloader_in_order": _LOADER,

@@ -11,6 +11,7 @@ ends the training, whatever its name and content.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -189,13 +190,11 @@ class Inbox:
     def _refuse(self, name: str, error: Exception) -> None:
         """Answer with the reason, and delete the request, if it is a file."""
         path = self._folder / name
-        try:
+        with contextlib.suppress(FileNotFoundError):  # its sender has taken it back
             if stat.S_ISREG(path.lstat().st_mode):
                 filesystem.remove(path)
             else:
                 self._left_alone.add(name)
-        except FileNotFoundError:
-            pass
         self._answer(name, Answer(error=f"{name!r}: {error}"[:1000], kind=type(error).__name__))
 
     def _answer(self, name: str, answer: Answer) -> None:

@@ -187,7 +187,7 @@ class RankAgent(SimpleElasticAgent):
             number = most - self._remaining_restarts + 1
             logger.warning("%s; restarting from the newest checkpoint (%d of %d)", self.finding.cause, number, most)
 
-    # -- what the next leg is told --------------------------------------------------------------------------------
+    # -- first cause of the previous leg ---------------------------------------------------------------------------
 
     def _publish(self, group: WorkerGroup, ranks: Ranks) -> None:
         """Leave the finding where the host of the next rank 0 reads it, once all hosts have met again."""

@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Send the command; raises as :func:`send` does.
 
     Raises:
-        ConfigurationError: if nobody can be asked.
+        ConfigurationError: if standard input is no terminal and ``--force`` is not given.
     """
     if not arguments.force and not _is_confirmed(arguments.remote or required_job(arguments)):
         print("not aborted")

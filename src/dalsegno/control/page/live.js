@@ -105,7 +105,7 @@ function showOthers(others, note) {
     element("span", { class: "quiet" }, note));
 }
 
-// --- what is said ----------------------------------------------------------------------------------------------
+// --- messages -------------------------------------------------------------------------------------------------
 
 function say(text) {
   const place = document.getElementById("said");
