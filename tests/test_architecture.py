@@ -7,6 +7,7 @@ without a circle. Imports under ``TYPE_CHECKING`` count.
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ import dalsegno
 
 SOURCE = Path(dalsegno.__file__).parent
 LONGEST = 400  # lines
+IMPORTS_TORCHDATA = re.compile(r"^\s*(from|import) torchdata\b", re.MULTILINE)
 
 FLOORS = [
     ["errors"],
@@ -194,3 +196,8 @@ def test_every_public_name_is_found_and_no_other() -> None:
         getattr(dalsegno, name)
     with pytest.raises(AttributeError, match="has no attribute 'Trainr'"):
         dalsegno.Trainr  # noqa: B018
+
+
+def test_one_module_imports_torchdata() -> None:
+    importing = {path.name for path in SOURCE.rglob("*.py") if IMPORTS_TORCHDATA.search(path.read_text())}
+    assert importing == {"stateful_dataloader.py"}

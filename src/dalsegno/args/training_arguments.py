@@ -124,7 +124,8 @@ class TrainingArguments:
     """Total L2 norm to which gradients are clipped; 0: no clipping."""
 
     bf16: bool = False
-    """Run the forward pass under bfloat16 autocast."""
+    """Run the forward pass under bfloat16 autocast. Under FSDP, also gather the parameters in bfloat16, and reduce the
+    gradients in float32."""
     fp16: bool = False
     """Run the forward pass under float16 autocast, with a gradient scaler."""
     fuse_optim_with_backward: bool = False

@@ -10,7 +10,6 @@ from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
-import torchdata.stateful_dataloader.sampler as of_torchdata
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -22,11 +21,11 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dalsegno.distributed.rng import capture_generators, preserved_generators, seed_generators
 from dalsegno.stateful.component import Stateful
 
+from . import stateful_dataloader as of_torchdata
 from .fingerprint import digest
 from .generators import OwnGenerators
 
@@ -52,7 +51,7 @@ def order_of(loader: Any) -> Order:
 
 def keeps_its_order(loader: Any) -> bool:
     """Whether the state of a stateful loader restores its order: what its sampler draws is included, or fixed."""
-    if not isinstance(loader, StatefulDataLoader) or isinstance(loader.dataset, IterableDataset):
+    if not isinstance(loader, of_torchdata.StatefulDataLoader) or isinstance(loader.dataset, IterableDataset):
         return True
     sampler = _sampler(loader)
     if type(sampler) is of_torchdata.BatchSampler:

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
-from torchdata.stateful_dataloader import StatefulDataLoader
 from tqdm import tqdm
 
 from dalsegno.distributed import collectives
@@ -25,6 +24,7 @@ from dalsegno.errors import StateMismatch
 from .fingerprint import digest
 from .generators import EpochGenerator
 from .loader import NOT_EXACT, EpochPlace, or_another_kind
+from .stateful_dataloader import StatefulDataLoader
 from .stream import RankShard
 from .user_loader import END, UserLoader
 

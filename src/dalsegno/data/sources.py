@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
@@ -19,6 +18,7 @@ from .order_check import keeps_its_order
 from .replay_loader import ReplayLoader
 from .sampler import ResumableSampler
 from .samples import Samples, StatefulSamples
+from .stateful_dataloader import StatefulDataLoader
 from .stateful_loader import StatefulLoader
 from .step_batch import SourceView
 from .stream import RankShard, RestartedStream, StatefulRankShard

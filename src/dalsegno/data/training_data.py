@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import DataLoader
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
@@ -14,6 +13,7 @@ from dalsegno.stateful.component import Stateful
 
 from .fingerprint import ProbeResult, fingerprint, probe, same
 from .order_check import keeps_its_order, order_of
+from .stateful_dataloader import StatefulDataLoader
 
 
 @dataclass(frozen=True, slots=True)

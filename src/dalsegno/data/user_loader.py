@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch.utils.data import DataLoader
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dalsegno.distributed import collectives
 from dalsegno.distributed.rng import LOADER, mix
@@ -15,6 +14,7 @@ from dalsegno.stateful.component import Scope
 
 from .generators import EpochGenerator, OwnGenerators
 from .loader import Microbatch, expect_kind, plain_batch, sample_count
+from .stateful_dataloader import StatefulDataLoader
 from .workers import ignore_stop_signals
 
 END = object()

@@ -20,7 +20,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import fetch
-from torchdata.stateful_dataloader import StatefulDataLoader
+
+from .stateful_dataloader import StatefulDataLoader
 
 _GRACE = 1.0  # seconds at exit
 

@@ -60,7 +60,7 @@ def place(
     if args.torch_compile:
         model.compile(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
     loss_module = unwrapped(loss_fn).to(device) if isinstance(loss_fn, nn.Module) else None
-    parallel = parallelize(model, args.parallel, layout, device, loss_module)
+    parallel = parallelize(model, args.parallel, layout, device, loss_module, bf16=args.bf16)
     if optimizer is None:
         optimizer = optimizer_from_args([model] if loss_module is None else [model, loss_module], args)
     else:

@@ -12,6 +12,8 @@ import torch
 from dalsegno.checkpoint.load.compatibility import END_OF_SCHEDULE, Change
 from dalsegno.data import NOT_EXACT, TrainingData
 from dalsegno.distributed import collectives
+from dalsegno.distributed.modes import modes_of
+from dalsegno.distributed.precision import gathered_dtype
 from dalsegno.distributed.sharded_tensors import device_of
 
 from .optim import InitialHyperparameters
@@ -91,6 +93,7 @@ class RecordedSettings:
         self._schedulers = [type(each).__name__ for each in parts.schedulers]
         self._loader = parts.loader
         self._data = data
+        self._model = parts.model
         self._device = device_of(parts.model)
         self._fingerprint: dict[str, Any] | None = None
         self._planned_steps = -1
@@ -152,6 +155,9 @@ class RecordedSettings:
         if supplied.optimizer or supplied.schedule:
             values |= {f"optimizer.{name}": value for name, value in self._initial.values().items()}
         samples = self._loader.samples_per_microbatch()
+        gathered = gathered_dtype(self._model, modes_of(args.parallel), bf16=args.bf16)
+        if gathered is not None and not supplied.loop and collectives.world_size() > 1:
+            values["gathered_dtype"] = str(gathered)
         if samples is not None:
             sizes = {step: samples * count for step, count in args.accumulation.values.items()}
             values["samples per step"] = sizes[0] if len(sizes) == 1 else str(sizes)

@@ -110,6 +110,7 @@ RULES: dict[str, Rule] = {
     "warmup_steps": _OTHER_SCHEDULE,
     "warmup_ratio": _OTHER_SCHEDULE,
     END_OF_SCHEDULE: _OTHER_SCHEDULE,
+    "gathered_dtype": Rule("warning", "FSDP rounds parameters to another dtype: the run differs from here on"),
     "torch": Rule("warning", _OTHER_BITS),
     "processor": Rule("warning", _OTHER_BITS),
     "threads": Rule("warning", _OTHER_BITS),
@@ -125,6 +126,9 @@ RULES: dict[str, Rule] = {
 }
 """By setting; ``name.*`` covers all with that prefix. The new value of any other setting takes effect."""
 
+_NOT_RECORDED = {"gathered_dtype": "the parameters' own"}
+"""Settings that former versions did not record, with the value that they had then."""
+
 REFUSED = tuple(name for name, rule in RULES.items() if rule.severity == "error")
 """Names that ``allow_changes=`` accepts."""
 
@@ -134,6 +138,7 @@ def compare(saved: Mapping[str, Value], now: Mapping[str, Value]) -> list[Change
     check(saved, dict[str, Plain], "settings")
     if "dataset" in saved:
         check(saved["dataset"], DatasetValue, "settings.dataset")
+    saved = _NOT_RECORDED | dict(saved)
     order: list[Severity] = ["error", "warning", "info"]
     changes = [
         Change(name, _shown(saved[name]), _shown(value), rule.severity, rule.effect)

@@ -21,6 +21,7 @@ from dalsegno.distributed.modes import (
     TensorParallel,
     modes_of,
 )
+from dalsegno.distributed.precision import gathered_dtype
 from dalsegno.errors import ConfigurationError
 
 from .base import Parallel
@@ -37,11 +38,18 @@ __all__ = ["DataParallel", "FullySharded", "FusedBackward", "Parallel", "Single"
 
 
 def parallelize(
-    model: nn.Module, setting: Setting, layout: Layout, device: torch.device, loss_fn: nn.Module | None = None
+    model: nn.Module,
+    setting: Setting,
+    layout: Layout,
+    device: torch.device,
+    loss_fn: nn.Module | None = None,
+    *,
+    bf16: bool = False,
 ) -> Parallel:
     """Distribute ``model``, which is on ``device``, by the modes of a checked setting; ``auto`` is DDP.
 
     ``loss_fn``, which computes the loss from the model's output, is distributed too if it has parameters to train.
+    ``bf16``: FSDP gathers parameters in bfloat16, if :func:`~dalsegno.distributed.precision.gathered_dtype` permits.
 
     With a single rank nothing is distributed, whatever the mode: a script written for many ranks works unchanged.
 
@@ -56,12 +64,12 @@ def parallelize(
     if collectives.world_size() == 1:
         modes = ()
     if loss_fn is None or not has_own_parameters(loss_fn, model, modes):
-        return _spread(model, modes, layout, device)
-    parallel = _spread(model, modes, layout, device)
-    return WithTrainedLoss(parallel, _spread_loss(loss_fn, modes, layout, device))
+        return _spread(model, modes, layout, device, bf16)
+    parallel = _spread(model, modes, layout, device, bf16)
+    return WithTrainedLoss(parallel, _spread_loss(loss_fn, modes, layout, device, bf16))
 
 
-def _spread(model: nn.Module, modes: Sequence[Mode], layout: Layout, device: torch.device) -> Parallel:
+def _spread(model: nn.Module, modes: Sequence[Mode], layout: Layout, device: torch.device, bf16: bool) -> Parallel:
     tensor = next((mode for mode in modes if isinstance(mode, TensorParallel)), None)
     sharding = next((mode for mode in modes if isinstance(mode, FSDP)), None)
     mesh = layout.mesh
@@ -75,12 +83,14 @@ def _spread(model: nn.Module, modes: Sequence[Mode], layout: Layout, device: tor
     layers = None if tensor is None else mesh[TENSOR]
     if sharding is not None:
         data = tuple(name for name in (REPLICATE, SHARD) if name in names)
-        return FullySharded(model, sharding, mesh[data], tensor, layers)
+        return FullySharded(model, sharding, mesh[data], tensor, layers, dtype=gathered_dtype(model, modes, bf16=bf16))
     assert tensor is not None and layers is not None, "these are all modes that have a mesh"
     return TensorSharded(model, tensor, layers)
 
 
-def _spread_loss(loss_fn: nn.Module, modes: Sequence[Mode], layout: Layout, device: torch.device) -> Parallel:
+def _spread_loss(
+    loss_fn: nn.Module, modes: Sequence[Mode], layout: Layout, device: torch.device, bf16: bool
+) -> Parallel:
     """Spread a loss function: over the data ranks only; ranks that read the same data compute the same.
 
     Raises:
@@ -92,7 +102,7 @@ def _spread_loss(loss_fn: nn.Module, modes: Sequence[Mode], layout: Layout, devi
             "data ranks; spread it too, as you spread the model"
         )
     sharding = [mode for mode in modes if not isinstance(mode, TensorParallel)]
-    return _spread(loss_fn, sharding, layout, device)
+    return _spread(loss_fn, sharding, layout, device, bf16)
 
 
 def _is_spread(module: nn.Module) -> bool:

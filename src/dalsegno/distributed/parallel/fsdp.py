@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from dalsegno.distributed import collectives
@@ -31,6 +33,8 @@ class FullySharded(ReplacedParameters):
         mesh: over which the data are split; of two dimensions for HSDP.
         layers: splits layers first, over ``layer_mesh``.
         layer_mesh: of one dimension.
+        dtype: of gathered parameters, unless ``mode`` has an ``mp_policy``; gradients are then reduced in float32.
+            None: that of the parameters.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class FullySharded(ReplacedParameters):
         mesh: DeviceMesh,
         layers: TensorParallel | None = None,
         layer_mesh: DeviceMesh | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(model)
         self._sharded = cast(FSDPModule, model)
@@ -51,14 +56,23 @@ class FullySharded(ReplacedParameters):
         if layers is not None and layer_mesh is not None:
             split_layers(model, layers, layer_mesh)
         options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": mode.reshard_after_forward}
-        if mode.mp_policy is not None:
-            options["mp_policy"] = mode.mp_policy
+        policy, of_root = _policies(mode, dtype)
         for unit in unshared(model, _unit_names(model, mode)):
-            fully_shard(unit, **options)
-        fully_shard(model, **options)
+            fully_shard(unit, mp_policy=policy, **options)
+        fully_shard(model, mp_policy=of_root, **options)
 
     def synchronize(self, wanted: bool) -> None:
         self._sharded.set_requires_gradient_sync(wanted)
+
+
+def _policies(mode: FSDP, dtype: torch.dtype | None) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
+    """Mixed precision of the units, and of the root."""
+    if mode.mp_policy is not None or dtype is None:
+        policy = mode.mp_policy or MixedPrecisionPolicy()
+        return policy, policy
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    # The root's inputs are the batch, with targets that must not be rounded; autocast casts what its layers multiply.
+    return policy, replace(policy, cast_forward_inputs=False)
 
 
 def _unit_names(model: nn.Module, mode: FSDP) -> list[str] | None:
