@@ -28,6 +28,7 @@ from dalsegno.events.adapters import external_global_callbacks
 from dalsegno.events.callback import Callback, components_of, global_callbacks
 from dalsegno.events.contexts import Context
 from dalsegno.events.dispatcher import Dispatcher, HandlerList
+from dalsegno.events.records import fire_record
 from dalsegno.events.table import Event
 from dalsegno.state import ControlRequests, TrainerControl, TrainerState
 from dalsegno.stateful.component import Component, TensorHolder
@@ -295,9 +296,8 @@ class Leg:
     # -- records and requests ---------------------------------------------------------------------------------------
 
     def record(self, logs: dict[str, Any], kind: str, evaluated_weights: str | None = None) -> None:
-        """Fire on_log_step and on_log with one record, to which handlers may add."""
-        fire(self.events.log_step, logs, kind, evaluated_weights)
-        fire(self.events.log, logs, kind, evaluated_weights)
+        """Fire on_log_step and on_log with one record, to which handlers may add: see :func:`fire_record`."""
+        fire_record(self.events, logs, kind, evaluated_weights)
 
     def evaluated(
         self, metrics: dict[str, Any], name: str, evaluated_weights: str | None = None, *, is_last: bool = True

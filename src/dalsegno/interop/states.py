@@ -5,17 +5,13 @@ Inside a checkpoint that is a directory, they are a folder, which appears by a r
     checkpoint-500/            the library's: model, optimizer, its own state
       dalsegno/                manifest.json, shared.json, …
 
-In a checkpoint that is one dict, they are the files of such a folder, as tensors of bytes.
+For a checkpoint that is one dict, see :mod:`dalsegno.interop.packed`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
-
-import numpy as np
-import torch
 
 from dalsegno.checkpoint.format import names
 from dalsegno.distributed import collectives
@@ -26,9 +22,6 @@ logger = logging.getLogger("dalsegno")
 
 FOLDER = "dalsegno"
 """Folder of the callbacks' states inside a checkpoint of the library."""
-
-Packed = Mapping[str, torch.Tensor]
-"""Files of a folder of states: the bytes of each, by its path."""
 
 
 def states_in(checkpoint: Path) -> Path | None:
@@ -67,30 +60,6 @@ def remove_states(folder: Path) -> None:
         filesystem.remove(hidden)
         filesystem.rename(folder, hidden)
         filesystem.remove(hidden)
-
-
-def pack(folder: Path) -> Packed:
-    """Read all files of a folder of states."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): _as_tensor(path.read_bytes()) for path in files}
-
-
-def unpack(packed: Packed, folder: Path) -> None:
-    """Write the files of a folder of states. Their names and contents are verified when the states are restored.
-
-    Raises:
-        DamagedCheckpoint: if a name leads out of the folder.
-    """
-    for name, content in packed.items():
-        path = folder / name
-        if not path.resolve().is_relative_to(folder.resolve()):
-            raise DamagedCheckpoint(f"states of callbacks: {name!r} is not a file name that they can have")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content.cpu().numpy().tobytes())
-
-
-def _as_tensor(content: bytes) -> torch.Tensor:
-    return torch.from_numpy(np.frombuffer(content, dtype=np.uint8).copy())
 
 
 def _newest_with_states(checkpoint: Path) -> Path | None:

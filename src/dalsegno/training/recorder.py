@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from dalsegno.distributed import collectives
-from dalsegno.errors import CannotSave
+from dalsegno.events.records import fire_record
 from dalsegno.events.table import Event
-from dalsegno.state import owner_of
 
 from .parts import RunParts
 
@@ -69,30 +68,8 @@ class Recorder:
             train_metrics.fire()
 
     def log(self, logs: dict[str, Any], kind: str, evaluated_weights: str | None = None) -> None:
-        """Fire on_log_step and on_log with one record. Tensors of one element become numbers.
-
-        Raises:
-            CannotSave: if a larger tensor was logged, which no log and no checkpoint can hold; names who may have.
-        """
-        dispatcher = self._dispatcher
-        if dispatcher.log_step:
-            dispatcher.log_step.fill(logs, kind, evaluated_weights)
-            dispatcher.log_step.fire()
-        for name, value in logs.items():
-            if isinstance(value, torch.Tensor):
-                logs[name] = self._number(name, value)
-        if dispatcher.log:
-            dispatcher.log.fill(logs, kind, evaluated_weights)
-            dispatcher.log.fire()
-
-    def _number(self, name: str, value: torch.Tensor) -> float:
-        if value.numel() != 1:
-            authors = ", ".join(owner_of(handler) for handler in self._dispatcher.log_step) or "the program"
-            raise CannotSave(
-                f"record key {name!r}: a tensor of shape {tuple(value.shape)}, logged by one of: {authors}; log a "
-                "number, such as its mean"
-            )
-        return value.item()
+        """Fire on_log_step and on_log with one record: see :func:`fire_record`."""
+        fire_record(self._dispatcher, logs, kind, evaluated_weights)
 
     def log_training(self) -> None:
         """Log the steps since the last such record. Collective."""

@@ -39,9 +39,9 @@ from dalsegno.events.callback import Callback
 from dalsegno.events.dispatcher import check_supported
 from dalsegno.events.registration import check_callbacks
 from dalsegno.events.table import Event
+from dalsegno.interop.batches import global_batch_size, samples_in
 from dalsegno.interop.leg import INSIDE_THE_STEP, Leg, Surroundings, expect_evaluations, fire
-from dalsegno.interop.states import Packed, pack, remove_states, unpack, warn_of_new_states
-from dalsegno.system import filesystem
+from dalsegno.interop.packed import Packed, begin_packed, locate_in, save_packed
 
 from .optimizer import Optimizer
 
@@ -128,30 +128,16 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
                 eval_dataloader=trainer.val_dataloaders,
             ),
             loop=trainer.fit_loop,
-            locate=lambda step: args.directory / ".dalsegno" / f"states-{step}",
+            locate=locate_in(args.directory),
             unsupported_events=UNSUPPORTED_EVENTS,
         )
         self._leg, self._trainer, self._is_training, self._is_stopping = leg, trainer, True, False
         self._mirror(_progress(trainer).current.processed % trainer.num_training_batches)
-        self._begin(leg)
+        packed, self._packed = self._packed, None
+        begin_packed(leg, packed, saves=bool(trainer.checkpoint_callbacks), checkpoint=str(trainer.ckpt_path))
         self._installed.callback(trainer.optimizers[0].register_step_post_hook(self._after_update).remove)
         self._install_after_clipping(pl_module, optimizer)
         self._pass_on()
-
-    def _begin(self, leg: Leg) -> None:
-        packed, self._packed = self._packed, None
-        if packed is None:
-            if leg.state.global_step:
-                warn_of_new_states(str(self._trainer.ckpt_path))
-            leg.begin(None, saves=bool(self._trainer.checkpoint_callbacks))
-            return
-        folder = leg.args.directory / ".dalsegno" / "restored"
-        collectives.from_rank_zero(lambda: remove_states(folder))
-        collectives.from_rank_zero(lambda: unpack(packed, folder))
-        try:
-            leg.begin(folder, saves=bool(self._trainer.checkpoint_callbacks))
-        finally:
-            collectives.from_rank_zero(lambda: filesystem.remove(folder))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         leg = self._leg
@@ -192,7 +178,7 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
             self._losses, self._updated = [], False
             leg.step_begin()
         self._before = dict(trainer.callback_metrics)
-        fire(leg.events.microbatch_begin, batch, batch_idx % trainer.accumulate_grad_batches, _samples(batch))
+        fire(leg.events.microbatch_begin, batch, batch_idx % trainer.accumulate_grad_batches, samples_in(batch))
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if (leg := self._followed()) is not None:
@@ -228,7 +214,7 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
             self._losses.append(loss)
         own_loss = None if loss is None else loss * accumulated
         found = outputs or {}
-        fire(leg.events.microbatch_end, own_loss, found, batch, batch_idx % accumulated, _samples(batch), is_last)
+        fire(leg.events.microbatch_end, own_loss, found, batch, batch_idx % accumulated, samples_in(batch), is_last)
         if is_last:
             self._end_step(leg)
 
@@ -277,11 +263,7 @@ class Bridge(*_callback_classes()):  # type: ignore[misc]
         leg = self._leg
         if leg is None:
             return {} if self._packed is None else {"dalsegno": self._packed}
-        folder = leg.save()
-        try:
-            return {"dalsegno": collectives.from_rank_zero(lambda: pack(folder))}
-        finally:
-            collectives.from_rank_zero(lambda: filesystem.remove(folder))
+        return {"dalsegno": save_packed(leg)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._packed = state_dict.get("dalsegno")
@@ -368,15 +350,7 @@ def _evaluates_after(trainer: Any, batch_idx: int) -> bool:
 
 
 def _batch_size(trainer: Any) -> int:
-    """Samples of a batch on all ranks; 0 if the loader has no ``batch_size``."""
-    size = getattr(trainer.train_dataloader, "batch_size", None)
-    return (size or 0) * int(trainer.world_size)
-
-
-def _samples(batch: Any) -> int:
-    """Samples in a batch: the length of its first tensor."""
-    leaves = torch.utils._pytree.tree_leaves(batch)
-    return next((len(each) for each in leaves if isinstance(each, torch.Tensor) and each.dim()), 1)
+    return global_batch_size(trainer.train_dataloader, int(trainer.world_size))
 
 
 def _as_eval(name: str) -> str:

@@ -1,0 +1,15 @@
+"""PyTorch-Ignite: in ``bridge``, dalsegno's callbacks in a training that an ``Engine`` runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dalsegno.system.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from .bridge import Bridge, Request
+
+__all__ = ["Bridge", "Request"]
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_exports(__name__, {"bridge": ("Bridge", "Request")})
