@@ -189,9 +189,9 @@ def _chunks(tensor: DTensor) -> Iterator[Chunk]:
     meshes = meshes_like(tensor.device_mesh)  # each holds the whole tensor
     shape: tuple[int, ...] = tuple(meshes.shape[1:])
     owners: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
-    for coordinate in itertools.product(*map(range, shape)):
+    for coordinate, ranks in zip(itertools.product(*map(range, shape)), meshes.flatten(1).T.tolist(), strict=True):
         box = box_at(tuple(tensor.shape), shape, coordinate, tensor.placements)
-        owners.setdefault(box, []).extend(meshes[(slice(None), *coordinate)].tolist())
+        owners.setdefault(box, []).extend(ranks)
     for (offsets, lengths), its_owners in owners.items():
         if 0 not in lengths:  # there were too few rows for this rank
             yield Chunk(offsets, lengths, its_owners)
