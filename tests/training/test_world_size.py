@@ -84,7 +84,7 @@ def test_what_cannot_be_the_same_is_reported(tmp_path: Path, first: Shape, secon
     after = train(tmp_path / "one", "ddp", second, 4)
     for rank in after:
         assert (
-            f"rng: resharded from {first[0]} to {second[0]} states: each rank is seeded from (seed, rank, step)"
+            f"rng: resharded from {first[0]} to {second[0]} states: each rank is seeded from (seed, data rank, step)"
             in " ".join(rank["notes"])
         )
     again = train(tmp_path / "other", "ddp", second, 4)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from dalsegno.distributed import collectives
+from dalsegno.distributed.layout import Layout
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint
 from dalsegno.policies.retention import Entry, Keep, steps_to_keep
 from dalsegno.stateful.component import Component, State
@@ -34,17 +35,24 @@ class CheckpointManager:
     Args:
         output_dir: the run's directory.
         keep: policy that :meth:`prune` applies; None keeps all checkpoints.
+        layout: which ranks read the same data; None: each its own.
         locate: returns the path of the checkpoint of a step; None: in ``<output_dir>/checkpoints``. Elsewhere,
             :meth:`find` needs a path.
     """
 
     def __init__(
-        self, output_dir: Path, *, keep: Keep | None = None, locate: Callable[[int], Path] | None = None
+        self,
+        output_dir: Path,
+        *,
+        keep: Keep | None = None,
+        layout: Layout | None = None,
+        locate: Callable[[int], Path] | None = None,
     ) -> None:
+        self._layout = layout or Layout.flat()
         self.directory = Path(output_dir) / names.CHECKPOINTS
         self._keep = keep
         self._locate = locate or functools.partial(names.checkpoint_path, self.directory)
-        self._snapshotter = Snapshotter()
+        self._snapshotter = Snapshotter(self._layout)
         self._carried: Mapping[str, SavedState] = {}
         self._has_warned_nonfinite = False
         self._trusted: Path | None = None  # the checkpoint that this process verified or wrote last
@@ -243,7 +251,7 @@ class CheckpointManager:
             StateMismatch: before anything is changed, if a state does not fit its component.
             DamagedCheckpoint: if a file has content that dalsegno cannot have written.
         """
-        saved = SavedStates(checkpoint)
+        saved = SavedStates(checkpoint, self._layout)
         report = restore(
             saved,
             sharded,

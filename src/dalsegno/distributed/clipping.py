@@ -1,40 +1,53 @@
 """Total norm of the gradients, and clipping by it, for tensors that are sharded over different meshes.
 
 torch's ``clip_grad_norm_`` refuses to mix tensors of different meshes, or DTensors and plain tensors, which tensor
-parallelism has. So each kind is measured by itself, and the norms are combined.
+parallelism has. So tensors that are sharded alike are measured together, and their norms are combined.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+
+from .sharded_tensors import dense, shard_groups, summed
+
+K = TypeVar("K", bound=Hashable)
 
 
 def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
     """Return the L2 norm of all gradients of the whole model, 0-dim. Collective if gradients are sharded."""
-    kinds = _by_kind(parameters, lambda each: (each.device_mesh, each.placements))
-    norms = [_whole(torch.nn.utils.get_total_norm([*map(_elements, kind)])) for kind in kinds]
-    return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
+    kinds = _by_kind(parameters, shard_groups)
+    if len(kinds) < 2:
+        norm = torch.nn.utils.get_total_norm([_elements(each) for alike in kinds.values() for each in alike])
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm  # reduces the norms of the shards
+    norms = [torch.nn.utils.get_total_norm([dense(_elements(each)) for each in alike]) for alike in kinds.values()]
+    wide = [norm.to(torch.promote_types(norm.dtype, torch.float32)) for norm in norms]
+    return summed(torch.stack(wide).square(), [*kinds]).sum().sqrt()
 
 
 def clip_to_norm(parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
     """Scale the gradients, whose norm is ``norm``, to at most ``max_norm``."""
-    for kind in _by_kind(parameters, lambda each: each.device_mesh):
-        torch.nn.utils.clip_grads_with_norm_(kind, max_norm, norm)
+    for alike in _by_kind(parameters, _mesh_of).values():
+        torch.nn.utils.clip_grads_with_norm_(alike, max_norm, norm)
 
 
-def _by_kind(parameters: Sequence[nn.Parameter], kind: Callable[[DTensor], Hashable]) -> list[list[nn.Parameter]]:
-    """Group the parameters with a gradient: plain ones, and DTensors by ``kind`` of their gradient."""
-    kinds: dict[Hashable, list[nn.Parameter]] = defaultdict(list)
+def _by_kind(parameters: Sequence[nn.Parameter], kind: Callable[[Tensor], K]) -> dict[K, list[nn.Parameter]]:
+    """Group the parameters that have a gradient by a property of that."""
+    kinds: dict[K, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
-            gradient = _complete(parameter, parameter.grad)
-            kinds[kind(gradient) if isinstance(gradient, DTensor) else None].append(parameter)
-    return [*kinds.values()]
+            kinds[kind(_complete(parameter, parameter.grad))].append(parameter)
+    return kinds
+
+
+def _mesh_of(gradient: Tensor) -> DeviceMesh | None:
+    return gradient.device_mesh if isinstance(gradient, DTensor) else None
 
 
 def _complete(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
@@ -51,7 +64,3 @@ def _elements(parameter: nn.Parameter) -> Tensor:
         return parameter.grad
     parameter.grad = parameter.grad.coalesce()
     return parameter.grad.values()
-
-
-def _whole(norm: Tensor) -> Tensor:
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm  # reduces the norms of the shards

@@ -41,6 +41,10 @@ class Leg:
     from_checkpoint: str | None
     """The checkpoint that it resumed from, relative to ``output_dir``; None if it started from scratch."""
     world_size: int
+    parallel: str | list[str] | None = None
+    """The ``parallel`` setting, as text; a list if several modes are composed."""
+    mesh: dict[str, int] = field(default_factory=dict)
+    """Number of ranks in each dimension of the mesh, by name; empty if every rank has the whole model."""
     host: str
     pid: int
     first_step: int
@@ -112,11 +116,24 @@ class RunFile:
         return record.legs[-1] if record is not None and record.legs else None
 
     def begin(
-        self, from_checkpoint: str | None, world_size: int, first_step: int, previous: PreviousLeg | None = None
+        self,
+        from_checkpoint: str | None,
+        world_size: int,
+        first_step: int,
+        previous: PreviousLeg | None = None,
+        *,
+        parallel: str | list[str] | None = None,
+        mesh: Mapping[str, int] | None = None,
     ) -> RunRecord:
         """Append a leg that starts now, after ``first_step`` steps. Earlier legs without an end are marked ``died``.
 
-        ``previous``: what the launcher knows about the end of the leg before, if that was its.
+        Args:
+            from_checkpoint: relative to ``output_dir``.
+            world_size: number of ranks.
+            first_step: finished steps.
+            previous: what the launcher knows about the end of the leg before, if that was its.
+            parallel: the setting, as text.
+            mesh: sizes of its dimensions.
         """
         run = self._load_or_renew()
         last = run.legs[-1] if run.legs else None
@@ -130,6 +147,8 @@ class RunFile:
                 started=time.time(),
                 from_checkpoint=from_checkpoint,
                 world_size=world_size,
+                parallel=parallel,
+                mesh=dict(mesh or {}),
                 host=os.uname().nodename,
                 pid=os.getpid(),
                 first_step=first_step,

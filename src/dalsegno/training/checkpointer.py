@@ -61,7 +61,7 @@ class Checkpointer:
         self._run_file = run_file
         self._time_limit = time_limit
         args = parts.args
-        self._manager = CheckpointManager(args.directory, keep=args.keeping)
+        self._manager = CheckpointManager(args.directory, keep=args.keeping, layout=parts.layout)
         self._mirror = mirror_of(args.url, args.directory, args.keeping)
 
     @contextmanager
@@ -245,6 +245,7 @@ class Checkpointer:
                 checkpoint,
                 [each for each in sharded if each.key in keys],
                 [each for each in components if each.key in keys],
+                layout=self._parts.layout,
                 allowed=allowed,
             )
         else:

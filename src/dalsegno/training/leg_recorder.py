@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dalsegno.distributed import collectives
+from dalsegno.distributed.modes import text_of
 from dalsegno.errors import SaveFailed
 from dalsegno.logs import PreviousLeg, RunFile
 
@@ -22,6 +23,7 @@ class LegRecorder:
 
     def __init__(self, parts: RunParts, run_file: RunFile) -> None:
         self._args = parts.args
+        self._layout = parts.layout
         self._state = parts.state
         self._control = parts.control
         self._run_file = run_file
@@ -36,6 +38,8 @@ class LegRecorder:
                     collectives.world_size(),
                     self._state.global_step,
                     PreviousLeg.from_environment(),
+                    parallel=text_of(self._args.parallel),
+                    mesh=self._layout.dimensions,
                 )
 
     def end(self, result: TrainResult) -> None:

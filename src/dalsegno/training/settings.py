@@ -87,6 +87,7 @@ class RecordedSettings:
 
     def __init__(self, parts: RunParts, supplied: UserSupplied, data: TrainingData) -> None:
         self._args = parts.args
+        self._layout = parts.layout
         self._state = parts.state
         self._supplied = supplied
         self._initial = InitialHyperparameters(parts.optimizer, parts.schedulers)
@@ -166,6 +167,8 @@ class RecordedSettings:
     def _environment(self) -> dict[str, Any]:
         """What determines the order of summation, and so the last bits, without being a setting."""
         values = {"world_size": collectives.world_size(), "torch": str(torch.__version__)}
+        if self._layout.mesh is not None:
+            values["mesh"] = self._layout.dimensions
         if self._device.type == "cuda":
             return {**values, "processor": torch.cuda.get_device_name(self._device)}
         return {**values, "processor": _processor(), "threads": torch.get_num_threads()}

@@ -18,7 +18,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -79,6 +79,14 @@ class Manifest:
     files: Mapping[str, FileRecord]
     components: Mapping[str, ComponentRecord]
     finite: bool = True
+    data_ranks: Sequence[int] = ()
+    """The data rank of each rank that saved; empty if each read its own data."""
+
+    @property
+    def counted(self) -> list[int]:
+        """For each data rank that saved, the lowest rank that read its data."""
+        data_ranks = self.data_ranks or range(self.world_size)
+        return [data_ranks.index(number) for number in range(max(data_ranks) + 1)]
 
     @property
     def entry(self) -> Entry:
@@ -100,6 +108,7 @@ class Manifest:
             },
             "best": self.best,
             **({} if self.finite else {"finite": False}),
+            **({"data_ranks": [*self.data_ranks]} if self.data_ranks else {}),
             "files": {name: {"size": file.size, "xxh3": file.xxh3} for name, file in self.files.items()},
             "components": {
                 key: {"class": each.class_name, "version": each.version, "scope": each.scope}
@@ -154,7 +163,12 @@ class Manifest:
             finite=content.get("finite") is not False,
             files={name: _file_record(name, entry) for name, entry in content["files"].items()},
             components={key: _component_record(entry) for key, entry in content["components"].items()},
+            data_ranks=[_whole(number, "data_ranks") for number in content.get("data_ranks", ())],
         )
+        if manifest.data_ranks:
+            numbers = sorted({*manifest.data_ranks})
+            is_whole = numbers == [*range(len(numbers))] and len(manifest.data_ranks) == manifest.world_size
+            _expect(is_whole, "data_ranks that do not fit the ranks")
         _expect(1 <= manifest.world_size <= 1 << 24, f"a world_size of {manifest.world_size}")
         return manifest
 

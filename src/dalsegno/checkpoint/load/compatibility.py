@@ -117,6 +117,7 @@ RULES: dict[str, Rule] = {
     # what the user may change
     "optim": Rule("info", "the saved implementation of the same optimizer is used, fused or not"),
     "learning_rate": Rule("info", "the schedule continues from its position, at the new rate"),
+    "mesh": Rule("info", "state is resharded; the data resumes at the same sample"),
     "world_size": Rule("info", "state is resharded; the data resumes at the same sample"),
     "per_device_train_batch_size": Rule("info", "the data resumes at the same sample"),
     "gradient_accumulation_steps": Rule("info", "the data resumes at the same sample"),

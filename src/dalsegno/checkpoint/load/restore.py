@@ -13,6 +13,7 @@ from dalsegno.checkpoint.format.layout import name_of
 from dalsegno.checkpoint.format.manifest import Checkpoint
 from dalsegno.checkpoint.state.sharded import LoadTarget, OptimizerState, ShardedState
 from dalsegno.distributed import collectives
+from dalsegno.distributed.layout import Layout
 from dalsegno.errors import StateMismatch
 from dalsegno.stateful.component import Component, State
 
@@ -59,6 +60,7 @@ def load_parts(
     sharded: Sequence[ShardedState],
     components: Sequence[Component] = (),
     *,
+    layout: Layout | None = None,
     allowed: Collection[str] = (),
 ) -> LoadReport:
     """Restore only these parts of a verified checkpoint, such as the model. Casts tensors of another dtype. Collective.
@@ -67,7 +69,7 @@ def load_parts(
         StateMismatch: before anything is changed, if a state does not fit its component.
         DamagedCheckpoint: if a file has content that dalsegno cannot have written.
     """
-    saved, report = SavedStates(checkpoint), LoadReport()
+    saved, report = SavedStates(checkpoint, layout), LoadReport()
     stored = StoredTensors.of(saved)
     report.changes.extend(collectives.run_on_all_ranks(lambda: find_mismatches(stored, sharded, any_dtype=True)))
     raise_if_incompatible(report.changes, allowed, checkpoint.path)

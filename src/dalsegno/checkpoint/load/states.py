@@ -13,6 +13,7 @@ from dalsegno.checkpoint.format.manifest import Checkpoint, ComponentRecord
 from dalsegno.checkpoint.format.names import SHARED, rank_sidecar
 from dalsegno.checkpoint.format.sidecar import SavedState, read_sidecar
 from dalsegno.distributed import collectives
+from dalsegno.distributed.layout import Layout
 from dalsegno.errors import DalsegnoError, DamagedCheckpoint, StateMismatch
 from dalsegno.stateful.component import Component, State
 
@@ -56,9 +57,15 @@ def _rows(change: Change) -> list[tuple[str, str]]:
 
 
 class SavedStates:
-    """The states in the sidecars of a verified checkpoint; each sidecar is read on first use."""
+    """The states in the sidecars of a verified checkpoint; each sidecar is read on first use.
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    Args:
+        checkpoint: verified.
+        layout: which ranks read the same data now; None: each its own.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, layout: Layout | None = None) -> None:
+        self.layout = layout or Layout.flat()
         self.checkpoint = checkpoint
         self.path = checkpoint.path
         self._read: dict[str, dict[str, SavedState]] = {}
@@ -88,8 +95,27 @@ class SavedStates:
             raise DamagedCheckpoint(f"{self.checkpoint.path}: the manifest names {key}, but no sidecar contains it")
         return sidecar[key].states[position]
 
+    def of_data_ranks(self, key: str) -> list[int]:
+        """Numbers of the states under ``key`` that stand for a data rank: all but those of ranks that read the data of
+        a lower one."""
+        if self.record(key).scope != "per_rank" or key in self._sidecar(SHARED):
+            return [*range(self.count(key))]
+        return self.checkpoint.manifest.counted
+
+    def own(self, key: str) -> int | None:
+        """Number of the state that this rank saved, if the ranks that read the same data are the same as then."""
+        then = tuple(self.checkpoint.manifest.data_ranks) or tuple(range(self.checkpoint.manifest.world_size))
+        return collectives.rank() if then == self.layout.data_ranks and key not in self._sidecar(SHARED) else None
+
     def all_of(self, key: str) -> SavedState:
-        return SavedState(self.record(key), [self.state(key, number) for number in range(self.count(key))])
+        return self._those(key, range(self.count(key)))
+
+    def carried(self, key: str) -> SavedState:
+        """What later checkpoints contain of a state that no component claims: one state for each data rank."""
+        return self._those(key, self.of_data_ranks(key))
+
+    def _those(self, key: str, numbers: Iterable[int]) -> SavedState:
+        return SavedState(self.record(key), [self.state(key, number) for number in numbers])
 
     def _sidecar(self, name: str) -> dict[str, SavedState]:
         if name not in self._read:
@@ -175,7 +201,7 @@ def unclaimed_states(
     taken = {key for component in components for key in component.keys}
     report.carried.extend(key for key in saved if key not in taken and saved.record(key).scope != "sharded")
     return collectives.run_on_all_ranks(
-        lambda: {key: saved.all_of(key) for key in report.carried} if collectives.rank() == 0 else {}
+        lambda: {key: saved.carried(key) for key in report.carried} if collectives.rank() == 0 else {}
     )
 
 
@@ -197,12 +223,12 @@ def add_context(where: str) -> Iterator[None]:
 
 def _state_for(component: Component, saved: SavedStates, key: str, report: LoadReport) -> State:
     """This rank's state of ``component``, upgraded and resharded; adds notes to ``report``."""
-    version, count, world_size = saved.record(key).version, saved.count(key), collectives.world_size()
+    version, numbers, layout = saved.record(key).version, saved.of_data_ranks(key), saved.layout
     if key != component.key:
         report.notes.append(f"{component.key}: found under its former key {key}")
-    if component.scope == "replicated" and count > 1:
+    if component.scope == "replicated" and saved.count(key) > 1:
         raise StateMismatch(
-            f"{component.key}: its saved state is per rank ({count} ranks), now it is replicated; "
+            f"{component.key}: its saved state is per rank ({saved.count(key)} ranks), now it is replicated; "
             f"set state_scope = 'per_rank', or give it another name to start it anew"
         )
     if version < component.version:
@@ -213,16 +239,21 @@ def _state_for(component: Component, saved: SavedStates, key: str, report: LoadR
         component.check_form(state, f"{saved.path}: {key}")
         return state
 
-    if count == 1 and saved.record(key).scope != "per_rank":
+    if component.scope == "replicated" or saved.record(key).scope != "per_rank":
         return state_of(0)
-    if count == world_size:
-        return state_of(collectives.rank() if component.scope == "per_rank" else 0)
-    states = [state_of(number) for number in range(count)]
-    resharded = component.reshard(states, world_size)
-    if len(resharded) != world_size:
+    own = saved.own(key)
+    if own is not None:
+        return state_of(own)
+    if len(numbers) == layout.data_size:
+        return state_of(numbers[layout.data_rank])
+    states = [state_of(number) for number in numbers]
+    resharded = component.reshard(states, layout.data_size)
+    if len(resharded) != layout.data_size:
         raise StateMismatch(
-            f"{component.key}: reshard returned {len(resharded)} states for {world_size} ranks; return one per rank"
+            f"{component.key}: reshard returned {len(resharded)} states for {layout.data_size} ranks; return one per "
+            "rank, or per group of ranks that read the same data"
         )
     how = getattr(component.target, "reshard_note", "")
-    report.notes.append(f"{component.key}: resharded from {count} to {world_size} states{how and f': {how}'}")
-    return resharded[collectives.rank()]
+    count = f"from {len(numbers)} to {layout.data_size} states"
+    report.notes.append(f"{component.key}: resharded {count}{how and f': {how}'}")
+    return resharded[layout.data_rank]

@@ -21,6 +21,7 @@ from dalsegno.checkpoint.format.names import SHARED, rank_sidecar
 from dalsegno.checkpoint.format.sidecar import Encoded, SavedState, sidecar_arrays, sidecar_json
 from dalsegno.checkpoint.state.sharded import Capturable, TensorsByComponent
 from dalsegno.distributed import collectives
+from dalsegno.distributed.layout import Layout
 from dalsegno.stateful.component import Component
 from dalsegno.system import filesystem
 from dalsegno.system.byte_sizes import format_bytes
@@ -42,6 +43,7 @@ class Snapshot:
         is_copy: whether training may continue before the snapshot is written.
         wait: waits for the copies from the GPU.
         durables: flush to disk what the states refer to, such as logs.
+        layout: which ranks read the same data.
     """
 
     files: Sequence[PendingFile]
@@ -49,6 +51,7 @@ class Snapshot:
     is_copy: bool
     wait: Callable[[], object]
     durables: Sequence[Callable[[], object]]
+    layout: Layout
 
     @property
     def length(self) -> int:
@@ -86,6 +89,7 @@ class Snapshot:
             finite=is_finite,
             files={name: record for of_one_rank in records for name, record in of_one_rank.items()},
             components=self.components,
+            data_ranks=self.layout.data_ranks if self.layout.sharing > 1 else (),
         )
 
 
@@ -115,7 +119,9 @@ class _FileOfTensors:
 class Snapshotter:
     """Captures snapshots. Keeps its buffers, and the plan of which rank writes what, between saves."""
 
-    def __init__(self) -> None:
+    def __init__(self, layout: Layout | None = None) -> None:
+        """``layout``: which ranks read the same data; None: each its own."""
+        self._layout = layout or Layout.flat()
         self._buffers: dict[str, Buffer] = {}
         self._bounce = BounceBuffers()
         self._cuda = CudaCopies()
@@ -194,10 +200,14 @@ class Snapshotter:
             self._warn_short(shortage)
         if is_short or not copy:
             streams = [file.streamed(self._bounce) for file in (*planned, *sidecars)]
-            return Snapshot([*streams, *inline], records, is_copy=False, wait=int, durables=durables)
+            return Snapshot(
+                [*streams, *inline], records, is_copy=False, wait=int, durables=durables, layout=self._layout
+            )
         self._cuda.begin([each.optimizer for each in sharded if each.optimizer is not None])
         copies = [self._copied(file) for file in (*planned, *sidecars)]
-        return Snapshot([*copies, *inline], records, is_copy=True, wait=self._cuda.end(), durables=durables)
+        return Snapshot(
+            [*copies, *inline], records, is_copy=True, wait=self._cuda.end(), durables=durables, layout=self._layout
+        )
 
     def _replan(self, tensors: TensorsByComponent, signature: object) -> None:
         self._planned_for = None  # stays so if planning fails
