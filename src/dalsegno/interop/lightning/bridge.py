@@ -41,9 +41,8 @@ from dalsegno.events.registration import check_callbacks
 from dalsegno.events.table import Event
 from dalsegno.interop.batches import global_batch_size, samples_in
 from dalsegno.interop.leg import INSIDE_THE_STEP, Leg, Surroundings, expect_evaluations, fire
+from dalsegno.interop.optimizer import Optimizer
 from dalsegno.interop.packed import Packed, begin_packed, locate_in, save_packed
-
-from .optimizer import Optimizer
 
 logger = logging.getLogger("dalsegno")
 

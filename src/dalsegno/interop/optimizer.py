@@ -1,4 +1,4 @@
-"""Optimizer: the user's optimizer as callbacks see it under Lightning."""
+"""Optimizer: the user's optimizer as callbacks see it under a trainer that computes gradients inside its step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class Optimizer:
-    """Runs the hooks before a step itself: Lightning computes the gradients inside the step, after torch's hooks."""
+    """Runs the hooks before a step itself: the closure of Lightning or Composer computes gradients after torch's."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
