@@ -324,7 +324,7 @@ def test_places_that_do_not_fit() -> None:
     short.load_state_dict(long.state_dict())
     with pytest.raises(StateMismatch, match="4 micro-batches into the epoch, and reading again stops at 2"):
         next(iter(short))
-    with pytest.raises(StateMismatch, match="saved by 2 ranks, now there are 1, and only the loader knows"):
+    with pytest.raises(StateMismatch, match="saved by 2 ranks, now there are 1, and only your loader or dataset knows"):
         Component("loader", long).reshard([long.state_dict()] * 2, 1)
 
 

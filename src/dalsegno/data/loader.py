@@ -179,7 +179,8 @@ class Counted(NamedTuple):
 
     value: Any
     samples: int
-    global_samples: int
+    global_samples: int | None
+    """None: only a reduction can determine it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +191,8 @@ class CountingCollate:
 
     def __call__(self, counted: list[Counted]) -> Microbatch:
         batch = self.collate([sample.value for sample in counted])
-        return Microbatch(batch, sum(s.samples for s in counted), sum(s.global_samples for s in counted))
+        of_all = [s.global_samples for s in counted if s.global_samples is not None]
+        return Microbatch(batch, sum(s.samples for s in counted), sum(of_all) if len(of_all) == len(counted) else None)
 
 
 def plain_batch(batch: Any) -> Any:

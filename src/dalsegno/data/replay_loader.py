@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired, TypedDict
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -20,10 +20,11 @@ from dalsegno.distributed.rng import (
     restore_generators,
 )
 from dalsegno.errors import StateMismatch
+from dalsegno.stateful.component import Stateful
 
 from .fingerprint import digest
 from .generators import EpochGenerator
-from .loader import NOT_EXACT, EpochPlace, or_another_kind
+from .loader import NOT_EXACT, EpochPlace, Microbatch, or_another_kind, plain_batch, sample_count
 from .stateful_dataloader import StatefulDataLoader
 from .stream import RankShard
 from .user_loader import END, UserLoader
@@ -36,10 +37,19 @@ class EpochGenerators(GeneratorStates):
     """Those that the data owns, by path; in old checkpoints that of the loader alone."""
 
 
+class FirstBatch(TypedDict):
+    """The first micro-batch of an epoch; another number of ranks or samples makes another one."""
+
+    ranks: int
+    samples: int
+    digest: str
+
+
 class ReplayedPlace(EpochPlace):
     kind: Literal["replayed"]
     workers: list[int]
     generators: EpochGenerators
+    first: NotRequired[FirstBatch | None]
 
 
 class ReplayLoader(UserLoader):
@@ -56,6 +66,7 @@ class ReplayLoader(UserLoader):
 
     _at_epoch_begin: Any = None  # the generators at the start of the open epoch
     _saved: Any = None  # the generators for an epoch that is not open yet
+    _first: FirstBatch | None = None  # of the open or loaded epoch
 
     def _open(self) -> Iterator[Any]:
         saved, self._saved = self._saved, None
@@ -76,12 +87,14 @@ class ReplayLoader(UserLoader):
         goal, unit = (self._samples, "samples") if self._one_stream else (self._microbatches, "micro-batches")
         data = getattr(self._loader, "dataset", self._loader)
         log.warning(
-            "%s has no state_dict: reading %d micro-batches (%d samples) again to find its position",
+            "%s has no state_dict%s: reading %d micro-batches (%d samples) again to find its position",
             type(data.dataset if isinstance(data, RankShard) else data).__name__,
+            " that restores its order" if isinstance(getattr(data, "dataset", data), Stateful) else "",
             self._microbatches,
             self._samples,
         )
         self._microbatches = self._samples = done = 0
+        expected = self._first
         first = ""  # digest of the process's generators after the first micro-batch
         began = time.monotonic()
         quiet = True if collectives.rank() else None  # None: shown only on a terminal
@@ -97,6 +110,14 @@ class ReplayLoader(UserLoader):
                 f"the saved position is {goal} {unit} into the epoch, and reading again stops at {done}; the data is "
                 "shorter now, or the batches (batch_size times ranks) do not divide the position"
             )
+        if _is_another(expected, self._first):
+            log.warning(
+                "%s begins the epoch with another micro-batch when it is read again, so its samples differ from those "
+                "of an uninterrupted run: its order depends on something that is not saved, such as the time, or a "
+                "count of passes; let it depend on its seed and set_epoch(epoch), or give it a state_dict",
+                type(data.dataset if isinstance(data, RankShard) else data).__name__,
+                extra={NOT_EXACT: True},
+            )
         if self._orders_while_reading() and digest(capture_generators()) != first:
             log.warning(
                 "%s draws random numbers between its batches, from generators that the model may use too; if its "
@@ -107,6 +128,16 @@ class ReplayLoader(UserLoader):
             )
         took = time.monotonic() - began
         log.warning("reading again took %.1f s; a dataset or loader with a state_dict would save that", took)
+
+    def _count(self, item: Any) -> Microbatch:
+        if not self._microbatches:
+            batch = item.batch if isinstance(item, Microbatch) else item
+            self._first = {
+                "ranks": self._world_size,
+                "samples": sample_count(batch),
+                "digest": digest(plain_batch(batch)),
+            }
+        return super()._count(item)
 
     def _orders_while_reading(self) -> bool:
         """Whether the data orders its samples in this process while they are read."""
@@ -134,7 +165,12 @@ class ReplayLoader(UserLoader):
         self.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self._place("replayed"), "workers": self._worker_layout(), "generators": self._epoch_generators()}
+        return {
+            **self._place("replayed"),
+            "workers": self._worker_layout(),
+            "generators": self._epoch_generators(),
+            "first": self._first if self._microbatches else None,
+        }
 
     def _epoch_generators(self) -> Any:
         """As they were when the epoch began; as they are, between two epochs and where this rank is through."""
@@ -161,7 +197,7 @@ class ReplayLoader(UserLoader):
         own = self._by_path(state["generators"]["own"])
         if self._microbatches == 0:
             self.own_generators.load_state_dict(own)
-        self._saved = {**state["generators"], "own": own}
+        self._saved, self._first = {**state["generators"], "own": own}, state.get("first")
 
     def _converted(self, state: dict[str, Any]) -> dict[str, Any]:
         """Convert a position of an old checkpoint, which left it to the loader's own state, without the order."""
@@ -182,3 +218,11 @@ class ReplayLoader(UserLoader):
         meant = [getattr(holder, "generator", None) for holder in holders]
         meant = [each for each in meant if isinstance(each, torch.Generator) and not isinstance(each, EpochGenerator)]
         return {way: own for way, each in self.own_generators.find().items() if own is not None and each is meant[0]}
+
+
+def _is_another(expected: FirstBatch | None, found: FirstBatch | None) -> bool:
+    """Whether two micro-batches that should be the same one differ."""
+    if expected is None or found is None:
+        return False
+    is_alike = (expected["ranks"], expected["samples"]) == (found["ranks"], found["samples"])
+    return is_alike and expected["digest"] != found["digest"]

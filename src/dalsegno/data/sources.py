@@ -18,6 +18,7 @@ from .order_check import keeps_its_order
 from .replay_loader import ReplayLoader
 from .sampler import ResumableSampler
 from .samples import Samples, StatefulSamples
+from .splitting import keeps_its_place, part_of_rank
 from .stateful_dataloader import StatefulDataLoader
 from .stateful_loader import StatefulLoader
 from .step_batch import SourceView
@@ -44,11 +45,12 @@ def train_loader(
     persistent_workers: bool = False,
     multiprocessing_context: StartMethod | None = None,
 ) -> ResumableLoader:
-    """Build the training data of one rank, resumable at any micro-batch.
+    """Build the training data of one rank, resumable at any micro-batch. Collective, if ``source`` splits itself.
 
     Args:
-        source: a map dataset (``__len__`` and ``__getitem__``), or an iterable one, which is not shuffled, and split by
-            taking every ``world_size``-th sample. ``__getitem__(self, index, seed=0)`` receives a seed.
+        source: a map dataset (``__len__`` and ``__getitem__``), or an iterable one, which is not shuffled. It splits
+            itself, if it can (:mod:`dalsegno.data.splitting`), else each rank takes every ``world_size``-th sample.
+            ``__getitem__(self, index, seed=0)`` receives a seed.
         batch_size: samples per rank and micro-batch.
         drop_last: drop the incomplete micro-batch at the end of an epoch; else it is split, with padding if needed.
         persistent_workers: for a map dataset only; an iterable one gets new worker processes for each epoch, so that
@@ -66,10 +68,14 @@ def train_loader(
     }
     collate = collate_fn or default_collate
     if _is_stream(source):
-        shard = StatefulRankShard if isinstance(source, Stateful) else RankShard
-        stream = shard(source, rank, world_size, batch_size, seed, drop_last)
+        part = part_of_rank(source, rank, world_size)
+        stream = _rank_shard(source, part, rank, world_size, batch_size, seed, drop_last)
         loader = _stream_loader(stream, collate, drop_last, workers)
-        kind = StatefulLoader if isinstance(source, Stateful) else ReplayLoader
+        kind = StatefulLoader if isinstance(stream, StatefulRankShard) else ReplayLoader
+        if part is not None:
+            feed = kind(loader, seed=seed, world_size=world_size)
+            feed.exchange_lengths()
+            return feed
         samples = _stream_length(source, batch_size * world_size if drop_last else 1)
         return kind(loader, seed=seed, world_size=world_size, samples=samples, one_stream=True)
 
@@ -160,9 +166,13 @@ def eval_loader(
     }
     collate = collate_fn or default_collate
     if _is_stream(source):
-        rereadable = RestartedStream(source) if isinstance(source, Stateful) else source
-        stream = RankShard(rereadable, rank, world_size, batch_size, seed, drop_last=False)
+        part = part_of_rank(source, rank, world_size)
+        read = source if part is None else part
+        rereadable = RestartedStream(read) if isinstance(read, Stateful) else read
+        stream = RankShard(rereadable, rank, world_size, batch_size, seed, drop_last=False, is_split=part is not None)
         loader = _stream_loader(stream, collate, drop_last=False, workers=workers)
+        if part is not None:
+            return EvalLoader(UserLoader(loader, seed=seed, world_size=world_size))
         return EvalLoader(
             UserLoader(loader, seed=seed, world_size=world_size, samples=_length(source), one_stream=True)
         )
@@ -184,6 +194,12 @@ def _map_loader(source: Any, sampler: ResumableSampler, collate: Collate, worker
         **workers,
     )
     return MapLoader(loader, sampler)
+
+
+def _rank_shard(source: Any, part: Any | None, *place: Any) -> RankShard:
+    """``place``: the further arguments of :class:`RankShard`."""
+    kind = StatefulRankShard if keeps_its_place(source) else RankShard
+    return kind(source if part is None else part, *place, is_split=part is not None)
 
 
 def _stream_loader(stream: RankShard, collate: Collate, drop_last: bool, workers: dict[str, Any]) -> DataLoader[Any]:

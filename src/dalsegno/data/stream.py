@@ -1,4 +1,4 @@
-"""RankShard: distributes an iterable dataset; each rank reads the same stream and keeps every W-th sample."""
+"""RankShard: distributes an iterable dataset; each rank reads its own part, or all and keeps every W-th sample."""
 
 from __future__ import annotations
 
@@ -21,15 +21,30 @@ class RankShard(IterableDataset[Counted]):
     samples in a group. In an incomplete last group, ranks without a sample get the group's first one as padding (with
     ``drop_last`` the whole group is dropped).
 
+    A dataset that ``is_split`` contains only this rank's samples: each is a group of its own, and the number of samples
+    on all ranks is unknown.
+
     The dataset splits the stream among worker processes by ``get_worker_info()``, as torch documents. In a worker the
     random generators are seeded once per micro-batch, from (seed, epoch, worker, position in its stream, rank).
 
     The state of the dataset, or of its iterator, is saved too if it has one.
     """
 
-    def __init__(self, dataset: Any, rank: int, world_size: int, batch_size: int, seed: int, drop_last: bool) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        rank: int,
+        world_size: int,
+        batch_size: int,
+        seed: int,
+        drop_last: bool,
+        *,
+        is_split: bool = False,
+    ) -> None:
         self.dataset = dataset
-        self.rank, self.world_size = rank, world_size
+        self.rank = rank
+        self.is_split = is_split
+        self._place, self._group_size = (0, 1) if is_split else (rank, world_size)
         self.batch_size, self.seed, self.drop_last = batch_size, seed, drop_last
         self.epoch = 0
         self._groups = 0
@@ -41,7 +56,7 @@ class RankShard(IterableDataset[Counted]):
     def __len__(self) -> int:
         """Return the number of this rank's samples; TypeError if the dataset has no length."""
         length: int = len(self.dataset)
-        return length // self.world_size if self.drop_last else -(-length // self.world_size)
+        return length // self._group_size if self.drop_last else -(-length // self._group_size)
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -67,15 +82,17 @@ class RankShard(IterableDataset[Counted]):
                 self._seed_worker()
             group = self._next_group(self._iterator)
             self._groups += 1
-            if len(group) > self.rank:
-                yield Counted(group[self.rank], 1, len(group))
+            if self.is_split and group:
+                yield Counted(group[0], 1, None)
+            elif len(group) > self._place:
+                yield Counted(group[self._place], 1, len(group))
             elif group:
                 yield Counted(group[0], 0, len(group))
 
     def _next_group(self, stream: Iterator[Any]) -> list[Any]:
         group: list[Any] = []
         try:
-            while len(group) < self.world_size:
+            while len(group) < self._group_size:
                 group.append(next(stream))
         except StopIteration:
             self._ended = True

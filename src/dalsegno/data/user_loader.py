@@ -206,8 +206,8 @@ class UserLoader:
         """
         if not states[0]["one_stream"]:
             raise StateMismatch(
-                f"the position in your loader was saved by {len(states)} ranks, now there are {world_size}, and "
-                f"only the loader knows how it splits its data; resume with {len(states)} ranks, or pass the dataset "
-                "instead of a loader (a map dataset without a state_dict supports any number of ranks)"
+                f"the position in your data was saved by {len(states)} ranks, now there are {world_size}, and only "
+                f"your loader or dataset knows how it splits its data; resume with {len(states)} ranks, or pass a map "
+                "dataset (one without a state_dict supports any number of ranks)"
             )
         return [states[0]] * world_size

@@ -1,0 +1,204 @@
+"""Streams that split themselves: each rank reads its part only, and a run that is interrupted twice resumes exactly."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset, default_collate
+
+import dalsegno as ds
+from dalsegno.data import train_loader
+from dalsegno.data.splitting import part_of_rank
+from dalsegno.distributed import collectives
+from dalsegno.testing import compare_runs, run_ranks
+from support.resumed import stop_after
+from support.small import small_trainer
+
+LENGTH, STEPS = 23, 14
+Sample = dict[str, Any]
+
+
+def sample(index: int) -> Sample:
+    x = torch.sin(torch.arange(8) * (index + 1.0))
+    return {"x": x, "y": x.sum().reshape(1), "id": index}
+
+
+class Parted(IterableDataset[Sample]):
+    """Reads the samples of its part only, and notes each that it reads."""
+
+    read: list[int] = []
+
+    def __init__(self, first: int = 0, stride: int = 1) -> None:
+        self.first, self.stride, self.at, self.epoch = first, stride, 0, 0
+
+    def split_by_rank(self, rank: int, world_size: int) -> Any:
+        return type(self)(rank, world_size)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Sample]:
+        order = list(range(LENGTH))
+        random.Random(self.epoch).shuffle(order)
+        mine = order[self.first :: self.stride]
+        while self.at < len(mine):
+            self.at += 1
+            self.read.append(mine[self.at - 1])
+            yield sample(mine[self.at - 1])
+        self.at = 0
+
+
+class StatefulParted(Parted):
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def hugging_face(folder: str, *, shuffled: bool, files: int = 4) -> Any:
+    datasets = pytest.importorskip("datasets")
+    names = [Path(folder, f"{files}-{number}.jsonl") for number in range(files)]
+    if collectives.rank() == 0 and not names[-1].exists():
+        for number, name in enumerate(names):
+            rows = [
+                {key: getattr(each, "tolist", lambda each=each: each)() for key, each in sample(index).items()}
+                for index in range(number, LENGTH, files)
+            ]
+            name.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    collectives.gather(None, "the files")
+    data = datasets.load_dataset(
+        "json", data_files=[*map(str, names)], split="train", streaming=True, cache_dir=f"{folder}/cache"
+    ).with_format("torch")
+    return data.shuffle(seed=3, buffer_size=7) if shuffled else data
+
+
+def web_dataset(folder: str) -> Any:
+    wds = pytest.importorskip("webdataset")
+    names = [Path(folder, f"part-{number}.tar") for number in range(4)]
+    if collectives.rank() == 0 and not names[-1].exists():
+        for number, name in enumerate(names):
+            with wds.TarWriter(str(name)) as tar:
+                for index in range(number, LENGTH, 4):
+                    tar.write({"__key__": f"{index:04}", "id.json": json.dumps(index).encode()})
+    collectives.gather(None, "the files")
+    pipeline = wds.WebDataset([*map(str, names)], nodesplitter=wds.split_by_node, shardshuffle=False)
+    return pipeline.compose(wds.detshuffle(5, 2, seed=1)).map(of_tar)
+
+
+def of_tar(row: dict[str, Any]) -> Sample:
+    return sample(json.loads(row["id.json"]))
+
+
+KINDS: dict[str, Callable[[str], Any]] = {
+    "with a state": lambda folder: StatefulParted(),
+    "without a state": lambda folder: Parted(),
+    "hugging face": lambda folder: hugging_face(folder, shuffled=False),
+    "hugging face, shuffled": lambda folder: hugging_face(folder, shuffled=True),
+    "hugging face, files that the ranks do not divide": lambda folder: hugging_face(folder, shuffled=False, files=3),
+    "webdataset": web_dataset,
+}
+NEEDS = {"hugging": "datasets", "webdataset": "webdataset"}
+
+
+def leg(folder: str, output_dir: str, kind: str, stop: int | None) -> list[list[int]]:
+    """The samples of each micro-batch of this leg."""
+    seen: list[list[int]] = []
+
+    def collate(samples: list[Sample]) -> Any:
+        batch = default_collate([{key: each[key] for key in ("x", "y", "id")} for each in samples])
+        seen.append(batch.pop("id").tolist())
+        return batch
+
+    Parted.read = []
+    last = small_trainer(
+        Path(folder, output_dir),
+        *([] if stop is None else [stop_after(stop)]),
+        parts={"train_dataset": KINDS[kind](folder), "data_collator": collate},
+        per_device_train_batch_size=3,
+        max_steps=STEPS,
+        lr_scheduler_type="constant",
+        save_steps=100,
+    )
+    last.train()
+    if Parted.read:
+        assert {*Parted.read} == {index for batch in seen for index in batch}  # no other rank's
+    return seen
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_rank_reads_its_part_and_resumes_exactly(tmp_path: Path, kind: str) -> None:
+    if library := NEEDS.get(kind.partition(" ")[0]):
+        pytest.importorskip(library)
+    parts = run_ranks(leg, 2, str(tmp_path), "whole", kind, None)
+    assert sorted(index for part in parts for batch in part[:4] for index in batch) == [*range(LENGTH)]
+    for stop in (2, 9, None):
+        run_ranks(leg, 2, str(tmp_path), "parts", kind, stop)
+    comparison = compare_runs(tmp_path / "whole", tmp_path / "parts")
+    assert comparison.identical, f"\n{comparison.table()}"
+
+
+def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
+    run_ranks(leg, 2, str(tmp_path), "run", "with a state", 2)
+    with pytest.raises(ds.StateMismatch, match="saved by 2 ranks, now there are 1, and only your loader or dataset"):
+        leg(str(tmp_path), "run", "with a state", None)
+
+
+@pytest.mark.parametrize(
+    ("library", "name", "loader"),
+    [
+        ("streaming.base.dataset", "StreamingDataset", "streaming.StreamingDataLoader"),
+        ("litdata.streaming.dataset", "StreamingDataset", "litdata.StreamingDataLoader"),
+        ("torchdata.nodes.base_node", "BaseNode", "torchdata.nodes.Loader"),
+    ],
+)
+def test_a_stream_with_a_loader_of_its_own_names_it(library: str, name: str, loader: str) -> None:
+    own = type("Own", (type(name, (Parted,), {"__module__": library}),), {})
+    with pytest.raises(ds.ConfigurationError, match=rf"a Own of .* saves its position .*train_dataloader={loader}"):
+        train_loader(own(), batch_size=1)
+
+
+def test_a_split_for_other_ranks_is_refused() -> None:
+    class Distributed:
+        rank, world_size = 0, 4
+
+    kind = type("IterableDataset", (), {"__module__": "datasets.iterable_dataset", "_distributed": Distributed})
+    with pytest.raises(ds.ConfigurationError, match="is split for 4 ranks, and here 2 read different data"):
+        part_of_rank(kind(), 0, 2)
+
+
+class Clocked(IterableDataset[Sample]):
+    """In each process in another order."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[Sample]:
+        Clocked.passes += 1
+        order = list(range(LENGTH))
+        random.Random(Clocked.passes).shuffle(order)
+        yield from map(sample, order)
+
+
+def test_an_epoch_that_begins_otherwise_when_it_is_read_again_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for stop in (2, None):
+        small_trainer(
+            tmp_path,
+            *([] if stop is None else [stop_after(stop)]),
+            parts={"train_dataset": Clocked(), "data_collator": without_id},
+            max_steps=4,
+            lr_scheduler_type="constant",
+            save_steps=100,
+        ).train()
+    assert "Clocked begins the epoch with another micro-batch when it is read again" in caplog.text
+
+
+def without_id(samples: list[Sample]) -> Any:
+    return default_collate([{"x": each["x"], "y": each["y"]} for each in samples])
