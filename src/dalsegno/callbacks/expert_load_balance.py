@@ -108,7 +108,7 @@ class ExpertLoadBalance(Callback):
         if self._is_due:
             counted, self._counts = self._counts, {}
             here = {name: counts.tolist() for name, counts in counted.items()}
-            gathered = collectives.gather(here, "ExpertLoadBalance")
+            gathered = ctx.layout.of_data_ranks(collectives.gather(here, "ExpertLoadBalance"))
             names = sorted({name for each in gathered for name in each})  # a rank with only padding has none
             of_ranks = {name: [each[name] for each in gathered if name in each] for name in names}
             self._loads = {name: [sum(loads) for loads in zip(*of_ranks[name], strict=True)] for name in names}

@@ -58,7 +58,7 @@ class InfoCallback(Callback):
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         self._error = None
         _print("model", _model_line(ctx.model))
-        _print("device", _device_line(ctx.model))
+        _print("device", _device_line(ctx))
         _print("batch", _batch_line(ctx))
         _print("steps", _steps_line(ctx))
         _print("output", str(ctx.args.output_dir))
@@ -114,24 +114,27 @@ def _model_line(model: nn.Module) -> str:
     return f"{kind.__name__}, {count:,} parameters" + (f", {trained:,} of them trained" * (trained != count))
 
 
-def _device_line(model: nn.Module) -> str:
-    parameters = list(model.parameters())
+def _device_line(ctx: Context) -> str:
+    parameters = list(ctx.model.parameters())
     device = str(parameters[0].device) if parameters else "none"
     if collectives.world_size() == 1:
         return device
     spread = "sharded over them" if any(isinstance(each, DTensor) for each in parameters) else "whole on each"
-    return f"{device}, {collectives.world_size()} ranks, parameters {spread}"
+    sizes = ctx.layout.dimensions.items()
+    mesh = " x ".join(f"{name} {size}" for name, size in sizes) if len(sizes) > 1 else ""
+    return f"{device}, {collectives.world_size()} ranks{mesh and f' ({mesh})'}, parameters {spread}"
 
 
 def _batch_line(ctx: Context) -> str:
-    schedule, world_size = ctx.args.accumulation.values, collectives.world_size()
+    schedule, data_size = ctx.args.accumulation.values, ctx.layout.data_size
     accumulated = schedule[0]
     changes = f" at first; micro-batches by step: {schedule}" * (len(schedule) > 1)
     size = _batch_size(ctx)
-    factors = f" x {accumulated} micro-batches" * (accumulated > 1) + f" x {world_size} ranks" * (world_size > 1)
+    ranks = "ranks" if ctx.layout.sharing == 1 else f"groups of {ctx.layout.sharing} ranks"
+    factors = f" x {accumulated} micro-batches" * (accumulated > 1) + f" x {data_size} {ranks}" * (data_size > 1)
     if size is None:
         return "as the loader gives it" + factors + changes
-    product = f"{factors} = {size * accumulated * world_size} samples" if factors else " samples"
+    product = f"{factors} = {size * accumulated * data_size} samples" if factors else " samples"
     return f"{size}{product} a step{changes}"
 
 

@@ -39,7 +39,8 @@ class LogInputSummaries(Callback):
             return
         measured, self._measured = self._measured, {}
         numbers = torch.stack([*measured.values()]).tolist() if measured else []
-        gathered = collectives.gather(dict(zip(measured, numbers, strict=True)), "LogInputSummaries")
+        here = dict(zip(measured, numbers, strict=True))
+        gathered = ctx.layout.of_data_ranks(collectives.gather(here, "LogInputSummaries"))
         for name in dict.fromkeys(name for each in gathered for name in each):
             of_ranks = torch.tensor([each[name] for each in gathered if name in each], dtype=torch.float64)
             counts, means, deviations, lowest, highest = of_ranks.unbind(1)

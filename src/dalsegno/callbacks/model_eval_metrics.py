@@ -40,9 +40,9 @@ class ModelEvalMetrics(Callback):
         )
 
     A metric is reset when a set's evaluation begins, updated with every batch, and computed over all ranks at its end.
-    Padding does not count, even if a rank has only padding. A metric with several values, such as a
-    ``MetricCollection``, has an entry for each: ``eval_<name>_<value>``; a curve is a list. ``EarlyStopping``,
-    ``metric_for_best_model`` and loggers can use the values.
+    Padding does not count, even if a rank has only padding; data that several ranks read count once. A metric with
+    several values, such as a ``MetricCollection``, has an entry for each: ``eval_<name>_<value>``; a curve is a list.
+    ``EarlyStopping``, ``metric_for_best_model`` and loggers can use the values.
 
     Args:
         metrics: metrics by name: of torchmetrics, or objects with ``update``, ``compute`` and ``reset`` whose
@@ -85,7 +85,7 @@ class ModelEvalMetrics(Callback):
             return
         selected = self._select(ctx.outputs, ctx.batch)
         for metric in self._metrics.values():
-            if ctx.samples:
+            if ctx.samples and ctx.layout.counts:
                 metric.update(*selected)
             else:
                 _update_without_rows(metric, selected)

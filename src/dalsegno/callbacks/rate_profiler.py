@@ -42,10 +42,11 @@ class RateProfiler(Callback):
             return
         seconds = time.perf_counter() - self._began
         each = collectives.gather_floats([self._samples / seconds, self._tokens / seconds], "RateProfiler")
+        counted = ctx.layout.of_data_ranks(each)  # ranks that read the same data do not add to a rate
         for position, name in enumerate(("samples", "tokens")):
             rates = [rates[position] for rates in each]
             if any(rates):
-                ctx.logs[f"{name}_per_second"] = sum(rates)
+                ctx.logs[f"{name}_per_second"] = sum(rates[position] for rates in counted)
                 ctx.logs[f"rank_{name}_per_second"] = rates
         self._begin()
 

@@ -25,6 +25,7 @@ class Recorder:
 
     def __init__(self, parts: RunParts) -> None:
         self._args = parts.args
+        self._layout = parts.layout
         self._dispatcher = parts.dispatcher
         self._state = parts.state
         self._control = parts.control
@@ -54,7 +55,7 @@ class Recorder:
         ``loss`` and ``tokens`` are this rank's."""
         if not self._listens_to_metrics:
             return
-        total_loss, total_tokens = collectives.sum_floats([float(loss), tokens], "the loss of a step")
+        total_loss, total_tokens = self._layout.sum_floats([float(loss), tokens], "the loss of a step")
         metrics: dict[str, Any] = {"loss": total_loss}
         if total_tokens:
             metrics["tokens"] = int(total_tokens)

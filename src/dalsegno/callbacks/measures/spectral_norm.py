@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.conv import _ConvNd
 
 from dalsegno.distributed import collectives
@@ -152,7 +152,8 @@ def _measured(model: nn.Module) -> Iterator[LocalShard]:
 def _by_rows(parameter: Tensor, piece: LocalShard) -> LocalShard:
     """Return the shard if it consists of whole rows of the parameter; else gather the parameter."""
     is_by_rows = not isinstance(parameter, DTensor) or not any(
-        isinstance(placement, Shard) and placement.dim != 0 for placement in parameter.placements
+        getattr(placement, "dim", 0)
+        for placement in parameter.placements  # of a shard, strided or not
     )
     return piece if is_by_rows else _whole(parameter, piece)
 

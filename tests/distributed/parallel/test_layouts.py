@@ -1,0 +1,97 @@
+"""Every layout trains what one process trains, measures the whole model, and resumes any other layout's checkpoint."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dalsegno.events.table import Event
+from dalsegno.logs import RunFile
+from dalsegno.testing import FaultPlan, assert_resume_equivalent, run_ranks
+from support import layouts
+
+SPREAD = pytest.mark.parametrize("layout", ["tp", "hsdp", "tp x fsdp"])
+OF_CLOCK_OR_RANK = ("runtime", "per_second", "timestamp", "peak", "mfu", "runtime")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Of one process."""
+    [told] = run_ranks(layouts.measured, 1, tmp_path_factory.mktemp("one"), "one")
+    return told
+
+
+@SPREAD
+def test_a_layout_trains_and_measures_what_one_process_does(tmp_path: Path, layout: str, alone: dict[str, Any]) -> None:
+    """And what torch alone does, written by hand on the same mesh."""
+    told = run_ranks(layouts.measured, layouts.LAYOUTS[layout][0], tmp_path, layout)
+    for expected in (told[0]["by hand"], alone["weights"]):
+        for name, weight in told[0]["weights"].items():
+            torch.testing.assert_close(torch.tensor(weight), torch.tensor(expected[name]), rtol=1e-4, atol=1e-5)
+    assert all(other["weights"] == told[0]["weights"] for other in told)
+    logs = told[0]["logs"]
+    assert [each["grad_norm"] for each in logs["train"] if "grad_norm" in each] == pytest.approx(
+        told[0]["norms"], rel=1e-4
+    )
+    assert logs.keys() == alone["logs"].keys()
+    for name, records in logs.items():
+        ours, expected = map(numbers, (records, alone["logs"][name]))
+        assert ours and ours.keys() == expected.keys(), name
+        assert ours == pytest.approx(expected, rel=2e-3, abs=1e-5), name
+
+
+def numbers(records: list[dict[str, Any]]) -> dict[str, float]:
+    """All numbers in records, by their place, without those that depend on clocks."""
+    found: dict[str, float] = {}
+
+    def collect(place: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, each in value.items():
+                if not any(word in key for word in OF_CLOCK_OR_RANK):
+                    collect(f"{place}/{key}", each)
+        elif isinstance(value, list):
+            for number, each in enumerate(value):
+                collect(f"{place}/{number}", each)
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            found[place] = float(value)
+
+    collect("", records)
+    return found
+
+
+def test_a_checkpoint_of_any_layout_resumes_under_any_other(tmp_path: Path) -> None:
+    """Bit by bit; and the losses are those of one process."""
+    parts = [["one"], ["ddp", "fsdp", "tp"], ["fsdp 4", "hsdp", "tp x fsdp"], ["tp"], ["one"]]
+    step = 1
+    for part in parts:
+        run_ranks(layouts.chain, layouts.LAYOUTS[part[0]][0], tmp_path / "chain", part, step)
+        step += len(part)
+    run_ranks(layouts.chain, 1, tmp_path / "one", ["one"] * (step - 1), 1)
+    chained, alone = (layouts.stored(tmp_path / name, step - 1) for name in ("chain", "one"))
+    for name, tensor in chained.items():
+        torch.testing.assert_close(tensor, alone[name], rtol=1e-3, atol=1e-5)
+    legs = RunFile(tmp_path / "chain").load().legs
+    assert legs[3].parallel == "TensorParallel({'layers.*.up': 'ColwiseParallel', 'layers.*.down': 'RowwiseParallel'})"
+    assert [leg.mesh for leg in legs[3:7]] == [
+        {"tp": 2},
+        {"dp_shard": 4},
+        {"dp_replicate": 2, "dp_shard": 2},
+        {"dp_shard": 2, "tp": 2},
+    ]
+
+
+@SPREAD
+def test_a_killed_run_resumes_on_its_layout_bit_by_bit(tmp_path: Path, layout: str) -> None:
+    """With dropout: its random numbers are those of the data rank."""
+    factory = partial(layouts.trainer, layout=layout, dropout=0.3, save_steps=1, max_steps=4)
+    assert_resume_equivalent(
+        factory,
+        [FaultPlan(Event.STEP_END, count=3)],
+        world_size=layouts.LAYOUTS[layout][0],
+        folder=tmp_path,
+        timeout=200,
+    )

@@ -1,0 +1,196 @@
+"""A small residual network under every layout, by the trainer and by hand with torch alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import dalsegno as ds
+from dalsegno import callbacks
+from dalsegno.checkpoint import Checkpoint, read_tensors
+from dalsegno.logs import read_records
+from dalsegno.testing import tiny_regression_data
+from support.listeners import Listener
+from support.small import small_trainer
+
+WIDTH, SAMPLES = 8, 16
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed: Tensor = x + self.dropout(self.down(torch.relu(self.up(self.norm(x)))))
+        return mixed
+
+
+class Residual(nn.Module):
+    """Returns the mean squared error."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter = nn.Linear(8, WIDTH)
+        self.layers = nn.ModuleList(Block(dropout) for _ in range(2))
+        self.leave = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """x: (batch, 8), y: (batch, 1)."""
+        x = self.enter(x)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.mse_loss(self.leave(x), y)
+
+
+def plan() -> dict[str, Any]:
+    return {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
+
+
+LAYOUTS: dict[str, tuple[int, int]] = {
+    "one": (1, 1),
+    "ddp": (2, 2),
+    "fsdp": (2, 2),
+    "tp": (2, 1),
+    "fsdp 4": (4, 4),
+    "hsdp": (4, 4),
+    "tp x fsdp": (4, 2),
+}
+"""Number of ranks, and of those with different data, by layout."""
+
+
+def mode(layout: str) -> Any:
+    modes: dict[str, Any] = {
+        "one": "none",
+        "hsdp": ds.HSDP(replicate=2),
+        "tp": ds.TensorParallel(plan()),
+        "tp x fsdp": [ds.TensorParallel(plan(), size=2), ds.FSDP(units="layers.*")],
+    }
+    return modes.get(layout, layout.split()[0])
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(each) for name, each in model.named_parameters()}
+
+
+def trainer(output_dir: Path, layout: str, *called: Any, dropout: float = 0.0, **settings: Any) -> ds.Trainer:
+    """Each step takes all samples, so that their order does not matter."""
+    settings = {"max_steps": 3, "lr_scheduler_type": "constant", "max_grad_norm": 0.5, **settings}
+    settings |= {"parallel": mode(layout), "per_device_train_batch_size": SAMPLES // LAYOUTS[layout][1]}
+    settings |= {"per_device_eval_batch_size": 4, "num_train_epochs": 10}
+    model = Residual(dropout)
+    parts = {"eval_dataset": tiny_regression_data(10, seed=1)} if settings.get("eval_steps") else {}
+    return small_trainer(output_dir, *called, model=model, length=SAMPLES, parts=parts, **settings)
+
+
+def by_hand(layout: str, steps: int, max_norm: float) -> tuple[dict[str, Tensor], list[float]]:
+    """The same with torch alone: the weights, and each step's total norm before clipping."""
+    model, data = Residual(), tiny_regression_data(SAMPLES)
+    if layout == "tp":
+        parallelize_module(model, init_device_mesh("cpu", (2,)), plan())
+        share = 0, 1
+    else:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "other"))
+        if layout == "hsdp":
+            sharded, share = mesh, (torch.distributed.get_rank(), 4)
+        else:
+            parallelize_module(model, mesh["other"], plan())
+            sharded, share = mesh["data"], (mesh.get_local_rank("data"), 2)
+        for layer in model.layers:
+            fully_shard(layer, mesh=sharded)
+        fully_shard(model, mesh=sharded)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
+    number, of = share
+    mine = [data[index] for index in range(number * SAMPLES // of, (number + 1) * SAMPLES // of)]
+    batch = {key: torch.stack([each[key] for each in mine]) for key in ("x", "y")}
+    norms = []
+    for _ in range(steps):
+        model(**batch).backward()
+        gradients = [each.grad for each in model.parameters() if each.grad is not None]
+        norm = torch.stack([whole(each).norm() for each in gradients]).norm()
+        for each in gradients:
+            each.mul_(min(1.0, max_norm / (float(norm) + 1e-6)))
+        optimizer.step()
+        optimizer.zero_grad()
+        norms.append(float(norm))
+    return weights(model), norms
+
+
+def measured(output_dir: Path, layout: str) -> dict[str, Any]:
+    """Train with every built-in that measures the model; the weights, the records, and the run by hand."""
+    every = [
+        callbacks.JsonLogger(),
+        callbacks.GradNormLogger(),
+        callbacks.ParameterNormLogger(),
+        callbacks.GradHistogram(every=1),
+        callbacks.LearningDynamics(every=3),  # at first a gradient has no noise
+        callbacks.ComputeNorm(per_layer=True),
+        callbacks.NaNChecker(),
+        callbacks.EMA(decay=0.5),
+        callbacks.ComputeBudget(),
+        callbacks.LogInputSummaries(),
+    ]
+    run = trainer(output_dir, layout, *every, logging_steps=1, eval_steps=1)
+    run.train()
+    logs = {path.stem: [*read_records(path)] for path in sorted((output_dir / "logs").glob("*.jsonl"))}
+    told = {"weights": as_lists(weights(run.model)), "logs": logs}
+    if layout == "one":
+        return told
+    of_hand, norms = by_hand(layout, 3, 0.5)
+    return told | {"by hand": as_lists(of_hand), "norms": norms}
+
+
+def as_lists(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    return {name: each.tolist() for name, each in tensors.items()}
+
+
+def chain(output_dir: Path, layouts: list[str], first_step: int) -> None:
+    """Resume under each layout in turn for one step; what is restored is what was saved, bit by bit."""
+    states: list[dict[str, Tensor]] = []
+
+    def note(ctx: Any) -> None:
+        states.append(state(ctx))
+
+    for step, layout in enumerate(layouts, start=first_step):
+        listener = Listener({"on_train_begin": note, "on_train_end": note})
+        trainer(output_dir, layout, listener, max_steps=step, save_steps=1).train()
+        *_, before, after = states
+        if step > 1:
+            assert_same(before, stored(output_dir, step - 1), layout)
+        assert_same(after, stored(output_dir, step), layout)
+
+
+def state(ctx: Any) -> dict[str, Tensor]:
+    """Weights and optimizer state, under the names that checkpoints have."""
+    found = {f"model.{name}": each for name, each in weights(ctx.model).items()}
+    for name, parameter in ctx.model.named_parameters():
+        for kind, value in ctx.optimizer.state[parameter].items():
+            if value.dim():
+                found[f"optimizer.{name}.{kind}"] = whole(value)
+    return found
+
+
+def stored(output_dir: Path, step: int) -> dict[str, Tensor]:
+    """What the checkpoint of that step contains."""
+    tensors = read_tensors(Checkpoint.open(output_dir / "checkpoints" / f"step-{step:08d}"))
+    return {f"{part}.{name}": each for part in ("model", "optimizer") for name, each in tensors[part].items()}
+
+
+def assert_same(here: dict[str, Tensor], there: dict[str, Tensor], layout: str) -> None:
+    assert here.keys() == there.keys()
+    for name, each in here.items():
+        assert torch.equal(each, there[name]), (layout, name)
