@@ -21,9 +21,10 @@ import torch
 
 from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import Layout
-from dalsegno.errors import EmptyDataset, StateMismatch
+from dalsegno.errors import ConfigurationError, EmptyDataset, StateMismatch
 
-from .loader import Microbatch
+from .fingerprint import digest
+from .loader import Microbatch, plain_batch
 
 LossWeight = Callable[[Any], float]
 """Weight of a batch's mean loss within its step, e.g. its number of tokens."""
@@ -112,14 +113,17 @@ def iter_steps(
 
     Raises:
         EmptyDataset: if one rank has no batch while another has one.
+        ConfigurationError: if the first batches differ between ranks that should read the same data.
     """
     source = iter(feed)
     alone = collectives.world_size() == 1
     known = feed.lockstep and loss_weight is None
-    for size in sizes:
+    for number, size in enumerate(sizes):
         began = time.perf_counter()
         held = list(islice(source, size))
         seconds = time.perf_counter() - began
+        if number == 0 and layout.sharing > 1:
+            _expect_same_data(held, layout)
         if alone or known:
             if not held:
                 return
@@ -129,6 +133,23 @@ def iter_steps(
             if step_batch is None:
                 return
             yield step_batch
+
+
+def _expect_same_data(held: Sequence[Microbatch], layout: Layout) -> None:
+    """
+    Raises:
+        ConfigurationError: on all ranks, if ranks of the same data rank hold different batches.
+    """
+    digests = collectives.gather(digest([plain_batch(each.batch) for each in held]), "the data that ranks share")
+    for rank, first in enumerate(layout.of_data_ranks(digests)):
+        sharing = [other for other, number in enumerate(layout.data_ranks) if number == rank]
+        if any(digests[other] != first for other in sharing):
+            raise ConfigurationError(
+                f"ranks {sharing} hold parts of one copy of the model, so they must read the same data, and their "
+                "loaders yield different batches; let a loader of your own split its data by the data rank: "
+                "layout = dalsegno.Layout.of(parallel), DistributedSampler(…, rank=layout.data_rank, "
+                "num_replicas=layout.data_size)"
+            )
 
 
 def _weigh(held: list[Microbatch], loss_weight: LossWeight | None, seconds: float, place: float) -> StepBatch:

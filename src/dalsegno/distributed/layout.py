@@ -6,7 +6,9 @@ Whatever all ranks decide together (stops, saves) uses :mod:`dalsegno.distribute
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self, TypeVar
 
@@ -16,7 +18,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from dalsegno.errors import ConfigurationError, UnknownName
 
 from . import collectives
-from .modes import DDP, REPLICATE, SHARD, Parallelized, Setting, TensorParallel, mesh_dimensions, modes_of, text_of
+from .modes import (
+    DDP,
+    REPLICATE,
+    SHARD,
+    Parallelized,
+    Setting,
+    TensorParallel,
+    checked,
+    mesh_dimensions,
+    modes_of,
+    text_of,
+)
 
 T = TypeVar("T")
 
@@ -56,14 +69,29 @@ class Layout:
                 f"parallel=Parallelized({mesh}): the mesh has {mesh.size()} ranks, this job has "
                 f"{collectives.world_size()}; pass the mesh of all ranks"
             )
-        data_ranks = [0] * mesh.size()
-        for coordinates in torch.ones(mesh.mesh.shape).nonzero().tolist():
-            number = 0
-            for name in data:
-                dimension = names.index(name)
-                number = number * mesh.size(dimension) + coordinates[dimension]
-            data_ranks[int(mesh.mesh[tuple(coordinates)])] = number
-        return cls(mesh, tuple(data_ranks))
+        return cls(mesh, _data_ranks(mesh.mesh, names, data))
+
+    @classmethod
+    def of(cls, parallel: Setting) -> Self:
+        """The data ranks that a ``parallel`` setting gives this job's ranks, without a mesh: to build your own loader,
+        before the trainer.
+
+        Raises:
+            ConfigurationError: if the setting does not fit the number of ranks, or the ranks have not joined.
+        """
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not collectives.initialized():
+            raise ConfigurationError(
+                "Layout.of(parallel): this process does not know its rank yet; call "
+                "torch.distributed.init_process_group() first"
+            )
+        modes = modes_of(checked(parallel))
+        if modes and isinstance(modes[0], Parallelized):
+            return cls.of_mesh(modes[0].mesh, modes[0].data)
+        if not modes or isinstance(modes[0], DDP):
+            return cls.flat()
+        sizes = mesh_dimensions(modes, collectives.world_size())
+        ranks = torch.arange(collectives.world_size()).view(tuple(sizes.values()))
+        return cls(None, _data_ranks(ranks, tuple(sizes), _data_dimensions(sizes)))
 
     @property
     def data_rank(self) -> int:
@@ -107,6 +135,25 @@ class Layout:
         return [rows[number] for number in self.counted]
 
 
+def _data_ranks(ranks: torch.Tensor, names: Sequence[str], data: Sequence[str]) -> tuple[int, ...]:
+    """The data rank of each rank of a mesh.
+
+    Args:
+        ranks: of one dimension for each of ``names``.
+        names: of the dimensions.
+        data: those over which the data are split.
+    """
+    inner = [number for number, name in enumerate(names) if name not in data]
+    order = [*(names.index(name) for name in data), *inner]
+    groups = ranks.permute(order).reshape(-1, math.prod(ranks.shape[number] for number in inner)).tolist()
+    numbers = {rank: number for number, group in enumerate(groups) for rank in group}
+    return tuple(numbers[rank] for rank in sorted(numbers))
+
+
+def _data_dimensions(sizes: Mapping[str, int]) -> list[str]:
+    return [name for name in (REPLICATE, SHARD) if name in sizes]
+
+
 def meshes_like(mesh: DeviceMesh) -> torch.Tensor:
     """The ranks of this rank's ``mesh``, and of those that the other ranks have in its place, if it is a part of a
     larger one: shape (number of meshes, ``*mesh.shape``). Equal on all ranks."""
@@ -134,7 +181,7 @@ def build_layout(parallel: Setting, device: torch.device) -> Layout:
     if collectives.world_size() == 1:
         return Layout.flat()
     mesh = init_device_mesh(device.type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
-    return Layout.of_mesh(mesh, [name for name in (REPLICATE, SHARD) if name in dimensions])
+    return Layout.of_mesh(mesh, _data_dimensions(dimensions))
 
 
 def layout_of_own_loop(parallel: Setting) -> Layout:

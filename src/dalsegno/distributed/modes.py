@@ -50,7 +50,7 @@ class FSDP(Mode):
 
     def __post_init__(self) -> None:
         if self.units is not None:
-            units = (self.units,) if isinstance(self.units, str) else tuple(self.units)
+            units = self.units if isinstance(self.units, str) else tuple(self.units)
             if not units or not all(isinstance(each, str) for each in units):
                 raise ConfigurationError(f"units={self.units!r}; needs names of modules, such as 'layers.*'")
             object.__setattr__(self, "units", units)

@@ -1,4 +1,4 @@
-"""Policy: shared base of the save triggers and retention rules, and the parser of their notation.
+"""Policy: shared base of save triggers, retention rules and parallel modes, and the parser of their notation.
 
 The notation is Python's own, so that a policy looks the same in a program, a log and a configuration file::
 
@@ -78,9 +78,14 @@ def _read_rule(name: str, written: str, kinds: Mapping[str, type[Policy]]) -> Po
     return kinds[name](*values, **arguments)
 
 
-def _value(text: str) -> int | float | str:
+_CONSTANTS: Mapping[str, bool | None] = {"True": True, "False": False, "None": None}
+
+
+def _value(text: str) -> int | float | str | bool | None:
     if text[0] in "\"'":
         return text[1:-1]
+    if text in _CONSTANTS:
+        return _CONSTANTS[text]
     for kind in (int, float):
         try:
             return kind(text)

@@ -83,7 +83,8 @@ def _unit_names(model: nn.Module, mode: FSDP) -> list[str] | None:
     """
     if mode.units is None:
         return None
-    found = [name for each in mode.units for name in matching_names(model, each, f"{type(mode).__name__}(units=…)")]
+    units = [mode.units] if isinstance(mode.units, str) else mode.units
+    found = [name for each in units for name in matching_names(model, each, f"{type(mode).__name__}(units=…)")]
     return [*dict.fromkeys(found)]
 
 
