@@ -27,7 +27,7 @@ AUTO = ds.TensorParallel("auto", size=2)
     "text, mode",
     [
         ("HSDP(replicate=2)", ds.HSDP(2)),
-        ("FSDP(reshard_after_forward=2, units='layers.*')", ds.FSDP(reshard_after_forward=2, units="layers.*")),
+        ("FSDP(reshard_after_forward=True, units='layers.*')", ds.FSDP(reshard_after_forward=True, units="layers.*")),
         (["TensorParallel(auto, size=2)", "fsdp"], (AUTO, ds.FSDP())),
         ([AUTO, ds.HSDP(2)], (AUTO, ds.HSDP(2))),
     ],
