@@ -32,8 +32,8 @@ FLOORS = [
     ["web"],
     # reading logs; reading data; the events of a run; commands to a run from outside
     ["analysis", "data", "events", "control"],
-    # what listens to a run, and where its state is saved
-    ["callbacks", "interop", "checkpoint"],
+    # what listens to a run, where its state is saved, and one run of many machines
+    ["callbacks", "interop", "checkpoint", "diloco"],
     # the engine, and runs described in a file
     ["training", "config"],
     # starting ranks; for users' own tests

@@ -492,8 +492,7 @@ def test_a_client_that_does_not_read_is_cut_off(served: Served, monkeypatch: pyt
     raw.settimeout(60)
     raw.connect(("127.0.0.1", served.port))
     raw.sendall(request.encode())
-    open_ones = served.server._connections
-    assert open_ones is not None
+    open_ones = wait_until(lambda: served.server._connections)
     wait_until(lambda: open_ones.sockets())
     wait_until(lambda: not open_ones.sockets())
     assert is_closed_by_peer(raw)

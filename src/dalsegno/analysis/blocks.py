@@ -15,7 +15,7 @@ from dalsegno.logs.values import Record
 if TYPE_CHECKING:
     import polars as pl
 
-KINDS = ("train", "eval", "final", "user")
+KINDS = ("train", "eval", "final", "user", "sync")
 """Kinds of records, the header aside. Columns store the index; any other kind has index ``len(KINDS)``."""
 
 WHOLE = 1 << 63

@@ -10,6 +10,7 @@ from .compute_budget import ComputeBudget
 from .compute_norm import ComputeNorm
 from .count_params import CountParams
 from .default_metrics import DefaultMetrics
+from .diloco import DiLoCoCallback
 from .divergence_detector import DivergenceDetector
 from .dump_activations import DumpActivations
 from .duration_profiler import DurationProfiler
@@ -66,6 +67,7 @@ __all__ = [
     "ComputeNorm",
     "CountParams",
     "DefaultMetrics",
+    "DiLoCoCallback",
     "DivergenceDetector",
     "DumpActivations",
     "DurationProfiler",

@@ -21,7 +21,7 @@ from typing import Any
 from dalsegno.errors import DalsegnoError, UnknownName
 from dalsegno.system.exit_status import ExitStatus, exit_status_of
 
-COMMANDS = ("demo", "train", "launch", "jobs", "callbacks", "check-resume", "logs", "checkpoints")
+COMMANDS = ("demo", "train", "launch", "diloco", "jobs", "callbacks", "check-resume", "logs", "checkpoints")
 """In the order of the help."""
 
 FAILED = 2

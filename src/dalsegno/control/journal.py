@@ -13,17 +13,15 @@ a line is on disk before the caller continues. The kinds of lines, which are onl
 from __future__ import annotations
 
 import logging
-import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
 
-from dalsegno.errors import StateMismatch
-from dalsegno.logs.values import decode, encode
+from dalsegno.logs.line_file import LineFile
+from dalsegno.logs.values import decode
 from dalsegno.stateful.schema import Count, check
-from dalsegno.system import filesystem
 
 logger = logging.getLogger("dalsegno")
 
@@ -104,7 +102,8 @@ class Journal:
     """
 
     def __init__(self, output_dir: Path) -> None:
-        self.path = output_dir / JOURNAL
+        self._file = LineFile(output_dir / JOURNAL, _parse)
+        self.path = self._file.path
 
     def read(self) -> list[Entry]:
         """Return the commands: those that took effect in the order of doing so, then all others as accepted.
@@ -113,7 +112,7 @@ class Journal:
         """
         entries: dict[str, Entry] = {}
         acted: dict[str, Entry] = {}
-        for kind, line in self._lines():
+        for kind, line in self._file.read():
             if kind == "accepted":
                 entries[line["id"]] = Entry(**line)
             elif kind == "rewound":
@@ -131,7 +130,7 @@ class Journal:
 
     def accept(self, entry: Entry) -> None:
         """Record that a command is accepted."""
-        self._append(
+        self._file.append(
             [
                 {
                     "kind": "accepted",
@@ -146,70 +145,20 @@ class Journal:
 
     def act(self, entries: Iterable[Entry], step: int) -> None:
         """Record at which step commands take effect, before they do."""
-        self._append(_now("acted", id=entry.id, step=step, script=entry.script) for entry in entries)
+        self._file.append(_now("acted", id=entry.id, step=step, script=entry.script) for entry in entries)
 
     def drop(self, errors: Mapping[str, str]) -> None:
         """Record why the commands of these ids do not take effect."""
-        self._append(_now("dropped", id=id_, error=error) for id_, error in errors.items())
+        self._file.append(_now("dropped", id=id_, error=error) for id_, error in errors.items())
 
     def override(self, settings: Mapping[str, Sequence[str]]) -> None:
         """Record, by id, the settings of a command that no longer apply."""
-        self._append(_now("overridden", id=id_, settings=[*names]) for id_, names in settings.items())
+        self._file.append(_now("overridden", id=id_, settings=[*names]) for id_, names in settings.items())
 
     def rewind(self, step: int) -> None:
         """Record that what came after ``step`` is of an abandoned timeline."""
         if self.path.exists():
-            self._append([_now("rewound", step=step)])
-
-    def _lines(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        try:
-            data = self.path.read_bytes()
-        except FileNotFoundError:
-            return
-        for number, text in enumerate(data.split(b"\n"), start=1):
-            if not text.strip():
-                continue
-            try:
-                yield _parse(text)
-            except (ValueError, StateMismatch) as error:
-                logger.warning("%s: line %d is skipped: %s", self.path, number, error)
-
-    def _append(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Append and fsync. Does nothing without lines."""
-        text = b"".join(encode(line) + b"\n" for line in lines)
-        if not text:
-            return
-        is_new = not self.path.exists()
-        descriptor = filesystem.open_own(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-        try:
-            self._repair(descriptor)
-            end = os.fstat(descriptor).st_size
-            try:
-                filesystem.write_all(descriptor, text, self.path)
-                filesystem.fsync(descriptor, self.path)
-            except BaseException:
-                filesystem.truncate(descriptor, end, self.path)
-                raise
-        finally:
-            os.close(descriptor)
-        if is_new:
-            filesystem.fsync_directory(self.path.parent)
-
-    def _repair(self, descriptor: int) -> None:
-        """End the file with a whole line. A kill while a line was written has left a part of it, which acknowledged
-        nothing; an editor may have removed the last newline."""
-        size = os.fstat(descriptor).st_size
-        if size == 0 or os.pread(descriptor, 1, size - 1) == b"\n":
-            return
-        data = os.pread(descriptor, size, 0)
-        begin = data.rfind(b"\n") + 1
-        try:
-            _parse(data[begin:])
-        except (ValueError, StateMismatch):
-            logger.warning("%s: a kill has torn its last line, which is removed: %r", self.path, data[begin:][:200])
-            filesystem.truncate(descriptor, begin, self.path)
-        else:
-            filesystem.write_all(descriptor, b"\n", self.path)
+            self._file.append([_now("rewound", step=step)])
 
 
 def _now(kind: str, **values: Any) -> dict[str, Any]:

@@ -44,8 +44,8 @@ class TrainerLike(Protocol):
     @property
     def switched_off(self) -> frozenset[str]: ...
 
-    def log(self, metrics: MutableMapping[str, Any]) -> None:
-        """Fire ``on_log`` with kind "user". Call on all ranks, with the same values."""
+    def log(self, metrics: MutableMapping[str, Any], kind: str = ...) -> None:
+        """Fire ``on_log``, with kind "user" by default. Call on all ranks, with the same values."""
 
     def stop(self, reason: str = ..., *, save: bool = True) -> None:
         """Request the end of training after this step."""

@@ -323,8 +323,8 @@ class Leg:
 
     # -- for handlers: ctx.trainer ----------------------------------------------------------------------------------
 
-    def log(self, metrics: MutableMapping[str, Any]) -> None:
-        self.record(dict(metrics), "user")
+    def log(self, metrics: MutableMapping[str, Any], kind: str = "user") -> None:
+        self.record(dict(metrics), kind)
 
     def stop(self, reason: str = "ctx.trainer.stop() was called", *, save: bool = True) -> None:
         self.control.stop(reason, save=save)

@@ -161,6 +161,16 @@ def write_durably(path: Path, data: Buffer) -> None:
     _write_pieces(path, [data])
 
 
+def write_pieces(path: Path, pieces: Iterable[Buffer]) -> None:
+    """Write ``path``, or overwrite it, without fsync: for a file that can be made again."""
+    descriptor = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        for piece in pieces:
+            write_all(descriptor, piece, path)
+    finally:
+        os.close(descriptor)
+
+
 def _write_pieces(path: Path, pieces: Iterable[Buffer], mode: int = 0o644) -> None:
     descriptor = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     try:

@@ -335,9 +335,9 @@ class Run:
             f"run.step_end({name}=…): {shown}; needs one number: a tensor of one element, or a float"
         )
 
-    def log(self, metrics: MutableMapping[str, Any]) -> None:
-        """Log a record of your own (kind ``user``). To be called on all ranks, with the same values."""
-        self._lifecycle.boundary.recorder.log(dict(metrics), "user")
+    def log(self, metrics: MutableMapping[str, Any], kind: str = "user") -> None:
+        """Log a record of your own, of any kind. To be called on all ranks, with the same values."""
+        self._lifecycle.boundary.recorder.log(dict(metrics), kind)
 
     def stop(self, reason: str = "run.stop() was called", *, save: bool = True) -> None:
         """Request the end of training at this step's end; on any rank."""

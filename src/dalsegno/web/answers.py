@@ -60,30 +60,34 @@ async def answer_error(request: Request, error: Exception) -> Response:
     return Answer({"error": error.detail, "detail": error.detail}, error.status_code, error.headers)
 
 
-async def read_body(request: Request) -> bytes:
+async def read_body(request: Request, largest: int = LARGEST_BODY) -> bytes:
     """
     Raises:
-        HTTPException: if it is larger than :data:`LARGEST_BODY`, or incomplete.
+        HTTPException: if it has more than ``largest`` bytes, or is incomplete.
     """
     body = bytearray()
     try:
         async for piece in request.stream():
             body += piece
-            if len(body) > LARGEST_BODY:
-                raise HTTPException(413, f"a body may have at most {LARGEST_BODY} bytes")
+            if len(body) > largest:
+                raise HTTPException(413, f"a body may have at most {largest} bytes")
     except ClientDisconnect:
         raise HTTPException(400, "the body is incomplete") from None
     return bytes(body)
 
 
-async def read_json(request: Request) -> Mapping[str, Any]:
-    body = await read_body(request)
+async def read_json(request: Request, largest: int = LARGEST_BODY) -> Mapping[str, Any]:
+    """
+    Raises:
+        HTTPException: if the body is not an object in JSON, has more than ``largest`` bytes, or is incomplete.
+    """
+    body = await read_body(request, largest)
     try:
         content = json.loads(body, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise HTTPException(400, f"the body is not JSON: {shorten(str(error))}") from error
     if not isinstance(content, dict):
-        raise HTTPException(400, 'the body must be an object: {"command": NAME, "data": {…}}')
+        raise HTTPException(400, 'the body must be an object: {"name": value, …}')
     return content
 
 

@@ -38,7 +38,7 @@ _NEEDED = ("starlette", "uvicorn", "prometheus_client")
 
 
 def is_installed() -> bool:
-    """Whether the libraries of the extra ``control`` are there."""
+    """Whether the libraries of the extra ``control``, or ``diloco``, are there."""
     return not _missing()
 
 

@@ -18,7 +18,7 @@ from dalsegno.errors import ConfigurationError, UnknownName
 from .arguments import add_json, add_metrics, add_runs
 
 ALWAYS = ("run", "timestamp", "kind", "global_step", "epoch")
-KINDS = ("train", "eval", "final", "user")
+KINDS = ("train", "eval", "final", "user", "sync")
 
 
 def describe(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,147 @@
+"""DiLoCoCallback: makes a run a worker of a DiLoCo server."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from typing import Any
+
+import xxhash
+from torch import Tensor, nn
+
+from dalsegno.diloco.options import WorkerOptions
+from dalsegno.diloco.worker import DiLoCoWorker, WorkerState
+from dalsegno.distributed import collectives
+from dalsegno.events.callback import Callback
+from dalsegno.events.contexts import (
+    BeforeSaveContext,
+    Context,
+    RollbackContext,
+    SaveContext,
+    StepEndContext,
+    TrainBeginContext,
+    TrainEndContext,
+)
+
+
+class DiLoCoCallback(Callback):
+    """Trains this run as one worker of a DiLoCo server, together with others that it never talks to.
+
+    ::
+
+        DiLoCoCallback("outer.example:8512", sync_every=500)     # or DILOCO_SERVER=outer.example:8512
+
+    Every ``sync_every`` steps the run sends how its parameters have changed and continues with the server's: see
+    docs/diloco.md. Without an address the callback does nothing. An argument that has its default is taken from the
+    environment: ``DILOCO_SERVER``, ``DILOCO_SYNC_EVERY``, ``DILOCO_WORKER_ID`` and so on; the server's token from
+    ``DILOCO_TOKEN``, or the file ``DILOCO_TOKEN_FILE``.
+
+    Each checkpoint has the global parameters and the count of submissions, so a killed run continues exactly. Each
+    synchronization is a record of kind ``sync`` in the run's log.
+
+    Args:
+        server_addr: ``HOST:PORT``, or ``https://HOST:PORT``.
+        sync_every: local steps between two synchronizations.
+        worker_id: the worker's name, the same in all its legs; None: made from the host and ``output_dir``.
+        bf16_comm: send changes of parameters as bfloat16, not float32.
+        dylu: let the server choose ``sync_every`` by the worker's speed.
+        heartbeat_interval: seconds between two signs of life.
+        num_fragments: synchronize the model in so many parts, one after the other.
+        timeout: seconds to wait for the other workers, and for each part of a transfer.
+        max_sync_retries: further attempts of a synchronization, after 2, 4, 8 … seconds; then it is skipped.
+
+    Raises:
+        ConfigurationError: for a value that cannot work.
+    """
+
+    sets_control_flags = False
+    background_safe = False
+    state_schema = WorkerState | None
+
+    def __init__(
+        self,
+        server_addr: str | None = None,
+        sync_every: int = 500,
+        worker_id: str | None = None,
+        bf16_comm: bool = True,
+        dylu: bool = False,
+        heartbeat_interval: float = 30,
+        num_fragments: int = 1,
+        timeout: float = 600,
+        max_sync_retries: int = 3,
+    ) -> None:
+        self._options = WorkerOptions(
+            server_addr=server_addr,
+            sync_every=sync_every,
+            worker_id=worker_id,
+            bf16_comm=bf16_comm,
+            dylu=dylu,
+            heartbeat_interval=heartbeat_interval,
+            num_fragments=num_fragments,
+            timeout=timeout,
+            max_sync_retries=max_sync_retries,
+        ).with_environment()
+        self._worker: DiLoCoWorker | None = None
+        self._restored: WorkerState | None = None
+        self._samples_seen = 0
+        self._counts: dict[int, int] = {}  # by step of a checkpoint that is not published yet
+
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        if self._options.server_addr is None:
+            return
+        worker = self._worker_of(ctx.model)
+        if self._options.worker_id is None:
+            worker.worker_id = collectives.broadcast(_default_id(ctx), "the name of the DiLoCo worker")
+        worker.restore(self._restored)
+        self._samples_seen = ctx.state.samples_seen
+        worker.join()
+
+    def on_step_end(self, ctx: StepEndContext) -> None:
+        worker = self._worker
+        if worker is None:
+            return
+        samples, self._samples_seen = ctx.samples_seen - self._samples_seen, ctx.samples_seen
+        if worker.count_step(samples):
+            (loss,) = collectives.sum_floats([ctx.loss], "the loss that DiLoCo reports")
+            ctx.trainer.log(worker.synchronize(loss).to_record(), "sync")
+
+    def on_before_save(self, ctx: BeforeSaveContext) -> None:
+        if self._worker is not None:
+            self._counts[ctx.step] = self._worker.count
+
+    def on_save(self, ctx: SaveContext) -> None:
+        if self._worker is not None and ctx.step in self._counts:
+            self._worker.note_saved(self._counts.pop(ctx.step))
+
+    def on_rollback(self, ctx: RollbackContext) -> None:
+        if self._worker is not None:
+            self._samples_seen = ctx.state.samples_seen
+            self._worker.restore(self._restored)
+            self._worker.join()
+
+    def on_train_end(self, ctx: TrainEndContext) -> None:
+        if self._worker is not None:
+            self._restored = self._worker.rest
+            self._worker.leave()
+
+    def sharded_state(self, model: nn.Module) -> tuple[dict[str, Tensor], Any]:
+        """Return the global parameters that the local steps began with, by name, and the counts."""
+        if self._options.server_addr is None:
+            return {}, self._restored
+        worker = self._worker_of(model)
+        return worker.snapshot.tensors, worker.rest
+
+    def load_sharded_state(self, names: Collection[str], rest: Any) -> None:
+        is_complete = self._worker is None or all(name in names for name in self._worker.snapshot.tensors)
+        self._restored = rest if is_complete else None
+
+    def _worker_of(self, model: nn.Module) -> DiLoCoWorker:
+        if self._worker is None:
+            self._worker = DiLoCoWorker(model, self._options)
+        return self._worker
+
+
+def _default_id(ctx: Context) -> str:
+    """A name that this run has in all its legs on this host."""
+    place = xxhash.xxh3_64_hexdigest(str(ctx.args.directory.resolve()).encode())[:8]
+    return f"{os.uname().nodename.replace('.', '-')}-{place}"

@@ -1,0 +1,392 @@
+"""Coordinator: decides which workers are in a DiLoCo run, and when their submissions are applied. No network here.
+
+A thread applies submissions, so that a worker's request does not wait for an outer step; requests and that thread take
+turns by one lock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dalsegno.errors import NotFound, NotRunning, StateMismatch
+
+from .rules import Rules
+from .run import OuterRun
+from .signature import Specs, check_same
+from .state import Accepted, Applied, Joined, Left, Member, Returned, ServerState, Settings, Submission
+
+logger = logging.getLogger("dalsegno")
+
+_PATROL = 0.5  # seconds between two looks for workers that have died
+
+
+class Coordinator:
+    """Lets workers join, takes their submissions, and applies them by the rules.
+
+    Args:
+        run: the run, which this closes.
+        rules: how workers are treated.
+        changed: called on any thread when a result may have become available.
+    """
+
+    def __init__(self, run: OuterRun, rules: Rules, changed: Callable[[], object] = lambda: None) -> None:
+        self.rules = rules
+        self.failure: BaseException | None = None
+        """Why no submission is applied any more."""
+        self._run = run
+        self._changed = changed
+        self._lock = threading.Condition(threading.RLock())
+        self._seen: dict[str, float] = {}  # monotonic time of each worker's newest request
+        self._is_closing = False
+        for worker_id in run.state.members if run.has_begun else ():
+            self.note_seen(worker_id)
+        self._thread = threading.Thread(target=self._apply_submissions, name="dalsegno-diloco-outer", daemon=True)
+        self._thread.start()
+
+    # -- start and end ----------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Stop applying, and save a checkpoint. Requests must have ended.
+
+        Raises:
+            SaveFailed: if it cannot be written; the journal has everything.
+        """
+        with self._lock:
+            self._is_closing = True
+            self._lock.notify_all()
+        self._thread.join()
+        self._run.close(save=self.failure is None)
+
+    # -- members ----------------------------------------------------------------------------------------------------
+
+    def note_seen(self, worker_id: str) -> None:
+        """Note that a worker is alive. Takes no lock."""
+        self._seen[worker_id] = time.monotonic()
+
+    def register(
+        self, worker_id: str, settings: Settings, *, count: int | None, run_id: str | None, dylu: bool
+    ) -> dict[str, Any]:
+        """A worker joins, or comes back.
+
+        Args:
+            worker_id: its name.
+            settings: its model, and number of fragments.
+            count: number of its newest submission whose result it has, if it resumes from a checkpoint; None: it has no
+                parameters yet.
+            run_id: of the run that its checkpoint is of.
+            dylu: whether its number of local steps is to follow its speed.
+
+        Returns:
+            As JSON values: ``needs_parameters`` if the run has none, so that the worker sends its own and registers
+            again. Otherwise ``run_id`` and ``asynchronous``; ``adopt``, the number of the result with which the worker
+            begins, or None if it continues with the parameters of its checkpoint; ``known``, the number of its newest
+            submission here.
+
+        Raises:
+            StateMismatch: if the worker has another model, other fragments, or is of another run.
+            ConfigurationError: if ``settings`` cannot work.
+        """
+        specs = settings.specs()
+        with self._lock:
+            self._check_running()
+            if not self._run.has_begun:
+                settings.fragments()
+                if run_id is not None:
+                    raise StateMismatch(f"the worker's checkpoint is of DiLoCo run {run_id}, this server has none yet")
+                return {"needs_parameters": True}
+            state = self._run.state
+            check_same(state.settings.specs(), specs)
+            if settings.num_fragments != state.settings.num_fragments:
+                raise StateMismatch(
+                    f"num_fragments={settings.num_fragments}; this run has {state.settings.num_fragments}"
+                )
+            if run_id not in (None, state.run_id):
+                raise StateMismatch(
+                    f"the worker's checkpoint is of DiLoCo run {run_id}, this server's is {state.run_id}; give the "
+                    "worker another output_dir, or the server the folder of that run"
+                )
+            if dylu and not self.rules.dylu:
+                raise StateMismatch("the worker has dylu=True, and the server was started without --dylu")
+            self.note_seen(worker_id)
+            adopt = self._admit(state, worker_id, count, dylu)
+            self._lock.notify_all()
+            return {
+                "needs_parameters": False,
+                "run_id": state.run_id,
+                "asynchronous": self.rules.asynchronous,
+                "adopt": adopt,
+                "known": state.members[worker_id].number,
+            }
+
+    def _admit(self, state: ServerState, worker_id: str, count: int | None, dylu: bool) -> int | None:
+        """The result with which the worker begins; None if it continues with its own parameters."""
+        member = state.members.get(worker_id)
+        if member is None:
+            self._join(state, worker_id, count or 0, dylu)
+            return count or 0
+        if count is not None and count > member.number:
+            raise StateMismatch(
+                f"{worker_id} has the results of {count} submissions, this server knows {member.number}: its folder "
+                "was taken back to an older state; restore the folder, or start server and workers from scratch"
+            )
+        begin = min(member.results) if count is None else count
+        if self._can_repeat(state, member, begin, has_parameters=count is not None):
+            if member.has_left or member.dylu != dylu:
+                self._run.record(Returned(worker_id, dylu))
+            return begin if count is None else None
+        self._join(state, worker_id, member.number, dylu)
+        return member.number
+
+    def _can_repeat(self, state: ServerState, member: Member, begin: int, *, has_parameters: bool) -> bool:
+        """Whether a worker that has the result ``begin`` gets to the present by those after it, which it had before it
+        was killed; and its next submission is not too late."""
+        last = member.number if member.pending is None else member.number - 1
+        if not has_parameters and member.results[begin].fragment is not None:
+            return False
+        if not all(self._run.has(member.results.get(each)) for each in range(begin + has_parameters, last + 1)):
+            return False
+        return self.rules.asynchronous or member.pending is not None or member.base >= state.version
+
+    def _join(self, state: ServerState, worker_id: str, number: int, dylu: bool) -> None:
+        """Let a worker begin with the present parameters; with those of the next version if a round is in progress."""
+        member = state.members.get(worker_id)
+        others = [name for name in state.members if name != worker_id]
+        is_in_round = not self.rules.asynchronous and (
+            (member is not None and member.pending is not None)
+            or (
+                len(state.members) >= self.rules.num_workers
+                and any(state.members[name].pending is not None or self._is_awaited(state, name) for name in others)
+            )
+        )
+        self._run.record(Joined(worker_id, number, state.version + is_in_round, dylu))
+        self._run.keep_versions()
+
+    def deregister(self, worker_id: str) -> None:
+        """A worker ends. What it has submitted counts.
+
+        Raises:
+            NotFound: if it has not joined.
+        """
+        with self._lock:
+            self._check_running()
+            if not self._member(worker_id).has_left:
+                self._run.record(Left(worker_id))
+            self._lock.notify_all()
+
+    def _member(self, worker_id: str) -> Member:
+        members = self._run.state.members
+        if worker_id not in members:
+            raise NotFound(f"{worker_id} has not joined this run; register first")
+        return members[worker_id]
+
+    def _is_alive(self, worker_id: str) -> bool:
+        timeout = self.rules.heartbeat_timeout
+        return timeout == 0 or time.monotonic() - self._seen.get(worker_id, -timeout) < timeout
+
+    def _is_awaited(self, state: ServerState, worker_id: str) -> bool:
+        """Whether the round in progress waits for a worker's submission."""
+        member = state.members[worker_id]
+        is_due = member.pending is None and member.base == state.version and not member.has_left
+        return is_due and self._is_alive(worker_id)
+
+    # -- parameters -------------------------------------------------------------------------------------------------
+
+    def spool(self) -> Path:
+        """Path of a new file for tensors that arrive."""
+        return self._run.store.spool()
+
+    def initialize(self, settings: Settings, spooled: Path) -> None:
+        """Take a worker's parameters as the first version.
+
+        Raises:
+            StateMismatch: if the run has parameters.
+            ConfigurationError: if a parameter is not finite, or has an impossible name.
+        """
+        with self._lock:
+            self._check_running()
+            if self._run.has_begun:
+                raise StateMismatch("this run has parameters already; register again")
+            self._run.begin(settings, spooled)
+
+    def parameters(self, version: int, fragment: int | None) -> tuple[Path, Specs]:
+        """The file of a version, and what it has.
+
+        Raises:
+            NotFound: if it is not kept.
+        """
+        with self._lock:
+            return self._run.parameters(version, fragment), self._run.specs(fragment)
+
+    # -- submissions ------------------------------------------------------------------------------------------------
+
+    def offer(self, submission: Submission) -> Specs | None:
+        """Check whether a submission can be used, before it is sent.
+
+        Returns:
+            What its frame must have; None if it has been accepted before.
+
+        Raises:
+            NotFound: if the worker has not joined.
+            StateMismatch: if it is not the worker's next one, or of an old round: the worker registers again.
+        """
+        with self._lock:
+            member = self._member(submission.worker_id)
+            self.note_seen(submission.worker_id)
+            if submission.number <= member.number:
+                return None
+            self._check_next(self._run.state, member, submission)
+            return self._run.sent(submission)
+
+    def _check_next(self, state: ServerState, member: Member, submission: Submission) -> None:
+        who = f"{submission.worker_id}, submission {submission.number}"
+        if member.pending is not None or submission.number != member.number + 1:
+            raise StateMismatch(f"{who}: not the next one; {member.number} was accepted last")
+        if submission.base != member.base:
+            raise StateMismatch(f"{who}: relative to version {submission.base}; the worker was given {member.base}")
+        if submission.fragment >= state.settings.num_fragments:
+            raise StateMismatch(f"{who}: there is no fragment {submission.fragment}")
+        if not self.rules.asynchronous:
+            if submission.base != state.version:
+                raise StateMismatch(f"{who}: of an old round, relative to version {submission.base} of {state.version}")
+            if submission.fragment != state.version % state.settings.num_fragments:
+                raise StateMismatch(f"{who}: fragment {submission.fragment} is not that of this round")
+
+    def accept(self, submission: Submission, spooled: Path) -> None:
+        """Accept a submission whose file is complete, checked, and on disk. Once this returns it is never lost.
+
+        Raises:
+            StateMismatch: as :meth:`offer`: things may have changed while it was sent.
+        """
+        with self._lock:
+            self._check_running()
+            if self.offer(submission) is None:
+                return
+            self._run.store.keep(spooled, submission)
+            self._run.record(Accepted(submission))
+            self._lock.notify_all()
+
+    def result(self, worker_id: str, number: int) -> dict[str, Any] | None:
+        """What became of a submission, or of joining, as JSON values; None if it is not known yet.
+
+        Raises:
+            NotFound: if the worker never submitted it, or its result is not kept.
+        """
+        with self._lock:
+            self._check_running()
+            member = self._member(worker_id)
+            self.note_seen(worker_id)
+            result = member.results.get(number)
+            if member.pending is not None and number == member.number:
+                return None
+            if result is None:
+                raise NotFound(f"{worker_id}, submission {number}: its result is not here; register again")
+            return dataclasses.asdict(result) if result.version <= self._run.state.version else None
+
+    # -- the outer step ---------------------------------------------------------------------------------------------
+
+    def _apply_submissions(self) -> None:
+        """Until :meth:`close`. On a thread of its own."""
+        try:
+            while True:
+                with self._lock:
+                    while not self._is_closing and not (worker_ids := self._ready()):
+                        self._begin_waiting_members()
+                        self._lock.wait(_PATROL if self.rules.heartbeat_timeout else None)
+                    if self._is_closing:
+                        return
+                    self._apply(worker_ids)
+                self._changed()
+        except BaseException as error:
+            self.failure = error
+            logger.exception("the DiLoCo server cannot apply submissions any more; what was accepted is kept")
+            self._changed()
+
+    def _check_running(self) -> None:
+        if self._is_closing:
+            raise NotRunning("the server is stopping; start it again, it continues")
+        if self.failure is not None:
+            raise NotRunning(f"the server failed: {self.failure}; restart it, it continues from its journal")
+
+    def _ready(self) -> list[str]:
+        """The workers whose submissions are to be applied now, together."""
+        if not self._run.has_begun:
+            return []
+        state = self._run.state
+        pending = {name: each for name, each in state.members.items() if each.pending is not None}
+        if self.rules.asynchronous:
+            return sorted(pending, key=lambda name: pending[name].accepted)[:1]
+        if len(state.members) < self.rules.num_workers or len(pending) < self.rules.min_workers:
+            return []
+        return [] if any(self._is_awaited(state, name) for name in state.members) else sorted(pending)
+
+    def _begin_waiting_members(self) -> None:
+        """Let workers that wait for the next round begin now, if that round has lost all its workers."""
+        if not self._run.has_begun or self.rules.asynchronous:
+            return
+        state = self._run.state
+        if any(each.pending is not None or self._is_awaited(state, name) for name, each in state.members.items()):
+            return
+        for name, each in list(state.members.items()):
+            if each.base > state.version and not each.has_left and self._is_alive(name):
+                self._run.record(Joined(name, each.number, state.version, each.dylu))
+                self._run.keep_versions()
+                self._changed()
+
+    def _apply(self, worker_ids: list[str]) -> None:
+        self._run.record(Applied(worker_ids, self._recommended_steps(self._run.state, worker_ids)))
+        self._run.keep_versions()
+        self._run.save_if_due()
+
+    def _recommended_steps(self, state: ServerState, worker_ids: Sequence[str]) -> dict[str, int]:
+        """Dynamic local updates: the steps of each worker are in proportion to its speed (arXiv:2401.09135, 5.2)."""
+        fastest = max((each.speed for each in state.members.values() if not each.has_left), default=0.0)
+        following = [name for name in worker_ids if state.members[name].dylu] if fastest > 0 else []
+        base = self.rules.dylu_base_sync_every
+        return {name: max(1, math.floor(state.members[name].speed / fastest * base)) for name in following}
+
+    # -- status -----------------------------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        """The run, for people: JSON values."""
+        with self._lock:
+            state = self._run.state if self._run.has_begun else None
+            now = time.monotonic()
+            members = {} if state is None else state.members
+            return {
+                "run_id": None if state is None else state.run_id,
+                "mode": "asynchronous" if self.rules.asynchronous else "synchronous",
+                "version": None if state is None else state.version,
+                "num_fragments": None if state is None else state.settings.num_fragments,
+                "num_workers": self.rules.num_workers,
+                "min_workers": self.rules.min_workers,
+                "parameters": 0 if state is None else sum(math.prod(each["shape"]) for each in state.settings.tensors),
+                "bytes_received": 0 if state is None else state.bytes_received,
+                "failure": None if self.failure is None else str(self.failure),
+                "newest": self._run.newest_record,
+                "workers": [
+                    {
+                        "worker_id": name,
+                        "state": self._state_of(name, each),
+                        "submissions": each.number,
+                        "base": each.base,
+                        "staleness": max(0, (state.version if state else 0) - each.base),
+                        "steps_per_second": each.speed,
+                        "seen_seconds_ago": now - self._seen[name] if name in self._seen else None,
+                    }
+                    for name, each in sorted(members.items())
+                ],
+            }
+
+    def _state_of(self, worker_id: str, member: Member) -> str:
+        if member.has_left:
+            return "left"
+        if not self._is_alive(worker_id):
+            return "dead"
+        return "submitted" if member.pending is not None else "training"

@@ -1,0 +1,196 @@
+"""ServerLink: a worker's ranks and the server. Rank 0 talks; every rank learns how it went.
+
+Each method is collective, and no failure on rank 0 lets it skip a collective that the others enter.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from enum import Enum
+from typing import Any, TypeVar
+
+import torch
+
+from dalsegno.distributed import collectives
+from dalsegno.errors import NotFound, NotRunning, StateMismatch
+
+from .client import DiLoCoClient
+from .frames import FrameReader, in_file_order
+from .options import WorkerOptions
+from .shards import GlobalSnapshot
+from .signature import Specs
+from .state import Result, Settings, Submission
+
+logger = logging.getLogger("dalsegno")
+
+_POLL = 30.0  # seconds that one request waits for a result
+
+T = TypeVar("T")
+
+
+class Verdict(Enum):
+    """How a request went."""
+
+    DONE = "done"
+    AGAIN = "again"
+    """The server was not reached, or could not work: trying again may help."""
+    LATE = "late"
+    """The server has gone on without this worker, which registers again."""
+
+
+class ServerLink:
+    """The server of ``options``, for a worker with the parameters of ``snapshot``."""
+
+    def __init__(self, options: WorkerOptions, snapshot: GlobalSnapshot) -> None:
+        self._options = options
+        self._snapshot = snapshot
+        self._client: DiLoCoClient | None = None  # on rank 0
+        if collectives.rank() == 0:
+            self._client = connect(options)
+
+    @property
+    def client(self) -> DiLoCoClient:
+        """On rank 0 only."""
+        assert self._client is not None, "rank 0 has it"
+        return self._client
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+
+    def register(
+        self, worker_id: str, settings: Settings, *, count: int | None, run_id: str | None, dylu: bool
+    ) -> dict[str, Any]:
+        """Join; send the model's parameters if the run has none. Returns the server's answer.
+
+        Raises:
+            NotRunning: if the server is not reached in all attempts.
+            StateMismatch: if the worker does not fit the run.
+        """
+
+        def ask() -> dict[str, Any]:
+            return self.client.register(worker_id, settings, count=count, run_id=run_id, dylu=dylu)
+
+        specs = self._snapshot.specs
+        while (answer := self._insist(ask))["needs_parameters"]:
+            self._upload(
+                lambda tensors: self.client.initialize(worker_id, specs, tensors), self._snapshot.parameters()
+            )  # however it went: another worker may have been faster
+        return answer
+
+    def await_result(self, worker_id: str, number: int) -> Result:
+        """What joining has led to; a round in progress is waited for.
+
+        Raises:
+            NotRunning: if it is not known in all attempts.
+        """
+        return self._insist(lambda: self._wait(worker_id, number))
+
+    def offer(self, submission: Submission, *, after: float = 0.0) -> tuple[Verdict, bool]:
+        """Describe a submission. Returns also whether it is to be sent.
+
+        Args:
+            submission: the worker's next one.
+            after: seconds to wait before.
+        """
+
+        def ask() -> bool:
+            time.sleep(after)
+            return self.client.offer(submission)
+
+        verdict, is_wanted = self._try(ask)
+        return verdict, bool(is_wanted)
+
+    def submit(self, submission: Submission, sent: Specs) -> Verdict:
+        """Send a submission that is wanted."""
+        return self._upload(
+            lambda tensors: self.client.submit(submission, sent, tensors), self._snapshot.differences(sent)
+        )
+
+    def result(self, worker_id: str, number: int) -> tuple[Verdict, Result | None]:
+        """What became of a submission."""
+        return self._try(lambda: self._wait(worker_id, number))
+
+    def fetch(self, result: Result, specs: Specs) -> Verdict:
+        """Take the parameters of a result into the snapshot. Its values count only if this is done."""
+        order, taken = in_file_order(specs), 0
+
+        def take(reader: FrameReader) -> None:
+            nonlocal taken
+            for spec in order:
+                whole = torch.empty(spec.shape, dtype=spec.dtype)
+                reader.tensor(whole)
+                self._snapshot.take(spec, whole)
+                taken += 1
+
+        verdict = Verdict.DONE
+        if self._client is not None:
+            verdict, _ = _attempt(lambda: self.client.fetch(result, specs, take))
+        for spec in order[taken:]:  # on the other ranks all; on rank 0 those that have not arrived
+            self._snapshot.take(spec, torch.empty(spec.shape, dtype=spec.dtype))
+        return collectives.broadcast(verdict, "whether DiLoCo's parameters have arrived")
+
+    def _wait(self, worker_id: str, number: int) -> Result:
+        end = time.monotonic() + self._options.timeout
+        while (left := end - time.monotonic()) > 0:
+            result = self.client.result(worker_id, number, wait=min(_POLL, left))
+            if result is not None:
+                return result
+        raise NotRunning(f"no result of submission {number} within {self._options.timeout:g} s")
+
+    def _upload(self, send: Callable[[Iterator[torch.Tensor]], object], tensors: Iterator[torch.Tensor]) -> Verdict:
+        """Let rank 0 send tensors that all ranks together produce, if they are sharded."""
+        if not self._snapshot.is_sharded:
+            return self._try(lambda: send(tensors))[0]
+        verdict = Verdict.DONE
+        if self._client is not None:
+            verdict, _ = _attempt(lambda: send(tensors))
+        for _ in tensors:  # the other ranks produce them for rank 0, which produces all even if it could not send them
+            pass
+        return collectives.broadcast(verdict, "whether DiLoCo's tensors were sent")
+
+    def _try(self, work: Callable[[], T]) -> tuple[Verdict, T | None]:
+        return collectives.from_rank_zero_in_time(lambda: _attempt(work))
+
+    def _insist(self, work: Callable[[], T]) -> T:
+        """Work on rank 0 until it is done.
+
+        Raises:
+            NotRunning: if it is not done in all attempts.
+        """
+
+        def insist() -> T:
+            for attempt in range(1, 1 + self._options.max_sync_retries):
+                try:
+                    return work()
+                except NotRunning as error:
+                    logger.warning("DiLoCo: %s; next attempt in %d s", error, retry_delay(attempt))
+                    time.sleep(retry_delay(attempt))
+            return work()
+
+        return collectives.from_rank_zero_in_time(insist)
+
+
+def connect(options: WorkerOptions) -> DiLoCoClient:
+    """A connection to the server of ``options``."""
+    return DiLoCoClient(
+        str(options.server_addr), token=options.token, certificate=options.certificate, timeout=options.timeout
+    )
+
+
+def retry_delay(attempt: int) -> float:
+    """Seconds before the ``attempt``-th further attempt: 2, 4, 8 …"""
+    return 2.0**attempt
+
+
+def _attempt(work: Callable[[], T]) -> tuple[Verdict, T | None]:
+    try:
+        return Verdict.DONE, work()
+    except NotRunning as error:
+        logger.warning("DiLoCo: %s", error)
+        return Verdict.AGAIN, None
+    except (StateMismatch, NotFound) as error:
+        logger.warning("DiLoCo: %s", error)
+        return Verdict.LATE, None

@@ -1,0 +1,111 @@
+"""WorkerOptions: a worker's arguments, from the program or the environment."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dalsegno.errors import ConfigurationError
+from dalsegno.web.security import read_certificate
+
+from .state import check_worker_id
+
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """
+    Raises:
+        ConfigurationError: for a value that cannot work.
+    """
+
+    server_addr: str | None = None
+    """``HOST:PORT`` or ``https://HOST:PORT``; None: no DiLoCo."""
+    sync_every: int = 500
+    """Local steps between two synchronizations of a parameter."""
+    worker_id: str | None = None
+    """The worker's name, the same in all its legs; None: made from the host and the run's directory."""
+    bf16_comm: bool = True
+    """Send pseudo-gradients as bfloat16, not float32."""
+    dylu: bool = False
+    """Let the server choose ``sync_every`` by the worker's speed."""
+    heartbeat_interval: float = 30.0
+    """Seconds between two signs of life."""
+    num_fragments: int = 1
+    """Synchronize the model in so many parts, one after the other."""
+    timeout: float = 600.0
+    """Seconds to wait for the other workers, and for each part of a transfer."""
+    max_sync_retries: int = 3
+    """Further attempts of a synchronization, after 2, 4, 8 … seconds; then it is skipped."""
+    token: str | None = None
+    """Bearer token of the server."""
+    certificate: str | None = None
+    """PEM of the server's certificate."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("sync_every", 1), ("num_fragments", 1), ("max_sync_retries", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ConfigurationError(f"DiLoCo: {name}={value!r}; needs a whole number of at least {least}")
+        for name in ("heartbeat_interval", "timeout"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+                raise ConfigurationError(f"DiLoCo: {name}={value!r}; needs seconds, more than 0")
+        for name in ("bf16_comm", "dylu"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigurationError(f"DiLoCo: {name}={getattr(self, name)!r}; allowed are True and False")
+        if self.sync_every < self.num_fragments:
+            raise ConfigurationError(
+                f"DiLoCo: num_fragments={self.num_fragments} with sync_every={self.sync_every}; "
+                "there is at most one fragment per step"
+            )
+        if self.worker_id is not None:
+            check_worker_id(self.worker_id)
+
+    def with_environment(self, environment: Mapping[str, str] = os.environ) -> WorkerOptions:
+        """These options; one that has its default is taken from ``DILOCO_SYNC_EVERY`` and the like.
+
+        The server's address is in ``DILOCO_SERVER``, its token in ``DILOCO_TOKEN`` or the file ``DILOCO_TOKEN_FILE``,
+        its certificate in the file ``DILOCO_CERTIFICATE``.
+
+        Raises:
+            ConfigurationError: for a variable with an invalid value; names it.
+            OSError: if a file is not readable.
+        """
+        found: dict[str, Any] = {}
+        for name, (variable, parse) in _VARIABLES.items():
+            if variable in environment and getattr(self, name) == getattr(_DEFAULTS, name):
+                try:
+                    found[name] = parse(environment[variable])
+                except ValueError as error:
+                    raise ConfigurationError(f"{variable}={environment[variable]!r}: {error}") from error
+        if self.token is None and "DILOCO_TOKEN" not in environment and "DILOCO_TOKEN_FILE" in environment:
+            found["token"] = Path(environment["DILOCO_TOKEN_FILE"]).read_text("ascii").strip()
+        return replace(self, **found)
+
+
+def _flag(text: str) -> bool:
+    if text.lower() not in (*_TRUE, *_FALSE):
+        raise ValueError(f"needs one of {', '.join((*_TRUE, *_FALSE))}")
+    return text.lower() in _TRUE
+
+
+_VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
+    "server_addr": ("DILOCO_SERVER", str),
+    "sync_every": ("DILOCO_SYNC_EVERY", int),
+    "worker_id": ("DILOCO_WORKER_ID", str),
+    "bf16_comm": ("DILOCO_BF16_COMM", _flag),
+    "dylu": ("DILOCO_DYLU", _flag),
+    "heartbeat_interval": ("DILOCO_HEARTBEAT_INTERVAL", float),
+    "num_fragments": ("DILOCO_NUM_FRAGMENTS", int),
+    "timeout": ("DILOCO_TIMEOUT", float),
+    "max_sync_retries": ("DILOCO_MAX_SYNC_RETRIES", int),
+    "token": ("DILOCO_TOKEN", str),
+    "certificate": ("DILOCO_CERTIFICATE", lambda path: read_certificate(Path(path))),
+}
+_DEFAULTS = WorkerOptions()

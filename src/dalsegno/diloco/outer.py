@@ -1,0 +1,131 @@
+"""GlobalModel and its outer optimizer: how pseudo-gradients change the global parameters.
+
+A pseudo-gradient is the difference of the global parameters that a worker began with and the parameters that it has
+after its local steps (DiLoCo, Douillard et al. 2023, arXiv:2311.08105). The outer optimizer takes it as a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dalsegno.errors import ConfigurationError
+
+from .signature import Specs, TensorSpec, master_dtype
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+class GlobalModel(nn.Module):
+    """The global parameters, under the names that they have in the workers' models; at least float32, on the CPU.
+
+    Raises:
+        ConfigurationError: for a name that no parameter of a module can have.
+    """
+
+    def __init__(self, specs: Specs) -> None:
+        super().__init__()
+        self.specs = specs
+        self.by_name: dict[str, nn.Parameter] = {}
+        for spec in specs:
+            *path, last = spec.name.split(".")
+            module: nn.Module = self
+            try:
+                for part in path:
+                    if part not in module._modules:
+                        module.add_module(part, nn.Module())
+                    module = module.get_submodule(part)
+                parameter = nn.Parameter(torch.zeros(spec.shape, dtype=master_dtype(spec.dtype)))
+                module.register_parameter(last, parameter)
+            except (KeyError, TypeError, AttributeError) as error:
+                raise ConfigurationError(f"{spec.name!r}: no module has a parameter of this name ({error})") from error
+            self.by_name[spec.name] = parameter
+
+    def as_trained(self, spec: TensorSpec) -> Tensor:
+        """A parameter in the dtype that the workers train."""
+        return self.by_name[spec.name].detach().to(spec.dtype)
+
+
+class DelayedNesterov(Optimizer):
+    """SGD whose Nesterov momentum changes only at every n-th pseudo-gradient.
+
+    Between these, a pseudo-gradient moves the parameters without momentum. For asynchronous training, where momentum
+    would follow single stale workers: algorithm 3 with c = 0 of Liu et al. 2024, "Asynchronous Local-SGD Training for
+    Language Modeling" (arXiv:2401.09135). With ``buffer_size=1`` it is ``torch.optim.SGD(nesterov=True)``.
+
+    Args:
+        params: as for every optimizer.
+        lr: learning rate.
+        momentum: decay of the momentum, from 0 to below 1.
+        buffer_size: pseudo-gradients between two changes of the momentum, N in the paper; each is divided by it.
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.7, momentum: float = 0.9, buffer_size: int = 1) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "buffer_size": buffer_size})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update the parameters that have a gradient."""
+        for group in self.param_groups:
+            size = group["buffer_size"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = 0
+                    state["momentum_buffer"], state["gradient_sum"] = (torch.zeros_like(parameter) for _ in range(2))
+                state["step"] += 1
+                state["gradient_sum"].add_(parameter.grad)
+                direction = parameter.grad.div(size)
+                if state["step"] % size == 0:
+                    momentum = state["momentum_buffer"].mul_(group["momentum"])
+                    momentum.add_(state["gradient_sum"], alpha=1 / size)
+                    direction.add_(momentum, alpha=group["momentum"])
+                    state["gradient_sum"].zero_()
+                parameter.add_(direction, alpha=-group["lr"])
+
+
+def nesterov(lr: float = 0.7, momentum: float = 0.9, *, is_nesterov: bool = True) -> MakeOptimizer:
+    """The outer optimizer of the DiLoCo paper, with its hyperparameters."""
+    return lambda parameters: torch.optim.SGD(
+        parameters, lr=lr, momentum=momentum, nesterov=is_nesterov and momentum > 0
+    )
+
+
+def delayed_nesterov(lr: float = 0.7, momentum: float = 0.9, *, buffer_size: int) -> MakeOptimizer:
+    """:class:`DelayedNesterov` with these hyperparameters."""
+    return lambda parameters: DelayedNesterov(parameters, lr, momentum, buffer_size)
+
+
+@torch.no_grad()
+def outer_step(
+    model: GlobalModel,
+    optimizer: Optimizer,
+    specs: Specs,
+    weights: Sequence[float],
+    read: Callable[[int, TensorSpec], Tensor],
+) -> None:
+    """Update the parameters ``specs`` by the weighted mean of the workers' pseudo-gradients; the others stay.
+
+    Args:
+        model: the global parameters.
+        optimizer: of these.
+        specs: a fragment, or all.
+        weights: of each worker, such as its number of samples. Not all 0.
+        read: returns the pseudo-gradient of a worker, by its place in ``weights``, for one parameter. Its memory may be
+            overwritten.
+    """
+    total = sum(weights)
+    for spec in specs:
+        parameter = model.by_name[spec.name]
+        mean = torch.zeros_like(parameter)
+        for number, weight in enumerate(weights):
+            mean.add_(read(number, spec).to(mean.dtype).mul_(weight / total))
+        parameter.grad = mean
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)

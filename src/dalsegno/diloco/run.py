@@ -1,0 +1,225 @@
+"""OuterRun: the global parameters of a DiLoCo run, and the events that change them.
+
+An event is in the journal before it takes effect. So after a kill, the newest checkpoint and the events after it lead
+to the same parameters, bit by bit.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dalsegno.errors import NotFound, SaveFailed, StateMismatch
+
+from .outer import MakeOptimizer, outer_step
+from .signature import Specs, TensorSpec, as_sent
+from .state import Accepted, Applied, Event, Result, ServerState, Settings, Submission
+from .store import Globals, ServerStore, check_finite, tensor_reader
+
+logger = logging.getLogger("dalsegno")
+
+
+class OuterRun:
+    """The run in ``folder``: continued, or empty until :meth:`begin`. Used by one thread at a time.
+
+    Args:
+        folder: of the run.
+        make_optimizer: makes the outer optimizer.
+        save_every: outer steps between two checkpoints.
+
+    Raises:
+        StateMismatch: if the folder is another kind of run's, or was trained by another optimizer.
+        DamagedCheckpoint: if none of its checkpoints verifies.
+    """
+
+    def __init__(self, folder: Path, make_optimizer: MakeOptimizer, save_every: int) -> None:
+        self.store = ServerStore(folder)
+        self.newest_record: dict[str, Any] | None = None
+        """Of the log."""
+        self._make_optimizer = make_optimizer
+        self._save_every = save_every
+        self._state: ServerState | None = None
+        self._parts: Globals | None = None
+        self._fragments: list[Specs] = []
+        self._opened = time.monotonic()  # the round in progress
+        self._recover()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has parameters."""
+        return self._state is not None
+
+    @property
+    def state(self) -> ServerState:
+        """Changed by :meth:`record` only.
+
+        Raises:
+            NotFound: if no worker has sent its parameters yet.
+        """
+        if self._state is None:
+            raise NotFound("this run has no parameters yet; register first")
+        return self._state
+
+    def begin(self, settings: Settings, spooled: Path) -> None:
+        """Take a worker's parameters as the first version, and save them.
+
+        Raises:
+            ConfigurationError: if a parameter is not finite, or has an impossible name.
+            SaveFailed: if they cannot be saved; the run has not begun.
+        """
+        specs = settings.specs()
+        check_finite(spooled, specs)
+        parts = Globals.of(specs, self._make_optimizer)
+        read = tensor_reader(spooled, specs)
+        for spec in specs:
+            parts.model.by_name[spec.name].data.copy_(read(spec))
+        state = ServerState(uuid.uuid4().hex, settings, parts.optimizer_description)
+        self.store.save(state, parts)
+        self._take(state, parts)
+        logger.info("DiLoCo run %s begins, with %d tensors", state.run_id, len(specs))
+
+    def _recover(self) -> None:
+        found = self.store.find()
+        if found is None:
+            self.store.delete_submissions(except_for=())
+            return
+        checkpoint, state = found
+        parts = Globals.of(state.settings.specs(), self._make_optimizer)
+        if state.optimizer != parts.optimizer_description:
+            raise StateMismatch(
+                f"{self.store.folder}: its outer optimizer is {state.optimizer}, now it is "
+                f"{parts.optimizer_description}; start the server as before, or with a new folder"
+            )
+        self._take(state, parts)
+        self.store.load(checkpoint, parts)
+        events = list(self.store.events(after=state.events))
+        accepted = [event.submission for event in events if isinstance(event, Accepted)]
+        needed = [*state.pending(state.members), *accepted]
+        self.store.delete_submissions(except_for={each.file_name for each in needed})
+        for event in events:
+            self._carry_out(event)
+        self.keep_versions()
+        logger.info(
+            "DiLoCo run %s continues at version %d: %s, and %d events after it",
+            state.run_id,
+            state.version,
+            checkpoint.path.name,
+            len(events),
+        )
+
+    def _take(self, state: ServerState, parts: Globals) -> None:
+        self._state, self._parts, self._fragments = state, parts, state.settings.fragments()
+
+    @property
+    def _globals(self) -> Globals:
+        assert self._parts is not None, "the run has begun"
+        return self._parts
+
+    def close(self, *, save: bool) -> None:
+        """Close the log, and save a checkpoint before.
+
+        Raises:
+            SaveFailed: if it cannot be written; the journal has everything.
+        """
+        try:
+            if save and self._state is not None:
+                self.store.save(self._state, self._globals)
+        finally:
+            self.store.close()
+
+    # -- events -----------------------------------------------------------------------------------------------------
+
+    def record(self, event: Event) -> None:
+        """Write an event to the journal, then carry it out."""
+        self.store.record(event, self.state.events + 1)
+        self._carry_out(event)
+
+    def _carry_out(self, event: Event) -> None:
+        state = self.state
+        if isinstance(event, Applied):
+            self._step(state, self._globals, event)
+        elif isinstance(event, Accepted):
+            submission = event.submission
+            sent = as_sent(self._fragments[submission.fragment], bf16=submission.bf16)
+            state.bytes_received += sum(spec.size for spec in sent)
+            state.change(event)
+        else:
+            state.change(event)
+
+    def _step(self, state: ServerState, parts: Globals, event: Applied) -> None:
+        """The outer step of an event, and its record in the log."""
+        submissions, loss = state.pending(event.worker_ids), state.mean_loss(event.worker_ids)
+        specs = self._fragments[submissions[0].fragment]
+        readers = [self.store.reader(each, specs) for each in submissions]
+        weights = [each.samples for each in submissions]
+
+        def read(number: int, spec: TensorSpec) -> torch.Tensor:
+            return readers[number](spec)
+
+        outer_step(parts.model, parts.optimizer, specs, weights, read)
+        staleness = max(state.version - each.base for each in submissions)
+        state.change(event)
+        now = time.monotonic()
+        record = {
+            "timestamp": time.time(),
+            "global_step": state.version,
+            **({} if loss is None else {"loss": loss}),
+            "workers": len(submissions),
+            "samples": sum(weights),
+            "staleness": staleness,
+            "bytes": state.bytes_received,
+            "round_runtime": now - self._opened,
+        }
+        self._opened, self.newest_record = now, record
+        self.store.log(record)
+
+    def save_if_due(self) -> None:
+        """Save a checkpoint every ``save_every`` outer steps. A failure is logged: the journal has everything."""
+        if self.state.version % self._save_every == 0:
+            try:
+                self.store.save(self.state, self._globals)
+            except SaveFailed as error:
+                logger.error("version %d is not saved: %s; the journal has it", self.state.version, error)
+
+    # -- versions ---------------------------------------------------------------------------------------------------
+
+    def specs(self, fragment: int | None) -> Specs:
+        """What a fragment has; None: the whole model."""
+        return self.state.settings.specs() if fragment is None else self._fragments[fragment]
+
+    def sent(self, submission: Submission) -> Specs:
+        """What the frame of a submission has."""
+        return as_sent(self._fragments[submission.fragment], bf16=submission.bf16)
+
+    def parameters(self, version: int, fragment: int | None) -> Path:
+        """The file of a version.
+
+        Raises:
+            NotFound: if it is not kept.
+        """
+        path = self.store.version_path(version, fragment)
+        if not path.exists():
+            raise NotFound(f"version {version} of the parameters is not kept; register again")
+        return path
+
+    def has(self, result: Result | None) -> bool:
+        """Whether the parameters of a result can be fetched, now or later."""
+        if result is None or result.version > self.state.version:
+            return result is not None
+        return self.store.version_path(result.version, result.fragment).exists()
+
+    def keep_versions(self) -> None:
+        """Write the present parameters for workers that will fetch them; delete versions that nobody needs."""
+        state = self.state
+        results = [each for member in state.members.values() for each in member.results.values()]
+        for fragment in {each.fragment for each in results if each.version == state.version}:
+            if not self.store.version_path(state.version, fragment).exists():
+                self.store.write_version(state.version, fragment, self.specs(fragment), self._globals.model)
+        self.store.delete_versions(
+            except_for={self.store.version_path(each.version, each.fragment) for each in results}
+        )

@@ -1,0 +1,254 @@
+"""ServerStore: what a DiLoCo server keeps on disk.
+
+::
+
+    FOLDER/
+      checkpoints/step-00000012/           global parameters, outer optimizer, state; the step is the version
+      logs/train.jsonl                     a record of each outer step
+      diloco/journal.jsonl                 events after the newest checkpoint, and before it a few
+      diloco/submissions/w0-00000012.safetensors
+      diloco/versions/00000012-all.safetensors      parameters as workers fetch them: all,
+      diloco/versions/00000012-3.safetensors        or those of a fragment
+
+A submission is deleted once a checkpoint contains it, a version once no worker may ask for it again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from dalsegno.checkpoint import Checkpoint, CheckpointManager, ModelState, OptimizerState, saved_states
+from dalsegno.checkpoint.format.layout import StoredFile
+from dalsegno.errors import ConfigurationError, StateMismatch
+from dalsegno.logs import RecordLog
+from dalsegno.logs.line_file import LineFile
+from dalsegno.logs.rewind import PositionState
+from dalsegno.logs.values import decode
+from dalsegno.policies.retention import Latest
+from dalsegno.stateful.component import Component
+from dalsegno.system import filesystem
+
+from .frames import file_pieces
+from .outer import GlobalModel, MakeOptimizer
+from .signature import Specs, TensorSpec, as_sent, file_layout
+from .state import Event, ServerState, Submission, event_from_json, event_to_json
+
+_STATE, _LOG = "diloco", "log"  # keys of components
+
+
+@dataclass(slots=True)
+class Globals:
+    """The global parameters and their optimizer."""
+
+    model: GlobalModel
+    optimizer: Optimizer
+
+    @classmethod
+    def of(cls, specs: Specs, make_optimizer: MakeOptimizer) -> Globals:
+        model = GlobalModel(specs)
+        return cls(model, make_optimizer(model.by_name.values()))
+
+    @property
+    def optimizer_description(self) -> str:
+        """The optimizer's class and hyperparameters."""
+        group = {name: value for name, value in self.optimizer.param_groups[0].items() if name != "params"}
+        return f"{type(self.optimizer).__name__}({', '.join(f'{name}={value!r}' for name, value in group.items())})"
+
+
+class ServerStore:
+    """The files below ``folder``. Used on one thread at a time, but for :meth:`spool` and what reads versions."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._own = folder / "diloco"
+        self._submissions, self._versions = self._own / "submissions", self._own / "versions"
+        for each in (self._submissions, self._versions):
+            filesystem.make_directory(each)
+        self._journal = LineFile(self._own / "journal.jsonl", _parse)
+        self._manager = CheckpointManager(folder, keep=Latest(2))
+        self._log = RecordLog("logs/train.jsonl", folder)
+        self._log_position: PositionState | None = None
+        self._spooled = itertools.count()
+
+    # -- start and end ----------------------------------------------------------------------------------------------
+
+    def find(self) -> tuple[Checkpoint, ServerState] | None:
+        """The newest checkpoint that verifies, and its state; None in a new folder.
+
+        Raises:
+            DamagedCheckpoint: if none of them verifies.
+            StateMismatch: if it is not a checkpoint of a DiLoCo server.
+        """
+        self._manager.remove_partial()
+        found = self._manager.find()
+        if found is None:
+            self._log.open()
+            return None
+        states = saved_states(found).get(_STATE)
+        if states is None:
+            raise StateMismatch(f"{found.path}: not a checkpoint of a DiLoCo server; use another folder")
+        return found, ServerState.from_json(states[0])
+
+    def load(self, found: Checkpoint, parts: Globals) -> None:
+        """Restore the global parameters and the optimizer, and cut the log back to the checkpoint.
+
+        Raises:
+            StateMismatch: if the optimizer is another one than the saved.
+        """
+        components = [Component(_STATE, _Saved({})), Component(_LOG, _LogPosition(self))]
+        self._manager.load(found, self._sharded(parts), components)
+        self._log.open(self._log_position)
+
+    def events(self, after: int) -> Iterator[Event]:
+        """The events of the journal, but for the first ``after`` ones of the run.
+
+        Raises:
+            StateMismatch: if the journal is damaged, or does not follow on the checkpoint.
+        """
+        expected = after + 1
+        for number, event in self._journal.read(strict=True):
+            if number < expected:
+                continue
+            if number > expected:
+                raise StateMismatch(f"{self._journal.path}: event {expected} is missing")
+            expected += 1
+            yield event
+
+    def close(self) -> None:
+        """Close the log."""
+        self._log.close()
+
+    # -- events, records, checkpoints -------------------------------------------------------------------------------
+
+    def record(self, event: Event, number: int) -> None:
+        """Append an event to the journal; it is on disk when this returns."""
+        self._journal.append([{"event": number, **event_to_json(event)}])
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Append a record to the log."""
+        self._log.append(record)
+
+    def save(self, state: ServerState, parts: Globals) -> None:
+        """Save a checkpoint, unless there is one of this version; then delete what only older ones needed.
+
+        Raises:
+            SaveFailed: if it cannot be written. Older ones, and the journal, remain.
+        """
+        if self._manager.path_of(state.version).exists():
+            return
+        components = [Component(_STATE, _Saved(state.to_json())), Component(_LOG, _LogPosition(self))]
+        self._manager.save(state.version, self._sharded(parts), components)
+        self._journal.replace([])
+        self.delete_submissions(except_for={each.file_name for each in state.pending(state.members)})
+
+    def _sharded(self, parts: Globals) -> list[ModelState | OptimizerState]:
+        return [ModelState(parts.model), OptimizerState(parts.model, parts.optimizer)]
+
+    # -- submissions ------------------------------------------------------------------------------------------------
+
+    def spool(self) -> Path:
+        """Path of a new file for tensors that arrive."""
+        return self._submissions / f".{os.getpid()}-{next(self._spooled)}.partial"
+
+    def keep(self, spooled: Path, submission: Submission) -> None:
+        """Give a complete submission its name. It is on disk when this returns."""
+        filesystem.rename(spooled, self._submissions / submission.file_name)
+
+    def reader(self, submission: Submission, specs: Specs) -> Callable[[TensorSpec], torch.Tensor]:
+        """Reads one tensor of a submission at a time."""
+        return tensor_reader(self._submissions / submission.file_name, as_sent(specs, bf16=submission.bf16))
+
+    def delete_submissions(self, *, except_for: Collection[str]) -> None:
+        """Delete the submissions that no event needs any more, and what incomplete ones have left."""
+        for path in self._submissions.iterdir():
+            if path.name not in except_for:
+                filesystem.remove(path)
+
+    # -- versions ---------------------------------------------------------------------------------------------------
+
+    def version_path(self, version: int, fragment: int | None) -> Path:
+        """``fragment``: None for all parameters."""
+        return self._versions / f"{version:08d}-{'all' if fragment is None else fragment}.safetensors"
+
+    def write_version(self, version: int, fragment: int | None, specs: Specs, model: GlobalModel) -> None:
+        """Write parameters for workers to fetch. Without fsync: the journal can make them again."""
+        path = self.version_path(version, fragment)
+        temporary = path.with_suffix(".tmp")
+        filesystem.write_pieces(temporary, file_pieces(specs, model.as_trained))
+        temporary.replace(path)
+
+    def delete_versions(self, *, except_for: Collection[Path]) -> None:
+        """Delete the versions that no worker may ask for any more."""
+        for path in self._versions.iterdir():
+            if path not in except_for:
+                filesystem.remove(path)
+
+
+def tensor_reader(path: Path, specs: Specs) -> Callable[[TensorSpec], torch.Tensor]:
+    """Reads one tensor at a time from a file that a frame has brought, by name."""
+    file, layout = StoredFile(path), file_layout(specs)
+    stored = {spec.name: (spec, span) for spec, span in zip(specs, layout.spans, strict=True)}
+
+    def read(wanted: TensorSpec) -> torch.Tensor:
+        spec, span = stored[wanted.name]
+        return file.tensor(span, spec.dtype, spec.shape)
+
+    return read
+
+
+def check_finite(path: Path, specs: Specs) -> None:
+    """
+    Raises:
+        ConfigurationError: if a tensor has a NaN or an infinity; names it.
+    """
+    read = tensor_reader(path, specs)
+    for spec in specs:
+        tensor = read(spec)
+        if tensor.numel() and not bool(torch.isfinite(torch.linalg.vector_norm(tensor, torch.inf))):
+            raise ConfigurationError(f"{spec.name} contains NaN or infinity; nothing of this submission is used")
+
+
+def _parse(text: bytes) -> tuple[int, Event]:
+    content = decode(text)
+    if not isinstance(content, dict) or type(content.get("event")) is not int:
+        raise ValueError(f"not an event: {text[:80]!r}")
+    return content.pop("event"), event_from_json(content)
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """A state to save. :meth:`ServerStore.find` reads it, before there is an object to load it into."""
+
+    state: dict[str, Any]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        """Do nothing: it has been read."""
+
+
+class _LogPosition:
+    """The length of the log, as a component."""
+
+    state_schema = PositionState
+
+    def __init__(self, store: ServerStore) -> None:
+        self._store = store
+
+    def state_dict(self) -> Any:
+        return self._store._log.state()
+
+    def load_state_dict(self, state: Any) -> None:
+        self._store._log_position = state
+
+    def make_durable(self) -> None:
+        self._store._log.make_durable()

@@ -1,0 +1,102 @@
+"""LineFile: an append-only file of JSON lines, each on disk before the caller continues.
+
+A kill while a line is written leaves a part of it, which acknowledged nothing; the next append removes that part.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from dalsegno.errors import StateMismatch
+from dalsegno.system import filesystem
+
+from .values import encode
+
+logger = logging.getLogger("dalsegno")
+
+T = TypeVar("T")
+
+
+class LineFile(Generic[T]):
+    """The file at ``path``. One process writes it at a time.
+
+    Args:
+        path: created by the first append.
+        parse: returns what a line means; raises ValueError or StateMismatch for one that is none.
+    """
+
+    def __init__(self, path: Path, parse: Callable[[bytes], T]) -> None:
+        self.path = path
+        self._parse = parse
+
+    def read(self, *, strict: bool = False) -> Iterator[T]:
+        """Yield what the lines mean. A damaged line is skipped with a warning.
+
+        Args:
+            strict: skip only a torn last line.
+
+        Raises:
+            StateMismatch: for a damaged line, if ``strict``.
+        """
+        try:
+            data = self.path.read_bytes()
+        except FileNotFoundError:
+            return
+        for number, text in enumerate(data.split(b"\n"), start=1):
+            if not text.strip():
+                continue
+            try:
+                yield self._parse(text)
+            except (ValueError, StateMismatch) as error:
+                is_torn = data.endswith(text)
+                if strict and not is_torn:
+                    raise StateMismatch(f"{self.path}: line {number} is damaged: {error}") from error
+                logger.warning("%s: line %d is skipped: %s", self.path, number, error)
+
+    def append(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Append and fsync. Does nothing without lines.
+
+        Raises:
+            OSError: say on a full disk; no part of the lines stays in the file.
+        """
+        text = b"".join(encode(line) + b"\n" for line in lines)
+        if not text:
+            return
+        is_new = not self.path.exists()
+        descriptor = filesystem.open_own(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        try:
+            self._repair(descriptor)
+            end = os.fstat(descriptor).st_size
+            try:
+                filesystem.write_all(descriptor, text, self.path)
+                filesystem.fsync(descriptor, self.path)
+            except BaseException:
+                filesystem.truncate(descriptor, end, self.path)
+                raise
+        finally:
+            os.close(descriptor)
+        if is_new:
+            filesystem.fsync_directory(self.path.parent)
+
+    def replace(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Replace the content, atomically."""
+        filesystem.replace_durably(self.path, b"".join(encode(line) + b"\n" for line in lines))
+
+    def _repair(self, descriptor: int) -> None:
+        """End the file with a whole line. An editor may have removed the last newline."""
+        size = os.fstat(descriptor).st_size
+        if size == 0 or os.pread(descriptor, 1, size - 1) == b"\n":
+            return
+        data = os.pread(descriptor, size, 0)
+        begin = data.rfind(b"\n") + 1
+        try:
+            self._parse(data[begin:])
+        except (ValueError, StateMismatch):
+            logger.warning("%s: a kill has torn its last line, which is removed: %r", self.path, data[begin:][:200])
+            filesystem.truncate(descriptor, begin, self.path)
+        else:
+            filesystem.write_all(descriptor, b"\n", self.path)

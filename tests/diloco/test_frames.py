@@ -1,0 +1,159 @@
+"""Frames: what is written is read, in pieces of any size; nothing else is taken."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load
+
+from dalsegno.diloco.frames import (
+    FrameLayout,
+    FrameParser,
+    FrameReader,
+    FrameWriter,
+    frame_of_file,
+    in_file_order,
+    length_limits,
+)
+from dalsegno.diloco.signature import Specs, TensorSpec
+from dalsegno.errors import ConfigurationError
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
+
+
+def specs_of(shapes: list[tuple[torch.dtype, list[int]]]) -> Specs:
+    return tuple(TensorSpec(f"p.{number}", dtype, tuple(shape)) for number, (dtype, shape) in enumerate(shapes))
+
+
+some_specs = st.lists(
+    st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3)), min_size=1, max_size=4
+).map(specs_of)
+
+
+def values(specs: Specs) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {spec.name: torch.randn(spec.shape, generator=generator).to(spec.dtype) for spec in specs}
+
+
+def frame(head: dict[str, Any], specs: Specs, tensors: dict[str, torch.Tensor]) -> bytes:
+    written = bytearray()
+    layout = FrameLayout(head, specs)
+    writer = FrameWriter(written.extend, layout)
+    for spec in layout.order:
+        writer.tensor(tensors[spec.name])
+    writer.end()
+    assert len(written) == layout.length
+    return bytes(written)
+
+
+def parse(data: bytes, specs: Specs, cuts: list[int]) -> tuple[Any, bytes]:
+    file = bytearray()
+    parser = FrameParser(specs, file.extend)
+    places = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    for begin, end in itertools.pairwise(places):
+        parser.feed(data[begin:end])
+    parser.end()
+    return parser.head, bytes(file)
+
+
+def reading(data: bytes) -> Callable[[memoryview], None]:
+    stream = io.BytesIO(data)
+
+    def read_into(memory: memoryview) -> None:
+        if stream.readinto(memory) != len(memory):
+            raise OSError("the end")
+
+    return read_into
+
+
+@given(some_specs, st.dictionaries(st.text(max_size=5), st.integers()), st.lists(st.integers(0, 5000), max_size=8))
+@settings(deadline=None)
+def test_a_frame_in_any_pieces(specs: Specs, head: dict[str, int], cuts: list[int]) -> None:
+    tensors = values(specs)
+    data = frame(head, specs, tensors)
+    least, most = length_limits(specs)
+    assert least <= len(data) <= most
+    read, file = parse(data, specs, cuts)
+    assert read == head
+    stored = load(file)  # what is on disk is plain safetensors
+    assert stored.keys() == tensors.keys()
+    assert all(torch.equal(stored[name], tensors[name]) for name in tensors)
+    reader = FrameReader(reading(data), specs)
+    for spec in reader.order:
+        target = torch.empty(spec.shape, dtype=spec.dtype)
+        reader.tensor(target)
+        assert torch.equal(target, tensors[spec.name])
+    reader.end()
+    assert reader.head == head
+
+
+@given(st.data())
+@settings(deadline=None)
+def test_a_changed_byte_is_noticed(data: st.DataObject) -> None:
+    specs = specs_of([(torch.float32, [3]), (torch.bfloat16, [2, 2])])
+    good = frame({"number": 7}, specs, values(specs))
+    place = data.draw(st.integers(0, len(good) - 1))
+    bad = bytearray(good)
+    bad[place] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(ConfigurationError):
+        parse(bytes(bad), specs, [])
+    with pytest.raises((ConfigurationError, OSError)):
+        reader = FrameReader(reading(bytes(bad)), specs)
+        for spec in reader.order:
+            reader.tensor(torch.empty(spec.shape, dtype=spec.dtype))
+        reader.end()
+
+
+@given(st.data())
+@settings(deadline=None)
+def test_a_frame_that_is_cut_or_too_long(data: st.DataObject) -> None:
+    specs = specs_of([(torch.float32, [3])])
+    good = frame({}, specs, values(specs))
+    with pytest.raises(ConfigurationError, match="incomplete"):
+        parse(good[: data.draw(st.integers(0, len(good) - 1))], specs, [])
+    with pytest.raises(ConfigurationError, match="longer"):
+        parse(good + b"\0", specs, data.draw(st.lists(st.integers(0, 5000), max_size=3)))
+
+
+@given(st.binary(max_size=200), st.lists(st.integers(0, 200), max_size=3))
+@settings(deadline=None)
+def test_noise_is_refused(data: bytes, cuts: list[int]) -> None:
+    with pytest.raises(ConfigurationError):
+        parse(data, specs_of([(torch.float32, [3])]), cuts)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        [(torch.float32, [4])],
+        [(torch.float64, [3])],
+        [(torch.float32, [3]), (torch.float32, [3])],
+    ],
+    ids=["shape", "dtype", "another tensor"],
+)
+def test_other_tensors_are_refused_before_a_byte_of_them(other: list[tuple[torch.dtype, list[int]]]) -> None:
+    specs, theirs = specs_of([(torch.float32, [3])]), specs_of(other)
+    taken = bytearray()
+    parser = FrameParser(specs, taken.extend)
+    with pytest.raises(ConfigurationError, match="tensors"):
+        parser.feed(frame({}, theirs, values(theirs)))
+    assert not taken
+
+
+def test_a_frame_around_a_file(tmp_path: Path) -> None:
+    specs = specs_of([(torch.float32, [300, 5]), (torch.bfloat16, [7])])
+    tensors = values(specs)
+    _, file = parse(frame({"a": 1}, specs, tensors), specs, [])
+    (tmp_path / "f").write_bytes(file)
+    with (tmp_path / "f").open("rb") as stream:
+        again = b"".join(frame_of_file(FrameLayout({"b": 2}, specs), stream))
+    assert again == frame({"b": 2}, specs, tensors)
+    assert [spec.name for spec in in_file_order(specs)] == ["p.0", "p.1"]

@@ -1,0 +1,286 @@
+"""The server and those who do not keep to the rules: each is refused with the reason, and nobody else notices."""
+
+from __future__ import annotations
+
+import dataclasses
+import http.client
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dalsegno.diloco import DiLoCoClient, DiLoCoServer, DiLoCoWorker, WorkerOptions
+from dalsegno.diloco.frames import FrameLayout, FrameWriter, in_file_order
+from dalsegno.diloco.signature import Specs, TensorSpec
+from dalsegno.diloco.state import Settings, Submission
+from dalsegno.errors import ConfigurationError, Locked, NotFound, NotRunning, StateMismatch
+from diloco.scenes import SPECS, Line, rules, submission_of, values
+
+SETTINGS = Settings([spec.to_json() for spec in SPECS], 1)
+
+
+@dataclasses.dataclass
+class Scene:
+    """A server, and two workers who have joined it at version 0."""
+
+    server: DiLoCoServer
+    clients: list[DiLoCoClient]
+
+    def submit(self, worker: int, submission: Submission, specs: Specs = SPECS, **changed: torch.Tensor) -> None:
+        tensors = values(specs, 1) | changed
+        self.clients[worker].submit(submission, specs, [tensors[spec.name] for spec in in_file_order(specs)])
+
+    def put(self, path: str, body: bytes, length: int | None = None, **headers: str) -> tuple[int, str]:
+        """A request of a worker's own making: status and reason."""
+        host, port = self.server._bound or ("", 0)
+        connection = http.client.HTTPConnection(host, port, timeout=60)
+        given = {
+            "Authorization": f"Bearer {self.server.token}",
+            "Content-Length": str(len(body) if length is None else length),
+        }
+        connection.request("PUT", path, body, given | headers)
+        answer = connection.getresponse()
+        text = json.loads(answer.read())["error"] if answer.status != 200 else ""
+        connection.close()
+        return answer.status, text
+
+    @property
+    def version(self) -> int:
+        return int(self.clients[0].status()["version"])
+
+    def finish_round(self) -> None:
+        """Both submit what is right; the round goes on as if nothing had happened."""
+        for number, client in enumerate(self.clients):
+            submission = submission_of(f"w{number}", 1, 0)
+            if client.offer(submission):
+                self.submit(number, submission)
+        assert [client.result(f"w{number}", 1, wait=60) is not None for number, client in enumerate(self.clients)]
+        assert self.version == 1
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    with DiLoCoServer(tmp_path, 2, rules=rules(2)) as server:
+        clients = [DiLoCoClient(server.address, token=server.token) for _ in range(2)]
+        clients[0].register("w0", SETTINGS, count=None, run_id=None, dylu=False)
+        tensors = values(SPECS, 0)
+        clients[0].initialize("w0", SPECS, [tensors[spec.name] for spec in in_file_order(SPECS)])
+        for number, client in enumerate(clients):
+            answer = client.register(f"w{number}", SETTINGS, count=None, run_id=None, dylu=False)
+            assert answer["adopt"] == 0
+        yield Scene(server, clients)
+        for client in clients:
+            client.close()
+
+
+def frame(head: dict[str, Any], specs: Specs, tensors: dict[str, torch.Tensor]) -> bytes:
+    written = bytearray()
+    writer = FrameWriter(written.extend, FrameLayout(head, specs))
+    for spec in in_file_order(specs):
+        writer.tensor(tensors[spec.name])
+    writer.end()
+    return bytes(written)
+
+
+def test_nan_is_refused(scene: Scene) -> None:
+    bad = torch.zeros(4, 3)
+    bad[1, 2] = float("nan")
+    submission = submission_of("w0", 1, 0)
+    assert scene.clients[0].offer(submission)
+    with pytest.raises(ConfigurationError, match=r"layer.weight contains NaN or infinity; nothing of this"):
+        scene.submit(0, submission, **{"layer.weight": bad})
+    scene.finish_round()
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"number": 2}, "not the next one; 0 was accepted last"),
+        ({"base": 1}, "relative to version 1; the worker was given 0"),
+        ({"fragment": 1}, "no fragment 1"),
+        ({"worker_id": "w9"}, "w9 has not joined this run"),
+    ],
+)
+def test_a_submission_out_of_turn_is_refused(scene: Scene, other: dict[str, Any], message: str) -> None:
+    with pytest.raises((StateMismatch, NotFound), match=message):
+        scene.clients[0].offer(dataclasses.replace(submission_of("w0", 1, 0), **other))
+    scene.finish_round()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"samples": 0},
+        {"samples": -3},
+        {"samples": 1.5},
+        {"loss": float("nan")},
+        {"worker_id": "../w0"},
+        {"seconds": -1.0},
+    ],
+)
+def test_a_description_that_cannot_be_is_refused(scene: Scene, other: dict[str, Any]) -> None:
+    body = json.dumps({**dataclasses.asdict(submission_of("w0", 1, 0)), **other}).encode()
+    connection = http.client.HTTPConnection(*(scene.server._bound or ()), timeout=60)
+    connection.request("POST", "/submissions", body, {"Authorization": f"Bearer {scene.server.token}"})
+    assert connection.getresponse().status == 400
+    connection.close()
+    scene.finish_round()
+
+
+def test_an_old_round_is_refused_and_a_replayed_submission_counts_once(scene: Scene) -> None:
+    scene.finish_round()
+    before = scene.clients[0].status()
+    assert not scene.clients[0].offer(submission_of("w0", 1, 0))  # the server has it
+    assert scene.put("/submissions/w0/1", b"")[0] in (400, 409)
+    with pytest.raises(StateMismatch, match="relative to version 0; the worker was given 1"):
+        scene.clients[0].offer(submission_of("w0", 2, 0))
+    after = scene.clients[0].status()
+    assert (after["version"], after["bytes_received"]) == (before["version"], before["bytes_received"])
+
+
+def test_bodies_of_another_size_are_refused_before_they_are_read(scene: Scene) -> None:
+    """A header alone is enough for the answer: the body never comes."""
+    submission = submission_of("w0", 1, 0)
+    assert scene.clients[0].offer(submission)
+    status, reason = scene.put("/submissions/w0/1", b"", length=1 << 40)
+    assert (status, "Content-Length" in reason) == (400, True)
+    status, reason = scene.put("/submissions/w0/1", b"", length=100)
+    assert (status, "Content-Length" in reason) == (400, True)
+    scene.finish_round()
+
+
+def test_other_names_in_a_body_of_the_right_size(scene: Scene) -> None:
+    submission = submission_of("w0", 1, 0)
+    assert scene.clients[0].offer(submission)
+    others = tuple(TensorSpec(spec.name.replace("layer", "lawyer"[:5]), spec.dtype, spec.shape) for spec in SPECS)
+    body = frame(dataclasses.asdict(submission), others, values(others, 1))
+    status, reason = scene.put("/submissions/w0/1", body)
+    assert (status, "the frame has other tensors" in reason) == (400, True)
+    scene.finish_round()
+
+
+def test_a_head_that_describes_another_submission(scene: Scene) -> None:
+    submission = submission_of("w0", 1, 0)
+    assert scene.clients[0].offer(submission)
+    body = frame({**dataclasses.asdict(submission), "samples": 1 << 40}, SPECS, values(SPECS, 1))
+    status, reason = scene.put("/submissions/w0/1", body)
+    assert (status, "describes another submission" in reason) == (400, True)
+    scene.finish_round()
+
+
+def test_a_connection_that_is_cut_in_mid_body(scene: Scene, tmp_path: Path) -> None:
+    submission = submission_of("w0", 1, 0)
+    body = frame(dataclasses.asdict(submission), SPECS, values(SPECS, 1))
+    for cut in (1, 30, len(body) // 2, len(body) - 1):
+        assert scene.clients[0].offer(submission)
+        with socket.create_connection(scene.server._bound or ("", 0)) as connection:
+            head = (
+                f"PUT /submissions/w0/1 HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {scene.server.token}\r\n"
+            )
+            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body[:cut])
+    assert scene.version == 0
+    scene.finish_round()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ([SPECS[0]], "does not train layer.bias"),
+        ([SPECS[0], dataclasses.replace(SPECS[1], shape=(5,))], r"layer.bias is float32 \[5\] in the worker"),
+        ([*SPECS, TensorSpec("extra", torch.float32, (1,))], "trains extra, which this run does not"),
+        ([SPECS[1], SPECS[0]], "in another order"),
+    ],
+)
+def test_another_model_is_refused(scene: Scene, tensors: list[TensorSpec], message: str) -> None:
+    other = Settings([spec.to_json() for spec in tensors], 1)
+    with pytest.raises(StateMismatch, match=message):
+        scene.clients[1].register("w2", other, count=None, run_id=None, dylu=False)
+    scene.finish_round()
+
+
+def test_no_token_no_answer(scene: Scene) -> None:
+    for token in (None, "0" * 64):
+        with (
+            DiLoCoClient(scene.server.address, token=token) as client,
+            pytest.raises(ConfigurationError, match="token"),
+        ):
+            client.status()
+    assert scene.server.token_file.stat().st_mode & 0o777 == 0o600
+    scene.finish_round()
+
+
+def test_a_round_goes_on_without_the_dead(tmp_path: Path) -> None:
+    """A worker that is silent is not waited for; when it is back, what it did in the old round is refused, and it
+    continues with the global parameters."""
+    with DiLoCoServer(tmp_path, 2, rules=rules(2, heartbeat_timeout=0.5)) as server:
+        workers = []
+        for number in range(2):
+            options = WorkerOptions(server.address, token=server.token, worker_id=f"w{number}", heartbeat_interval=0.1)
+            workers.append(DiLoCoWorker(Line(), options))
+            workers[-1].join()
+        assert workers[1]._heartbeat is not None
+        workers[1]._heartbeat.stop()
+        workers[0].count_step(8)
+        assert workers[0].synchronize().version == 1  # as soon as the other one is known to be dead
+        workers[0].leave()  # otherwise the other one would wait for the end of the next round
+        workers[1].count_step(8)
+        done = workers[1].synchronize()
+        assert (done.dropped, done.version) == (True, 1)
+        assert torch.equal(workers[1].snapshot.tensors["first"], workers[0].snapshot.tensors["first"])
+        workers[1].leave()
+
+
+def test_a_worker_that_comes_later_begins_with_the_next_round(scene: Scene) -> None:
+    answer = scene.clients[1].register("w2", SETTINGS, count=None, run_id=None, dylu=False)
+    assert answer["adopt"] == 0
+    assert scene.clients[1].result("w2", 0) is None  # it waits
+    scene.finish_round()
+    result = scene.clients[1].result("w2", 0)
+    assert result is not None and result.version == 1
+    with pytest.raises(StateMismatch):
+        scene.clients[1].offer(submission_of("w2", 1, 0))
+    assert scene.clients[1].offer(submission_of("w2", 1, 1))
+
+
+def test_a_round_does_not_wait_for_a_worker_that_has_left(scene: Scene) -> None:
+    scene.clients[1].deregister("w1")
+    submission = submission_of("w0", 1, 0)
+    assert scene.clients[0].offer(submission)
+    scene.submit(0, submission)
+    assert scene.clients[0].result("w0", 1, wait=60) is not None
+
+
+def test_min_workers_holds(tmp_path: Path) -> None:
+    with DiLoCoServer(tmp_path, 2, rules=rules(2, min_workers=2)) as server:
+        workers = []
+        for number in range(2):
+            workers.append(
+                DiLoCoWorker(Line(), WorkerOptions(server.address, token=server.token, worker_id=f"w{number}"))
+            )
+            workers[-1].join()
+        workers[1].leave()
+        submission = workers[0]._next_submission(None, 1.0)
+        with DiLoCoClient(server.address, token=server.token) as client:
+            assert client.offer(submission)
+            assert (
+                workers[0]._joined_link().submit(submission, server.coordinator._run.sent(submission)).value == "done"
+            )
+            assert client.result("w0", 1) is None
+            assert client.status()["version"] == 0
+        workers[0].leave()
+
+
+def test_one_server_per_folder(scene: Scene) -> None:
+    with pytest.raises(Locked):
+        DiLoCoServer(scene.server.folder, 2).start()
+
+
+def test_a_client_finds_no_dalsegno_server() -> None:
+    with pytest.raises(ConfigurationError, match="needs HOST:PORT"):
+        DiLoCoClient("outer.example")
+    with pytest.raises(NotRunning, match="refused"):
+        DiLoCoClient("127.0.0.1:9").status()

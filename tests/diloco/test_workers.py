@@ -1,0 +1,264 @@
+"""Workers and a server together: equal to a plain computation, also if one of them was killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dalsegno.diloco import DiLoCoServer, DiLoCoWorker, WorkerOptions, delayed_nesterov, nesterov
+from dalsegno.diloco.coordinator import Coordinator
+from dalsegno.errors import ConfigurationError, NotRunning, StateMismatch
+from dalsegno.logs import drop_wall_clock, read_records
+from dalsegno.testing import run_ranks, start_ranks
+from diloco.scenes import (
+    Line,
+    all_together,
+    local_step,
+    plain_rounds,
+    rules,
+    train_as_ranks,
+    train_as_worker,
+    train_by_hand,
+)
+
+
+def same(left: torch.nn.Module, right: torch.nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left.state_dict().values(), right.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_rounds_over_http_equal_a_plain_computation(tmp_path: Path, workers: int, bf16: bool) -> None:
+    """Bitwise, whatever the order of arrival: the mean is weighted by samples, and added up by the workers' names."""
+    with DiLoCoServer(tmp_path, workers, rules=rules(workers)) as server:
+        models = all_together(
+            [
+                lambda number=number: train_by_hand(server, number, 12, sync_every=4, bf16_comm=bf16)
+                for number in range(workers)
+            ]
+        )
+    expected = plain_rounds(workers, 3, 4, nesterov(), torch.bfloat16 if bf16 else torch.float32)
+    assert all(same(model, expected) for model in models)
+    records = read_records(tmp_path / "logs/train.jsonl")
+    assert [(each["global_step"], each["workers"]) for each in records] == [(1, workers), (2, workers), (3, workers)]
+
+
+def test_fragments_in_turn(tmp_path: Path) -> None:
+    """Each synchronization is of one fragment; the others keep what their worker has trained."""
+    before = Line(seed=0)
+    with DiLoCoServer(tmp_path, 1, rules=rules(1)) as server:
+        model, optimizer = Line(seed=0), None
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = WorkerOptions(
+            server.address, token=server.token, worker_id="w0", sync_every=4, num_fragments=2, bf16_comm=False
+        )
+        worker = DiLoCoWorker(model, options)
+        worker.join()
+        seen = []
+        for step in range(4):
+            local_step(model, optimizer, 0, step)
+            if worker.count_step(8):
+                trained = {name: each.detach().clone() for name, each in model.named_parameters()}
+                done = worker.synchronize()
+                moved = [name for name, each in model.named_parameters() if not torch.equal(each, trained[name])]
+                seen.append((step, done.version, done.local_steps, moved))
+        worker.leave()
+    assert seen == [(1, 1, 2, ["first"]), (3, 2, 2, ["second"])]
+    assert not torch.equal(model.first, before.first)
+
+
+def test_asynchronous_submissions_in_turn_equal_a_plain_computation(tmp_path: Path) -> None:
+    """Two workers that submit one after the other, with delayed Nesterov: each is applied alone, on arrival."""
+    make = delayed_nesterov(0.5, 0.9, buffer_size=2)
+    with DiLoCoServer(tmp_path, 2, make, rules(2, asynchronous=True)) as server:
+        workers, models, optimizers = [], [], []
+        for number in range(2):
+            model = Line(seed=0)
+            options = WorkerOptions(
+                server.address, token=server.token, worker_id=f"w{number}", sync_every=3, bf16_comm=False
+            )
+            models.append(model)
+            optimizers.append(torch.optim.AdamW(model.parameters(), lr=0.01))
+            workers.append(DiLoCoWorker(model, options))
+            workers[-1].join()
+        staleness = []
+        whole = Line(seed=0)
+        trained = [name for name, each in whole.named_parameters() if each.requires_grad]
+        outer = make([whole.get_parameter(name) for name in trained])
+        bases = [{name: whole.get_parameter(name).detach().clone() for name in trained} for _ in range(2)]
+        for turn in range(3):
+            for number in range(2):
+                for step in range(3):
+                    local_step(models[number], optimizers[number], number, 3 * turn + step)
+                    due = workers[number].count_step(8)
+                assert due
+                for name in trained:
+                    parameter = whole.get_parameter(name)
+                    parameter.grad = bases[number][name] - models[number].get_parameter(name).detach()
+                outer.step()
+                bases[number] = {name: whole.get_parameter(name).detach().clone() for name in trained}
+                staleness.append(workers[number].synchronize().staleness)
+                assert same(models[number], whole)
+        for worker in workers:
+            worker.leave()
+    assert staleness == [0, 1, 1, 1, 1, 1]
+
+
+def test_local_steps_follow_the_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamic local updates: a worker half as fast gets half the steps; it is in the journal, and so repeated."""
+    speeds = {"w0": 10.0, "w1": 5.0}
+    monkeypatch.setattr(
+        "dalsegno.diloco.state.Submission.speed", property(lambda submission: speeds[submission.worker_id])
+    )
+    given = rules(2, dylu=True, dylu_base_sync_every=8)
+    with DiLoCoServer(tmp_path, 2, rules=given) as server:
+        all_together(
+            [lambda number=number: train_by_hand(server, number, 4, sync_every=4, dylu=True) for number in range(2)]
+        )
+        state = server.coordinator._run.state
+        assert [state.members[name].results[1].sync_every for name in ("w0", "w1")] == [8, 4]
+
+
+def test_a_killed_worker_and_a_killed_server_change_nothing(tmp_path: Path) -> None:
+    """The Trainer as a worker: killed between two checkpoints, it repeats what the server already has; the server is
+    killed at the same time. Weights of the workers and the global ones, and every record of the workers' logs."""
+
+    def run(folder: Path, kill: bool) -> list[dict[str, Any]]:
+        server = DiLoCoServer(folder / "outer", 2, rules=rules(2))
+        server.start()
+        address = server.address
+        first = start_ranks(train_as_worker, 1, folder / "w0", address, server.token, 0)
+        second = start_ranks(train_as_worker, 1, folder / "w1", address, server.token, 1, 17 if kill else None)
+        ends = [second.wait()[0]]
+        if kill:
+            assert ends[0].was_killed, ends[0].error
+            abandon(server)
+            port = int(address.rpartition(":")[2])
+            server = DiLoCoServer(folder / "outer", 2, rules=rules(2), port=port)
+            server.start()
+            ends = start_ranks(train_as_worker, 1, folder / "w1", address, server.token, 1, 17).wait()
+        ends.insert(0, first.wait()[0])
+        server.stop()
+        assert [end.exit_code for end in ends] == [0, 0], [end.error for end in ends]
+        return [end.value for end in ends]
+
+    whole, parts = run(tmp_path / "whole", False), run(tmp_path / "parts", True)
+    assert whole == parts
+    for log in ("w0/logs/train.jsonl", "w1/logs/train.jsonl", "outer/logs/train.jsonl"):
+        records = [
+            [drop_wall_clock(record) for record in read_records(tmp_path / run / log)] for run in ("whole", "parts")
+        ]
+        assert records[0] == records[1], log
+    synced = [each for each in read_records(tmp_path / "parts/w1/logs/train.jsonl") if each.get("kind") == "sync"]
+    assert [(each["round"], each["version"], each["global_step"]) for each in synced] == [
+        (number, number, 4 * number) for number in range(1, 7)
+    ]
+
+
+def abandon(server: DiLoCoServer) -> None:
+    """End a server as a kill would: without a checkpoint."""
+    Coordinator.close, close = lambda self: self._run.close(save=False), Coordinator.close  # type: ignore[method-assign]
+    try:
+        server.stop()
+    finally:
+        Coordinator.close = close  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_ranks_act_as_one_worker(tmp_path: Path, parallel: str) -> None:
+    """Two ranks beside a plain process: all have the global parameters afterwards, those that a plain computation of
+    the same gradients leads to."""
+    with DiLoCoServer(tmp_path / "outer", 1, rules=rules(1)) as server:
+        results = run_ranks(train_as_ranks, 2, tmp_path / "run", server.address, server.token, parallel)
+    with DiLoCoServer(tmp_path / "alone", 1, rules=rules(1)) as server:
+        (alone,) = run_ranks(train_as_ranks, 1, tmp_path / "run-alone", server.address, server.token, "none")
+    assert results[0] == results[1]
+    for name, tensor in alone.items():
+        torch.testing.assert_close(torch.tensor(results[0][name]), torch.tensor(tensor), rtol=1e-5, atol=1e-6)
+
+
+def test_a_synchronization_without_a_server_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one, with the server back, sends the steps of both."""
+    monkeypatch.setattr("dalsegno.diloco.link.retry_delay", lambda attempt: 0.0)
+    monkeypatch.setattr("dalsegno.diloco.worker.retry_delay", lambda attempt: 0.0)
+    server = DiLoCoServer(tmp_path, 1, rules=rules(1))
+    server.start()
+    model = Line()
+    options = WorkerOptions(server.address, token=server.token, worker_id="w0", sync_every=2, max_sync_retries=1)
+    worker = DiLoCoWorker(model, options)
+    worker.join()
+    port = int(server.address.rpartition(":")[2])
+    server.stop()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        local_step(model, optimizer, 0, step)
+        worker.count_step(8)
+    assert worker.synchronize().to_record().items() >= {"round": 1, "skipped": True, "samples": 16}.items()
+    with DiLoCoServer(tmp_path, 1, rules=rules(1), port=port):
+        for step in range(2):
+            local_step(model, optimizer, 0, step)
+            worker.count_step(8)
+        done = worker.synchronize()
+        assert (done.round, done.version, done.samples, done.local_steps) == (1, 1, 32, 2)
+        worker.leave()
+
+
+def test_a_worker_without_a_server_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dalsegno.diloco.link.retry_delay", lambda attempt: 0.0)
+    with pytest.raises(NotRunning, match="refused"):
+        DiLoCoWorker(Line(), WorkerOptions("127.0.0.1:9", max_sync_retries=1)).join()
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+    def options(server: DiLoCoServer) -> WorkerOptions:
+        return WorkerOptions(server.address, token=server.token, worker_id="w0")
+
+    with DiLoCoServer(tmp_path / "a", 1) as server:
+        worker = DiLoCoWorker(Line(), options(server))
+        worker.join()
+        state = worker.state_dict()
+        worker.leave()
+    with DiLoCoServer(tmp_path / "b", 1) as server:
+        other = DiLoCoWorker(Line(), options(server))
+        other.join()
+        other.leave()
+        worker = DiLoCoWorker(Line(), options(server))
+        worker.load_state_dict(state)
+        with pytest.raises(StateMismatch, match="is of DiLoCo run"):
+            worker.join()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"sync_every": 0}, "sync_every=0"),
+        ({"num_fragments": 3, "sync_every": 2}, "num_fragments=3 with sync_every=2"),
+        ({"worker_id": "../etc"}, "worker_id"),
+        ({"timeout": float("nan")}, "timeout=nan"),
+        ({"bf16_comm": 1}, "bf16_comm=1"),
+    ],
+)
+def test_wrong_options(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        WorkerOptions("host:1", **given)
+
+
+def test_options_of_the_environment(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("0123456789abcdef\n")
+    environment = {
+        "DILOCO_SERVER": "host:1",
+        "DILOCO_SYNC_EVERY": "7",
+        "DILOCO_BF16_COMM": "false",
+        "DILOCO_HEARTBEAT_INTERVAL": "2.5",
+        "DILOCO_TOKEN_FILE": str(tmp_path / "token"),
+    }
+    options = WorkerOptions(num_fragments=2).with_environment(environment)
+    assert options == WorkerOptions(
+        "host:1", 7, bf16_comm=False, heartbeat_interval=2.5, num_fragments=2, token="0123456789abcdef"
+    )
+    assert WorkerOptions("other:2", 9).with_environment(environment).sync_every == 9
+    with pytest.raises(ConfigurationError, match="DILOCO_SYNC_EVERY='often'"):
+        WorkerOptions().with_environment({"DILOCO_SYNC_EVERY": "often"})
