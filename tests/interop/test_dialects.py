@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 import dalsegno as ds
+from dalsegno.callbacks import JsonLogger
 from dalsegno.events.adapters import CallbackAdapter
 from interop.libraries import EXAMPLES
 from support.small import small_trainer
@@ -20,13 +22,13 @@ class Plain:
     """No base class, and no handler whose parameters tell what it was written for."""
 
 
-def counting(library: ModuleType) -> Any:
+def counting(library: ModuleType, base: type | None = None) -> Any:
     """A callback that counts the beginnings of training."""
 
     def count(self: Any, *given: Any, **named: Any) -> None:
         self.begins += 1
 
-    return type("Counting", (library.base(),), {"begins": 0, library.AT_TRAIN_BEGIN: count})()
+    return type("Counting", (base or library.base(),), {"begins": 0, library.AT_TRAIN_BEGIN: count})()
 
 
 @for_each_library
@@ -36,6 +38,41 @@ def test_by_the_module_of_a_base_class(library: ModuleType) -> None:
     assert isinstance(adapted, CallbackAdapter)
     assert (adapted.dialect, adapted.key) == (library.DIALECT, "Derived")
     assert adapted.handled_events() in ([], [ds.Event.TRAIN_END]), "what is not overridden is not called"
+
+
+@pytest.mark.parametrize(("folder", "library"), EXAMPLES.items(), ids=EXAMPLES)
+def test_the_library_need_not_be_installed(folder: str, library: ModuleType, tmp_path: Path) -> None:
+    """dalsegno has a base class of its own for each: with the library's methods, which are not called."""
+    shipped = getattr(importlib.import_module(f"dalsegno.interop.{folder}"), library.SHIPPED)
+    methods = {name for name in dir(library.base()) if not name.startswith("_") and callable(getattr(shipped, name))}
+    assert library.AT_TRAIN_BEGIN in methods
+    assert ds.adapt(shipped()).handled_events() in ([], [ds.Event.TRAIN_END])
+    callback = counting(library, shipped)
+    assert ds.adapt(callback).dialect == library.DIALECT  # type: ignore[attr-defined]
+    small_trainer(tmp_path, callback, max_steps=1).train()
+    assert callback.begins == 1
+
+
+@for_each_library
+def test_a_name_is_by_default_that_of_the_class(library: ModuleType) -> None:
+    adapted = ds.adapt(counting(library))
+    assert adapted.name == adapted.key == "Counting"
+    adapted.name = "own"
+    assert adapted.name == adapted.key == "own"
+    adapted.name = None
+    assert adapted.name == "Counting"
+
+
+def test_so_is_that_of_dalsegnos_own() -> None:
+    class Own(ds.Callback): ...
+
+    class Named(Own):
+        name = "named"
+
+    assert [Own().name, Named().name, JsonLogger().name, JsonLogger(name="second").name] == [
+        *("Own", "named", "JsonLogger", "second")
+    ]
+    assert ds.TrainerCallback().name == "TrainerCallback"
 
 
 @for_each_library

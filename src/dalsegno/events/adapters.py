@@ -117,9 +117,9 @@ class CallbackAdapter(Callback):
         return ()
 
     @property
-    def key(self) -> str:
+    def default_name(self) -> str:
         own = getattr(self.__wrapped__, "name", None)
-        return self.name or (own if isinstance(own, str) and own else type(self.__wrapped__).__name__)
+        return own if isinstance(own, str) and own else type(self.__wrapped__).__name__
 
     @abstractmethod
     def call(self, event: Event, method: str, binder: Binder) -> Callable[[Any, Any], Answer]:

@@ -61,14 +61,25 @@ class Construction(NamedTuple):
     kwargs: dict[str, Any]
 
 
+class Name:
+    """Attribute ``name`` of a callback: the given one, else its ``default_name``."""
+
+    def __get__(self, callback: Any, owner: type) -> Any:
+        return self if callback is None else vars(callback).get("_given_name") or callback.default_name
+
+    def __set__(self, callback: Any, name: str | None) -> None:
+        vars(callback)["_given_name"] = name
+
+
 class Callback:
     """Handles events of a run. Handlers run on the main thread, on all ranks, in the order of the callbacks."""
 
     construction: Construction
     """How it was built: ``ds.launch`` builds it again in each rank."""
 
-    name: str | None = None
-    """Key under which the state is saved; None: the class's name. Needed for two callbacks of the same class."""
+    name: str | None = Name()  # type: ignore[assignment]
+    """Name in messages, and key under which the state is saved: by default the class's name. Two callbacks of the same
+    class need different ones. Setting None restores the default."""
     aliases: tuple[str, ...] = ()
     """Earlier keys of the state, such as the class's old name."""
     state_scope: Scope = "replicated"
@@ -91,9 +102,14 @@ class Callback:
         return callback
 
     @property
+    def default_name(self) -> str:
+        """Name of a callback that is not given one."""
+        return type(self).__name__
+
+    @property
     def key(self) -> str:
         """Key of the state in a checkpoint, independent of order, arguments and the class's module."""
-        return self.name or type(self).__name__
+        return self.name or self.default_name
 
     def handled_events(self) -> list[Event]:
         """Return the events whose handlers this callback overrides.

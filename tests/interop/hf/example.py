@@ -12,6 +12,8 @@ MISSPELT = ("on_step_ended", "on_step_end")
 """Of a handler, and what is meant."""
 CALLED = [("on_log", "(args, state, control, model=, ")]
 """Handlers, and how each is called."""
+SHIPPED = "TrainerCallback"
+"""Name of the base class that dalsegno has of it."""
 
 
 def base() -> Any:

@@ -99,7 +99,7 @@ def test_keywords_are_theirs(tmp_path: Path) -> None:
     play(tmp_path, recorder)
     added = {"log": ["logs"], "log_step": ["logs"], "evaluate": ["metrics"], "train_metrics": ["metrics"]}
     for name, kwargs in recorder.calls.items():
-        assert sorted(kwargs) == sorted([*PLAIN, *added.get(name, [])]), name
+        assert sorted(kwargs) == sorted([*PLAIN, "trainer", *added.get(name, [])]), name
     given = recorder.calls["step_end"]
     assert (len(given["train_dataloader"]), len(given["eval_dataloader"])) == (5, 2)
     with pytest.raises(TypeError, match="cannot read the training data"):
@@ -121,11 +121,16 @@ def test_those_of_forgather_are_given_the_trainer(tmp_path: Path) -> None:
         def on_step_end(self, args: Any, state: Any, control: Any, trainer: Any, tokenizer: Any, **kwargs: Any) -> None:
             trainers.append((trainer, tokenizer))
 
+    class Ours(ds.TrainerCallback):
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            trainers.append((kwargs["trainer"], None))
+
     assert ds.adapt(Own()).key == "first"
     parts = {"processing_class": "a tokenizer"}
     trainer = small_trainer(tmp_path, Own(), Theirs(), max_steps=1, parts=parts)
+    trainer.add_callback(Ours())
     trainer.train()
-    assert [each for each, _ in trainers] == [trainer, trainer]
+    assert [each for each, _ in trainers] == [trainer] * 3
     assert trainers[0][1] == "a tokenizer" and trainers[1][1] > 0
 
 

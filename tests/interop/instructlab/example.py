@@ -10,6 +10,8 @@ MISSPELT = ("on_evaluated", "on_evaluate")
 """Of a handler, and what is meant."""
 CALLED = [("on_save", "(context)")]
 """Handlers, and how each is called."""
+SHIPPED = "TrainerCallback"
+"""Name of the base class that dalsegno has of it."""
 
 
 def base() -> Any:

@@ -178,8 +178,8 @@ def tagged(number: int) -> list[dict[str, torch.Tensor]]:
 def test_tokens_of_a_batch(tmp_path: Path) -> None:
     callback, batches = journal(), []
     note = Listener({"on_microbatch_begin": lambda ctx: batches.append(ctx.batch["labels"])})
-    parts = {"train_dataset": tagged(24)}
-    settings = {"max_steps": 2, "gradient_accumulation_steps": 2}
+    parts = {"train_dataset": tagged(24), "eval_dataset": tagged(10)}
+    settings = {"max_steps": 2, "gradient_accumulation_steps": 2, "eval_steps": 2, "per_device_eval_batch_size": 4}
     small_trainer(tmp_path, callback, note, model=Tagger(), parts=parts, **settings).train()
     for number in (1, 2):
         end = at(callback, "step_end", number)
@@ -194,6 +194,41 @@ def test_tokens_of_a_batch(tmp_path: Path) -> None:
             "num_minibatches": 2,
         }
         assert at(callback, "optimizer_step", number).batch_metrics["num_loss_counted_tokens"] == counted
+        assert (end.batch_metrics.num_loss_counted_tokens, end.batch_metrics.num_minibatches) == (counted, 2)
+    assert at(callback, "evaluate", 2).val_metrics["val_num_tokens"] == sum(index % 3 + 1 for index in range(10))
+    with pytest.raises(AttributeError, match=r"batch_metrics.total_size: unknown; available: total_samples, "):
+        _ = end.batch_metrics.total_size
+
+
+def test_functions_have_the_names_of_the_first_proposal(tmp_path: Path) -> None:
+    contexts: list[Any] = []
+    trainer = small_trainer(tmp_path, ds.functions(on_step_end=contexts.append, on_epoch_begin=contexts.append))
+    trainer.args.max_steps = 2
+    trainer.train()
+    begin, first, second = contexts
+    assert begin.batch_metrics.total_samples is None and begin.avg_loss_across_ranks is None
+    for number, end in ((1, first), (2, second)):
+        assert (end.global_step, end.samples_seen, end.is_main_process) == (number, 4 * number, True)
+        assert (end.avg_loss_across_ranks, end.current_lr, end.global_grad_norm) == (
+            end.loss,
+            end.learning_rate,
+            end.grad_norm,
+        )
+        assert end.loss > 0 and end.batch_metrics.total_samples == 4
+        assert end.args is trainer.args
+
+
+def evaluated_tokens(output_dir: Path) -> int:
+    contexts: list[Any] = []
+    keep = ds.adapt(type("Keep", (), {"on_evaluate": lambda self, context: contexts.append(context)})(), "instructlab")
+    parts = {"train_dataset": tagged(8), "eval_dataset": tagged(7)}
+    settings = {"max_steps": 1, "eval_steps": 1, "per_device_eval_batch_size": 2}
+    small_trainer(output_dir, keep, model=Tagger(), parts=parts, **settings).train()
+    return int(contexts[0].val_metrics["val_num_tokens"])
+
+
+def test_tokens_of_an_evaluation_are_those_of_all_ranks_without_padding(tmp_path: Path) -> None:
+    assert run_ranks(evaluated_tokens, 2, tmp_path) == [sum(index % 3 + 1 for index in range(7))] * 2
 
 
 def test_nothing_of_an_older_step_lingers(tmp_path: Path) -> None:

@@ -25,10 +25,13 @@ from dalsegno.events.callback import Answer, Binder
 from dalsegno.events.table import Event
 from dalsegno.stateful.component import State
 
+from .base import Callback, Logger
 from .deques import decode_deques, encode_deques
 from .order import LOG_METRICS, ORDER, SILENT
 from .shared_state import SharedState
-from .trainer import is_logger
+from .trainer import PACKAGES, is_logger
+
+__all__ = ["DIALECT", "Callback", "Cerebras", "Logger"]
 
 _ROWS = {(row.event, row.method): row for row in ORDER}
 _NAMES = {row.method: row.names for row in ORDER if row.names}
@@ -53,7 +56,7 @@ class Cerebras(CallbackAdapter):
     """Adapts a ``Callback`` of the Model Zoo."""
 
     dialect = "cerebras"
-    packages = ("cerebras",)
+    packages = PACKAGES
     bases = ("Callback", "CoreCallback", "ValidationCallback", "Logger")
     calls = tuple(_ROWS)
     silent = (*_SAVE, *_LOAD, *SILENT)

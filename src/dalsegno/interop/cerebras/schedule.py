@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dalsegno.events.contexts import Context
-
-from .stand_in import StandIn
+from dalsegno.interop.stand_in import StandIn
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,14 @@ from torch.optim import Optimizer
 
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.events.contexts import Context
+from dalsegno.interop.stand_in import StandIn
 from dalsegno.state import TrainerState
 from dalsegno.system import filesystem
 
 from .schedule import Position, Schedule
-from .stand_in import StandIn
+
+PACKAGES = ("cerebras", "dalsegno.interop.cerebras")
+"""Packages that define base classes of callbacks."""
 
 
 class Backend(StandIn):
@@ -344,7 +347,10 @@ class Trainer(StandIn):
 
 def is_logger(callback: object) -> bool:
     """Whether a callback derives from the library's ``Logger``."""
-    return any(cls.__name__ == "Logger" and cls.__module__.startswith("cerebras.") for cls in type(callback).__mro__)
+    return any(
+        cls.__name__ == "Logger" and cls.__module__.startswith(tuple(f"{package}." for package in PACKAGES))
+        for cls in type(callback).__mro__
+    )
 
 
 def plain(metrics: dict[str, Any]) -> dict[str, Any]:

@@ -2,9 +2,10 @@
 
 A handler is called as ``on_step_end(args, state, control, **kwargs)``, with Hugging Face's keyword arguments:
 ``model`` (unwrapped), ``processing_class``, ``optimizer``, ``lr_scheduler``, ``train_dataloader``, ``eval_dataloader``,
-and ``logs`` or ``metrics``. Forgather's handlers, and those with a parameter ``trainer``, also get the trainer; those
-with a parameter ``tokenizer`` (Hugging Face's name until 2024) also get the processing class under that name.
-What differs for Forgather's callbacks is in :mod:`.forgather`.
+and ``logs`` or ``metrics``. Handlers of Forgather's callbacks, those with a parameter ``trainer``, and those that take
+any keyword and belong to a callback based on :class:`.base.TrainerCallback` also get the trainer; those with a
+parameter ``tokenizer`` (Hugging Face's name until 2024) also get the processing class under that name. What differs
+for Forgather's callbacks is in :mod:`.forgather`.
 
 As under Hugging Face's Trainer, a record and an evaluation's metrics contain the epoch, and each record is in
 ``state.log_history`` before ``on_log``. A leg that begins or ends inside an epoch calls ``on_epoch_begin`` or
@@ -25,6 +26,7 @@ from dalsegno.state import Handler
 from dalsegno.stateful.component import State, Stateful
 from dalsegno.system.lazy_exports import lazy_exports
 
+from .base import TrainerCallback
 from .calls import (
     ADDED,
     KEYWORDS,
@@ -42,7 +44,7 @@ from .uploads import check_uploads
 if TYPE_CHECKING:
     from .bridge import Bridge
 
-__all__ = ["DIALECT", "Bridge", "HuggingFace"]
+__all__ = ["DIALECT", "Bridge", "HuggingFace", "TrainerCallback"]
 
 _STEP_ENDS = (Event.STEP_END, "on_step_end"), (Event.TRAIN_METRICS, "on_step_end")
 """Where Forgather's ``on_step_end`` is called: after the event, or after ``on_train_metrics``, which precedes it."""
@@ -102,8 +104,9 @@ class HuggingFace(CallbackAdapter):
     def _extras(self, method: str) -> list[str]:
         """Return the keywords for this method that Hugging Face never passes, or no longer."""
         named = inspect.signature(getattr(self.__wrapped__, method)).parameters
-        always = ["trainer"] if self._is_forgather else []
-        return [name for name in ("trainer", "tokenizer") if name in named or name in always]
+        takes_all = any(each.kind is each.VAR_KEYWORD for each in named.values())
+        gets_trainer = self._is_forgather or (isinstance(self.__wrapped__, TrainerCallback) and takes_all)
+        return [name for name in ("trainer", "tokenizer") if name in named or (name == "trainer" and gets_trainer)]
 
     def state_methods(self) -> tuple[Callable[[], State], Callable[[State], object]] | None:
         """Use ``state_dict`` as Forgather does; else Hugging Face's ``ExportableState``."""

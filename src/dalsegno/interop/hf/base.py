@@ -4,20 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
+from dalsegno.events.callback import Name
+
 
 class TrainerCallback:
     """Base class with Hugging Face's and Forgather's handlers. Override only those that are needed.
 
     A handler is called with the run's arguments, state and control, under Hugging Face's names, and with the keyword
-    arguments ``model``, ``processing_class``, ``optimizer``, ``lr_scheduler``, ``train_dataloader`` and
-    ``eval_dataloader``; with ``trainer`` if it has a parameter of that name. It may set flags of the control, or return
-    a changed control. If the class has ``state_dict`` and ``load_state_dict``, its state is saved and restored::
+    arguments ``model``, ``processing_class``, ``optimizer``, ``lr_scheduler``, ``train_dataloader``,
+    ``eval_dataloader`` and ``trainer``. It may set flags of the control, or return a changed control. If the class has
+    ``state_dict`` and ``load_state_dict``, its state is saved and restored::
 
         class SaveAtNight(ds.TrainerCallback):
             def on_step_end(self, args, state, control, **kwargs):
                 if datetime.now().hour == 3:
                     control.should_save = True
     """
+
+    name: str | None = Name()  # type: ignore[assignment]
+    """Name in messages, and key under which the state is saved: by default the class's name."""
+
+    @property
+    def default_name(self) -> str:
+        return type(self).__name__
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any: ...
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any: ...

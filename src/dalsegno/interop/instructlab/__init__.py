@@ -21,8 +21,11 @@ from dalsegno.state import Handler
 from dalsegno.stateful.component import Stateful
 from dalsegno.system.worker import Counts, Worker
 
-from .context import TrainingContext
+from .base import TrainerCallback
+from .context import BatchMetrics, TrainingContext
 from .shared_state import SharedState
+
+__all__ = ["DIALECT", "BatchMetrics", "InstructLab", "TrainerCallback", "TrainingContext"]
 
 CLOSE_TIMEOUT = 10.0
 """Seconds for which the end of training waits for a callback."""
@@ -32,7 +35,7 @@ class InstructLab(CallbackAdapter):
     """Adapts a ``TrainerCallback`` of InstructLab."""
 
     dialect = "instructlab"
-    packages = ("instructlab",)
+    packages = ("instructlab", "dalsegno.interop.instructlab")
     bases = ("TrainerCallback",)
     calls = (
         (Event.TRAIN_BEGIN, "on_train_begin"),
@@ -88,7 +91,7 @@ class InstructLab(CallbackAdapter):
         run = self._worker.do if self._has_state else self._worker.submit
 
         def submit(context: TrainingContext) -> None:
-            run(partial(function, context), method)
+            run(partial(function, self.converted(context, shared)), method)
 
         def learn(_: Any, ctx: Any) -> None:
             shared.learn(ctx.metrics)
@@ -122,6 +125,10 @@ class InstructLab(CallbackAdapter):
             Event.STEP_DONE: call_once_a_step,
         }
         return special.get(event, call)
+
+    def converted(self, context: TrainingContext, shared: SharedState) -> TrainingContext:
+        """Return the context in the form in which the methods get it."""
+        return context
 
     def _finish(self, ctx: Any) -> None:
         self._worker.close(CLOSE_TIMEOUT)

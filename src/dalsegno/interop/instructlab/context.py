@@ -1,9 +1,34 @@
-"""TrainingContext: the argument of InstructLab's callbacks."""
+"""TrainingContext: the argument of InstructLab's callbacks; FunctionContext: that of functions."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
+
+from dalsegno.args import TrainingArguments
+
+
+class BatchMetrics(dict[str, Any]):
+    """The seven numbers of a step's batch, by key, and as attributes; empty, and None, before the update.
+
+    - ``total_samples`` of this step, on all ranks
+    - ``total_length``: tokens of this step, on all ranks; on several ranks known only if the callback has
+      ``on_step_end``, and from then on
+    - ``num_loss_counted_tokens``: labels other than -100; one rank only
+    - ``accumulated_loss``: the loss summed over those; one rank only, and if the callback has ``on_step_end``
+    - ``accumulated_aux_loss``: always None; it is in the loss
+    - ``grad_accum_steps``, ``num_minibatches``: micro-batches of this step, on each rank
+    """
+
+    _KEYS = (
+        *("total_samples", "total_length", "num_loss_counted_tokens", "accumulated_loss", "accumulated_aux_loss"),
+        *("grad_accum_steps", "num_minibatches"),
+    )
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._KEYS:
+            raise AttributeError(f"batch_metrics.{name}: unknown; available: {', '.join(self._KEYS)}")
+        return self.get(name)
 
 
 @dataclass
@@ -37,19 +62,11 @@ class TrainingContext:
     cuda_mem_allocated: float | None = None
     """GiB; None on several ranks."""
 
-    batch_metrics: dict[str, Any] = field(default_factory=dict)
-    """Known after the update, with these keys, whose values are None where they are unknown:
-
-    - ``total_samples`` of this step, on all ranks
-    - ``total_length``: tokens of this step, on all ranks; on several ranks known only if the callback has
-      ``on_step_end``, and from then on
-    - ``num_loss_counted_tokens``: labels other than -100; one rank only
-    - ``accumulated_loss``: the loss summed over those; one rank only, and if the callback has ``on_step_end``
-    - ``accumulated_aux_loss``: always None; it is in the loss
-    - ``grad_accum_steps``, ``num_minibatches``: micro-batches of this step, on each rank
-    """
+    batch_metrics: BatchMetrics = field(default_factory=BatchMetrics)
+    """Known after the update."""
     val_metrics: dict[str, Any] = field(default_factory=dict)
-    """Metrics of this step's evaluations; the last one's loss also as ``val_loss``."""
+    """Metrics of this step's evaluations; the last one's loss also as ``val_loss``, and its labels other than -100, on
+    all ranks, as ``val_num_tokens`` if its batches have labels."""
     checkpoint_path: str | None = None
     """Path of this step's checkpoint, known from ``on_save`` on."""
 
@@ -60,3 +77,39 @@ class TrainingContext:
     world_size: int = 1
     is_local_process_zero: bool = True
     is_world_process_zero: bool = True
+
+
+@dataclass
+class FunctionContext(TrainingContext):
+    """The context of functions, with the names of InstructLab's first proposal in addition."""
+
+    args: TrainingArguments | None = None
+    """The run's settings."""
+
+    @classmethod
+    def of(cls, context: TrainingContext, args: TrainingArguments) -> FunctionContext:
+        return cls(**{each.name: getattr(context, each.name) for each in fields(TrainingContext)}, args=args)
+
+    @property
+    def global_step(self) -> int:
+        return self.step
+
+    @property
+    def samples_seen(self) -> int:
+        return self.total_samples
+
+    @property
+    def avg_loss_across_ranks(self) -> float | None:
+        return self.loss
+
+    @property
+    def current_lr(self) -> float | None:
+        return self.learning_rate
+
+    @property
+    def global_grad_norm(self) -> float | None:
+        return self.grad_norm
+
+    @property
+    def is_main_process(self) -> bool:
+        return self.is_world_process_zero

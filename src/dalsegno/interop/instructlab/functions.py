@@ -14,7 +14,8 @@ from dalsegno.state import Handler
 from dalsegno.system.worker import Counts
 
 from . import InstructLab
-from .context import TrainingContext
+from .context import FunctionContext, TrainingContext
+from .shared_state import SharedState
 
 Function = Callable[..., Any]
 """``f(context, **kwargs)``; may be async."""
@@ -33,7 +34,7 @@ _EVENT_ARGUMENTS: dict[str, Callable[[TrainingContext], dict[str, Any]]] = {
 def functions(*, name: str | None = None, **on: Function | Sequence[Function]) -> Callback:
     """Call functions at events: ``functions(on_save=run_eval, on_evaluate=[first, second])``.
 
-    Each function is called as ``f(context, **kwargs)`` with a ``TrainingContext``. If it has a parameter of that name,
+    Each function is called as ``f(context, **kwargs)`` with a ``FunctionContext``. If it has a parameter of that name,
     or takes ``**kwargs``, it also gets ``checkpoint_path`` (on_save), ``validation_loss`` (on_evaluate) or ``loss``
     (on_log). Each runs on rank 0 only, on a separate thread. What it raises is logged and counted; training continues.
 
@@ -56,6 +57,13 @@ def functions(*, name: str | None = None, **on: Function | Sequence[Function]) -
     made = Functions(observers, name)
     made.construction = Construction(functions, (), {"name": name, **on})
     return made
+
+
+class FunctionObserver(InstructLab):
+    """Calls one function at one event."""
+
+    def converted(self, context: TrainingContext, shared: SharedState) -> TrainingContext:
+        return FunctionContext.of(context, shared.args)
 
 
 class Functions(Callback):
@@ -93,13 +101,13 @@ def _observer(event: str, function: Function) -> InstructLab:
     if not callable(function):
         raise ConfigurationError(f"functions({event}={function!r}): needs a function, or a list of functions")
     added = _EVENT_ARGUMENTS.get(event, _nothing)
-    accepted = _accepted(event, function, list(added(TrainingContext())))
+    accepted = _accepted(event, function, list(added(FunctionContext())))
 
     def call(context: TrainingContext) -> Any:
         return function(context, **{name: value for name, value in added(context).items() if name in accepted})
 
     name = getattr(function, "__name__", type(function).__name__)
-    return InstructLab(SimpleNamespace(**{"name": name, event: call}))
+    return FunctionObserver(SimpleNamespace(**{"name": name, event: call}))
 
 
 def _accepted(event: str, function: Function, added: list[str]) -> list[str]:
@@ -108,7 +116,7 @@ def _accepted(event: str, function: Function, added: list[str]) -> list[str]:
     takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in signature.parameters.values())
     accepted = [name for name in added if takes_all or name in signature.parameters]
     try:
-        signature.bind(TrainingContext(), **dict.fromkeys(accepted))
+        signature.bind(FunctionContext(), **dict.fromkeys(accepted))
     except TypeError as error:
         given = ", ".join(["context", *(f"{name}=" for name in added)])
         raise ConfigurationError(

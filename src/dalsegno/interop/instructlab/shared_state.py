@@ -18,16 +18,18 @@ from dalsegno.events.contexts import (
     BeforeSaveContext,
     Context,
     EpochContext,
+    EvaluateBeginContext,
     EvaluateContext,
     ExceptionContext,
     LogContext,
     MicrobatchBeginContext,
+    PredictionStepContext,
     SaveContext,
     StepEndContext,
     TrainBeginContext,
 )
 
-from .context import TrainingContext
+from .context import BatchMetrics, TrainingContext
 
 IGNORED_LABEL = -100
 """Index that torch's cross entropy leaves out."""
@@ -44,6 +46,7 @@ class SharedState(Callback):
 
     def __init__(self, context: Context) -> None:
         args, model = context.args, context.model
+        self.args = args
         self._state = context.state
         self._alone = collectives.world_size() == 1
         self._device = device_of(model)
@@ -74,6 +77,8 @@ class SharedState(Callback):
         self._minibatches = 0
         self._length: int | None = None
         self._counted_tokens: torch.Tensor | None = None
+        self._evaluated_tokens: torch.Tensor | None = None  # of the evaluation, on this rank
+        self._val_num_tokens: int | None = None  # of the newest evaluation, on all ranks
 
     def context(self, hook_name: str) -> TrainingContext:
         """Return a snapshot of all that is known."""
@@ -86,7 +91,7 @@ class SharedState(Callback):
             total_samples=state.samples_seen,
             total_tokens=state.num_input_tokens_seen if self._alone or self._tokens_agreed else None,
             **(self._of_step | self._of_record if hook_name == "on_log" else self._of_record | self._of_step),
-            batch_metrics=dict(self._batch_metrics),
+            batch_metrics=BatchMetrics(self._batch_metrics),
             val_metrics=dict(self._val_metrics),
             checkpoint_path=self._checkpoint,
             cuda_mem_allocated=self._cuda_memory(),
@@ -123,9 +128,8 @@ class SharedState(Callback):
             return
         if isinstance(tokens := ctx.batch.get("input_ids"), torch.Tensor):
             self._length = (self._length or 0) + tokens.numel()
-        if self._alone and isinstance(labels := ctx.batch.get("labels"), torch.Tensor):
-            counted = (labels != IGNORED_LABEL).sum()
-            self._counted_tokens = counted if self._counted_tokens is None else self._counted_tokens + counted
+        if self._alone:
+            self._counted_tokens = _with_labels(self._counted_tokens, ctx.batch, ctx.samples)
 
     def on_step_end(self, ctx: StepEndContext) -> None:
         self.in_update = False
@@ -145,8 +149,19 @@ class SharedState(Callback):
             "num_minibatches": self._minibatches,
         }
 
+    def on_evaluate_begin(self, ctx: EvaluateBeginContext) -> None:
+        self._evaluated_tokens = None
+
+    def on_prediction_step(self, ctx: PredictionStepContext) -> None:
+        self._evaluated_tokens = _with_labels(self._evaluated_tokens, ctx.batch, ctx.samples)
+
     def on_log_step(self, ctx: LogContext) -> None:
-        """On several ranks, measure the throughput by the slowest rank's clock. Collective."""
+        """On several ranks, measure the throughput by the slowest rank's clock, and sum up the tokens of an evaluation.
+        Collective."""
+        if ctx.kind == "eval":
+            here = -1.0 if self._evaluated_tokens is None else float(self._evaluated_tokens)
+            by_rank = [count for (count,) in collectives.gather_floats([here], "val_num_tokens") if count >= 0]
+            self._val_num_tokens = int(sum(by_rank)) if by_rank else None
         if ctx.kind != "train" or self._alone:
             return
         now, samples = time.monotonic_ns(), ctx.state.samples_seen
@@ -165,6 +180,8 @@ class SharedState(Callback):
         metrics = {name: value for name, value in ctx.metrics.items() if self._alone or not name.endswith(_BY_CLOCK)}
         losses = [value for name, value in metrics.items() if name.endswith("_loss")]
         self._val_metrics |= {**metrics, **({"val_loss": losses[0]} if losses else {})}
+        if self._val_num_tokens is not None:
+            self._val_metrics["val_num_tokens"] = self._val_num_tokens
 
     def on_before_save(self, ctx: BeforeSaveContext) -> None:
         self._captured = self.context("on_save")
@@ -208,3 +225,12 @@ def _renamed(metrics: dict[str, Any]) -> dict[str, Any]:
 def _read(values: dict[str, Any]) -> dict[str, Any]:
     """Return tensors as numbers: they wait on their device until a callback is called."""
     return {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+
+
+def _with_labels(count: torch.Tensor | None, batch: Any, samples: int) -> torch.Tensor | None:
+    """Add the labels of a batch's true samples that the loss counts; None where no batch has had labels."""
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(labels, torch.Tensor):
+        return count
+    counted = (labels[:samples] != IGNORED_LABEL).sum()
+    return counted if count is None else count + counted

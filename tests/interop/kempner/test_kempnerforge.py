@@ -110,15 +110,28 @@ def test_the_fields_of_a_step(tmp_path: Path) -> None:
     assert isinstance(contexts[0].optimizer, torch.optim.Optimizer)
 
 
-def test_a_step_whose_loss_is_not_finite_is_not_told(tmp_path: Path) -> None:
-    hook = journal()
+def test_every_step_is_reported_after_its_record(tmp_path: Path) -> None:
+    """Also one whose loss is not finite; what is on disk then has the step's own record."""
+    hook, recorded = journal(), []
+    log = JsonLogger()
+    seen = hook.on_step_end
+
+    def on_step_end(ctx: Any) -> None:
+        seen(ctx)
+        records = read_records(tmp_path / "logs/train.jsonl")
+        recorded.append([each["global_step"] for each in records if each.get("kind") is None])
 
     def spoil(ctx: Any) -> None:
         if ctx.state.global_step == 1:
             ctx.outputs["loss"] = ctx.outputs["loss"] * math.nan
 
-    small_trainer(tmp_path, hook, Listener({"on_before_backward": spoil}), model=Line(), max_steps=2).train()
-    assert [what for what in hook.seen if what[0] == "step_end"] == [("step_end", 1)]
+    hook.on_step_end = on_step_end
+    trainer = small_trainer(
+        tmp_path, log, hook, Listener({"on_before_backward": spoil}), model=Line(), max_steps=5, logging_steps=2
+    )
+    trainer.train()
+    assert [what for what in hook.seen if what[0] == "step_end"] == [("step_end", step) for step in range(1, 6)]
+    assert recorded == [[], [2], [2], [2, 4], [2, 4]]
 
 
 def test_a_run_stops_at_such_a_step_too(tmp_path: Path) -> None:

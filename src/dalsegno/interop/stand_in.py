@@ -1,4 +1,4 @@
-"""StandIn: base of the objects that stand in for Cerebras's. Reading an attribute without a counterpart raises."""
+"""StandIn: base of objects that stand in for another library's. Reading an attribute without a counterpart raises."""
 
 from __future__ import annotations
 

@@ -10,6 +10,8 @@ MISSPELT = ("on_step_ended", "on_step_end")
 """Of a handler, and what is meant."""
 CALLED = [("on_eval_end", "(metrics, step)")]
 """Handlers, and how each is called."""
+SHIPPED = "TrainingHook"
+"""Name of the base class that dalsegno has of it."""
 
 
 def base() -> Any:

@@ -2,7 +2,7 @@
 
 ===========================================  ===========================================================================
 ``on_train_begin(config)``                   ``config`` is dalsegno's TrainingArguments
-``on_step_end(ctx)``                         a :class:`StepContext`; not for a step whose loss is not finite
+``on_step_end(ctx)``                         a :class:`StepContext`; after the step's record, if it has one
 ``on_eval_end(metrics, step)``               after an evaluation, of all sets: ``eval/loss``, ``eval/perplexity``
 ``on_checkpoint_save(step, path)``           ``path`` is the checkpoint's directory; the checkpoint is durable
 ``on_train_end(step, tokens_seen)``          always, after an exception too
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from dalsegno.events.adapters import CallbackAdapter
@@ -25,9 +25,13 @@ from dalsegno.events.callback import Answer, Binder
 from dalsegno.events.contexts import Context, EvaluateContext, MetricsContext
 from dalsegno.events.table import Event
 
+from .base import TrainingHook
+
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
+
+__all__ = ["DIALECT", "KempnerForge", "StepContext", "TrainingHook", "eval_metrics"]
 
 _METHODS = {
     "on_train_begin": (Event.TRAIN_BEGIN, ("config",)),
@@ -36,6 +40,9 @@ _METHODS = {
     "on_checkpoint_save": (Event.SAVE, ("step", "path")),
     "on_train_end": (Event.TRAIN_END, ("step", "tokens_seen")),
 }
+
+_AFTER_RECORD = (Event.LOG, Event.BEFORE_SAVE, Event.STEP_DONE)
+"""Events of which the first calls ``on_step_end`` of a step that has a record; the others, if no record came."""
 
 Call = Callable[[Any, Any], Answer]
 
@@ -47,7 +54,7 @@ class StepContext:
     step: int
     """Number of finished steps, including this one."""
     loss: float
-    """Mean over the step's samples on all ranks."""
+    """Mean over the step's samples on all ranks; may be NaN or infinite."""
     grad_norm: float
     """Total L2 norm before clipping; NaN if a user's own loop does not pass it."""
     lr: float
@@ -62,13 +69,18 @@ class KempnerForge(CallbackAdapter):
     """Adapts a ``TrainingHook``."""
 
     dialect = "kempnerforge"
-    packages = ("kempnerforge",)
+    packages = ("kempnerforge", "dalsegno.interop.kempner")
     bases = ("TrainingHook",)
     background_safe = True
     calls = (
         *((event, method) for method, (event, _) in _METHODS.items()),
         *((event, event.handler) for event in Event if event.handler not in _METHODS),
+        *((event, "on_step_end") for event in _AFTER_RECORD),
     )
+
+    def __init__(self, foreign: object, name: str | None = None) -> None:
+        super().__init__(foreign, name)
+        self._ended: StepContext | None = None  # the step whose record is awaited
 
     def arguments(self, method: str) -> tuple[Sequence[str], Sequence[str]]:
         return (_METHODS[method][1] if method in _METHODS else ("ctx",)), ()
@@ -82,9 +94,16 @@ class KempnerForge(CallbackAdapter):
             function(ctx.args)
 
         def step_end(_: Any, ctx: MetricsContext) -> None:
-            context = _step_context(ctx)
-            if math.isfinite(context.loss):
-                function(context)
+            if ctx.state.will_log:
+                self._ended = _step_context(ctx)
+            else:
+                function(_step_context(ctx))
+
+        def after_record(_: Any, ctx: Any) -> None:
+            if self._ended is None or (event is Event.LOG and ctx.kind != "train"):
+                return
+            ended, self._ended = self._ended, None
+            function(replace(ended, tokens_seen=ctx.state.num_input_tokens_seen))
 
         def eval_end(_: Any, ctx: EvaluateContext) -> None:
             if ctx.is_last:
@@ -96,6 +115,8 @@ class KempnerForge(CallbackAdapter):
         def train_end(_: Any, ctx: Context) -> None:
             function(ctx.state.global_step, ctx.state.num_input_tokens_seen)
 
+        if event in _AFTER_RECORD:
+            return _or_stop(after_record, method)
         return {
             "on_train_begin": _or_stop(train_begin, method),
             "on_step_end": _or_stop(step_end, method),
