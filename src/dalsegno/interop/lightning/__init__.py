@@ -1,4 +1,7 @@
-"""Lightning, as ``lightning`` or ``pytorch_lightning``: in ``bridge``, dalsegno's callbacks in its Trainer."""
+"""Lightning, as ``lightning`` or ``pytorch_lightning``: its callbacks in dalsegno's Trainer, dalsegno's in its own.
+
+The order of calls is in :mod:`.order`; in ``bridge``, dalsegno's callbacks in Lightning's Trainer.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,15 @@ from typing import TYPE_CHECKING
 
 from dalsegno.system.lazy_exports import lazy_exports
 
+from .base import Callback
+from .dialect import Lightning
+
 if TYPE_CHECKING:
     from .bridge import Bridge
 
-__all__ = ["Bridge"]
+__all__ = ["DIALECT", "Bridge", "Callback", "Lightning"]
+
+DIALECT = Lightning
 
 if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_exports(__name__, {"bridge": ("Bridge",)})  # Lightning takes seconds to import
