@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
+
+from dalsegno.errors import ConfigurationError
 
 HUGE = 1e280
 """Larger values are drawn as infinite ones: an axis needs room around its largest number."""
@@ -41,3 +43,13 @@ class ParameterSeries:
     """Shape (n,)."""
     values: NDArray[np.float64]
     """Shape (n, p); NaN where a record lacks a parameter."""
+
+    def every(self, stride: int) -> ParameterSeries:
+        """Return every ``stride``-th record, from the first on.
+
+        Raises:
+            ConfigurationError: for a stride below 1.
+        """
+        if stride < 1:
+            raise ConfigurationError(f"stride is {stride!r}; allowed: at least 1")
+        return replace(self, steps=self.steps[::stride], values=self.values[::stride])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["plot", "killed", "-o", "v1.2", "--format", "png"], "v1.2.png"),
         (["heatmap", "killed"], "heatmap.png"),
         (["heatmap", "pair-a", "--metric", "spectral_norm", "-f", "weight", "-o", "b.svg"], "b.svg"),
+        (["plot", "killed", "pair-a", "--loss-curves", "--labels", "one", "two", "--x-axis", "epoch"], "plot.png"),
+        (["plot", "--compare", "killed", "pair-a", "--log-scale", "--title", "Two", "-o", "two.svg"], "two.svg"),
+        (["heatmap", "killed", "--step-stride", "2", "--vmin", "0.01", "--vmax", "9", "--log-scale"], "heatmap.png"),
+        (["heatmap", "killed", "--figsize", "6", "4", "--title", "Norms", "-o", "n.svg"], "n.svg"),
         (["compare", "pair-a", "pair-b", "-o", "c.png"], "c.png"),
         (["report", "killed", "pair-b", "--title", "Two runs"], "report.html"),
         (["report", "diverged", "-o", "d.html"], "d.html"),
@@ -59,6 +65,14 @@ def test_what_is_written(
         (["plot", "killed", "--smooth", "0"], "smooth is 0"),
         (["plot", "killed", "--terminal", "--json"], "leave one of them out"),
         (["plot", "nobody"], "nobody: no such file or folder"),
+        (["plot"], ".: no log in it"),
+        (["plot", "killed", "--labels", "one", "two"], "--labels: 2 names for 1 runs"),
+        (["plot", "killed", "--loss-curves", "--metrics", "loss"], "leave one of them out"),
+        (["heatmap", "killed", "--step-stride", "0"], "stride is 0"),
+        (["heatmap", "killed", "--vmin", "2", "--vmax", "1"], "the lowest value must be below the highest"),
+        (["heatmap", "killed", "--figsize", "0", "4"], "need numbers over 0"),
+        (["summary", "killed", "--all"], "leave one of them out"),
+        (["summary", "killed", "-o", "nowhere/a.txt"], "there is no directory nowhere"),
         (["heatmap", "killed", "-f", "nothing"], "no parameter of killed matches 'nothing'"),
         (["compare", "killed"], "a comparison needs at least two"),
         (["detect"], "no runs given: name them as"),
@@ -72,6 +86,33 @@ def test_what_is_refused(words: list[str], complaint: str, here: Path, capsys: p
     assert main(["logs", *words]) == 2
     assert complaint in capsys.readouterr().err
     assert list(here.iterdir()) == []
+
+
+def test_without_a_run_the_newest_is_taken(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, name in enumerate(("pair-a", "killed", "pair-b")):
+        log = shutil.copytree(GOLDEN / name, here / "runs" / name) / "logs" / "train.jsonl"
+        os.utime(log, (1e9 + 7 * (number % 2), 1e9 + 7 * (number % 2)))
+    for command in (["summary"], ["plot", "--terminal"], ["heatmap", "--json"], ["summary", "-o", "a.txt"]):
+        assert main(["logs", *command]) == 0
+        printed = capsys.readouterr().out
+        assert ("killed" in printed and "pair" not in printed) or command[-1] == "a.txt"
+    assert (here / "a.txt").read_text().startswith("runs/killed\n")
+    assert main(["logs", "summary", "--all", "--format", "one-line", "-o", "all.txt"]) == 0
+    assert [line.split()[0] for line in (here / "all.txt").read_text().splitlines()] == [
+        *("runs/killed", "runs/pair-a", "runs/pair-b")
+    ]
+    assert main(["logs", "summary", "-o", "a.txt"]) == 2
+    assert "a.txt exists; --force overwrites it" in capsys.readouterr().err
+
+
+def test_labels_and_titles_are_in_the_picture(here: Path) -> None:
+    runs = [str(GOLDEN / name) for name in ("killed", "pair-a")]
+    options = ["--compare", "--labels", "first", "second", "--title", "Seen twice", "-o", "a.svg"]
+    assert main(["logs", "plot", *runs, *options]) == 0
+    picture = (here / "a.svg").read_text()
+    assert all(f"<!-- {text} -->" in picture for text in ("first", "second", "Seen twice"))
 
 
 @pytest.mark.parametrize(("second", "status"), [("pair-a", 0), ("killed", 1), ("pair-b", 1)])

@@ -63,6 +63,12 @@ class Picture:
         self.figure.savefig(path, dpi=DPI, metadata=None if path.suffix.lower() == ".png" else undated)
         return path
 
+    def titled(self, title: str | None) -> Picture:
+        """Write a title above everything; None: leave it as it is. Returns the picture."""
+        if title is not None:
+            self.figure.suptitle(title, fontsize=12, fontweight="bold", color=INK)
+        return self
+
     def _repr_png_(self) -> bytes:
         data = io.BytesIO()
         self.figure.savefig(data, format="png", dpi=DPI)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import TYPE_CHECKING
 
@@ -33,22 +34,35 @@ def matching(series: ParameterSeries, pattern: str | None) -> ParameterSeries:
     return ParameterSeries(series.name, series.run, names, series.steps, series.values[:, found])
 
 
-def plot_heatmap(series: ParameterSeries, pattern: str | None = None) -> Picture:
+def plot_heatmap(
+    series: ParameterSeries,
+    pattern: str | None = None,
+    *,
+    limits: tuple[float | None, float | None] = (None, None),
+    size: tuple[float, float] | None = None,
+) -> Picture:
     """Draw parameters from top to bottom in the order of the model, steps to the right, on a logarithmic colour scale.
 
     Zero and non-finite values stay white.
 
     Args:
         pattern: a regular expression; draws only parameters whose names contain a match.
+        limits: lowest and highest value of the colour scale; None: that of the data.
+        size: width and height in inches; None: by the number of parameters.
 
     Raises:
-        ConfigurationError: if matplotlib is not installed, or for an invalid pattern.
+        ConfigurationError: if matplotlib is not installed, or for an invalid pattern, limit or size.
         NotFound: if no parameter matches, or the log is empty.
     """
     series = matching(series, pattern)
     if not len(series.steps):
         raise NotFound(f"{series.run}: its log of parameters has no records yet")
+    low, high = limits
+    if any(each is not None and not 0 < each < math.inf for each in (low, high, *(size or ()))):
+        raise ConfigurationError(f"limits {limits!r}, size {size!r}: need numbers over 0")
+    if low is not None and high is not None and not low < high:
+        raise ConfigurationError(f"limits {limits!r}: the lowest value must be below the highest")
     require_extra("matplotlib", "plotting")
     from .heatmap_figure import heatmap_figure
 
-    return heatmap_figure(series, TITLES.get(series.name, series.name))
+    return heatmap_figure(series, TITLES.get(series.name, series.name), limits, size)

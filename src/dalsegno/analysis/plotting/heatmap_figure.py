@@ -18,14 +18,23 @@ MOST_NAMED = 90
 """Most labelled parameters; of more, every n-th is labelled."""
 
 
-def heatmap_figure(series: ParameterSeries, title: str) -> Picture:
-    """Draw the ``series`` of one run, with at least one step and one parameter."""
+def heatmap_figure(
+    series: ParameterSeries,
+    title: str,
+    limits: tuple[float | None, float | None],
+    size: tuple[float, float] | None,
+) -> Picture:
+    """Draw the ``series`` of one run, with at least one step and one parameter.
+
+    ``limits``: of the colour scale. ``size``: in inches. None for any of them: by the data.
+    """
     rows = len(series.parameters)
-    figure = Figure(figsize=(9.5, 1.6 + ROW * min(max(rows, 6), MOST_NAMED)), layout="constrained")
+    figure = Figure(figsize=size or (9.5, 1.6 + ROW * min(max(rows, 6), MOST_NAMED)), layout="constrained")
     axes = figure.subplots()
     values = np.where(np.isfinite(series.values) & (series.values > 0), series.values, np.nan).T
     known = values[np.isfinite(values)]
     low, high = (known.min(), known.max()) if len(known) else (0.1, 1.0)
+    low, high = limits[0] or low, limits[1] or high
     edges = _borders(series.steps)
     scale = LogNorm(low, high if high > low else low * 10)
     mesh = axes.pcolormesh(edges, np.arange(rows + 1), values, norm=scale, cmap="viridis", rasterized=True)

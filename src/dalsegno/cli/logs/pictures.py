@@ -22,6 +22,10 @@ def add_output(parser: argparse.ArgumentParser, default: str | None) -> None:
     parser.add_argument("--format", choices=FORMATS, help="picture format; default: by the suffix of FILE, else png")
 
 
+def add_title(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--title", help="title above the picture; default: none")
+
+
 def add_force(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="overwrite an existing file")
 

@@ -7,19 +7,26 @@ their moving mean. A training metric is drawn with its evaluation metrics. Resta
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from dalsegno.errors import ConfigurationError
 
-from .arguments import add_json, add_metrics, add_runs, settings_of
-from .pictures import add_output, output_path, write
+from .arguments import add_json, add_metrics, add_runs, given_runs, settings_of
+from .pictures import add_output, add_title, output_path, write
+
+if TYPE_CHECKING:
+    from dalsegno.analysis import TrainingLog
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    add_runs(parser)
+    add_runs(parser, optional=True)
     add_metrics(parser, "the loss")
+    parser.add_argument("--loss-curves", action="store_true", help="plot the loss, and the learning rate below it")
     parser.add_argument("--compare", action="store_true", help="draw all runs in one panel; default: a panel each")
     add_view(parser)
+    parser.add_argument("--labels", nargs="+", metavar="NAME", help="names of the runs, in their order")
+    add_title(parser)
     parser.add_argument("--terminal", action="store_true", help="draw in the terminal; default: into a file")
     add_output(parser, "plot")
     add_json(parser)
@@ -27,16 +34,15 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 def add_view(parser: argparse.ArgumentParser) -> None:
     """The fields of a :class:`~dalsegno.analysis.View`."""
-    parser.add_argument(
-        "--x", choices=("step", "epoch", "time", "tokens"), default="step", help="x axis; default: %(default)s"
-    )
+    axes = ("step", "epoch", "time", "tokens")
+    parser.add_argument("--x", "--x-axis", choices=axes, default="step", help="x axis; default: %(default)s")
     parser.add_argument(
         "--smooth",
         type=int,
         metavar="N",
         help="records in the moving mean, 1 for none; default: 1/100 of the records, none below 200",
     )
-    parser.add_argument("--log", action="store_true", help="logarithmic y axis; default: linear")
+    parser.add_argument("--log", "--log-scale", action="store_true", help="logarithmic y axis; default: linear")
     parser.add_argument("--perplexity", action="store_true", help="plot exp(loss) in place of the loss")
     parser.add_argument(
         "--xlim", type=_limits, metavar="A:B", help="range of the x axis, either end optional; default: all"
@@ -58,23 +64,47 @@ def run(arguments: argparse.Namespace) -> int:
         UnknownName: for a metric that no run logs.
         ConfigurationError: for an invalid value, or if the plotting library is not installed.
     """
-    from dalsegno.analysis import View, open_logs, plot_logs, sketch_logs
+    from dalsegno.analysis import View, plot_logs, sketch_logs
     from dalsegno.cli.tables import print_json
 
     view = settings_of(View, arguments)
     if arguments.terminal and arguments.json:
         raise ConfigurationError("--terminal and --json both write to standard output; leave one of them out")
-    if arguments.terminal:
-        logs = open_logs(arguments.runs, arguments.step_key)
+    if arguments.loss_curves and arguments.metrics:
+        raise ConfigurationError("--loss-curves and --metrics both choose metrics; leave one of them out")
+    path = None if arguments.terminal else output_path(arguments, "plot")
+    logs = _labelled(given_runs(arguments), arguments.labels)
+    metrics = _loss_curves(logs) if arguments.loss_curves else arguments.metrics
+    if path is None:
         width, colours = _terminal()
-        print(sketch_logs(logs, arguments.metrics, view, compare=arguments.compare, width=width, colours=colours))
+        print(sketch_logs(logs, metrics, view, compare=arguments.compare, width=width, colours=colours))
         return 0
-    path = output_path(arguments, "plot")
-    logs = open_logs(arguments.runs, arguments.step_key)
-    write(plot_logs(logs, arguments.metrics, view, compare=arguments.compare), path, quiet=arguments.json)
+    picture = plot_logs(logs, metrics, view, compare=arguments.compare).titled(arguments.title)
+    write(picture, path, quiet=arguments.json)
     if arguments.json:
-        print_json({"file": str(path), "runs": [log.name for log in logs], "metrics": arguments.metrics, "x": view.x})
+        print_json({"file": str(path), "runs": [log.name for log in logs], "metrics": metrics, "x": view.x})
     return 0
+
+
+def _labelled(logs: list[TrainingLog], labels: list[str] | None) -> list[TrainingLog]:
+    """
+    Raises:
+        ConfigurationError: if there are not as many labels as runs.
+    """
+    if labels is not None and len(labels) != len(logs):
+        raise ConfigurationError(f"--labels: {len(labels)} names for {len(logs)} runs")
+    for log, label in zip(logs, labels or (), strict=False):
+        log.name = label
+    return logs
+
+
+def _loss_curves(logs: list[TrainingLog]) -> list[str]:
+    """The loss and the learning rate, under their names in the runs."""
+    from dalsegno.analysis.summary import RATE
+
+    losses = [log.loss for log in logs if log.loss]
+    rates = [name for log in logs for name in log.metrics() if name in RATE]
+    return [*losses[:1], *rates[:1]]
 
 
 def _terminal() -> tuple[int, bool]:

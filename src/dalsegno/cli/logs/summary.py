@@ -6,9 +6,16 @@ Exit status 2 if a run cannot be read; the others are summarized.
 from __future__ import annotations
 
 import argparse
+import io
+from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .arguments import add_json, add_runs
+from dalsegno.errors import ConfigurationError
+
+from .arguments import add_json, add_runs, given_runs
+from .pictures import add_force, expect_free
 
 if TYPE_CHECKING:
     from dalsegno.analysis import MetricSummary, Summary, TrainingLog
@@ -18,13 +25,16 @@ SHOWN_SPIKES = 5
 
 def describe(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    add_runs(parser)
+    add_runs(parser, optional=True)
+    parser.add_argument("--all", action="store_true", help="summarize all runs below the current directory")
     parser.add_argument(
         "--format",
         choices=("text", "json", "md", "one-line"),
         default="text",
         help="output format, md being a Markdown table; default: %(default)s",
     )
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="file to write; default: standard output")
+    add_force(parser)
     add_json(parser)
 
 
@@ -32,29 +42,47 @@ def run(arguments: argparse.Namespace) -> int:
     """
     Raises:
         NotFound: if there is no log.
+        ConfigurationError: if the file exists, without ``--force``, or its directory does not; with both ``--all`` and
+            runs.
     """
-    from dataclasses import asdict
-
     from dalsegno.analysis import TrainingLog, open_logs
-    from dalsegno.cli.tables import print_facts, print_json
+    from dalsegno.system.filesystem import replace_durably
 
     from .per_run_results import PerRunResults
 
-    results = PerRunResults(open_logs(arguments.runs, arguments.step_key), TrainingLog.summary)
-    summaries = results.found
-    if arguments.json or arguments.format == "json":
+    if arguments.all and arguments.runs:
+        raise ConfigurationError("--all and RUN both name runs; leave one of them out")
+    path: Path | None = None if arguments.output is None else expect_free(arguments.output, arguments)
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ConfigurationError(f"-o {path}: there is no directory {path.parent}")
+    logs = open_logs(["."], arguments.step_key) if arguments.all else given_runs(arguments)
+    results = PerRunResults(logs, TrainingLog.summary)
+    text = io.StringIO()
+    with nullcontext() if path is None else redirect_stdout(text):
+        _print(results.found, "json" if arguments.json else arguments.format)
+    if path is not None:
+        replace_durably(path, text.getvalue().encode())
+        print(f"wrote {path}")
+    return results.status()
+
+
+def _print(summaries: Sequence[tuple[TrainingLog, Summary]], form: str) -> None:
+    from dataclasses import asdict
+
+    from dalsegno.cli.tables import print_facts, print_json
+
+    if form == "json":
         print_json([{**asdict(summary), "path": str(log.path)} for log, summary in summaries])
-    elif arguments.format == "one-line":
+    elif form == "one-line":
         for _, summary in summaries:
             print(_one_line(summary))
-    elif arguments.format == "md":
+    elif form == "md":
         print(_markdown([(summary, dict(_facts(summary, log))) for log, summary in summaries]))
     else:
         for number, (log, summary) in enumerate(summaries):
             if number:
                 print()
             print_facts(summary.run, _facts(summary, log))
-    return results.status()
 
 
 def _facts(summary: Summary, log: TrainingLog) -> list[tuple[str, str]]:
