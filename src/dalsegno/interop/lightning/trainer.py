@@ -1,4 +1,4 @@
-"""Trainer and Module: the first arguments of Lightning's callbacks, with the attributes that they use; others raise."""
+"""Trainer: the first argument of Lightning's callbacks, with the attributes that they use; others raise."""
 
 from __future__ import annotations
 
@@ -6,151 +6,14 @@ import inspect
 import math
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import Any
 
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import device_of
-from dalsegno.errors import ConfigurationError
 from dalsegno.interop.stand_in import StandIn
 
-if TYPE_CHECKING:
-    from .shared_state import SharedState
-
-
-class Strategy(StandIn):
-    """Stands in for ``trainer.strategy``."""
-
-    _stands_for = "trainer.strategy"
-
-    def __init__(self, device: torch.device) -> None:
-        self.root_device = device
-
-    @property
-    def global_rank(self) -> int:
-        return collectives.rank()
-
-    @property
-    def local_rank(self) -> int:
-        return collectives.local_rank()
-
-    @property
-    def world_size(self) -> int:
-        return collectives.world_size()
-
-    @property
-    def is_global_zero(self) -> bool:
-        return collectives.rank() == 0
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks."""
-        collectives.all_reduce_max([0], name or "trainer.strategy.barrier")
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the object of rank ``src``. Collective."""
-        return obj if not collectives.initialized() else collectives.gather(obj, "trainer.strategy.broadcast")[src]
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether all ranks decide so, or any. Collective."""
-        (found,) = collectives.all_reduce_max([decision is not all], "trainer.strategy.reduce_boolean_decision")
-        return bool(found) is not all
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: str = "mean") -> Any:
-        """Return the mean, or sum, of a number over all ranks. Collective."""
-        (total,) = collectives.sum_floats([float(tensor)], "trainer.strategy.reduce")
-        return torch.tensor(total / (collectives.world_size() if reduce_op in ("mean", "avg") else 1))
-
-
-class Logger(StandIn):
-    """Stands in for ``trainer.logger``: what is logged is in dalsegno's records."""
-
-    _stands_for = "trainer.logger"
-    name = "dalsegno"
-    version = 0
-
-    def __init__(self, shared: SharedState) -> None:
-        self._shared = shared
-        self.save_dir = self.log_dir = self.root_dir = str(shared.context.args.directory)
-
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Add to the record of this step or evaluation. ``step`` is ignored."""
-        self._shared.collected.add(metrics)
-
-    def log_hyperparams(self, params: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Nothing: JsonLogger's header is the place for them."""
-
-    def save(self) -> None:
-        """Nothing: every record is written at once."""
-
-
-class LoggerConnector:
-    """Stands in for a private part of the trainer, which LearningRateMonitor reads."""
-
-    def __init__(self, shared: SharedState) -> None:
-        self._state = shared.context.state
-
-    @property
-    def should_update_logs(self) -> bool:
-        return self._state.will_log
-
-
-class EpochLoop(StandIn):
-    """Stands in for ``trainer.fit_loop.epoch_loop``."""
-
-    _stands_for = "trainer.fit_loop.epoch_loop"
-
-    def __init__(self, shared: SharedState) -> None:
-        self._shared = shared
-
-    @property
-    def global_step(self) -> int:
-        return self._shared.context.state.global_step
-
-    _batches_that_stepped = global_step
-
-    @property
-    def batch_idx(self) -> int:
-        return self._shared.batches - 1
-
-
-class FitLoop(StandIn):
-    """Stands in for ``trainer.fit_loop``."""
-
-    _stands_for = "trainer.fit_loop"
-
-    def __init__(self, trainer: Trainer, shared: SharedState) -> None:
-        self._trainer = trainer
-        self.epoch_loop = EpochLoop(shared)
-
-    @property
-    def max_epochs(self) -> int:
-        return self._trainer.max_epochs
-
-    @property
-    def max_batches(self) -> float:
-        return self._trainer.num_training_batches
-
-
-class TrainerState(StandIn):
-    """Stands in for ``trainer.state``: texts, which equal Lightning's enumerations."""
-
-    _stands_for = "trainer.state"
-
-    def __init__(self, shared: SharedState) -> None:
-        self._shared = shared
-
-    @property
-    def fn(self) -> str:
-        return "fit" if self._shared.fitting or self._shared.ends_well else "validate"
-
-    @property
-    def stage(self) -> str:
-        return "validate" if self._shared.validating else "train"
-
-    @property
-    def status(self) -> str:
-        return "running" if self._shared.fitting else "finished"
+from .measured import Measured
+from .parts import FitLoop, Logger, LoggerConnector, Strategy, TrainerState
 
 
 class Trainer(StandIn):
@@ -162,8 +25,9 @@ class Trainer(StandIn):
     datamodule = None
     min_epochs = min_steps = None
     num_nodes = 1
+    lightning_module: Any
 
-    def __init__(self, shared: SharedState) -> None:
+    def __init__(self, shared: Measured) -> None:
         context = shared.context
         self._shared, self._context, self._state = shared, context, context.state
         self.model = context.model
@@ -317,10 +181,6 @@ class Trainer(StandIn):
     # -- parts
 
     @property
-    def lightning_module(self) -> Module:
-        return self._shared.module
-
-    @property
     def callbacks(self) -> list[Any]:
         """Every callback; those of other libraries without their adapters."""
         return [inspect.unwrap(callback) for callback in self._context.trainer.callbacks]
@@ -339,112 +199,6 @@ class Trainer(StandIn):
         return []
 
     checkpoint_callback = None
-
-
-class Module(StandIn):
-    """Stands in for ``pl_module``: the model, with what a LightningModule adds to it.
-
-    Every attribute of the model can be read, set and called through it.
-    """
-
-    _stands_for = "pl_module"
-    _shared: SharedState
-    _model: Any
-    automatic_optimization = True
-    example_input_array = None
-
-    def __init__(self, shared: SharedState) -> None:
-        vars(self).update(_shared=shared, _model=shared.context.model)
-
-    def __getattr__(self, name: str) -> Any:
-        if hasattr(self._model, name):
-            return getattr(self._model, name)
-        return super().__getattr__(name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._model, name, value) if hasattr(self._model, name) else object.__setattr__(self, name, value)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._model(*args, **kwargs)
-
-    @property
-    def trainer(self) -> Trainer:
-        return self._shared.trainer
-
-    @property
-    def logger(self) -> Logger:
-        return self.trainer.logger
-
-    @property
-    def device(self) -> torch.device:
-        return device_of(self._model)
-
-    @property
-    def current_epoch(self) -> int:
-        return self._shared.epoch
-
-    @property
-    def global_step(self) -> int:
-        return self.trainer.global_step
-
-    @property
-    def global_rank(self) -> int:
-        return collectives.rank()
-
-    def optimizers(self) -> Any:
-        return self.trainer.optimizers[0]
-
-    def lr_schedulers(self) -> Any:
-        schedulers = [each.scheduler for each in self.trainer.lr_scheduler_configs]
-        return schedulers[0] if len(schedulers) == 1 else schedulers
-
-    def log(
-        self,
-        name: str,
-        value: Any,
-        prog_bar: bool = False,
-        logger: bool | None = None,
-        on_step: bool | None = None,
-        on_epoch: bool | None = None,
-        *,
-        sync_dist: bool = False,
-        **others: Any,
-    ) -> None:
-        """Add a number to the record of this step or evaluation, and to ``trainer.callback_metrics``.
-
-        ``sync_dist=True``: the mean over the ranks; else a record has rank 0's number. Other arguments are ignored.
-
-        Raises:
-            ConfigurationError: with ``on_epoch=True`` in a step: dalsegno's records have no means over an epoch.
-        """
-        self.log_dict({name: value}, on_epoch=on_epoch, sync_dist=sync_dist)
-
-    def log_dict(
-        self,
-        dictionary: Mapping[str, Any],
-        prog_bar: bool = False,
-        logger: bool | None = None,
-        on_step: bool | None = None,
-        on_epoch: bool | None = None,
-        *,
-        sync_dist: bool = False,
-        **others: Any,
-    ) -> None:
-        """:meth:`log` of several numbers."""
-        if on_epoch and self._shared.in_step:
-            names = ", ".join(dictionary)
-            raise ConfigurationError(
-                f"pl_module.log({names}, on_epoch=True) in a step: records have no means over an epoch; collect the "
-                "numbers, and log their mean in on_train_epoch_end"
-            )
-        numbers = {name: float(value) for name, value in dictionary.items()}
-        if sync_dist and collectives.initialized():
-            sums = collectives.sum_floats(list(numbers.values()), "pl_module.log")
-            numbers = {name: total / collectives.world_size() for name, total in zip(numbers, sums, strict=True)}
-        self._shared.log(numbers)
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        self.trainer.print(*args, **kwargs)
 
 
 def _length(loader: Any) -> float:

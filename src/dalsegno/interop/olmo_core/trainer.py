@@ -8,19 +8,28 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.errors import UnknownName
+from dalsegno.events.contexts import Context
 from dalsegno.interop.stand_in import StandIn
 from dalsegno.state import TrainerState
 from dalsegno.system import filesystem
 
-from .recorded import MERGES, REDUCTIONS
+from .recorded import MERGES, REDUCTIONS, Recorded
 
-if TYPE_CHECKING:
-    from .shared_state import SharedState
+
+class Source(Protocol):
+    """What the trainer reports: the progress of a run, and the metrics of the step."""
+
+    context: Context
+    epoch: int
+    has_batch: bool
+    recorded: Recorded
+
+    def record(self, name: str, value: Any, reduction: str, merge: str) -> None: ...
 
 
 class TrainModule(StandIn):
@@ -28,7 +37,7 @@ class TrainModule(StandIn):
 
     _stands_for = "trainer.train_module"
 
-    def __init__(self, shared: SharedState) -> None:
+    def __init__(self, shared: Source) -> None:
         context = shared.context
         self.model = context.model
         self.optim = context.optimizer
@@ -45,7 +54,7 @@ class Trainer(StandIn):
     """The default group."""
     async_bookkeeping = False
 
-    def __init__(self, shared: SharedState) -> None:
+    def __init__(self, shared: Source) -> None:
         context = shared.context
         self._shared, self._context, self._state = shared, context, context.state
         self.train_module = TrainModule(shared)
