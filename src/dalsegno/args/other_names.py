@@ -40,6 +40,7 @@ COMMON = {
     "collate_fn": "data_collator",
     "criterion": "loss_fn",
     "grad_clip": "max_grad_norm",
+    "eval_on_save": "save_steps= as a multiple of eval_steps=: an evaluation that is due comes before the save",
 }
 """Names in common use, and arguments of ``Trainer`` that are passed to ``TrainingArguments``."""
 

@@ -19,6 +19,7 @@ from dalsegno.events.contexts import (
     LogContext,
     MicrobatchBeginContext,
     MicrobatchEndContext,
+    RollbackContext,
     StepDoneContext,
     StepEndContext,
     TrainBeginContext,
@@ -142,6 +143,9 @@ class Progress(Callback):
 
     def on_epoch_end(self, ctx: EpochContext) -> None:
         self.epoch = ctx.epoch
+
+    def on_rollback(self, ctx: RollbackContext) -> None:
+        self.epoch = int(ctx.state.epoch)
 
     def on_exception(self, ctx: ExceptionContext) -> None:
         self.fitting = self.validating = False

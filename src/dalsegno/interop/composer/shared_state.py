@@ -11,7 +11,14 @@ from typing import Any
 import torch
 
 from dalsegno.distributed.sharded_tensors import device_of
-from dalsegno.events.contexts import Context, EpochContext, EvaluateBeginContext, EvaluateContext, LoadContext
+from dalsegno.events.contexts import (
+    Context,
+    EpochContext,
+    EvaluateBeginContext,
+    EvaluateContext,
+    LoadContext,
+    RollbackContext,
+)
 from dalsegno.interop.progress import Progress, ProgressState
 from dalsegno.interop.stand_in import StandIn
 from dalsegno.logs import is_wall_clock
@@ -51,6 +58,10 @@ class SharedState(Progress):
 
     def on_load(self, ctx: LoadContext) -> None:
         self.epochs = int(ctx.state.epoch)
+
+    def on_rollback(self, ctx: RollbackContext) -> None:
+        super().on_rollback(ctx)
+        self.epochs = self.epoch
 
     def on_epoch_begin(self, ctx: EpochContext) -> None:
         super().on_epoch_begin(ctx)

@@ -20,6 +20,7 @@ class Measured(Progress):
     """The newest metrics, which are saved with the run."""
 
     state_schema = LightningState
+    state_compared = False  # what a callback logs may differ between ranks, as in Lightning
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
