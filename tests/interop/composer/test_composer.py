@@ -192,9 +192,9 @@ def test_a_killed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
 
 def test_composers_own(tmp_path: Path) -> None:
     """Where it can be imported: it pins another torch than dalsegno's."""
-    library = pytest.importorskip("composer")
-    stopper = library.callbacks.EarlyStopper("loss", "eval", patience="3ba")
-    callbacks = [library.callbacks.LRMonitor(), library.callbacks.NaNMonitor(), stopper, JsonLogger()]
+    callbacks_of_composer = pytest.importorskip("composer.callbacks")
+    stopper = callbacks_of_composer.EarlyStopper("loss", "eval", patience="3ba")
+    callbacks = [callbacks_of_composer.LRMonitor(), callbacks_of_composer.NaNMonitor(), stopper, JsonLogger()]
     parts = {"eval_dataset": tiny_regression_data(8, seed=1)}
     settings = {"max_steps": 20, "eval_steps": 2, "logging_steps": 1, "learning_rate": 0.0}
     result = small_trainer(tmp_path, *callbacks, model=Line(), parts=parts, **settings).train()
@@ -202,4 +202,4 @@ def test_composers_own(tmp_path: Path) -> None:
     records = [each for each in read_records(tmp_path / "logs/train.jsonl") if "loss" in each]
     assert all(each["lr-AdamW/group0"] == 0.0 for each in records)
     with pytest.raises(ds.ConfigurationError, match="CheckpointSaver needs parts of the library's own trainer"):
-        ds.adapt(library.callbacks.CheckpointSaver())
+        ds.adapt(callbacks_of_composer.CheckpointSaver())
