@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .checkpoint import import_checkpoint as import_checkpoint
     from .config import RunConfig as RunConfig
     from .config import load_callbacks as load_callbacks
+    from .data.mixture import Mixture as Mixture
     from .distributed.layout import Layout as Layout
     from .distributed.modes import FSDP as FSDP
     from .distributed.modes import HSDP as HSDP
@@ -171,6 +172,7 @@ _HOMES = {
         "TrainEndContext",
     ),
     "distributed.layout": ("Layout",),
+    "data.mixture": ("Mixture",),
     "distributed.modes": ("FSDP", "HSDP", "Parallelized", "TensorParallel"),
     "interop.hf.base": ("TrainerCallback",),
     "interop.instructlab.functions": ("functions",),

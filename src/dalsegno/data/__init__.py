@@ -7,6 +7,7 @@ A run iterates a :class:`ResumableLoader` of :class:`Microbatch` es. :func:`trai
 from .device import to_device
 from .eval_batches import EvalBatches
 from .loader import NOT_EXACT, Microbatch, ResumableLoader, sample_count
+from .mixture import Mixture
 from .sampler import ResumableSampler
 from .sources import EvalLoader, eval_loader, resumable_eval_loader, resumable_loader, train_loader
 from .training_data import TrainingData, check_same_length
@@ -16,6 +17,7 @@ __all__ = [
     "EvalBatches",
     "EvalLoader",
     "Microbatch",
+    "Mixture",
     "ResumableLoader",
     "ResumableSampler",
     "TrainingData",

@@ -40,6 +40,11 @@ def permute(positions: Indices, length: int, key: int) -> Indices:
     return indices
 
 
+def uniform(first: int, count: int, key: int) -> NDArray[np.float64]:
+    """Return numbers in [0, 1), those of positions ``first`` (a multiple of ``count``) to ``first + count``."""
+    return _hash(np.arange(count, dtype=np.uint64), np.uint64(mix(key, first // count))) / 2.0**32
+
+
 def _network(pairs: Indices, low_bits: int, high_size: int, keys: list[tuple[np.uint64, np.uint64]]) -> Indices:
     bits, mask, size = np.uint64(low_bits), np.uint64((1 << low_bits) - 1), np.uint64(high_size)
     high, low = pairs >> bits, pairs & mask

@@ -191,6 +191,12 @@ class UserLoader:
 
     def _set_position(self, state: dict[str, Any], kind: str) -> None:
         expect_kind(state, kind)
+        if state["one_stream"] != self._one_stream:
+            ways = ("a part of its own on each rank", "one stream, of which all ranks read the whole")
+            raise StateMismatch(
+                f"the saved position is in {ways[state['one_stream']]}, now the data is {ways[self._one_stream]}; "
+                "resume with the same number of ranks and the same way to split the data, or start from scratch"
+            )
         self.epoch, self._exhausted = state["epoch"], state["exhausted"]
         self._microbatches, self._samples = state["microbatches"], state["samples"]
         self._iterator, self._loaded_own = None, state.get("own_generators", {})

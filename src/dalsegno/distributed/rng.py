@@ -21,7 +21,7 @@ from .layout import Layout
 WORD = 2**64 - 1
 
 # Uses of seeds; mixed into the seed, so that no two uses share one.
-ORDER, SAMPLE, WORKER, LOADER, RANK, TEXT = 1, 2, 3, 4, 5, 6
+ORDER, SAMPLE, WORKER, LOADER, RANK, TEXT, MIXTURE = 1, 2, 3, 4, 5, 6, 7
 
 
 def mix(*numbers: int) -> int:
