@@ -147,7 +147,7 @@ class TrainingArguments:
     ``HSDP(replicate=2)``, ``TensorParallel(plan, size)``, a list of these, or ``Parallelized(mesh, data)``. A single
     rank always has the whole model; all but ``auto`` and ``none`` require torchrun even then."""
     use_cpu: bool = False
-    """Train on the CPU even if there is a GPU."""
+    """Train on the CPU even if there is a GPU. Accelerators other than CUDA and ROCm are not used, with a warning."""
 
     logging_strategy: Strategy = "steps"
     """``steps``, ``epoch`` (at the end of each epoch) or ``no``."""

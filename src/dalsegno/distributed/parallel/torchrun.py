@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import time
@@ -15,12 +16,21 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from dalsegno.distributed.modes import Setting, text_of
 from dalsegno.errors import ConfigurationError
 
+logger = logging.getLogger("dalsegno")
+
 
 def init_distributed(use_cpu: bool) -> torch.device:
-    """Join torchrun's process group, if the environment describes one and none exists. Returns this rank's device."""
+    """Join torchrun's process group, if the environment describes one and none exists. Returns this rank's device: a
+    CUDA or ROCm device, else the CPU, with a warning if another accelerator is left idle."""
     gpu = torch.cuda.is_available() and not use_cpu
     if gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    elif not use_cpu and torch.accelerator.is_available() and os.environ.get("RANK", "0") == "0":
+        logger.warning(
+            "this machine has an accelerator of type %r, but training runs on the CPU: only CUDA and ROCm devices are "
+            "supported; set use_cpu=True if this is intended",
+            str(torch.accelerator.current_accelerator()),
+        )
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
         # CPU tensors (checkpoint metadata) use gloo even where NCCL reduces the gradients.
         backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
