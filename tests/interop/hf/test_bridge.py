@@ -280,6 +280,27 @@ def test_losses_norms_and_gradients_of_a_step(tmp_path: Path) -> None:
     assert (trainer.accelerator.clip_grad_norm_, trainer.training_step, trainer.evaluation_loop) == own
 
 
+def test_a_gradient_scaler(tmp_path: Path) -> None:
+    """Its first scale is too large: that update is skipped."""
+    seen: list[tuple[str, int]] = []
+    look = Listener(
+        {
+            "on_step_skipped": lambda ctx: seen.append(("skipped", ctx.state.global_step)),
+            "on_optimizer_step": lambda ctx: seen.append(("updated", ctx.state.global_step)),
+        }
+    )
+    trainer = with_bridge(tmp_path, [JsonLogger(), look], max_steps=4, logging_steps=1, optim="adamw_torch")
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-100)
+    trainer.train()
+    assert seen == [("skipped", 0), ("updated", 1), ("updated", 2), ("updated", 3)]
+    assert [record["global_step"] for record in records(tmp_path)["train.jsonl"] if "loss" in record] == [1, 2, 3, 4]
+
+    trainer = with_bridge(tmp_path / "b", [GradHistogram()])
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(ds.ConfigurationError, match="on_gradients_ready: with fp16"):
+        trainer.train()
+
+
 def test_an_exception_ends_the_leg(tmp_path: Path) -> None:
     def fail(control: Any) -> None:
         raise ZeroDivisionError("of theirs")

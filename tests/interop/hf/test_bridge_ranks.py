@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import dalsegno as ds
 from dalsegno.callbacks import (
@@ -22,6 +23,7 @@ from dalsegno.callbacks import (
     GradNormLogger,
     JsonLogger,
     NaNChecker,
+    TBLogger,
     TextgenCallback,
 )
 from dalsegno.checkpoint import Checkpoint, read_tensors
@@ -108,6 +110,7 @@ def train_on_a_rank(output_dir: Path) -> dict[str, Any]:
 
     ours = [
         *[JsonLogger(), GradNormLogger(), GradHistogram(every=2), EMA(0.8), NaNChecker(), OnRankOne()],
+        TBLogger(),
         *[EarlyStopping(patience=50), DivergenceDetector(patience=50)],
         TextgenCallback(prompts=["the c"], max_new_tokens=5),
     ]
@@ -196,16 +199,17 @@ def test_text(run: Any) -> None:
     assert all(len(record["texts"][0]["text"]) == 5 for record in records)
 
 
-def diverge_on_a_rank(output_dir: Path, *, nan: bool) -> tuple[int, list[str]]:
-    """Where training ends if the loss becomes NaN at step 4, or never falls; and the checkpoints."""
+def end_on_a_rank(output_dir: Path, detector: ds.Callback, bias: float = 0.0, **settings: Any) -> tuple[int, list[str]]:
+    """Where training ends if it learns nothing, and rank 1's model is changed in step 4; and the checkpoints."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", LOCAL_WORLD_SIZE="2")
     torch.manual_seed(0)
     model = Speller()
+    model.dropout.p = 0.0
 
     class Break(transformers.TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if nan and state.global_step == 3 and args.process_index == 1:
-                model.head.bias.data.fill_(float("nan"))
+            if state.global_step == 3 and args.process_index == 1:
+                model.head.bias.data[0] += bias
 
     args = transformers.TrainingArguments(
         str(output_dir),
@@ -219,16 +223,43 @@ def diverge_on_a_rank(output_dir: Path, *, nan: bool) -> tuple[int, list[str]]:
         use_cpu=True,
         disable_tqdm=True,
         report_to=[],
+        ddp_find_unused_parameters=False,
+        **settings,
     )
     trainer = transformers.Trainer(model, args, train_dataset=pages(32), eval_dataset=pages(8), callbacks=[Break()])
-    trainer.add_callback(Bridge([EarlyStopping(patience=2), NaNChecker()]))
+    trainer.add_callback(Bridge([detector]))
     trainer.train()
     return trainer.state.global_step, sorted(path.name for path in output_dir.glob("checkpoint-*"))
 
 
-def test_early_stopping_and_nan_end_both_ranks(tmp_path: Path) -> None:
-    assert run_ranks(_both, 2, tmp_path) == [[(6, ["checkpoint-3", "checkpoint-6"]), (4, ["checkpoint-3"])]] * 2
+def end_by_each_detector_on_a_rank(output_dir: Path) -> dict[str, Any]:
+    return {
+        "early stopping": end_on_a_rank(output_dir / "a", EarlyStopping(patience=2)),
+        "NaN": end_on_a_rank(output_dir / "b", NaNChecker(), float("nan")),
+        "divergence": end_on_a_rank(output_dir / "c", detector(), 20.0),
+        "divergence in bfloat16": end_on_a_rank(output_dir / "d", detector(), 20.0, bf16=True),
+        "divergence to NaN": end_on_a_rank(
+            output_dir / "e", DivergenceDetector(), float("nan"), logging_nan_inf_filter=False
+        ),
+    }
 
 
-def _both(output_dir: Path) -> list[Any]:
-    return [diverge_on_a_rank(output_dir / str(nan), nan=nan) for nan in (False, True)]
+def detector() -> DivergenceDetector:
+    return DivergenceDetector(smoothing=1.0, threshold=1.0, patience=2, warmup=1)
+
+
+def test_each_detector_ends_both_ranks(tmp_path: Path) -> None:
+    ends = {
+        "early stopping": (6, ["checkpoint-3", "checkpoint-6"]),
+        "NaN": (4, ["checkpoint-3"]),
+        "divergence": (6, ["checkpoint-3", "checkpoint-6"]),
+        "divergence in bfloat16": (6, ["checkpoint-3", "checkpoint-6"]),
+        "divergence to NaN": (4, ["checkpoint-3"]),
+    }
+    assert run_ranks(end_by_each_detector_on_a_rank, 2, tmp_path) == [ends] * 2
+
+
+def test_a_tracker_gets_each_record_once(run: Any) -> None:
+    output_dir, *_ = run
+    found = EventAccumulator(str(output_dir / "logs" / "tensorboard")).Reload()
+    assert [event.step for event in found.Scalars("train-loss")] == [2, 4, 6]

@@ -9,20 +9,23 @@ from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader
 
 import dalsegno as ds
 from dalsegno.callbacks import (
     EMA,
+    DivergenceDetector,
     EarlyStopping,
     GradHistogram,
     GradientNoiseScale,
     GradNormLogger,
     JsonLogger,
     NaNChecker,
+    TBLogger,
     TextgenCallback,
 )
-from dalsegno.testing import run_ranks, start_ranks
+from dalsegno.testing import run_ranks, start_ranks, tiny_regression_data
 from support.languages import WORDS, Letters, Speller
 from support.listeners import Journal, Listener, Trace
 
@@ -254,6 +257,7 @@ def fit_on_a_rank(output_dir: Path) -> dict[str, Any]:
 
     ours = [
         *[JsonLogger(), GradNormLogger(), GradHistogram(every=2), EMA(0.8), NaNChecker(), OnRankOne()],
+        TBLogger(),
         *[EarlyStopping(patience=50), TextgenCallback(prompts=["the c"], max_new_tokens=5)],
     ]
     ids = torch.tensor(Letters().encode(WORDS * 4))
@@ -294,9 +298,44 @@ def test_on_two_ranks(tmp_path: Path) -> None:
             assert found == first["bins"][record["global_step"]][name]
     steps = {name: [record["global_step"] for record in logs[f"{name}.jsonl"]] for name in ("grad_histograms", "texts")}
     assert steps == {"grad_histograms": [2, 4, 6], "texts": [2, 4, 6, 7]}
+    curves = EventAccumulator(str(tmp_path / "logs" / "tensorboard")).Reload()
+    assert [event.step for event in curves.Scalars("train-loss")] == [2, 4, 6]
     averages = states(tmp_path / "checkpoints" / "step=7.ckpt")[1]["callbacks.EMA"]
     for name, average in first["average"].items():
         torch.testing.assert_close(averages[name], torch.tensor(average))
+
+
+def end_on_a_rank(output_dir: Path, detector: ds.Callback, bias: float = 0.0, **settings: Any) -> int:
+    """Where training ends if it learns nothing, and rank 1's model is changed in step 4."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", TORCHELASTIC_RUN_ID="test", GROUP_RANK="0")
+    os.environ.update(LOCAL_WORLD_SIZE="2")
+    module, rank = Module(lr=0.0), int(os.environ["RANK"])
+
+    def change() -> None:
+        if rank == 1:
+            module.layers[2].bias.data += bias
+
+    one = trainer(output_dir, At(3, change), Bridge([detector]), strategy="ddp", devices=2, max_epochs=3, **settings)
+    loaders = [DataLoader(tiny_regression_data(rows, seed=seed), batch_size=4) for seed, rows in ((0, 40), (1, 8))]
+    one.fit(module, *loaders)
+    return int(one.global_step)
+
+
+def end_by_each_detector_on_a_rank(output_dir: Path) -> dict[str, int]:
+    def detector() -> DivergenceDetector:
+        return DivergenceDetector(smoothing=1.0, threshold=10.0, patience=2, warmup=1)
+
+    return {
+        "early stopping": end_on_a_rank(output_dir / "a", EarlyStopping(patience=2), val_check_interval=2),
+        "NaN": end_on_a_rank(output_dir / "b", NaNChecker(), float("nan")),
+        "divergence": end_on_a_rank(output_dir / "c", detector(), 20.0),
+        "divergence in bfloat16": end_on_a_rank(output_dir / "d", detector(), 20.0, precision="bf16-mixed"),
+    }
+
+
+def test_each_detector_ends_both_ranks(tmp_path: Path) -> None:
+    ends = {"early stopping": 7, "NaN": 4, "divergence": 6, "divergence in bfloat16": 6}
+    assert run_ranks(end_by_each_detector_on_a_rank, 2, tmp_path) == [ends] * 2
 
 
 # --- docs/bridges.md --------------------------------------------------------------------------------------------------
