@@ -1,0 +1,89 @@
+"""``dalsegno diloco``: a server and a worker as processes of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dalsegno.cli import main
+from dalsegno.logs import read_records
+
+TRAINING = """
+import dalsegno as ds
+from dalsegno.testing.tiny import TinyRegression, tiny_regression_data
+
+def build(args, callbacks):
+    return ds.Trainer(TinyRegression(), args, train_dataset=tiny_regression_data(64), callbacks=callbacks)
+"""
+CONFIGURATION = """
+trainer = "my_training:build"
+callbacks = [{use = "JsonLogger"}, {use = "DiLoCoCallback"}]
+[args]
+output_dir = "run"
+max_steps = 6
+per_device_train_batch_size = 4
+"""
+
+
+def test_a_server_and_a_worker(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "my_training.py").write_text(TRAINING)
+    (tmp_path / "run.toml").write_text(CONFIGURATION)
+    dalsegno = [sys.executable, "-m", "dalsegno", "diloco"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
+    server = subprocess.Popen(
+        [*dalsegno, "serve", "-o", "outer", "-n", "1", "--port", "0"],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert server.stdout is not None
+        address = server.stdout.readline().split()[1]
+        token_file = tmp_path / server.stdout.readline().split()[1]
+        reach = ["--server", address, "--token-file", str(token_file)]
+        worker = subprocess.run(
+            [*dalsegno, "worker", *reach, "--sync-every", "3", "--worker-id", "w", "--", "train", "run.toml"],
+            cwd=tmp_path,
+            env=environment,
+            check=False,
+        )
+        assert worker.returncode == 0
+        synced = [each for each in read_records(tmp_path / "run/logs/train.jsonl") if each.get("kind") == "sync"]
+        assert [(each["global_step"], each["version"]) for each in synced] == [(3, 1), (6, 2)]
+        assert main(["diloco", "status", *reach]) == 0
+        shown = capsys.readouterr().out
+        assert "synchronous" in shown and "left" in shown
+        server.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+    finally:
+        server.kill()
+        server.wait()
+    assert (tmp_path / "outer/checkpoints/step-00000002/manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["serve", "-o", "x", "-n", "0"], "num_workers=0"),
+        (["serve", "-o", "x", "-n", "2", "--min-workers", "3"], "min_workers=3; more than num_workers=2"),
+        (["serve", "-o", "x", "-n", "2", "--dn-buffer-size", "2"], "--dn-buffer-size needs --async"),
+        (["serve", "-o", "x", "-n", "2", "--host", "0.0.0.0", "--disable-auth"], "disable_auth=True with host"),
+        (["worker", "--server", "h:1"], "-- train"),
+        (["worker", "--", "train", "run.toml"], "no server"),
+        (["status"], "no server"),
+    ],
+)
+def test_wrong_use(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DILOCO_SERVER", raising=False)
+    assert main(["diloco", *words]) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
