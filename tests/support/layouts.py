@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -194,3 +195,31 @@ def assert_same(here: dict[str, Tensor], there: dict[str, Tensor], layout: str) 
     assert here.keys() == there.keys()
     for name, each in here.items():
         assert torch.equal(each, there[name]), (layout, name)
+
+
+def overflow_on_the_last_rank(output_dir: Path, layout: str) -> tuple[list[int], dict[str, Any]]:
+    """In fp16, a split gradient becomes infinite on one rank in the third step; the skipped steps, and the weights."""
+    skipped: list[int] = []
+
+    def overflow(ctx: Any) -> None:
+        gradient = ctx.model.layers[0].up.weight.grad
+        if ctx.state.global_step == 2 and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+            gradient.to_local().fill_(torch.inf)
+
+    def note(ctx: Any) -> None:
+        skipped.append(ctx.state.global_step)
+
+    listener = Listener({"on_step_skipped": note})
+    run = trainer(output_dir, layout, listener, fp16=True, max_steps=4)
+    scaler = run._train_step._scaler
+    assert scaler is not None
+    scaler._init_scale = 16.0  # small enough that no other step overflows
+    unscale = scaler.unscale_
+
+    def overflow_first(optimizer: Any) -> None:
+        overflow(SimpleNamespace(model=run.model, state=run.state))
+        unscale(optimizer)
+
+    scaler.unscale_ = overflow_first  # type: ignore[method-assign]
+    run.train()
+    return skipped, as_lists(weights(run.model))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dalsegno.args import TrainingArguments
@@ -66,9 +67,23 @@ def place(
     else:
         _check_steps_alone(optimizer)
         parallel.rebind(optimizer)
+    _check_not_mixed(optimizer)
     return PlacedModel(
         model, device, layout, parallel, parallel.loss_fn or loss_module or loss_fn, loss_module, optimizer
     )
+
+
+def _check_not_mixed(optimizer: Optimizer) -> None:
+    """
+    Raises:
+        ConfigurationError: if a fused optimizer would update split and whole parameters in one kernel.
+    """
+    for group in optimizer.param_groups:
+        if group.get("fused") and len({isinstance(each, DTensor) for each in group["params"]}) > 1:
+            raise ConfigurationError(
+                f"optimizer: a fused {type(optimizer).__name__} cannot update the split layers of TensorParallel "
+                "together with whole ones; use fused=False (optim='adamw'), or add FSDP(), which shards them all"
+            )
 
 
 def _check_steps_alone(optimizer: Optimizer) -> None:

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -32,6 +31,7 @@ from dalsegno.system.tracebacks import short_traceback
 from . import loop
 from .evaluation import LossEvaluation
 from .forward import ForwardPass, LossFunction
+from .grad_scaler import grad_scaler
 from .lifecycle import RunLifecycle
 from .lr_schedule import PlateauStep, build_schedulers
 from .parts import RunParts, build_parts
@@ -351,7 +351,7 @@ def _build_step(parts: RunParts, placed: PlacedModel) -> tuple[TrainStep, Forwar
         autocast_dtype(bf16=args.bf16, fp16=args.fp16),
         is_compiled=args.torch_compile,
     )
-    scaler = torch.amp.GradScaler(device.type) if args.fp16 else None
+    scaler = grad_scaler(placed.layout, device) if args.fp16 else None
     return TrainStep(parts, forward, parallel, wants_norm, scaler=scaler, device=device), forward
 
 

@@ -95,3 +95,10 @@ def test_a_killed_run_resumes_on_its_layout_bit_by_bit(tmp_path: Path, layout: s
         folder=tmp_path,
         timeout=200,
     )
+
+
+@pytest.mark.parametrize("layout", ["tp", "tp x fsdp"])
+def test_an_overflow_on_one_rank_skips_the_update_on_all(tmp_path: Path, layout: str) -> None:
+    told = run_ranks(layouts.overflow_on_the_last_rank, layouts.LAYOUTS[layout][0], tmp_path, layout)
+    assert all(each == told[0] for each in told)
+    assert told[0][0] == [2]

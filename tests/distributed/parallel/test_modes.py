@@ -120,12 +120,13 @@ def refused(output_dir: Path) -> list[str]:
         (split({"tokens": ColwiseParallel(), "head": ColwiseParallel()}), Tied(), {}),
         (ds.FSDP(units="blocks.*"), plain(), {}),
         (ds.Parallelized(init_device_mesh("cpu", (2,), mesh_dim_names=("data",))), plain(), {}),
-        (split(layouts.plan()), plain(), {"train_dataset": None, "train_dataloader": own}),
+        (split(layouts.plan()), plain(), {"optim": "adamw_fused"}),
+        (split(layouts.plan()), plain(), {"parts": {"train_dataset": None, "train_dataloader": own}}),
     ]
     messages = []
-    for parallel, model, parts in tries:
+    for parallel, model, others in tries:
         with pytest.raises((ds.ConfigurationError, ds.UnknownName)) as caught:
-            small_trainer(output_dir, model=model, parts=parts, parallel=parallel, max_steps=1).train()
+            small_trainer(output_dir, model=model, parallel=parallel, max_steps=1, **others).train()
         messages.append(str(caught.value))
     return messages
 
@@ -142,6 +143,7 @@ def test_what_does_not_fit_the_model_or_the_data_is_refused_on_all_ranks(tmp_pat
             "tokens.weight and head.weight are one tied weight, and the plan splits them differently",
             "module in FSDP(units=…): 'blocks.*'",
             "data dimension of Parallelized(mesh, data=…): 'dp'",
+            "a fused AdamW cannot update the split layers of TensorParallel together with whole ones",
             "ranks [0, 1] hold parts of one copy of the model, so they must read the same data",
         ],
         strict=True,
