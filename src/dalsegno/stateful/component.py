@@ -14,7 +14,8 @@ attributes of the object control how its state is saved and loaded:
                      this object; also called before anything is loaded.
 ``migrate``          ``migrate(state, from_version) -> state``: upgrades an older state before it is loaded.
 ``reshard``          ``reshard(states, world_size) -> states``: converts per-rank states, one per old rank, to another
-                     world size. Without it, a per-rank state cannot be loaded at another world size.
+                     world size. Without it, a per-rank state cannot be loaded at another world size. Ranks that read
+                     the same data count as one.
 ``reshard_note``     describes the effect of ``reshard`` in the report.
 ``aliases``          earlier keys of the same object.
 ``ranks``            ``"zero"``: active on rank 0 only, so its state is not compared across ranks.
