@@ -79,6 +79,11 @@ class Progress(Callback):
         return self.context.state.samples_seen - self._samples_before
 
     @property
+    def in_evaluation(self) -> bool:
+        """Whether an evaluation is running; ``validating`` also holds after its last set, until the step ends."""
+        return self.validating and not self._validation_is_over
+
+    @property
     def is_last_set(self) -> bool:
         return self.set_index == self.sets - 1
 

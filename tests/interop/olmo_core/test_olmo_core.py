@@ -13,7 +13,7 @@ import dalsegno as ds
 from dalsegno.callbacks import JsonLogger
 from dalsegno.interop.olmo_core import Callback
 from dalsegno.logs import read_records
-from dalsegno.testing import FaultPlan, assert_resume_equivalent, run_ranks
+from dalsegno.testing import FaultPlan, assert_resume_equivalent, run_ranks, tiny_regression_data
 from interop.script import Broken, play
 from support.small import small_trainer
 
@@ -129,6 +129,23 @@ def test_a_killed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     assert [each["steps"] for each in found] == [6, 21, 45, 78]
     assert all((each["batch/rows"], each["twice"]) == (4, 3.0) for each in found)
     assert found[0]["perplexity"] == math.exp(min(found[0]["loss"], 20.0))
+
+
+def test_between_steps_and_evaluations_a_metric_is_a_separate_record(tmp_path: Path) -> None:
+    class Records(Callback):
+        def pre_epoch(self) -> None:
+            self.trainer.record_metric("begun", self.trainer.epoch)
+
+        def post_epoch(self) -> None:
+            self.trainer.record_metric("ended", self.trainer.epoch)
+
+    parts = {"eval_dataset": tiny_regression_data(4)}
+    settings = {"num_train_epochs": 2, "eval_strategy": "epoch"}
+    small_trainer(tmp_path, Records(), JsonLogger(), parts=parts, length=8, **settings).train()
+    found = [each for each in read_records(tmp_path / "logs/train.jsonl") if each["kind"] == "user"]
+    assert [(each["global_step"], each.get("begun"), each.get("ended")) for each in found] == [
+        *((0, 1, None), (2, None, 1), (2, 2, None), (4, None, 2))
+    ]
 
 
 def test_a_cancelled_run_is_over(tmp_path: Path) -> None:

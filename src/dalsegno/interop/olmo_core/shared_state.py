@@ -33,7 +33,7 @@ class SharedState(Progress):
         self.trainer = Trainer(self)
 
     def record(self, name: str, value: Any, reduction: str, merge: str) -> None:
-        if self._is_between and not self.validating:
+        if self._is_between and not self.in_evaluation:
             self.collected.add({name: value})
         else:
             self.recorded.add(name, value, reduction, merge)
