@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import AdamW
 from torch.utils.data import default_collate
 
@@ -115,6 +118,28 @@ def test_on_two_ranks(tmp_path: Path) -> None:
     for sharded, copied, own in zip(whole[0], copies[0], alone.model.parameters(), strict=True):
         torch.testing.assert_close(torch.tensor(sharded), torch.tensor(copied), rtol=1e-3, atol=1e-4)
         torch.testing.assert_close(torch.tensor(sharded), own.detach(), rtol=1e-2, atol=1e-3)
+
+
+def split(ranks: int) -> list[Any]:
+    """Weights after a step on given gradients; on several ranks of layers that are split and sharded."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 12, bias=False), nn.Linear(12, 6, bias=False))
+    gradients = [torch.randn_like(each) for each in model.parameters()]
+    if ranks > 1:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "layers"))
+        parallelize_module(model, mesh["layers"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["data"])
+    for each, gradient in zip(model.parameters(), gradients, strict=True):
+        if isinstance(each, DTensor):
+            copies = DTensor.from_local(gradient, each.device_mesh, [Replicate(), Replicate()], run_check=False)
+            gradient = copies.redistribute(placements=each.placements)
+        each.grad = gradient
+    MuonWithAdamW(model.parameters(), lr=0.1, weight_decay=0.1, use_muon=True).step()
+    return [(each.full_tensor() if isinstance(each, DTensor) else each).tolist() for each in model.parameters()]
+
+
+def test_matrices_that_are_split_and_sharded() -> None:
+    assert run_ranks(split, 4, 4) == run_ranks(split, 1, 1) * 4
 
 
 def test_fused_with_the_backward_pass(tmp_path: Path) -> None:

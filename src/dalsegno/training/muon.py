@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import AdamW, Optimizer
 from torch.optim.optimizer import ParamsT
 
@@ -117,8 +117,9 @@ def _orthogonal_like(matrix: Tensor, steps: int) -> Tensor:
     """:func:`orthogonalized` of the whole matrix, sharded like ``matrix``. Collective, if it is sharded."""
     if not isinstance(matrix, DTensor):
         return orthogonalized(matrix, steps)
-    whole = orthogonalized(matrix.full_tensor(), steps)
-    return distribute_tensor(whole, matrix.device_mesh, matrix.placements, src_data_rank=None)  # takes this rank's part
+    mesh, whole = matrix.device_mesh, orthogonalized(matrix.full_tensor(), steps)
+    copies = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return copies.redistribute(placements=matrix.placements)  # each rank takes its part, without communication
 
 
 def orthogonalized(matrix: Tensor, steps: int) -> Tensor:
