@@ -36,7 +36,7 @@ repeat `on_save` and `on_step_done`, so no state should depend on them.
 
 If an evaluation is interrupted, by an exception or a stop, `on_evaluate_end` still fires: undo there what
 `on_evaluate_begin` has changed. `on_predict` belongs to `trainer.predict`. `on_rollback` is not fired yet. In
-[your own loop](own-loop.md) some events cannot be fired.
+[your own loop](own-loop.md) and under a [pipeline](pipelines.md) some events cannot be fired.
 
 | handler | fires | adds to ctx |
 |---|---|---|

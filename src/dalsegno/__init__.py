@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .distributed.modes import FSDP as FSDP
     from .distributed.modes import HSDP as HSDP
     from .distributed.modes import Parallelized as Parallelized
+    from .distributed.modes import Pipeline as Pipeline
     from .distributed.modes import TensorParallel as TensorParallel
     from .errors import CannotSave as CannotSave
     from .errors import ConfigurationError as ConfigurationError
@@ -173,7 +174,7 @@ _HOMES = {
     ),
     "distributed.layout": ("Layout",),
     "data.mixture": ("Mixture",),
-    "distributed.modes": ("FSDP", "HSDP", "Parallelized", "TensorParallel"),
+    "distributed.modes": ("FSDP", "HSDP", "Parallelized", "Pipeline", "TensorParallel"),
     "interop.hf.base": ("TrainerCallback",),
     "interop.instructlab.functions": ("functions",),
     "launcher.launch": ("launch",),

@@ -144,8 +144,8 @@ class TrainingArguments:
     """Arguments of ``torch.utils.checkpoint.checkpoint``; its ``use_reentrant`` is False unless set here."""
     parallel: modes.Setting = "auto"
     """Parallel mode: ``none``, ``ddp``, ``fsdp`` (``fully_shard``), or ``auto``: DDP under torchrun; or ``FSDP(…)``,
-    ``HSDP(replicate=2)``, ``TensorParallel(plan, size)``, a list of these, or ``Parallelized(mesh, data)``. A single
-    rank always has the whole model; all but ``auto`` and ``none`` require torchrun even then."""
+    ``HSDP(replicate=2)``, ``TensorParallel(plan, size)``, ``Pipeline(stages)``, a list, or ``Parallelized(mesh)``. A
+    single rank always has the whole model; all but ``auto`` and ``none`` require torchrun even then."""
     use_cpu: bool = False
     """Train on the CPU even if there is a GPU. Accelerators other than CUDA and ROCm are not used, with a warning."""
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dalsegno.distributed.sharded_tensors import named_parameters
+from dalsegno.distributed.stage_places import is_elsewhere, like_parameter
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.contexts import EvaluateBeginContext
 
@@ -74,10 +75,11 @@ class Averages:
         averages = self.follow(model)
         parameters = dict(named_parameters(model))
         self._model = model
-        self._weights = [_part(parameters[name]) for name in averages]
-        self._local = [_part(average) for average in averages.values()]
-        begun, self._unbegun = self._unbegun & averages.keys(), set()
-        for name, weight, average in zip(averages, self._weights, self._local, strict=True):
+        here = {name: average for name, average in averages.items() if not is_elsewhere(average)}
+        self._weights = [_part(parameters[name]) for name in here]
+        self._local = [_part(average) for average in here.values()]
+        begun, self._unbegun = self._unbegun & here.keys(), set()
+        for name, weight, average in zip(here, self._weights, self._local, strict=True):
             if name in begun:
                 average.copy_(weight)
         if begun and were_saved:
@@ -151,7 +153,7 @@ def _like(parameter: Tensor) -> Tensor:
     small = parameter.is_floating_point() and parameter.dtype.itemsize < torch.float32.itemsize
     average = torch.empty_like(parameter, dtype=torch.float32 if small else parameter.dtype, requires_grad=False)
     _part(average).copy_(_part(parameter))
-    return average
+    return like_parameter(average, parameter)
 
 
 def _part(tensor: Tensor) -> Tensor:

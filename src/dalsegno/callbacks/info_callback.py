@@ -9,6 +9,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dalsegno.distributed import collectives
+from dalsegno.distributed.sharded_tensors import device_of
+from dalsegno.distributed.stage_places import is_cut
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import (
@@ -116,10 +118,12 @@ def _model_line(model: nn.Module) -> str:
 
 def _device_line(ctx: Context) -> str:
     parameters = list(ctx.model.parameters())
-    device = str(parameters[0].device) if parameters else "none"
+    device = str(device_of(ctx.model)) if parameters else "none"
     if collectives.world_size() == 1:
         return device
     spread = "sharded over them" if any(isinstance(each, DTensor) for each in parameters) else "whole on each"
+    if is_cut(ctx.model):
+        spread = "cut into stages" + ", each sharded" * spread.startswith("sharded")
     sizes = ctx.layout.dimensions.items()
     mesh = " x ".join(f"{name} {size}" for name, size in sizes) if len(sizes) > 1 else ""
     return f"{device}, {collectives.world_size()} ranks{mesh and f' ({mesh})'}, parameters {spread}"

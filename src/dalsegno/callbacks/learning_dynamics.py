@@ -8,14 +8,15 @@ from torch import Tensor
 from dalsegno.distributed.sharded_tensors import (
     DeviceScalars,
     LocalShard,
-    dense,
     named_parameters,
     norms,
+    own_part,
     parameter_shards,
     read_together,
-    reduced,
     squared_norms,
+    summed,
 )
+from dalsegno.distributed.stage_places import place_of
 from dalsegno.events.callback import Binder
 from dalsegno.events.contexts import Context, PreOptimizerStepContext, StepEndContext
 from dalsegno.events.table import Event
@@ -23,6 +24,9 @@ from dalsegno.state import Handler
 
 from .argument_checks import whole
 from .record_callback import RecordCallback
+
+_KINDS = {"exp_avg", "exp_avg_sq", "step"}
+_NOTHING = torch.zeros(0)  # elsewhere, or not updated yet
 
 
 class LearningDynamics(RecordCallback):
@@ -97,24 +101,28 @@ def _trained_pieces(ctx: Context) -> list[LocalShard]:
 def _signal_to_noise(ctx: Context) -> DeviceScalars:
     """Compute the ratio from the optimizer's running means, where it has them."""
     betas = {id(each): group.get("betas") for group in ctx.optimizer.param_groups for each in group["params"]}
+    has_means = any(state.keys() >= _KINDS for state in ctx.optimizer.state.values())
     means: list[LocalShard] = []
     squares: list[LocalShard] = []
     starts: list[Tensor] = []  # bias corrections of the squared mean and of the mean square
     trained = {piece.name: piece for piece in _trained_pieces(ctx)}
     for name, parameter in named_parameters(ctx.model):
         state = ctx.optimizer.state.get(parameter, {})
-        if name not in trained or not {"exp_avg", "exp_avg_sq", "step"} <= state.keys() or not betas.get(id(parameter)):
+        is_here = state.keys() >= _KINDS
+        is_on_some_stage = place_of(parameter) is not None and has_means
+        if name not in trained or not betas.get(id(parameter)) or not (is_here or is_on_some_stage):
             continue
         beta1, beta2 = betas[id(parameter)]  # type: ignore[misc]
-        step = torch.as_tensor(state["step"]).double()  # 1 - 0.999^step has few digits in fp32
+        step = torch.as_tensor(state["step"] if is_here else 1).double()  # 1 - 0.999^step has few digits in fp32
         starts.append(torch.stack([(1 - beta1**step) ** 2, 1 - beta2**step]))
-        groups = trained[name].groups
-        means.append(LocalShard(name, dense(state["exp_avg"]), groups))
-        squares.append(LocalShard(name, dense(state["exp_avg_sq"]), groups))
+        mean, square = state.get("exp_avg", _NOTHING), state.get("exp_avg_sq", _NOTHING)
+        means.append(LocalShard(name, own_part(parameter, mean), trained[name].groups))
+        squares.append(LocalShard(name, own_part(parameter, square), trained[name].groups))
     if not means:
         return DeviceScalars([], torch.zeros(0))
-    measured = torch.stack([reduced(means, squared_norms), reduced(squares, _sums)])
-    signal, power = measured / torch.stack(starts, 1).to(measured.device)
+    measured = torch.stack([squared_norms([each.local for each in means]), _sums([each.local for each in squares])], 1)
+    corrected = measured / torch.stack(starts).to(measured.device)  # before the sum: another stage knows its own steps
+    signal, power = summed(corrected, [each.groups for each in means]).T
     return DeviceScalars([piece.name for piece in means], signal / (power - signal).clamp(min=0))
 
 

@@ -11,12 +11,14 @@ from collections.abc import Iterable
 from itertools import groupby
 
 import torch
+import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from . import collectives
 from .sharded_tensors import once
+from .stage_places import place_of
 
 _SMALL = 1 << 20  # bytes; smaller buffers are broadcast together
 
@@ -44,7 +46,9 @@ class SharedBuffers:
         if not self._places:
             return
         with torch.no_grad():
-            found = {id(each): once(each.detach()) for _, each in self._found()}.values()
+            tensors = [each for _, each in self._found()]
+            _share_in_stages(tensors)
+            found = {id(each): once(each.detach()) for each in tensors if place_of(each) is None}.values()
             large = [each for each in found if each.nbytes >= _SMALL]
             small = sorted((each for each in found if each.nbytes < _SMALL), key=_kind)
             collectives.broadcast_tensors(large)
@@ -55,6 +59,14 @@ class SharedBuffers:
         """Look up the present tensors: a step may have replaced a buffer by another tensor."""
         there = [((module, name), getattr(module, name, None)) for module, name in self._places]
         return [(place, each) for place, each in there if isinstance(each, Tensor) and not isinstance(each, DTensor)]
+
+
+def _share_in_stages(tensors: Iterable[Tensor]) -> None:
+    """Broadcast the buffers of a pipeline stage among the ranks that run it on different data."""
+    for tensor in tensors:
+        place = place_of(tensor)
+        if place is not None and place.copies is not None and not tensor.is_meta:
+            dist.broadcast(tensor, group=place.copies, group_src=0)
 
 
 def _persistent(module: nn.Module) -> list[tuple[nn.Module, str]]:

@@ -18,12 +18,14 @@ from dalsegno.errors import ConfigurationError
 
 from .sharded_tensors import (
     DeviceScalars,
+    device_of,
     local_gradients,
     named_parameters,
     shard_groups,
     squared_norms,
     summed,
 )
+from .stage_places import place_of
 
 
 class GradientNorms:
@@ -59,7 +61,8 @@ class GradientNorms:
         self._names = [name for name, _ in trained]
         self._parameters = [parameter for _, parameter in trained]
         self._groups = [shard_groups(parameter) for parameter in self._parameters]
-        self._device = self._parameters[0].device if trained else torch.device("cpu")
+        self._places = [place_of(parameter) for parameter in self._parameters]
+        self._device = device_of(model)
         self._wanted = wanted
         self._seen: list[tuple[list[nn.Parameter], Tensor]] = []  # parameters and squared norms of their gradients
         self._handle = optimizer.register_step_pre_hook(self._before_step)
@@ -72,6 +75,8 @@ class GradientNorms:
         taken = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
         if self._measured is not None:
             taken = [each for each in taken if id(each) in self._measured]
+        if any(self._places):
+            taken = [each for each in taken if (place := place_of(each)) is None or place.counts]
         if taken:
             self._seen.append((taken, squared_norms(local_gradients(taken, [each.grad for each in taken]))))
 
@@ -88,6 +93,8 @@ class GradientNorms:
             places = [numbers.get(id(parameter), -1) for parameter in some]
             squares[torch.tensor(places, device=self._device)] = values.to(self._device)
         there = sorted({numbers[id(parameter)] for parameter in taken if id(parameter) in numbers})
+        if any(self._places):  # which gradients exist on other stages is unknown here: each is listed, as zero if none
+            there = list(range(len(numbers)))
         norms = summed(squares[:-1], self._groups).sqrt().float()
         chosen = norms[torch.tensor(there, device=self._device, dtype=torch.long)]
         return DeviceScalars([self._names[number] for number in there], chosen)

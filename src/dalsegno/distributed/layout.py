@@ -22,7 +22,9 @@ from .modes import (
     DDP,
     REPLICATE,
     SHARD,
+    STAGES,
     Parallelized,
+    Pipeline,
     Setting,
     TensorParallel,
     checked,
@@ -102,6 +104,12 @@ class Layout:
     def data_size(self) -> int:
         """Number of ranks with different data."""
         return max(self.data_ranks) + 1
+
+    @property
+    def random_rank(self) -> int:
+        """Ranks with the same number draw the same random numbers: those that read the same data, in one stage."""
+        stage = self.mesh.get_local_rank(STAGES) if self.mesh is not None and STAGES in self.dimensions else 0
+        return stage * self.data_size + self.data_rank
 
     @property
     def sharing(self) -> int:
@@ -193,6 +201,11 @@ def layout_of_own_loop(parallel: Setting) -> Layout:
     modes = modes_of(parallel)
     if modes and isinstance(modes[0], Parallelized):
         return Layout.of_mesh(modes[0].mesh, modes[0].data)
+    if any(isinstance(mode, Pipeline) for mode in modes):
+        raise ConfigurationError(
+            f"parallel={text_of(parallel)}: only a Trainer runs a pipeline's forward and backward passes; in a loop "
+            "around dalsegno.Run, use another mode"
+        )
     if any(isinstance(mode, TensorParallel) for mode in modes):
         raise ConfigurationError(
             f"parallel={text_of(parallel)}: a loop around dalsegno.Run spreads its model itself; spread it, and pass "

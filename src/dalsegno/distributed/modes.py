@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dalsegno.errors import ConfigurationError
+from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.policies.notation import Policy, read_policies
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.tensor.parallel import ParallelStyle
 
-REPLICATE, SHARD, TENSOR = "dp_replicate", "dp_shard", "tp"
+STAGES, REPLICATE, SHARD, TENSOR = "pp", "dp_replicate", "dp_shard", "tp"
 """Dimensions of a mesh, outermost first: neighbouring ranks, which share a host, exchange the most."""
 
 NAMES = ("auto", "none", "ddp", "fsdp")
@@ -101,6 +101,75 @@ class TensorParallel(Mode):
 
 
 @dataclass(frozen=True, repr=False)
+class Pipeline(Mode):
+    """A model cut into stages, each on other ranks (``torch.distributed.pipelining``).
+
+    Composes with FSDP or HSDP, in a list: each stage is then sharded over the ranks that read different data.
+    """
+
+    stages: int | Sequence[str] | Sequence[Sequence[str]]
+    """How many: the model's longest list of layers is shared out evenly. Or names of the modules at which the second,
+    third, … stage begins. Or the names of each stage's modules, in the order in which the forward calls them."""
+    schedule: str = "1f1b"
+    """Order of the forward and backward passes: ``gpipe``, ``1f1b``; or, with several stages on each rank,
+    ``interleaved`` (1F1B), ``looped_bfs``, ``interleaved_zero_bubble``."""
+    microbatches: int = 1
+    """Parts of equal size into which each batch is split. A step runs ``gradient_accumulation_steps`` times as many."""
+    size: int | None = None
+    """Number of ranks with different stages. None: as many as there are stages; for schedules with several stages on
+    each rank, all ranks."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.stages, int):
+            several = () if isinstance(self.stages, str) else tuple(self.stages)
+            nested = tuple(each if isinstance(each, str) else tuple(each) for each in several)
+            object.__setattr__(self, "stages", nested)
+        if self.count < 2:
+            raise ConfigurationError(
+                f"Pipeline: stages={self.stages!r}; give a number of at least 2, a list of the names of the modules at "
+                "which the second, third, … stage begins, or for each stage a list of the names of its modules"
+            )
+        _expect_size("Pipeline: microbatches", self.microbatches)
+        if self.schedule not in (*SINGLE_STAGE, *SEVERAL_STAGES):
+            raise UnknownName("schedule of Pipeline:", str(self.schedule), (*SINGLE_STAGE, *SEVERAL_STAGES))
+        if self.size is not None:
+            _expect_size("Pipeline: size", self.size)
+
+    @property
+    def count(self) -> int:
+        """Number of stages."""
+        if isinstance(self.stages, int):
+            return self.stages
+        begins = bool(self.stages) and all(isinstance(each, str) for each in self.stages)
+        return len(self.stages) + begins
+
+    def ranks(self, of: int) -> int:
+        """Number of ranks with different stages, ``of`` all ranks of a job.
+
+        Raises:
+            ConfigurationError: if the schedule cannot run the stages on so many.
+        """
+        ranks = self.size or (self.count if self.schedule in SINGLE_STAGE else of)
+        if self.schedule in SINGLE_STAGE and ranks != self.count:
+            raise ConfigurationError(
+                f"{self}: {self.count} stages for {ranks} ranks, but this schedule has one stage on each rank; use "
+                f"{ranks} stages, or schedule='interleaved' with a multiple of {ranks}"
+            )
+        if self.schedule in SEVERAL_STAGES and (self.count % ranks or self.count == ranks):
+            raise ConfigurationError(
+                f"{self}: {self.count} stages for {ranks} ranks, but this schedule has several stages on each rank; "
+                f"use {2 * ranks} stages or another multiple of {ranks}, or schedule='1f1b' with {ranks}"
+            )
+        return ranks
+
+
+SINGLE_STAGE = ("gpipe", "1f1b")
+"""Schedules with one stage on each rank."""
+SEVERAL_STAGES = ("interleaved", "looped_bfs", "interleaved_zero_bubble")
+"""Schedules with several stages on each rank."""
+
+
+@dataclass(frozen=True, repr=False)
 class Parallelized(Mode):
     """The model as you have spread it, over a mesh of your own.
 
@@ -154,6 +223,11 @@ def modes_of(setting: Setting) -> tuple[Mode, ...]:
     return (setting,) if isinstance(setting, Mode) else tuple(setting)  # type: ignore[arg-type]
 
 
+def parts_of_batch(setting: Setting) -> int:
+    """Number of micro-batches into which each batch of the loader is split."""
+    return next((mode.microbatches for mode in modes_of(setting) if isinstance(mode, Pipeline)), 1)
+
+
 def text_of(setting: Setting) -> str | list[str]:
     """The setting as text, for JSON."""
     return str(setting) if isinstance(setting, (str, Mode)) else [str(each) for each in setting]
@@ -165,9 +239,10 @@ def mesh_dimensions(modes: Sequence[Mode], ranks: int) -> dict[str, int]:
     Raises:
         ConfigurationError: if no mesh of these sizes has that many ranks.
     """
+    pipeline = next((mode for mode in modes if isinstance(mode, Pipeline)), None)
     tensor = next((mode for mode in modes if isinstance(mode, TensorParallel)), None)
     data = next((mode for mode in modes if isinstance(mode, FSDP)), None)
-    size = 1 if tensor is None else tensor.size or ranks
+    size = pipeline.ranks(of=ranks) if pipeline else 1 if tensor is None else tensor.size or ranks
     replicate = data.replicate if isinstance(data, HSDP) else 1
     shards, rest = divmod(ranks, size * replicate)
     if rest or not shards:
@@ -178,10 +253,11 @@ def mesh_dimensions(modes: Sequence[Mode], ranks: int) -> dict[str, int]:
         )
     if data is None and shards > 1:
         raise ConfigurationError(
-            f"parallel={tensor}: leaves {shards} groups of ranks with different data and no mode that averages their "
-            f"gradients; compose it, parallel=[{tensor}, FSDP()], or set size={ranks}"
+            f"parallel={pipeline or tensor}: leaves {shards} groups of ranks with different data and no mode that "
+            f"averages their gradients; compose it, parallel=[{pipeline or tensor}, FSDP()], or use all {ranks} ranks"
         )
-    dimensions = {REPLICATE: replicate} if isinstance(data, HSDP) else {}
+    dimensions = {} if pipeline is None else {STAGES: size}
+    dimensions |= {REPLICATE: replicate} if isinstance(data, HSDP) else {}
     dimensions |= {} if data is None else {SHARD: shards}
     return dimensions | ({} if tensor is None else {TENSOR: size})
 
@@ -195,19 +271,20 @@ def _parsed(each: object) -> list[Mode]:
         return [FSDP()]
     if "(" not in each:
         raise _not_a_mode(each)
-    return [mode for mode in read_policies(each, [FSDP, HSDP, TensorParallel]) if isinstance(mode, Mode)]
+    return [mode for mode in read_policies(each, [FSDP, HSDP, TensorParallel, Pipeline]) if isinstance(mode, Mode)]
 
 
 def _not_a_mode(value: object) -> ConfigurationError:
     return ConfigurationError(
         f"parallel={value!r}; allowed are {', '.join(map(repr, NAMES))}, FSDP(…), HSDP(…), TensorParallel(…), "
-        "Parallelized(…), or a list of them"
+        "Pipeline(…), Parallelized(…), or a list of them"
     )
 
 
 def _check_composition(modes: Sequence[Mode]) -> None:
     kinds = [FSDP if isinstance(mode, FSDP) else type(mode) for mode in modes]
-    if not modes or len({*kinds}) < len(kinds) or (len(kinds) > 1 and {*kinds} != {FSDP, TensorParallel}):
+    composable: list[set[type]] = [{FSDP, TensorParallel}, {FSDP, Pipeline}]
+    if not modes or len({*kinds}) < len(kinds) or (len(kinds) > 1 and {*kinds} not in composable):
         raise ConfigurationError(
-            f"parallel={[*modes]}: these cannot be composed; TensorParallel can, with FSDP or HSDP"
+            f"parallel={[*modes]}: these cannot be composed; TensorParallel or Pipeline can, with FSDP or HSDP"
         )

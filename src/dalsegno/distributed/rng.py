@@ -149,9 +149,9 @@ class DerivedState(TypedDict):
 class RandomState:
     """All generators of this rank, including those of all CUDA devices, as one component of a checkpoint.
 
-    Per rank: at the start of a run they are seeded with (seed, data rank, 0), so that ranks which read the same data
-    draw the same dropout. After a change of the layout the saved states do not fit, and each rank is seeded with (seed,
-    data rank, step of the checkpoint).
+    Per rank: at the start of a run they are seeded with (seed, random rank, 0), so that ranks which read the same data
+    draw the same dropout, but stages of a pipeline do not. After a change of the layout the saved states do not fit,
+    and each rank is seeded with (seed, data rank, step of the checkpoint).
     """
 
     state_scope = "per_rank"
@@ -161,13 +161,13 @@ class RandomState:
     def __init__(self, seed: int, layout: Layout | None = None) -> None:
         """``layout``: which ranks read the same data; None: each its own."""
         self.seed = seed
-        self._data_rank = collectives.rank() if layout is None else layout.data_rank
+        self._random_rank = collectives.rank() if layout is None else layout.random_rank
         self.step = 0
         """Finished steps, saved with the state."""
 
     def start(self) -> None:
         """Seed this rank's generators for the start of a run."""
-        self._seed(mix(RANK, self.seed, self._data_rank, 0))
+        self._seed(mix(RANK, self.seed, self._random_rank, 0))
 
     def state_dict(self) -> SavedRandomState:
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
@@ -183,7 +183,7 @@ class RandomState:
             torch.cuda.set_rng_state_all(state["cuda"])
         else:
             torch.cuda.manual_seed_all(
-                mix(RANK, self.seed, self._data_rank, self.step)
+                mix(RANK, self.seed, self._random_rank, self.step)
             )  # the number of devices has changed
 
     @classmethod

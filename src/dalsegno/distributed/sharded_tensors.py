@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from dalsegno.errors import ConfigurationError
 
+from .stage_places import place_of
+
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 _layout, _dtype = attrgetter("layout"), attrgetter("dtype")  # faster than lambdas: called for hundreds of tensors
@@ -47,7 +49,7 @@ def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def check_materialized(model: nn.Module) -> None:
     """
     Raises:
-        ConfigurationError: if a lazy module's parameter or buffer has no shape yet.
+        ConfigurationError: if a lazy module's parameter or buffer has no shape yet, or one has no values.
     """
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if torch.nn.parameter.is_lazy(tensor):
@@ -55,12 +57,16 @@ def check_materialized(model: nn.Module) -> None:
                 f"model: {strip_wrappers(name)} of a lazy module has no shape yet, so no optimizer can train it and no "
                 "checkpoint fits it; call the model on a batch once before you build the optimizer"
             )
+        if tensor.is_meta:
+            whose = "is in another pipeline stage; build a new model for each trainer"
+            how = "has no values: it is on the meta device; materialize the model, or build it on a device"
+            raise ConfigurationError(f"model: {strip_wrappers(name)} {how if place_of(tensor) is None else whose}")
 
 
 def parameter_shards(model: nn.Module) -> list[LocalShard]:
     """Return the shards of all parameters, including frozen ones."""
     return [
-        LocalShard(name, dense(parameter.detach()), shard_groups(parameter))
+        LocalShard(name, own_part(parameter, parameter.detach()), shard_groups(parameter))
         for name, parameter in named_parameters(model)
     ]
 
@@ -80,7 +86,8 @@ def are_finite(model: nn.Module) -> bool:
 
 def device_of(model: nn.Module) -> torch.device:
     """Return the model's device; the CPU for a model without parameters."""
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    places = ((parameter, place_of(parameter)) for parameter in model.parameters())
+    return next((each.device if place is None else place.device for each, place in places), torch.device("cpu"))
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -107,8 +114,22 @@ def dense(tensor: Tensor) -> Tensor:
     return torch.view_as_real(local) if local.is_complex() else local
 
 
+def own_part(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """Return this rank's part of ``tensor``, which is placed like ``parameter``, dense and real.
+
+    It has no rows where another pipeline stage stores the parameter, or stands for it in sums over the ranks.
+    """
+    place = place_of(parameter)
+    if place is None or place.counts:
+        return dense(tensor)
+    rest = (2,) if tensor.is_complex() else ()
+    return torch.empty((0, *tensor.shape[1:], *rest), dtype=tensor.dtype.to_real(), device=place.device)
+
+
 def shard_groups(tensor: Tensor) -> tuple[ProcessGroup, ...]:
     """Return the process groups that a tensor is sharded over; empty if every rank has the full tensor."""
+    if (place := place_of(tensor)) is not None:
+        return place.groups
     if not isinstance(tensor, DTensor):
         return ()
     mesh = tensor.device_mesh
@@ -209,6 +230,9 @@ def _local_gradient(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
 
 
 def _gradient_shard(name: str, parameter: nn.Parameter) -> LocalShard:
-    gradient = parameter.grad
+    gradient, place = parameter.grad, place_of(parameter)
+    if place is not None and (gradient is None or not place.counts):
+        # Which gradients exist on other stages is unknown here: each is listed, as zero if there is none.
+        return LocalShard(name, torch.zeros(0, device=place.device), place.groups)
     local = torch.zeros((), device=parameter.device) if gradient is None else _local_gradient(parameter, gradient)
     return LocalShard(name, local, shard_groups(parameter), gradient is not None)

@@ -15,7 +15,7 @@ from dalsegno.distributed.eval_mode import evaluating
 from dalsegno.distributed.layout import Layout
 from dalsegno.events.dispatcher import Dispatcher
 
-from .forward import ForwardPass
+from .forward import EvaluationForward
 
 BetweenBatches = Callable[[], None]
 """Called between two batches of an evaluation, equally often on all ranks. An exception that it raises interrupts the
@@ -46,7 +46,7 @@ class LossEvaluation:
         loader: EvalLoader,
         *,
         dispatcher: Dispatcher,
-        forward: ForwardPass,
+        forward: EvaluationForward,
         layout: Layout,
         device: torch.device,
         loss_weight: LossWeight | None,

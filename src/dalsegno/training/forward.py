@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from dalsegno.distributed.pipeline.runner import PipelineRunner
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.dispatcher import Dispatcher
+from dalsegno.events.table import Event
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 """``loss_fn(outputs, batch) -> loss``, for models that return no loss."""
 
 Outputs = MutableMapping[str, Any]
+
+
+class EvaluationForward(Protocol):
+    """Computes the loss and the outputs of an evaluation batch."""
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules that are in evaluation mode meanwhile."""
+        ...
+
+    def __call__(self, batch: Any) -> tuple[torch.Tensor, Outputs]:
+        """The batch's mean loss, a 0-dim tensor, and the outputs with the loss under ``"loss"``."""
+        ...
 
 
 class ForwardPass:
@@ -129,3 +144,27 @@ def _describe(returned: Any) -> str:
     if isinstance(returned, torch.Tensor):
         return f"a tensor of shape {tuple(returned.shape)}"
     return f"a {type(returned).__name__}"
+
+
+class PipelinedForward:
+    """Calls a model that is cut into pipeline stages, in evaluation. Collective.
+
+    The loss is on every rank. The outputs are where the last stage is; their tensors are sent to the other ranks if a
+    callback handles on_prediction_step.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, forward: ForwardPass, runner: PipelineRunner) -> None:
+        self._dispatcher = dispatcher
+        self._forward = forward
+        self._runner = runner
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The model, its stages on this rank, and the loss function if it is a module."""
+        return [*self._forward.modules, *self._runner.modules]
+
+    def __call__(self, batch: Any) -> tuple[torch.Tensor, Outputs]:
+        loss, outputs = self._runner.evaluate(batch, self._forward)
+        if self._dispatcher.listens_anywhere(Event.PREDICTION_STEP):
+            return loss, {**self._runner.share_outputs(outputs), "loss": loss}
+        return loss, {"loss": loss}

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from dalsegno.args import TrainingArguments
 from dalsegno.checkpoint import unwrapped
 from dalsegno.distributed.layout import Layout
+from dalsegno.distributed.modes import STAGES
 from dalsegno.distributed.parallel import Parallel, parallelize
 from dalsegno.errors import ConfigurationError
 
@@ -55,7 +56,8 @@ def place(
         ConfigurationError: if the optimizer cannot step without a closure, or does not fit a sharded model; or if the
             model has no blocks that could be checkpointed.
     """
-    model.to(device)
+    if STAGES not in layout.dimensions:  # else each rank moves its stages only: the whole model may not fit
+        model.to(device)
     if args.gradient_checkpointing:
         enable_gradient_checkpointing(model, args.gradient_checkpointing_kwargs or {})
     if args.torch_compile:

@@ -20,8 +20,10 @@ from typing import Any, Self
 import torch
 
 from dalsegno.data.sequence_length import ShortenedSequences
+from dalsegno.data.split_batches import SplitBatches
 from dalsegno.data.step_batch import LossWeight, Source, StepBatch, agreed_position, iter_steps
 from dalsegno.distributed import collectives
+from dalsegno.distributed.modes import parts_of_batch
 from dalsegno.errors import ConfigurationError, EmptyDataset
 
 from .checkpointer import Checkpointer
@@ -74,6 +76,7 @@ class Session:
         self._schedule = ActionSchedule(parts.args)
         self._layout = parts.layout
         self._alone = collectives.world_size() == 1
+        self._parts_of_batch = parts_of_batch(parts.args.parallel)
         self._position = parts.loader.position  # after the step in progress, in epochs; the same on all ranks
         self._ends_epoch = False  # whether the step in progress is its epoch's last, if the length of the data is known
         self._due = DueActions()
@@ -207,17 +210,18 @@ class Session:
                 return
 
     def _data(self) -> Source:
-        """The loader, with sequences cut to the length that applies to each step."""
-        lengths = self._args.sequence_lengths
-        if lengths is None:
-            return self._loader
-        return ShortenedSequences(self._loader, lambda: lengths.at(self._state.global_step))
+        """The loader, with sequences cut to the length that applies to each step, and batches split for a pipeline."""
+        lengths, data = self._args.sequence_lengths, self._loader
+        source: Source = (
+            data if lengths is None else ShortenedSequences(data, lambda: lengths.at(self._state.global_step))
+        )
+        return source if self._parts_of_batch == 1 else SplitBatches(source, self._parts_of_batch)
 
     def _step_sizes(self) -> Iterator[int]:
         """Micro-batches of each step from here on."""
         accumulation = self._args.accumulation
         while True:
-            yield accumulation.at(self._state.global_step)
+            yield accumulation.at(self._state.global_step) * self._parts_of_batch
 
     def step_end(
         self,

@@ -19,13 +19,12 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from dalsegno.data import to_device
 from dalsegno.data.step_batch import StepBatch
 from dalsegno.distributed.parallel import Parallel
 from dalsegno.events.table import Event
 from dalsegno.stateful.component import Stateful
 
-from .forward import ForwardPass, Outputs
+from .accumulation import Accumulation
 from .parts import RunParts
 
 
@@ -62,25 +61,23 @@ class TrainStep:
 
     Args:
         parts: of the run. A ``ReduceLROnPlateau`` among the schedulers is not stepped here.
-        forward: computes the loss.
-        parallel: reduces and clips the gradients.
+        accumulate: adds the micro-batches' gradients.
+        parallel: clips the gradients.
         wants_norm: whether this step needs their total norm.
         scaler: for fp16.
-        device: of the model.
     """
 
     def __init__(
         self,
         parts: RunParts,
-        forward: ForwardPass,
+        accumulate: Accumulation,
         parallel: Parallel,
         wants_norm: GradNormDemand,
         *,
         scaler: torch.amp.GradScaler | None,
-        device: torch.device,
     ) -> None:
         self._dispatcher = parts.dispatcher
-        self._forward = forward
+        self._accumulate = accumulate
         self._parallel = parallel
         self._optimizer = parts.optimizer
         self._schedulers = [each for each in parts.schedulers if not isinstance(each, ReduceLROnPlateau)]
@@ -88,10 +85,7 @@ class TrainStep:
         self._scaler = scaler
         self._scale = 1.0  # the scaler's, as of the last step
         self._max_grad_norm = parts.args.max_grad_norm
-        self._device = device
         self._parameters = [parameter for group in parts.optimizer.param_groups for parameter in group["params"]]
-        # Gradients are averaged over the data ranks; shares are to be summed.
-        self._data_size = parts.layout.data_size
 
     @property
     def stateful(self) -> dict[str, Stateful]:
@@ -101,7 +95,7 @@ class TrainStep:
     @contextmanager
     def leg(self) -> Iterator[None]:
         """Around the steps of a leg: training mode, and no gradients of an interrupted step."""
-        self._forward.module.train()
+        self._parallel.module.train()
         self._optimizer.zero_grad()
         self._wants_norm.begin_leg()
         self._scale = 1.0 if self._scaler is None else self._scaler.get_scale()
@@ -135,47 +129,6 @@ class TrainStep:
         if stepped:
             self._schedule()
         return StepResult(loss, grad_norm, lr)
-
-    def _accumulate(self, step_batch: StepBatch) -> torch.Tensor:
-        dispatcher = self._dispatcher
-        last = len(step_batch.microbatches) - 1
-        total: torch.Tensor | None = None
-        for index, microbatch in enumerate(step_batch.microbatches):
-            self._parallel.synchronize(index == last)
-            batch = to_device(microbatch.batch, self._device)
-            if dispatcher.microbatch_begin:
-                dispatcher.microbatch_begin.fill(batch, index, microbatch.samples)
-                dispatcher.microbatch_begin.fire()
-            loss, outputs = self._forward(batch)
-            loss = self._backward(loss, outputs, step_batch.share(index))
-            total = loss if total is None else total + loss
-            if dispatcher.microbatch_end:
-                dispatcher.microbatch_end.fill(
-                    outputs["loss"].detach(), outputs, batch, index, microbatch.samples, index == last
-                )
-                dispatcher.microbatch_end.fire()
-        assert total is not None, "a step is never empty"
-        return total
-
-    def _backward(self, loss: torch.Tensor, outputs: Outputs, share: float) -> torch.Tensor:
-        """Add this micro-batch's gradients; its share of the step's loss, detached."""
-        dispatcher = self._dispatcher
-        if dispatcher.before_backward:
-            dispatcher.before_backward.fill(outputs, loss.detach())
-            dispatcher.before_backward.fire()
-            loss = outputs["loss"]
-        counted = loss.detach()
-        if share != 1.0:  # padding does not count, not even a NaN
-            counted = counted * share if share else torch.zeros_like(counted)
-        factor = share * self._data_size
-        scaled = loss if factor == 1.0 else loss * factor
-        if self._scaler is not None:
-            scaled = self._scaler.scale(scaled)
-        scaled.backward()  # type: ignore[no-untyped-call]
-        if dispatcher.after_backward:
-            dispatcher.after_backward.fill(outputs, loss.detach())
-            dispatcher.after_backward.fire()
-        return counted
 
     def _clip(self) -> torch.Tensor | None:
         return self._parallel.clip(self._parameters, self._max_grad_norm) if self._wants_norm() else None

@@ -17,21 +17,18 @@ from dalsegno.data import ResumableLoader, TrainingData
 from dalsegno.data.build import Collator, eval_batches, evaluation_sets_from_args, train_loader_from_args
 from dalsegno.data.step_batch import LossWeight
 from dalsegno.distributed.layout import build_layout
-from dalsegno.distributed.parallel import FusedBackward
 from dalsegno.distributed.parallel.torchrun import init_distributed
-from dalsegno.distributed.precision import autocast_dtype
 from dalsegno.distributed.sharded_tensors import check_materialized
 from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.events.callback import Callback
 from dalsegno.events.registration import check_callbacks, instances
-from dalsegno.events.table import Event
 from dalsegno.state import TrainerControl, TrainerState
 from dalsegno.system.tracebacks import short_traceback
 
 from . import loop
+from .build_step import build_step, unsupported_events
 from .evaluation import LossEvaluation
-from .forward import ForwardPass, LossFunction
-from .grad_scaler import grad_scaler
+from .forward import LossFunction
 from .lifecycle import RunLifecycle
 from .lr_schedule import PlateauStep, build_schedulers
 from .parts import RunParts, build_parts
@@ -40,12 +37,6 @@ from .result import TrainResult
 from .resume import ResumeOptions
 from .run_dir import check_writable
 from .settings import UserSupplied
-from .step import GradNormDemand, TrainStep
-
-_UNSUPPORTED_IF_FUSED = dict.fromkeys(
-    [Event.GRADIENTS_READY, Event.PRE_OPTIMIZER_STEP],
-    "fuse_optim_with_backward=True cannot fire, since not all gradients exist at any one time; remove one of the two",
-)
 
 
 class Trainer:
@@ -117,7 +108,7 @@ class Trainer:
             "trainer": self,
         }
         self._parts = _build_parts(args, placed, schedulers, loader, callbacks, context_fields)
-        self._train_step, forward = _build_step(self._parts, placed)
+        self._train_step, forward = build_step(self._parts, placed)
         self._evaluation = partial(
             LossEvaluation,
             dispatcher=self._parts.dispatcher,
@@ -332,27 +323,8 @@ def _build_parts(
         callbacks=callbacks,
         core=[PlateauStep(schedulers, args.best_metric_name)] if PlateauStep.is_needed(schedulers) else [],
         context_fields=context_fields,
-        unsupported_events=_UNSUPPORTED_IF_FUSED if args.fuse_optim_with_backward else {},
+        unsupported_events=unsupported_events(args, placed.parallel),
     )
-
-
-def _build_step(parts: RunParts, placed: PlacedModel) -> tuple[TrainStep, ForwardPass]:
-    """The train step, and the forward pass that evaluations share with it."""
-    args, device = parts.args, placed.device
-    wants_norm = GradNormDemand(parts)
-    parallel = placed.parallel
-    if args.fuse_optim_with_backward:
-        parallel = FusedBackward(parallel, parts.model, parts.optimizer, wants_norm)
-    forward = ForwardPass(
-        parts.dispatcher,
-        parallel.module,
-        placed.loss_fn,
-        device,
-        autocast_dtype(bf16=args.bf16, fp16=args.fp16),
-        is_compiled=args.torch_compile,
-    )
-    scaler = grad_scaler(placed.layout, device) if args.fp16 else None
-    return TrainStep(parts, forward, parallel, wants_norm, scaler=scaler, device=device), forward
 
 
 def _training_data(

@@ -19,6 +19,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from dalsegno.distributed.stage_places import place_of
+
 _LARGEST_KEPT = 1 << 20  # elements
 
 _NO_HOOKS = {name: value for name, value in vars(nn.Module()).items() if "hooks" in name}
@@ -76,10 +78,12 @@ def _without_data(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     is_whole = not (tensor.is_floating_point() or tensor.is_complex())
     if is_whole and type(tensor) is Tensor and tensor.numel() <= _LARGEST_KEPT:
         return tensor.detach().clone()
+    place = place_of(tensor)
+    device = tensor.device if place is None else place.device
     with mode:
-        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         if tensor.layout == torch.strided:
-            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(empty, requires_grad=tensor.requires_grad)
     return empty.requires_grad_(tensor.requires_grad and tensor.is_leaf)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import xxhash
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from dalsegno.checkpoint.format import names
 from dalsegno.checkpoint.format.index import Index, StoredChunk, StoredTensor
@@ -24,6 +24,7 @@ from dalsegno.checkpoint.format.layout import FileLayout, TensorChunk
 from dalsegno.checkpoint.state.sharded import TensorsByComponent
 from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import meshes_like
+from dalsegno.distributed.stage_places import place_of
 from dalsegno.errors import CannotSave
 
 
@@ -135,6 +136,7 @@ def signature(tensors: TensorsByComponent) -> object:
                 [tensor.dtype for tensor in its.values()],
                 [tensor.shape for tensor in its.values()],
                 [(tensor.placements, tensor.device_mesh) for tensor in its.values() if type(tensor) is DTensor],
+                [(place.meshes, place.placements) for each in its.values() if (place := place_of(each)) is not None],
             )
             for component, its in tensors.items()
         ],
@@ -166,31 +168,44 @@ def check_ranks_match(tensors: TensorsByComponent) -> None:
 
 
 def _described(name: str, tensor: torch.Tensor) -> str:
-    described = f"{name} {list(tensor.shape)} {tensor.dtype}"
-    if not isinstance(tensor, DTensor):
-        return described
-    return f"{described} {tensor.placements} {meshes_like(tensor.device_mesh).tolist()}"
+    spread = _spread(tensor)
+    placement = "" if spread is None else f" {spread[1]} {spread[0].tolist()}"
+    return f"{name} {list(tensor.shape)} {tensor.dtype}{placement}"
+
+
+def _spread(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[Placement, ...]] | None:
+    """The ranks of the meshes that each hold the whole tensor, shape (meshes, ``*mesh shape``), and its placements on
+    each; None if every rank holds all of it."""
+    if (place := place_of(tensor)) is not None:
+        ranks, shape = place.meshes
+        return torch.tensor(ranks).reshape(shape), place.placements
+    if isinstance(tensor, DTensor):
+        return meshes_like(tensor.device_mesh), tuple(tensor.placements)
+    return None
 
 
 def _layout_of(tensor: torch.Tensor, known: dict[object, ShardLayout]) -> ShardLayout:
     """``known`` caches layouts, since many tensors are sharded alike."""
-    shape = tuple(tensor.shape)
-    if not isinstance(tensor, DTensor):
-        if shape not in known:
-            known[shape] = ShardLayout([Chunk((0,) * len(shape), shape, range(collectives.world_size()))])
-        return known[shape]
-    key = (shape, tensor.placements, tensor.device_mesh)
+    shape, place = tuple(tensor.shape), place_of(tensor)
+    key: object = shape
+    if place is not None:
+        key = (shape, place.meshes, place.placements)
+    elif isinstance(tensor, DTensor):
+        key = (shape, tensor.placements, tensor.device_mesh)
     if key not in known:
-        known[key] = ShardLayout(list(_chunks(tensor)))
+        spread = _spread(tensor)
+        whole = [Chunk((0,) * len(shape), shape, range(collectives.world_size()))]
+        known[key] = ShardLayout(whole if spread is None else list(_chunks(shape, *spread)))
     return known[key]
 
 
-def _chunks(tensor: DTensor) -> Iterator[Chunk]:
-    meshes = meshes_like(tensor.device_mesh)  # each holds the whole tensor
-    shape: tuple[int, ...] = tuple(meshes.shape[1:])
+def _chunks(tensor: tuple[int, ...], meshes: torch.Tensor, placements: tuple[Placement, ...]) -> Iterator[Chunk]:
+    """``tensor``: its shape. The other arguments are those that :func:`_spread` returns."""
+    mesh: tuple[int, ...] = tuple(meshes.shape[1:])
     owners: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
-    for coordinate, ranks in zip(itertools.product(*map(range, shape)), meshes.flatten(1).T.tolist(), strict=True):
-        box = box_at(tuple(tensor.shape), shape, coordinate, tensor.placements)
+    of_coordinates = meshes.reshape(len(meshes), -1).T.tolist()
+    for coordinate, ranks in zip(itertools.product(*map(range, mesh)), of_coordinates, strict=True):
+        box = box_at(tensor, mesh, coordinate, placements)
         owners.setdefault(box, []).extend(ranks)
     for (offsets, lengths), its_owners in owners.items():
         if 0 not in lengths:  # there were too few rows for this rank

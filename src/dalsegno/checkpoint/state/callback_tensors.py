@@ -5,11 +5,13 @@ from __future__ import annotations
 from torch import nn
 
 from dalsegno.checkpoint.format.index import Index
+from dalsegno.distributed.stage_places import is_elsewhere, like_parameter
 from dalsegno.errors import CannotSave, ConfigurationError
 from dalsegno.stateful.component import State, Stateful, TensorHolder, declared_schema
 from dalsegno.stateful.schema import check
 
-from .sharded import LoadTarget, Tensors, class_name_of, is_dense
+from .dense import is_dense
+from .sharded import LoadTarget, Tensors, class_name_of
 
 
 class CallbackTensors:
@@ -49,7 +51,7 @@ class CallbackTensors:
         for name, tensor in tensors.items():
             if not is_dense(tensor):
                 raise CannotSave(f"{self.key}.{name}: needs a dense tensor or DTensor, not a {type(tensor).__name__}")
-        return {name: tensor.detach() for name, tensor in tensors.items()}, rest
+        return {name: like_parameter(tensor.detach(), tensor) for name, tensor in tensors.items()}, rest
 
     def check_rest(self, stored: Index, rest: State, where: str) -> None:
         form = declared_schema(self._holder)
@@ -67,6 +69,6 @@ class CallbackTensors:
         fitting = {
             name: tensor.detach()
             for name, tensor in tensors_to_load(self._model, rest).items()
-            if name in there and there[name].shape == tensor.shape
+            if name in there and there[name].shape == tensor.shape and not is_elsewhere(tensor)
         }
         return LoadTarget(fitting, lambda: self._holder.load_sharded_state(fitting.keys(), rest))

@@ -13,25 +13,25 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dalsegno.checkpoint.format.index import Index, StoredTensor
 from dalsegno.checkpoint.format.keys import LOSS, MODEL
-from dalsegno.checkpoint.format.layout import DTYPES, is_plain, name_of
+from dalsegno.checkpoint.format.layout import DTYPES, name_of
 from dalsegno.distributed.sharded_tensors import once, strip_wrappers
+from dalsegno.distributed.stage_places import is_cut, is_elsewhere, like_parameter
 from dalsegno.errors import CannotSave
 from dalsegno.stateful.component import State
 
 from . import positions
+from .dense import is_dense, is_sharded
 from .non_tensor_schema import check_model_rest, check_optimizer_rest
 from .optimizer_rows import OptimizerRows
 from .placement import cast_as, exactly, like, placed_like
+from .stages import of_all_stages
 
 Tensors = dict[str, torch.Tensor]
 TensorsByComponent = dict[str, Tensors]
-
-_TENSORS = (torch.Tensor, nn.Parameter, DTensor)  # a subclass may hide its data
 
 
 class Capturable(Protocol):
@@ -137,7 +137,7 @@ class ModelState:
         targets = {
             sources[name]: tensor
             for name, tensor in self._sorted()[0].items()
-            if sources[name] in there and tensor.shape == there[sources[name]].shape
+            if sources[name] in there and tensor.shape == there[sources[name]].shape and not is_elsewhere(tensor)
         }
 
         def commit() -> None:
@@ -219,7 +219,7 @@ class ModelState:
                 )
             else:
                 names[id(value)] = name
-                tensors[name] = value.detach()
+                tensors[name] = like_parameter(value.detach(), value)
         return tensors, tied, extra
 
 
@@ -260,13 +260,15 @@ class OptimizerState:
                 continue
             plain = rows.plain[name] = {}
             for kind, value in packed["state"][number].items():
-                if _is_sharded(value, parameter):
-                    tensors[f"{name}.{kind}"] = value
+                if is_sharded(value, parameter):
+                    tensors[f"{name}.{kind}"] = like_parameter(value, parameter)
                     rows.sharded.setdefault(name, []).append(kind)
                     continue
                 plain[kind] = value
                 if isinstance(value, torch.Tensor) and value.device.type == "cpu" != parameter.device.type:
                     rows.on_cpu.setdefault(name, []).append(kind)
+        if is_cut(self._model):
+            tensors, rows = of_all_stages(named, tensors, rows)
         return tensors, {
             **rows.by_kind(),
             "other": {key: value for key, value in packed["state"].items() if key not in range(len(named))},
@@ -306,7 +308,9 @@ class OptimizerState:
         fitting = {  # state of a parameter whose shape has changed is dropped
             name: number
             for number, (name, parameter) in enumerate(named)
-            if name in rows.plain and (fqns[number] not in weights or weights[fqns[number]].shape == parameter.shape)
+            if name in rows.plain
+            and (fqns[number] not in weights or weights[fqns[number]].shape == parameter.shape)
+            and not is_elsewhere(parameter)
         }
         casts = {  # parameters whose dtype has changed
             name: (weights[fqn].dtype, named[number][1].dtype)
@@ -382,16 +386,6 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def class_name_of(thing: object) -> str:
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
-
-
-def is_dense(value: torch.Tensor) -> bool:
-    return type(value) in _TENSORS and is_plain(value)
-
-
-def _is_sharded(value: object, parameter: torch.Tensor) -> bool:
-    if not isinstance(value, torch.Tensor) or not is_dense(value):
-        return False
-    return isinstance(value, DTensor) or (value.dim() > 0 and value.shape == parameter.shape)
 
 
 def _form(thing: torch.Tensor | StoredTensor) -> str:

@@ -17,6 +17,7 @@ from dalsegno.distributed.modes import (
     TENSOR,
     Mode,
     Parallelized,
+    Pipeline,
     Setting,
     TensorParallel,
     modes_of,
@@ -28,13 +29,14 @@ from .base import Parallel
 from .ddp import DataParallel
 from .fsdp import FullySharded
 from .fused_backward import FusedBackward
+from .pipeline import Pipelined
 from .single import Single
 from .spread import Spread
 from .tensor import TensorSharded
 from .torchrun import require_launch
 from .trained_loss import WithTrainedLoss, has_own_parameters
 
-__all__ = ["DataParallel", "FullySharded", "FusedBackward", "Parallel", "Single", "parallelize"]
+__all__ = ["DataParallel", "FullySharded", "FusedBackward", "Parallel", "Pipelined", "Single", "parallelize"]
 
 
 def parallelize(
@@ -63,6 +65,9 @@ def parallelize(
         require_launch(setting)
     if collectives.world_size() == 1:
         modes = ()
+    pipeline = next((mode for mode in modes if isinstance(mode, Pipeline)), None)
+    if pipeline is not None:
+        _expect_no_own_parameters(loss_fn, pipeline)
     if loss_fn is None or not has_own_parameters(loss_fn, model, modes):
         return _spread(model, modes, layout, device, bf16)
     parallel = _spread(model, modes, layout, device, bf16)
@@ -71,6 +76,7 @@ def parallelize(
 
 def _spread(model: nn.Module, modes: Sequence[Mode], layout: Layout, device: torch.device, bf16: bool) -> Parallel:
     tensor = next((mode for mode in modes if isinstance(mode, TensorParallel)), None)
+    pipeline = next((mode for mode in modes if isinstance(mode, Pipeline)), None)
     sharding = next((mode for mode in modes if isinstance(mode, FSDP)), None)
     mesh = layout.mesh
     if not modes:
@@ -79,6 +85,8 @@ def _spread(model: nn.Module, modes: Sequence[Mode], layout: Layout, device: tor
         return DataParallel(model, device)
     if isinstance(modes[0], Parallelized):
         return Spread(model)
+    if pipeline is not None:
+        return Pipelined(model, pipeline, mesh, device, sharding, gathered_dtype(model, modes, bf16=bf16))
     names = layout.dimensions
     layers = None if tensor is None else mesh[TENSOR]
     if sharding is not None:
@@ -103,6 +111,18 @@ def _spread_loss(
         )
     sharding = [mode for mode in modes if not isinstance(mode, TensorParallel)]
     return _spread(loss_fn, sharding, layout, device, bf16)
+
+
+def _expect_no_own_parameters(loss_fn: nn.Module | None, pipeline: Pipeline) -> None:
+    """
+    Raises:
+        ConfigurationError: if the loss function has parameters.
+    """
+    if loss_fn is not None and any(True for _ in loss_fn.parameters()):
+        raise ConfigurationError(
+            f"loss_fn: {type(loss_fn).__name__} has parameters, and under parallel={pipeline} it runs on the last "
+            "stage only; compute the loss in the model's forward"
+        )
 
 
 def _is_spread(module: nn.Module) -> bool:

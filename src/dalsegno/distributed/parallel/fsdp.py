@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -55,14 +56,33 @@ class FullySharded(ReplacedParameters):
         collectives.broadcast_tensors([*model.parameters(), *map(once, model.buffers())])
         if layers is not None and layer_mesh is not None:
             split_layers(model, layers, layer_mesh)
-        options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": mode.reshard_after_forward}
-        policy, of_root = _policies(mode, dtype)
-        for unit in unshared(model, _unit_names(model, mode)):
-            fully_shard(unit, mp_policy=policy, **options)
-        fully_shard(model, mp_policy=of_root, **options)
+        shard(model, unit_names(model, mode), mode, mesh, dtype)
 
     def synchronize(self, wanted: bool) -> None:
         self._sharded.set_requires_gradient_sync(wanted)
+
+
+def shard(
+    model: nn.Module,
+    units: Sequence[str] | None,
+    mode: FSDP,
+    mesh: DeviceMesh,
+    dtype: torch.dtype | None,
+    reshard_after_forward: bool | int | None = None,
+) -> None:
+    """Apply ``fully_shard`` to the units (None: the blocks) of ``model``, and to the rest.
+
+    ``reshard_after_forward``: unless ``mode`` has it. The other arguments are those of :class:`FullySharded`.
+    """
+    given = mode.reshard_after_forward
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": reshard_after_forward if given is None else given,
+    }
+    policy, of_root = _policies(mode, dtype)
+    for unit in unshared(model, units):
+        fully_shard(unit, mp_policy=policy, **options)
+    fully_shard(model, mp_policy=of_root, **options)
 
 
 def _policies(mode: FSDP, dtype: torch.dtype | None) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
@@ -75,7 +95,7 @@ def _policies(mode: FSDP, dtype: torch.dtype | None) -> tuple[MixedPrecisionPoli
     return policy, replace(policy, cast_forward_inputs=False)
 
 
-def _unit_names(model: nn.Module, mode: FSDP) -> list[str] | None:
+def unit_names(model: nn.Module, mode: FSDP) -> list[str] | None:
     """Names of the modules that the user chose; None: the choice is ours.
 
     Raises:

@@ -1,0 +1,24 @@
+"""Dense tensors, which a checkpoint stores as they are."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from dalsegno.checkpoint.format.layout import is_plain
+from dalsegno.distributed.stage_places import is_elsewhere
+
+_TENSORS = (torch.Tensor, nn.Parameter, DTensor)  # a subclass may hide its data
+
+
+def is_dense(value: torch.Tensor) -> bool:
+    """Whether the tensor can be saved, here or by the rank that stores it."""
+    return type(value) in _TENSORS and (is_plain(value) or is_elsewhere(value))
+
+
+def is_sharded(value: object, parameter: torch.Tensor) -> bool:
+    """Whether an optimizer's value is sharded like its parameter."""
+    if not isinstance(value, torch.Tensor) or not is_dense(value):
+        return False
+    return isinstance(value, DTensor) or (value.dim() > 0 and value.shape == parameter.shape)

@@ -1,0 +1,93 @@
+"""SplitBatches: training data whose batches are split into the micro-batches of a pipeline."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from dalsegno.errors import ConfigurationError
+
+from .loader import Microbatch
+from .step_batch import Source, SourceView
+
+
+class SplitBatches(SourceView[Source]):
+    """Yields ``number`` micro-batches for each batch of ``feed``. The loader itself and its state stay as they are."""
+
+    def __init__(self, feed: Source, number: int) -> None:
+        super().__init__(feed)
+        self._number = number
+
+    @property
+    def spare(self) -> Microbatch | None:
+        spare = super().spare
+        return None if spare is None else split(spare, self._number)[0]
+
+    def length(self) -> int | None:
+        batches = super().length()
+        return None if batches is None else batches * self._number
+
+    def __iter__(self) -> Iterator[Microbatch]:
+        for microbatch in self._feed:
+            yield from split(microbatch, self._number)
+
+
+def split(microbatch: Microbatch, number: int) -> list[Microbatch]:
+    """Split a batch into ``number`` parts of equal size, along the first dimension of its tensors.
+
+    A batch that does not divide, such as an epoch's last, has a smaller last part, then copies of it without samples.
+    Tensors without dimensions, and values that are not a list of one element per sample, are in every part.
+
+    Raises:
+        ConfigurationError: if the batch is not a tensor, or a mapping, tuple or list with tensors, of equal lengths.
+    """
+    length = _length(microbatch.batch)
+    size = -(-length // number)
+    parts = []
+    for begin in range(0, length, size):
+        rows = slice(begin, min(begin + size, length))
+        samples = rows.stop - begin if microbatch.samples else 0
+        parts.append(replace(microbatch, batch=_part(microbatch.batch, length, rows), samples=samples))
+    parts += [replace(parts[-1], samples=0)] * (number - len(parts))
+    if microbatch.global_samples is None:
+        return parts
+    # Only their sum is used.
+    return [replace(part, global_samples=0 if place else microbatch.global_samples) for place, part in enumerate(parts)]
+
+
+def _length(batch: Any) -> int:
+    lengths = {len(each) for each in _values(batch) if isinstance(each, Tensor) and each.dim()}
+    if len(lengths) != 1 or 0 in lengths:
+        shown = f"the lengths {sorted(lengths)}" if lengths else "no dimension"
+        raise ConfigurationError(
+            f"Pipeline(microbatches=…): cannot split a {type(batch).__name__} whose tensors have {shown}; let the "
+            "collator return tensors with one row per sample, or use gradient_accumulation_steps and microbatches=1"
+        )
+    return lengths.pop()
+
+
+def _values(batch: Any) -> list[Any]:
+    if isinstance(batch, Mapping):
+        return list(batch.values())
+    return list(batch) if isinstance(batch, (tuple, list)) else [batch]
+
+
+def _part(batch: Any, length: int, rows: slice) -> Any:
+    if isinstance(batch, MutableMapping):
+        part = copy.copy(batch)  # of the same class, which has methods that a model may use
+        for name, each in batch.items():
+            part[name] = _rows(each, length, rows)
+        return part
+    if isinstance(batch, (tuple, list)):
+        parts = [_rows(each, length, rows) for each in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return _rows(batch, length, rows)
+
+
+def _rows(value: Any, length: int, rows: slice) -> Any:
+    has_rows = value.dim() > 0 if isinstance(value, Tensor) else isinstance(value, list) and len(value) == length
+    return value[rows] if has_rows else value

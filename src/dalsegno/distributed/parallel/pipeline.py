@@ -1,0 +1,228 @@
+"""Pipeline parallelism: a model cut into stages, each on other ranks (``torch.distributed.pipelining``).
+
+Every rank keeps the whole model, with its names and shapes; the tensors of other ranks' stages are on the meta device.
+So optimizer groups, checkpoints and measurements have the names of the whole model on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from dalsegno.distributed import collectives
+from dalsegno.distributed.clipping import clip_to_norm, gradient_norm
+from dalsegno.distributed.modes import FSDP, STAGES, Pipeline
+from dalsegno.distributed.pipeline.cut import Cut, cut
+from dalsegno.distributed.pipeline.runner import PipelineRunner
+from dalsegno.distributed.pipeline.stage import StageModule
+from dalsegno.distributed.sharded_tensors import once
+from dalsegno.distributed.stage_places import StagePlace, place_of, set_place
+
+from .base import ReplacedParameters
+from .fsdp import shard, unit_names
+
+Stores = dict[str, tuple[int, ...]]
+"""Coordinates, in the pipeline, of the ranks that store each parameter and buffer, by its first name."""
+
+
+class Pipelined(ReplacedParameters):
+    """Keeps this rank's stages of ``model`` and runs them.
+
+    Args:
+        model: on any device, equal on all ranks.
+        mode: how it is cut, and the schedule.
+        mesh: of all ranks; its first dimension has the stages.
+        device: of this rank.
+        sharding: shards each stage over the ranks that read different data; None: there is one such rank.
+        dtype: in which sharded parameters are gathered; None: their own.
+
+    Raises:
+        ConfigurationError: if the model cannot be cut so.
+        UnknownName: for a module that the model does not have.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mode: Pipeline,
+        mesh: DeviceMesh,
+        device: torch.device,
+        sharding: FSDP | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__(model)
+        self._mesh = mesh
+        self._group = mesh.get_group(STAGES)
+        data = (mesh.mesh_dim_names or ())[1:]
+        self._copies = mesh[data]._flatten().get_group() if data else None
+        ranks, here = mesh.size(0), mesh.get_local_rank(STAGES)
+        stages = cut(model, mode.stages)
+        stores = _stores(stages, ranks)
+        collectives.broadcast_tensors([*model.parameters(), *map(once, model.buffers())])
+        _leave_to_others(model, stores, here, device)
+        modules = {number: StageModule(stages, number) for number in range(here, len(stages.stages), ranks)}
+        if sharding is not None:
+            tied, chosen = _tied_places(model), unit_names(model, sharding)
+            for module in modules.values():
+                # Gathered once a step: a schedule has many micro-batches.
+                shard(module, _names_in(module, model, chosen), sharding, mesh[data], dtype, False)
+            _tie_again(tied)
+        for module in modules.values():
+            module.note_hooks()
+        self._record_places(model, stores, here, device)
+        self._tied = self._groups_of_tied(model)
+        self._buffers = [
+            (module, key, place_of(buffer))
+            for module in model.modules()
+            for key, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self.runner = PipelineRunner(
+            modules,
+            count=len(stages.stages),
+            schedule=mode.schedule,
+            group=self._group,
+            last=(len(stages.stages) - 1) % ranks,
+            copies=self._copies,
+            device=device,
+        )
+
+    def finish_backward(self) -> None:
+        """Sum the gradients of parameters that several stages share. Collective."""
+        for module, key, place in self._buffers:
+            set_place(module._buffers[key], place)  # the forward may have replaced the tensor
+        for parameter, group in self._tied:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradient = parameter.grad
+            dist.all_reduce(gradient.to_local() if isinstance(gradient, DTensor) else gradient, group=group)
+
+    def clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+        counted = [each for each in parameters if (place := place_of(each)) is None or place.counts]
+        device = next((place.device for each in parameters if (place := place_of(each)) is not None), None)
+        has_any = any(each.grad is not None for each in counted)
+        square = gradient_norm(counted).square() if has_any else torch.zeros((), device=device)
+        dist.all_reduce(square, group=self._group)
+        norm = square.sqrt()
+        if max_norm:
+            clip_to_norm(parameters, max_norm, norm)
+        return norm
+
+    def _record_places(self, model: nn.Module, stores: Stores, here: int, device: torch.device) -> None:
+        """Record where each tensor is stored; the ranks of other stages send its placements. Collective."""
+        tensors = _tensors(model)
+        own = {name: self._placements(each) for name, each in tensors.items() if here in stores[name]}
+        gathered: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(gathered, own, group=self._group)
+        placements = {name: its for each in gathered for name, its in each.items()}
+        rest = self._mesh.mesh[0].shape
+        names = (self._mesh.mesh_dim_names or ())[1:]
+        for name, tensor in tensors.items():
+            several = self._mesh.mesh[list(stores[name])]
+            groups = [
+                self._mesh.get_group(dimension)
+                for dimension, placement in zip(names, placements[name], strict=True)
+                if not placement.is_replicate() and self._mesh[dimension].size() > 1
+            ]
+            place = StagePlace(
+                meshes=(tuple(several.flatten().tolist()), (len(stores[name]), *rest)),
+                placements=placements[name],
+                groups=(*groups, self._group),
+                copies=self._copies,
+                counts=here == stores[name][0],
+                device=device,
+            )
+            set_place(tensor, place)
+
+    def _placements(self, tensor: Tensor) -> tuple[Placement, ...]:
+        """Placement of a tensor of this rank on each dimension of the mesh but the first."""
+        names = (self._mesh.mesh_dim_names or ())[1:]
+        if not isinstance(tensor, DTensor):
+            return tuple(Replicate() for _ in names)
+        its = dict(zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True))
+        return tuple(its.get(name, Replicate()) for name in names)
+
+    def _groups_of_tied(self, model: nn.Module) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
+        """This rank's parameters that several ranks of the pipeline train, each with those ranks. Collective."""
+        groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        tied: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
+        for parameter in model.parameters():
+            place = place_of(parameter)
+            if place is None or place.meshes[1][0] == 1 or not parameter.requires_grad:
+                continue
+            columns = torch.tensor(place.meshes[0]).reshape(place.meshes[1][0], -1).T
+            for column in columns.tolist():
+                key = tuple(column)
+                if key not in groups:
+                    groups[key] = dist.new_group(column)
+                if dist.get_rank() in column:
+                    tied.append((parameter, groups[key]))
+        return tied
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers, each once."""
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def _stores(stages: Cut, ranks: int) -> Stores:
+    model = stages.model
+    every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    of_id = stages.stages_of(every)
+    return {
+        name: tuple(sorted({stage % ranks for stage in of_id[id(tensor)]})) or tuple(range(ranks))
+        for name, tensor in _tensors(model).items()
+    }
+
+
+def _leave_to_others(model: nn.Module, stores: Stores, here: int, device: torch.device) -> None:
+    """Move this rank's tensors to ``device``, and replace the others by ones without data; tied ones stay tied."""
+    replaced: dict[int, Tensor] = {}
+    for name, tensor in _tensors(model).items():
+        target = device if here in stores[name] else torch.device("meta")
+        if tensor.device != target:
+            with torch.no_grad():
+                moved = tensor.detach().to(target)
+            if isinstance(tensor, nn.Parameter):
+                moved = nn.Parameter(moved, requires_grad=tensor.requires_grad)
+            moved.__dict__.update(tensor.__dict__)
+            replaced[id(tensor)] = moved
+    for module in model.modules():
+        for own in (module._parameters, module._buffers):
+            for key, present in own.items():
+                if id(present) in replaced:
+                    own[key] = replaced[id(present)]  # type: ignore[assignment]
+
+
+def _tied_places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Modules and keys of each tied parameter."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module, key))
+    return [each for each in places.values() if len(each) > 1]
+
+
+def _tie_again(tied: list[list[tuple[nn.Module, str]]]) -> None:
+    """Put the sharded parameter in the places that belong to modules of other stages, too."""
+    for places in tied:
+        found = [module._parameters[key] for module, key in places]
+        sharded = next((each for each in found if isinstance(each, DTensor)), found[0])
+        for module, key in places:
+            module._parameters[key] = sharded
+
+
+def _names_in(stage: nn.Module, model: nn.Module, names: list[str] | None) -> list[str] | None:
+    """Names, in a stage, of those modules of the model that it has."""
+    if names is None:
+        return None
+    chosen = {model.get_submodule(name) for name in names}
+    return [name for name, module in stage.named_modules() if module in chosen]

@@ -1,0 +1,225 @@
+"""StageModule: runs one stage of a model, by the model's own forward.
+
+Each rank of a pipeline reads the same batch and calls the whole model on it. Modules of other stages are replaced while
+it runs: those before the stage return :class:`~.missing.Missing`, the stage's first module gets the activation that the
+stage before has sent, and at the next stage's first module the forward ends: its input is what this stage sends. So
+masks, positions and the like, which the forward computes between the modules, need not be sent.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from dalsegno.distributed.rng import preserved_generators
+from dalsegno.errors import ConfigurationError
+
+from .cut import Cut
+from .missing import Missing
+
+Forward = Callable[[Any], tuple[Tensor, Any]]
+"""Calls the whole model on a batch; returns the loss and the outputs."""
+
+
+class _Position(enum.Enum):
+    BEFORE = "before the stage's first module"
+    INSIDE = "after it"
+
+
+class StageModule(nn.Module):
+    """One stage. Its parameters are those of the stage, under other names than in the model.
+
+    Args:
+        cut: the stages.
+        index: which of them.
+    """
+
+    def __init__(self, cut: Cut, index: int) -> None:
+        super().__init__()
+        self.is_last = index == len(cut.stages) - 1
+        self.units = nn.ModuleList(cut.stages[index].values())
+        self._index = index
+        self._position = _Position.BEFORE
+        self._received: Tensor | None = None
+        self._is_probe = False
+        self._substitutes = [
+            (*_parent_and_key(cut.model, name), self._substitute(stage, name, module, cut))
+            for stage, modules in enumerate(cut.stages)
+            for name, module in modules.items()
+            if stage != index or (index > 0 and name == cut.entry(index))
+        ]
+        self._own_hooks: dict[nn.Module, tuple[set[int], set[int]]] = {}
+        self.forward_of: Forward | None = None
+        """Calls the whole model; set before the first call."""
+        self.microbatches: Sequence[Any] = ()
+        """Batches that are called by their index."""
+        self.results: dict[int, tuple[Tensor, Any]] = {}
+        """Of the last stage: loss and outputs of each micro-batch that was run."""
+
+    def note_hooks(self) -> None:
+        """Note that the hooks which the modules have now, such as those of FSDP, belong to the model."""
+        self._own_hooks = {
+            module: ({*module._forward_pre_hooks}, {*module._forward_hooks}) for module in self.units.modules()
+        }
+
+    def forward(self, *received: Tensor, index: Tensor) -> Tensor:
+        """
+        Args:
+            received: the activation from the stage before; nothing for the first stage.
+            index: of the micro-batch, shape (1,).
+
+        Returns:
+            The activation for the next stage; of the last stage the loss, 0-dim.
+        """
+        number = int(index)
+        loss_and_outputs = self._run(self.microbatches[number], received[0] if received else None)
+        if isinstance(loss_and_outputs, Tensor):
+            return loss_and_outputs
+        if not self._is_probe:
+            loss, outputs = loss_and_outputs
+            # In training, outputs are not kept: those of all micro-batches may take more memory than a stage.
+            self.results[number] = loss, None if torch.is_grad_enabled() else outputs
+        return loss_and_outputs[0]
+
+    @contextmanager
+    def probing(self) -> Iterator[None]:
+        """Around a call that only finds shapes: it leaves random generators and buffers as they were, and calls only
+        the hooks that :meth:`note_hooks` has seen, not those of callbacks."""
+        buffers = [(module, dict(module._buffers)) for module in self.units.modules()]
+        hooks = {module: (module._forward_pre_hooks, module._forward_hooks) for module in self.units.modules()}
+        self._is_probe = True
+        try:
+            for module, (before, after) in hooks.items():
+                own = self._own_hooks.get(module, (set(), set()))
+                module._forward_pre_hooks = OrderedDict((key, each) for key, each in before.items() if key in own[0])
+                module._forward_hooks = OrderedDict((key, each) for key, each in after.items() if key in own[1])
+            for module, present in buffers:  # copies: the backward pass, which follows, still reads what it was given
+                module._buffers.update({key: each if each is None else each.clone() for key, each in present.items()})
+            with preserved_generators():
+                yield
+        finally:
+            self._is_probe = False
+            for module, (before, after) in hooks.items():
+                module._forward_pre_hooks, module._forward_hooks = before, after
+            for module, present in buffers:
+                module._buffers.update(present)
+
+    def _run(self, batch: Any, received: Tensor | None) -> Tensor | tuple[Tensor, Any]:
+        assert self.forward_of is not None, "the runner sets it"
+        self._position = _Position.INSIDE if self._index == 0 else _Position.BEFORE
+        self._received = received
+        originals = [parent._modules[key] for parent, key, _ in self._substitutes]
+        for parent, key, substitute in self._substitutes:
+            parent._modules[key] = substitute
+        try:
+            result: Any = self.forward_of(batch)
+        except _StageEnd as end:
+            if self.is_last:
+                raise
+            result = end.activation
+        else:
+            if not self.is_last:
+                raise ConfigurationError(
+                    f"Pipeline: the forward ended without calling the first module of stage {self._index + 1}; name "
+                    "one that it calls"
+                )
+        finally:
+            self._received = None
+            for (parent, key, _), original in zip(self._substitutes, originals, strict=True):
+                parent._modules[key] = original
+        if self._position is _Position.BEFORE:
+            raise ConfigurationError(f"Pipeline: the forward did not call the first module of stage {self._index}")
+        if any(isinstance(leaf, Missing) for leaf in tree_leaves(result)):
+            raise ConfigurationError(
+                f"Pipeline: stage {self._index} uses a value that an earlier stage computes, beside the activation "
+                "that enters its first module (a connection that skips the boundary); begin the stage elsewhere, or "
+                "pass that value on in the activation"
+            )
+        return result  # type: ignore[no-any-return]
+
+    def _substitute(self, stage: int, name: str, module: nn.Module, cut: Cut) -> nn.Module:
+        if stage == self._index:
+            return _Entry(self, module)
+        if stage == self._index + 1 and name == cut.entry(stage):
+            return _Exit(self, module)
+        return _Absent(self, module, f"Pipeline: stage {self._index} calls {name}, which is in stage {stage}")
+
+
+class _StageEnd(BaseException):
+    """Ends the forward at the stage's end. Not an Exception, so that the model does not catch it."""
+
+    def __init__(self, activation: Tensor) -> None:
+        super().__init__()
+        self.activation = activation
+
+
+class _Substitute(nn.Module):
+    """Takes a module's place in its parent; has the module's attributes."""
+
+    def __init__(self, stage: StageModule, module: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["_stage"], self.__dict__["_module"] = stage, module  # not as submodules
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_module"], name)
+
+
+class _Entry(_Substitute):
+    """The stage's first module: gets the received activation in place of the one that is missing."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        stage: StageModule = self._stage
+        if stage._position is _Position.BEFORE:
+            stage._position = _Position.INSIDE
+            position, key, _ = _activation(args, kwargs)
+            if key is None:
+                args = (*args[:position], stage._received, *args[position + 1 :])
+            else:
+                kwargs[key] = stage._received
+        return self._module(*args, **kwargs)
+
+
+class _Exit(_Substitute):
+    """The next stage's first module: its input is this stage's result."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise _StageEnd(_activation(args, kwargs)[2])
+
+
+class _Absent(_Substitute):
+    """A module of another stage."""
+
+    def __init__(self, stage: StageModule, module: nn.Module, complaint: str) -> None:
+        super().__init__(stage, module)
+        self.__dict__["_complaint"] = complaint
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        stage: StageModule = self._stage
+        if stage._position is _Position.INSIDE or stage._received is None:
+            raise ConfigurationError(
+                f"{self._complaint}; list the modules of each stage in the order in which the forward calls them"
+            )
+        return Missing.like(stage._received)
+
+
+def _activation(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, str | None, Tensor]:
+    """Position or keyword of the first tensor among the arguments of a stage's first module, and the tensor."""
+    for position, value in enumerate(args):
+        if isinstance(value, Tensor):
+            return position, None, value
+    for key, value in kwargs.items():
+        if isinstance(value, Tensor):
+            return -1, key, value
+    raise ConfigurationError("Pipeline: a stage's first module is called without a tensor; begin the stage elsewhere")
+
+
+def _parent_and_key(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    parent, _, key = name.rpartition(".")
+    return model.get_submodule(parent), key

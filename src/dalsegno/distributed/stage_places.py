@@ -1,0 +1,74 @@
+"""Where the tensors of a model are that is cut into pipeline stages.
+
+Every rank keeps the whole model: its names, shapes and dtypes. The values of other stages' parameters and buffers are
+elsewhere: here these tensors are on the meta device. This registry has, for each tensor of such a model, the ranks that
+store it. What measures or saves a model looks here, so that it covers all stages and never takes a meta tensor for
+weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlace:
+    """Where a tensor is stored."""
+
+    meshes: tuple[tuple[int, ...], tuple[int, ...]]
+    """The ranks of the meshes that each hold the whole tensor, in row-major order, and the shape (meshes, ``*mesh
+    shape``). One mesh for each rank of the pipeline that stores the tensor: several for a tied one."""
+    placements: tuple[Placement, ...]
+    """Placement on each dimension of a mesh."""
+    groups: tuple[ProcessGroup, ...]
+    """This rank's process groups over which measurements of the tensor are summed."""
+    copies: ProcessGroup | None
+    """The ranks that run the same stage on different data, and have a copy of the tensor if it is not sharded; None if
+    there is no other."""
+    counts: bool
+    """Whether this rank's part counts in a sum over the ranks; not if it is elsewhere, or a tied tensor's copy."""
+    device: torch.device
+    """This rank's device."""
+
+
+_places: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def place_of(tensor: Tensor) -> StagePlace | None:
+    """Return where a tensor of a cut model is; None for any other."""
+    place: StagePlace | None = _places.get(tensor)  # type: ignore[no-untyped-call]
+    return place
+
+
+def set_place(tensor: Tensor | None, place: StagePlace | None) -> None:
+    """Record where ``tensor`` is; None: as in a model that is not cut."""
+    if tensor is not None and place is not None:
+        _places[tensor] = place
+
+
+def like_parameter(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """Record that ``tensor``, such as an average of the parameter, is where ``parameter`` is; returns ``tensor``."""
+    set_place(tensor, place_of(parameter))
+    return tensor
+
+
+def is_elsewhere(tensor: Tensor) -> bool:
+    """Whether other ranks store the tensor, and this one only knows its shape."""
+    return tensor.is_meta and place_of(tensor) is not None
+
+
+def is_cut(model: nn.Module) -> bool:
+    """Whether the model is cut into stages."""
+    return any(place_of(parameter) is not None for parameter in model.parameters())
+
+
+def here(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return those of ``tensors`` that this rank stores."""
+    return [each for each in tensors if not each.is_meta]
