@@ -217,7 +217,7 @@ def checked(setting: Any) -> str | Mode | tuple[Mode, ...]:
 
 
 def modes_of(setting: Setting) -> tuple[Mode, ...]:
-    """The modes of a checked setting, outermost mesh dimension first; none for ``none``."""
+    """The modes of a checked setting; none for ``none``."""
     if isinstance(setting, str):
         return {"none": (), "fsdp": (FSDP(),)}.get(setting, (DDP(),))
     return (setting,) if isinstance(setting, Mode) else tuple(setting)  # type: ignore[arg-type]
@@ -287,4 +287,9 @@ def _check_composition(modes: Sequence[Mode]) -> None:
     if not modes or len({*kinds}) < len(kinds) or (len(kinds) > 1 and {*kinds} not in composable):
         raise ConfigurationError(
             f"parallel={[*modes]}: these cannot be composed; TensorParallel or Pipeline can, with FSDP or HSDP"
+        )
+    if len(modes) > 1 and any(isinstance(mode, TensorParallel) and mode.size is None for mode in modes):
+        raise ConfigurationError(
+            f"parallel={[*modes]}: TensorParallel needs size= here, the number of ranks that split each layer; the "
+            "others shard its parts"
         )

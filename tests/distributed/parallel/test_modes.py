@@ -51,6 +51,7 @@ def test_text_and_objects_are_the_same_setting(tmp_path: Path, text: Any, mode: 
         (3, "parallel=3; allowed are"),
         ([], "cannot be composed"),
         ([ds.FSDP(), ds.HSDP(2)], "cannot be composed; TensorParallel can, with FSDP or HSDP"),
+        ([ds.TensorParallel(), ds.FSDP()], "TensorParallel needs size= here"),
     ],
 )
 def test_what_is_not_a_mode_is_refused(tmp_path: Path, parallel: Any, message: str) -> None:
