@@ -28,6 +28,7 @@ NAMES = (
     "plots",
     "observers",
     "launch",
+    "diloco",
     "callbacks",
 )
 """Modules of this package, in the table's order. Each has a ``run() -> list[Row]``, and in ``SMALL`` the arguments of

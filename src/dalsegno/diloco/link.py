@@ -5,6 +5,7 @@ Each method is collective, and no failure on rank 0 lets it skip a collective th
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -74,10 +75,13 @@ class ServerLink:
             return self.client.register(worker_id, settings, count=count, run_id=run_id, dylu=dylu)
 
         specs = self._snapshot.specs
+
+        def initialize(tensors: Iterator[torch.Tensor]) -> None:
+            with contextlib.suppress(StateMismatch):  # another worker was faster
+                self.client.initialize(worker_id, specs, tensors)
+
         while (answer := self._insist(ask))["needs_parameters"]:
-            self._upload(
-                lambda tensors: self.client.initialize(worker_id, specs, tensors), self._snapshot.parameters()
-            )  # however it went: another worker may have been faster
+            self._upload(initialize, self._snapshot.parameters())
         return answer
 
     def await_result(self, worker_id: str, number: int) -> Result:
