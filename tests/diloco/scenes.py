@@ -46,7 +46,9 @@ def play(folder: Path, versions: int = 5, *, save_every: int = 2, save: bool = T
     """A run of two workers without network, from wherever it is to so many versions. Returns all that it led to."""
     run = OuterRun(folder, nesterov(), save_every)
     if not run.has_begun:
-        run.begin(Settings([spec.to_json() for spec in SPECS], 1), write_tensors(run.store.spool(), SPECS, 0))
+        spooled = write_tensors(run.store.spool(), SPECS, 0)
+        run.begin(Settings([spec.to_json() for spec in SPECS], 1), spooled)
+        spooled.unlink()
     for worker_id in ("w0", "w1"):
         if worker_id not in run.state.members:
             run.record(Joined(worker_id, 0, 0, False))

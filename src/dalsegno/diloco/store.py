@@ -42,6 +42,7 @@ from .signature import Specs, TensorSpec, as_sent, file_layout
 from .state import Event, ServerState, Submission, event_from_json, event_to_json
 
 _STATE, _LOG = "diloco", "log"  # keys of components
+_PARTIAL = ".partial"
 
 
 @dataclass(slots=True)
@@ -88,6 +89,7 @@ class ServerStore:
             StateMismatch: if it is not a checkpoint of a DiLoCo server.
         """
         self._manager.remove_partial()
+        self.delete_partial()
         found = self._manager.find()
         if found is None:
             self._log.open()
@@ -156,7 +158,7 @@ class ServerStore:
 
     def spool(self) -> Path:
         """Path of a new file for tensors that arrive."""
-        return self._submissions / f".{os.getpid()}-{next(self._spooled)}.partial"
+        return self._submissions / f".{os.getpid()}-{next(self._spooled)}{_PARTIAL}"
 
     def keep(self, spooled: Path, submission: Submission) -> None:
         """Give a complete submission its name. It is on disk when this returns."""
@@ -167,10 +169,15 @@ class ServerStore:
         return tensor_reader(self._submissions / submission.file_name, as_sent(specs, bf16=submission.bf16))
 
     def delete_submissions(self, *, except_for: Collection[str]) -> None:
-        """Delete the submissions that no event needs any more, and what incomplete ones have left."""
+        """Delete the submissions that no event needs any more; not those that are just arriving."""
         for path in self._submissions.iterdir():
-            if path.name not in except_for:
+            if path.name not in except_for and path.suffix != _PARTIAL:
                 filesystem.remove(path)
+
+    def delete_partial(self) -> None:
+        """Delete what a killed server had received of submissions. Before the first :meth:`spool`."""
+        for path in self._submissions.glob(f".*{_PARTIAL}"):
+            filesystem.remove(path)
 
     # -- versions ---------------------------------------------------------------------------------------------------
 
