@@ -130,3 +130,9 @@ def test_a_tensor_in_a_record_is_a_number_or_refused_there(tmp_path: Path) -> No
     with pytest.raises(ds.CannotSave, match=r"record key 'own': a tensor of shape \(3,\), logged by one of: adder"):
         trainer.train()
     assert trainer.state.global_step == 1
+
+    late = Listener({"on_log": lambda ctx: ctx.logs.update(own=torch.ones(3))}, name="late")
+    trainer = small_trainer(tmp_path / "late", late, max_steps=9, logging_steps=1)
+    with pytest.raises(ds.CannotSave, match=r"record key 'own': a tensor of shape \(3,\), logged by one of: late"):
+        trainer.train()
+    assert trainer.state.global_step == 1

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from dalsegno.errors import CannotSave
-from dalsegno.state import owner_of
+from dalsegno.state import Handler, owner_of
 
 from .dispatcher import Dispatcher
 
@@ -21,19 +22,29 @@ def fire_record(dispatcher: Dispatcher, logs: dict[str, Any], kind: str, evaluat
     if dispatcher.log_step:
         dispatcher.log_step.fill(logs, kind, evaluated_weights)
         dispatcher.log_step.fire()
-    for name, value in logs.items():
-        if isinstance(value, torch.Tensor):
-            logs[name] = _number(dispatcher, name, value)
+    _convert(logs, dispatcher.log_step)
     if dispatcher.log:
         dispatcher.log.fill(logs, kind, evaluated_weights)
         dispatcher.log.fire()
+        _convert(logs, dispatcher.log)
 
 
-def _number(dispatcher: Dispatcher, name: str, value: torch.Tensor) -> float:
+def _convert(logs: dict[str, Any], handlers: Sequence[Handler]) -> None:
+    for name, value in logs.items():
+        if isinstance(value, torch.Tensor):
+            authors = ", ".join(dict.fromkeys(map(owner_of, handlers)))
+            logs[name] = number_in_record(name, value, f"one of: {authors}" if authors else "the program")
+
+
+def number_in_record(name: str, value: torch.Tensor, author: str) -> float:
+    """Return the number in a tensor that ``author`` has logged as ``name``.
+
+    Raises:
+        CannotSave: if it has several elements.
+    """
     if value.numel() != 1:
-        authors = ", ".join(owner_of(handler) for handler in dispatcher.log_step) or "the program"
         raise CannotSave(
-            f"record key {name!r}: a tensor of shape {tuple(value.shape)}, logged by one of: {authors}; log a "
-            "number, such as its mean"
+            f"record key {name!r}: a tensor of shape {tuple(value.shape)}, logged by {author}; log a number, such as "
+            "its mean"
         )
     return value.item()

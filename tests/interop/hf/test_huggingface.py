@@ -416,3 +416,23 @@ def test_in_the_background(tmp_path: Path) -> None:
     parts = {"eval_dataset": tiny_regression_data(8, seed=1)}
     small_trainer(tmp_path, release, ds.Background(Observer()), max_steps=4, eval_steps=2, parts=parts).train()
     assert seen == [(2, 1), (4, 3)], "the final record is of the same step"
+
+
+class Logger(ds.TrainerCallback):
+    """Puts a tensor into the records."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+    def on_log(self, args: Any, state: Any, control: Any, *, logs: Any, **kwargs: Any) -> None:
+        logs["own"] = self.value
+
+
+def test_a_tensor_in_a_record_is_a_number_or_refused_there_naming_the_callback(tmp_path: Path) -> None:
+    single = Logger(torch.ones(1))
+    small_trainer(tmp_path / "one", single, max_steps=4, logging_steps=1, save_steps=2).train()
+    assert small_trainer(tmp_path / "one", single, max_steps=6, logging_steps=1).train().global_step == 6
+    trainer = small_trainer(tmp_path / "three", Logger(torch.ones(3)), max_steps=4, logging_steps=1, save_steps=2)
+    with pytest.raises(ds.CannotSave, match=r"record key 'own': a tensor of shape \(3,\), logged by Logger; log a"):
+        trainer.train()
+    assert trainer.state.global_step == 1

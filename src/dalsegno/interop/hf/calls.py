@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+import torch
+
 from dalsegno.events.callback import Answer, Binder
 from dalsegno.events.contexts import (
     Context,
@@ -15,6 +17,7 @@ from dalsegno.events.contexts import (
     MicrobatchEndContext,
     SaveContext,
 )
+from dalsegno.events.records import number_in_record
 from dalsegno.events.table import Event
 
 from .shared_state import SharedRecord, SharedState
@@ -107,6 +110,9 @@ def sharing(record: SharedRecord, invoke: Invoke) -> Call:
         logs = record.of(ctx)
         before = set(logs)
         answer = invoke(adapted, ctx, logs=logs)
+        for name in logs.keys() - before:
+            if isinstance(logs[name], torch.Tensor):  # else the next save fails, at the history of records
+                logs[name] = number_in_record(name, logs[name], adapted.key)
         if ctx.kind != "eval":
             ctx.logs.update({name: logs[name] for name in logs.keys() - before})
         return answer
