@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 import dalsegno as ds
 from dalsegno.callbacks import (
     EMA,
+    DumpActivations,
     GradHistogram,
     GradNormLogger,
     JsonLogger,
@@ -390,6 +391,7 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], Any]] = {
     "an unknown module": (Straight, ds.Pipeline(["layer.3"], "gpipe"), {}, ()),
     "a module in no stage": (Straight, ds.Pipeline([["layers.0"], ["layers.1"]], "gpipe"), {}, ()),
     "a callback of the backward pass": (Straight, ds.Pipeline(2, "gpipe"), {}, (Backward,)),
+    "a callback that hooks modules": (Straight, ds.Pipeline(2, "gpipe"), {}, (DumpActivations,)),
     "a compiled model": (Straight, ds.Pipeline(2, "gpipe"), {"torch_compile": True}, ()),
     "a batch that does not divide": (Straight, ds.Pipeline(2, microbatches=3), {}, ()),
     "too many stages for the ranks": (Straight, ds.Pipeline(3, "gpipe"), {}, ()),

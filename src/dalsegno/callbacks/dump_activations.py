@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import dense, strip_wrappers
+from dalsegno.distributed.stage_places import expect_whole
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import (
@@ -56,6 +57,7 @@ class DumpActivations(Callback):
         self._prefix = ""  # step and micro-batch; empty outside of micro-batches
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        expect_whole(ctx.model, "DumpActivations", "whose micro-batches alternate in the modules")
         self._folder = ctx.args.directory / self._outdir / f"rank-{collectives.rank():05d}"
         self._kept, self._steps, self._prefix = {}, [], ""
         for name, module in ctx.model.named_modules():

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import strip_wrappers
+from dalsegno.distributed.stage_places import expect_whole
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import (
@@ -83,6 +84,7 @@ class ExpertLoadBalance(Callback):
         self._loads: dict[str, list[int]] = {}  # of the last measured step, until they are logged
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        expect_whole(ctx.model, "ExpertLoadBalance", "whose micro-batches alternate in the modules")
         self._counts, self._is_due = {}, False
         config = getattr(ctx.model, "config", None)
         routers: list[str] = []

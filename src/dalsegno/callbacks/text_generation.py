@@ -15,6 +15,7 @@ from dalsegno.distributed import collectives
 from dalsegno.distributed.eval_mode import evaluating
 from dalsegno.distributed.rng import seeded_generators
 from dalsegno.distributed.sharded_tensors import device_of
+from dalsegno.distributed.stage_places import expect_whole
 from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.system.extras import how_to_install
 
@@ -50,6 +51,7 @@ class TextGenerator:
     def __init__(
         self, model: nn.Module, tokenizer: Any, settings: Any, most: int, dtype: torch.dtype | None = None
     ) -> None:
+        expect_whole(model, "text generation", "where no rank has the whole model")
         self._model = model
         self._tokenizer: Tokenizer = _checked(tokenizer)
         self._most = most

@@ -8,7 +8,6 @@ weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +15,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.weak import WeakIdKeyDictionary
+
+from dalsegno.errors import ConfigurationError
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,12 @@ def is_cut(model: nn.Module) -> bool:
     return any(place_of(parameter) is not None for parameter in model.parameters())
 
 
-def here(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return those of ``tensors`` that this rank stores."""
-    return [each for each in tensors if not each.is_meta]
+def expect_whole(model: nn.Module, who: str, why: str) -> None:
+    """
+    Raises:
+        ConfigurationError: if the model is cut into stages.
+    """
+    if is_cut(model):
+        raise ConfigurationError(
+            f"{who}: does not work under a pipeline, {why}; remove it, or use another parallel mode"
+        )

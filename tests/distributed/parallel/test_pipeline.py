@@ -173,6 +173,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         "an unknown module": "'layer.3'.* 'layers.3'",
         "a module in no stage": "'layers.2' has parameters and is in no stage",
         "a callback of the backward pass": "Backward needs on_before_backward, which a pipeline cannot fire",
+        "a callback that hooks modules": "DumpActivations: does not work under a pipeline",
         "a compiled model": "torch_compile=True does not work with",
         "a batch that does not divide": "4 samples .* 3 micro-batches",
         "too many stages for the ranks": "3 does not divide the 2 ranks",
