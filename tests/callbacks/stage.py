@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import SGD
 
 from dalsegno.args import TrainingArguments
+from dalsegno.distributed.layout import Layout
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import Context
 from dalsegno.events.dispatcher import Dispatcher
@@ -40,6 +41,7 @@ class Stage:
             train_dataloader=None,
             eval_dataloader=None,
             trainer=nothing,
+            layout=Layout.flat(),
         )
 
     def begin(self) -> None:

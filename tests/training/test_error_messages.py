@@ -37,7 +37,11 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "infinite": ({"max_grad_norm": float("inf")}, "max_grad_norm=inf; needs a number of at least 0"),
     "text": ({"max_steps": "10"}, "max_steps='10'; needs a whole number of at least -1"),
     "bool": ({"save_steps": True}, "save_steps=True; needs a whole number of at least 0"),
-    "no such way": ({"parallel": "zero3"}, "parallel='zero3'; allowed are 'auto', 'none', 'ddp', 'fsdp'"),
+    "no such way": (
+        {"parallel": "zero3"},
+        "parallel='zero3'; allowed are 'auto', 'none', 'ddp', 'fsdp', FSDP(…), HSDP(…), TensorParallel(…), "
+        "Pipeline(…), Parallelized(…), or a list of them",
+    ),
     "two precisions": ({"bf16": True, "fp16": True}, "bf16=True and fp16=True; choose one of them"),
     "nothing to do": (
         {"max_steps": 0},

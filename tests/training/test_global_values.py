@@ -17,7 +17,7 @@ from support.ranked import (
 
 BOTH = pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 TIMES = ("_runtime", "_per_second", "effective_batch_size")
-PER_RANK_OR_TIME = ("peak_mem", "tok_per_sec")
+PER_RANK_OR_TIME = ("peak_mem", "rank_peak_mem", "tok_per_sec")
 
 
 def comparable(records: list[tuple[str, dict[str, float]]]) -> list[tuple[str, dict[str, float]]]:
