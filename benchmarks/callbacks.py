@@ -18,8 +18,9 @@ from torch.utils.tensorboard import SummaryWriter
 import dalsegno as ds
 from dalsegno import callbacks
 from dalsegno.distributed.gradients import GradientNorms
-from dalsegno.events.contexts import Context, LogContext, TrainBeginContext
-from dalsegno.state import TrainerState
+from dalsegno.events.contexts import Context, LogContext
+from dalsegno.events.dispatcher import Dispatcher
+from dalsegno.state import TrainerControl, TrainerState
 
 from .row import Row, duration
 from .timing import in_turns, ratio
@@ -119,10 +120,12 @@ def _scalars(rounds: int) -> Row:
     records = 20
     with TemporaryDirectory() as folder:
         logger = callbacks.TBLogger(scalars={**defaults, **{name: name for name in names}})
-        begin, record = _context(TrainBeginContext, folder), _context(LogContext, folder)
-        begin.fill(None)
+        record = _context(LogContext, folder)
         record.fill(logs, "train")
-        logger.on_train_begin(begin)
+        run = Dispatcher(lambda kind: _context(kind, folder), is_rank_zero=True)
+        run.bind([logger])
+        run.train_begin.fill(None)
+        run.train_begin.fire()
         theirs = SummaryWriter(f"{folder}/theirs")
 
         def write_ours() -> None:
@@ -152,4 +155,5 @@ def _scalars(rounds: int) -> Row:
 def _context(kind: type[Any], folder: str) -> Any:
     """As the dispatcher would make it, of what TBLogger looks at."""
     given: dict[str, Any] = {field.name: None for field in fields(Context)}
-    return kind(**given | {"args": ds.TrainingArguments(folder), "state": TrainerState(is_world_process_zero=True)})
+    state, control = TrainerState(is_world_process_zero=True), TrainerControl()
+    return kind(**given | {"args": ds.TrainingArguments(folder), "state": state, "control": control})
