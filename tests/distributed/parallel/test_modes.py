@@ -50,7 +50,7 @@ def test_text_and_objects_are_the_same_setting(tmp_path: Path, text: Any, mode: 
         ("HSDP()", "needs replicate"),
         (3, "parallel=3; allowed are"),
         ([], "cannot be composed"),
-        ([ds.FSDP(), ds.HSDP(2)], "cannot be composed; TensorParallel can, with FSDP or HSDP"),
+        ([ds.FSDP(), ds.HSDP(2)], "these cannot be composed; TensorParallel"),
         ([ds.TensorParallel(), ds.FSDP()], "TensorParallel needs size= here"),
     ],
 )
