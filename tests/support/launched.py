@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -114,7 +113,7 @@ class Losses(ds.Callback):
         self.lock = threading.Lock()
 
     def on_train_begin(self, ctx: ds.Context) -> None:
-        for path in Path(tempfile.gettempdir()).rglob("dalsegno-launch-*/**"):
+        for path in self.folder.rglob("dalsegno-launch-*/**"):
             self.modes |= {each.name: each.stat().st_mode & 0o777 for each in [path, *path.iterdir()]}
 
     def on_step_end(self, ctx: ds.StepEndContext) -> None:
