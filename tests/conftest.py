@@ -40,6 +40,11 @@ for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "T
     os.environ.pop(name, None)
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than cores: about half of the time, a test waits for processes, disks and clocks."""
+    return (os.cpu_count() or 1) + 1
+
+
 SLOW_TO_IMPORT = (
     "pytest",
     "hypothesis",
