@@ -29,7 +29,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
     )
     add_metrics(parser)
     parser.add_argument("--where", metavar="CONDITION", help="only records that satisfy the condition; default: all")
-    parser.add_argument("--kind", choices=KINDS, help="only records of this kind; default: all")
+    kinds = f"only records of this kind: {', '.join(KINDS)}; default: all"
+    parser.add_argument("--kind", choices=KINDS, metavar="KIND", help=kinds)
     add_json(parser)
 
 
