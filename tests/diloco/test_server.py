@@ -1,4 +1,4 @@
-"""The server and those who do not keep to the rules: each is refused with the reason, and nobody else notices."""
+"""The server, and workers that do not keep to its rules: each is refused with the reason; others are not affected."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Scene:
         return int(self.clients[0].status()["version"])
 
     def finish_round(self) -> None:
-        """Both submit what is right; the round goes on as if nothing had happened."""
+        """Both submit what is right; the round continues unaffected."""
         for number, client in enumerate(self.clients):
             submission = submission_of(f"w{number}", 1, 0)
             if client.offer(submission):

@@ -148,11 +148,11 @@ def measured(output_dir: Path, layout: str) -> dict[str, Any]:
     run = trainer(output_dir, layout, *every, logging_steps=1, eval_steps=1)
     run.train()
     logs = {path.stem: [*read_records(path)] for path in sorted((output_dir / "logs").glob("*.jsonl"))}
-    told = {"weights": as_lists(weights(run.model)), "logs": logs}
+    values = {"weights": as_lists(weights(run.model)), "logs": logs}
     if layout == "one":
-        return told
+        return values
     of_hand, norms = by_hand(layout, 3, 0.5)
-    return told | {"by hand": as_lists(of_hand), "norms": norms}
+    return values | {"by hand": as_lists(of_hand), "norms": norms}
 
 
 def as_lists(tensors: dict[str, Tensor]) -> dict[str, Any]:

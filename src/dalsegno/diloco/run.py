@@ -214,7 +214,7 @@ class OuterRun:
         return self.store.version_path(result.version, result.fragment).exists()
 
     def keep_versions(self) -> None:
-        """Write the present parameters for workers that will fetch them; delete versions that nobody needs."""
+        """Write the present parameters for workers that will fetch them; delete versions that no worker needs."""
         state = self.state
         results = [each for member in state.members.values() for each in member.results.values()]
         for fragment in {each.fragment for each in results if each.version == state.version}:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+from dalsegno.state import TrainerState
 
 
 class StandIn:
@@ -20,3 +24,21 @@ class StandIn:
         raise AttributeError(
             f"{self._stands_for}.{name}: dalsegno has no counterpart of it; available: {', '.join(known)}"
         )
+
+
+class TrainerStandIn(StandIn):
+    """Stands in for ``trainer``, whose progress is that of ``self._state``."""
+
+    _stands_for = "trainer"
+
+    def __init__(self, state: TrainerState) -> None:
+        self._state = state
+
+    @contextmanager
+    def as_of(self, state: TrainerState) -> Iterator[None]:
+        """Have the progress of ``state`` inside: that of a checkpoint, which may be of an earlier step."""
+        live, self._state = self._state, state
+        try:
+            yield
+        finally:
+            self._state = live

@@ -3,7 +3,8 @@ and for one that is cut into pipeline stages."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from typing import Generic, TypeVar
 
 import torch
 
@@ -15,17 +16,11 @@ from dalsegno.events.dispatcher import Dispatcher
 
 from .forward import ForwardPass, Outputs
 
-
-class Accumulation(Protocol):
-    """Adds the gradients of a step's micro-batches."""
-
-    def __call__(self, step_batch: StepBatch) -> torch.Tensor:
-        """This rank's share of the step's loss, detached, 0-dim."""
-        ...
+P_co = TypeVar("P_co", bound=Parallel, covariant=True)
 
 
-class MicrobatchAccumulation:
-    """One forward and backward pass after the other.
+class Accumulation(ABC, Generic[P_co]):
+    """Adds the gradients of a step's micro-batches.
 
     Args:
         dispatcher: fires the events of micro-batches.
@@ -40,7 +35,7 @@ class MicrobatchAccumulation:
         self,
         dispatcher: Dispatcher,
         forward: ForwardPass,
-        parallel: Parallel,
+        parallel: P_co,
         data_size: int,
         scaler: torch.amp.GradScaler | None,
         device: torch.device,
@@ -51,6 +46,14 @@ class MicrobatchAccumulation:
         self._data_size = data_size
         self._scaler = scaler
         self._device = device
+
+    @abstractmethod
+    def __call__(self, step_batch: StepBatch) -> torch.Tensor:
+        """This rank's share of the step's loss, detached, 0-dim."""
+
+
+class MicrobatchAccumulation(Accumulation[Parallel]):
+    """One forward and backward pass after the other."""
 
     def __call__(self, step_batch: StepBatch) -> torch.Tensor:
         dispatcher = self._dispatcher
@@ -94,28 +97,12 @@ class MicrobatchAccumulation:
         return counted
 
 
-class PipelinedAccumulation:
+class PipelinedAccumulation(Accumulation[Pipelined]):
     """All micro-batches through all stages, in the order of the pipeline's schedule.
 
     Their events fire on every rank: ``on_microbatch_begin`` of all of them before the first forward pass,
-    ``on_microbatch_end`` of all of them, with the loss, after the last backward pass. Arguments as above.
+    ``on_microbatch_end`` of all of them, with the loss, after the last backward pass.
     """
-
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        forward: ForwardPass,
-        parallel: Pipelined,
-        data_size: int,
-        scaler: torch.amp.GradScaler | None,
-        device: torch.device,
-    ) -> None:
-        self._dispatcher = dispatcher
-        self._forward = forward
-        self._parallel = parallel
-        self._data_size = data_size
-        self._scaler = scaler
-        self._device = device
 
     def __call__(self, step_batch: StepBatch) -> torch.Tensor:
         dispatcher, microbatches = self._dispatcher, step_batch.microbatches

@@ -55,7 +55,7 @@ def build_step(parts: RunParts, placed: PlacedModel) -> tuple[TrainStep, Evaluat
         is_compiled=args.torch_compile,
     )
     scaler = grad_scaler(placed.layout, device) if args.fp16 else None
-    accumulate: Accumulation
+    accumulate: Accumulation[Parallel]
     evaluated: EvaluationForward = forward
     data_size = parts.layout.data_size
     if isinstance(parallel, Pipelined):

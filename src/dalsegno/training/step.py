@@ -70,7 +70,7 @@ class TrainStep:
     def __init__(
         self,
         parts: RunParts,
-        accumulate: Accumulation,
+        accumulate: Accumulation[Parallel],
         parallel: Parallel,
         wants_norm: GradNormDemand,
         *,

@@ -21,21 +21,21 @@ OF_CLOCK_OR_RANK = ("runtime", "per_second", "timestamp", "peak", "mfu", "runtim
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Of one process."""
-    [told] = run_ranks(layouts.measured, 1, tmp_path_factory.mktemp("one"), "one")
-    return told
+    [values] = run_ranks(layouts.measured, 1, tmp_path_factory.mktemp("one"), "one")
+    return values
 
 
 @SPREAD
 def test_a_layout_trains_and_measures_what_one_process_does(tmp_path: Path, layout: str, alone: dict[str, Any]) -> None:
     """And what torch alone does, written by hand on the same mesh."""
-    told = run_ranks(layouts.measured, layouts.LAYOUTS[layout][0], tmp_path, layout)
-    for expected in (told[0]["by hand"], alone["weights"]):
-        for name, weight in told[0]["weights"].items():
+    ranks = run_ranks(layouts.measured, layouts.LAYOUTS[layout][0], tmp_path, layout)
+    for expected in (ranks[0]["by hand"], alone["weights"]):
+        for name, weight in ranks[0]["weights"].items():
             torch.testing.assert_close(torch.tensor(weight), torch.tensor(expected[name]), rtol=1e-4, atol=1e-5)
-    assert all(other["weights"] == told[0]["weights"] for other in told)
-    logs = told[0]["logs"]
+    assert all(other["weights"] == ranks[0]["weights"] for other in ranks)
+    logs = ranks[0]["logs"]
     assert [each["grad_norm"] for each in logs["train"] if "grad_norm" in each] == pytest.approx(
-        told[0]["norms"], rel=1e-4
+        ranks[0]["norms"], rel=1e-4
     )
     assert logs.keys() == alone["logs"].keys()
     for name, records in logs.items():
@@ -99,6 +99,6 @@ def test_a_killed_run_resumes_on_its_layout_bit_by_bit(tmp_path: Path, layout: s
 
 @pytest.mark.parametrize("layout", ["tp", "tp x fsdp"])
 def test_an_overflow_on_one_rank_skips_the_update_on_all(tmp_path: Path, layout: str) -> None:
-    told = run_ranks(layouts.overflow_on_the_last_rank, layouts.LAYOUTS[layout][0], tmp_path, layout)
-    assert all(each == told[0] for each in told)
-    assert told[0][0] == [2]
+    ranks = run_ranks(layouts.overflow_on_the_last_rank, layouts.LAYOUTS[layout][0], tmp_path, layout)
+    assert all(each == ranks[0] for each in ranks)
+    assert ranks[0][0] == [2]

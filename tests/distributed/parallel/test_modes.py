@@ -133,10 +133,10 @@ def refused(output_dir: Path) -> list[str]:
 
 
 def test_what_does_not_fit_the_model_or_the_data_is_refused_on_all_ranks(tmp_path: Path) -> None:
-    told = run_ranks(refused, 2, tmp_path)
-    assert told[0] == told[1]
+    ranks = run_ranks(refused, 2, tmp_path)
+    assert ranks[0] == ranks[1]
     for message, part in zip(
-        told[0],
+        ranks[0],
         [
             "module in the plan of TensorParallel: 'layer.*.up'",
             "the plan has 'colwise' for 'layers.*.up'; needs a style of torch.distributed.tensor.parallel",
@@ -169,8 +169,8 @@ def spread_by_the_user(output_dir: Path) -> tuple[dict[str, Any], list[int]]:
 
 
 def test_a_model_that_the_user_has_spread_is_trained_over_the_data_ranks(tmp_path: Path) -> None:
-    told = run_ranks(spread_by_the_user, 4, tmp_path / "spread")
-    weights, data_ranks = told[0]
+    ranks = run_ranks(spread_by_the_user, 4, tmp_path / "spread")
+    weights, data_ranks = ranks[0]
     assert data_ranks == [0, 0, 1, 1]
     [alone] = run_ranks(train_alone, 1, tmp_path / "one")
     for name, expected in alone.items():

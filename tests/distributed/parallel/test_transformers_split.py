@@ -78,9 +78,9 @@ def train(output_dir: Path, is_split: bool) -> list[dict[str, float]]:
 def test_they_train_as_one_process_does(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     [alone] = run_ranks(train, 1, tmp_path / "one", False)
-    told = run_ranks(train, 2, tmp_path / "split", True)
-    assert told[0] == told[1]
-    assert len(alone) == len(told[0]) == 4
+    ranks = run_ranks(train, 2, tmp_path / "split", True)
+    assert ranks[0] == ranks[1]
+    assert len(alone) == len(ranks[0]) == 4
     assert {"loss", "grad_norm", "total_petaflops"} <= alone[0].keys()
-    for ours, expected in zip(told[0], alone, strict=True):
+    for ours, expected in zip(ranks[0], alone, strict=True):
         assert ours == pytest.approx(expected, rel=1e-4)

@@ -21,15 +21,13 @@ from dalsegno.testing import run_ranks, start_ranks
 from interop.accelerate.bridged import loop, loop_on_a_rank, loop_until_killed, several
 from interop.pages import assert_rows, examples, refused_builtins
 from support.listeners import Journal, Listener, Trace
+from support.threads import one_thread
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The order of summation of a process of ``run_ranks``."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def on_one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 def records(output_dir: Path) -> dict[str, list[dict[str, Any]]]:

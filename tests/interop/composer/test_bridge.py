@@ -14,6 +14,7 @@ import dalsegno as ds
 from dalsegno.callbacks import EarlyStopping, GradientNoiseScale, NaNChecker
 from dalsegno.testing import run_ranks, start_ranks
 from support.listeners import Journal, Listener, Trace
+from support.threads import one_thread
 
 pytest.importorskip("composer")
 from dalsegno.interop.composer import Bridge
@@ -27,12 +28,9 @@ UNSUPPORTED = tuple(event.handler for event in UNSUPPORTED_EVENTS)
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The order of summation of a process of ``run_ranks``."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def on_one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 def saved(output_dir: Path) -> list[int]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -112,14 +111,3 @@ def _without_positions(state: Any) -> Any:
     if not isinstance(state, dict):
         return state
     return state["records"] if "offset" in state else {key: _without_positions(each) for key, each in state.items()}
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """The order of summation of a process of ``run_ranks``."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -28,7 +28,6 @@ from interop.hf.bridged import (
     At,
     Outputs,
     hf_trainer,
-    one_thread,
     records,
     several,
     states,
@@ -38,6 +37,7 @@ from interop.hf.bridged import (
 from interop.pages import assert_rows, examples, refused_builtins
 from support.listeners import Journal, Listener, Trace
 from support.small import NOISY
+from support.threads import one_thread
 
 # --- killed and resumed -----------------------------------------------------------------------------------------------
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from dalsegno.testing import start_ranks
-from interop.hf.bridged import one_thread, records, states
+from interop.hf.bridged import records, states
+from support.threads import one_thread
 
 pytest.importorskip("trl")
 from interop.hf.trained_by_trl import sft, sft_until_killed

@@ -16,6 +16,7 @@ import dalsegno as ds
 from dalsegno.callbacks import EarlyStopping, GradientNoiseScale, JsonLogger
 from dalsegno.testing import run_ranks, start_ranks, tiny_regression_data
 from support.listeners import Journal, Listener, Trace
+from support.threads import one_thread
 
 pytest.importorskip("ignite")
 from dalsegno.interop.ignite import Bridge, Request
@@ -27,12 +28,9 @@ UNSUPPORTED = tuple(event.handler for event in UNSUPPORTED_EVENTS)
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The order of summation of a process of ``run_ranks``."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def on_one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 def numbers(checkpoint: Path) -> dict[str, Any]:
@@ -52,10 +50,8 @@ def assert_same(output_dir: Path, uninterrupted: Path) -> None:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("uninterrupted")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    Script(folder, several()).run()
-    torch.set_num_threads(threads)
+    with one_thread():
+        Script(folder, several()).run()
     return folder
 
 

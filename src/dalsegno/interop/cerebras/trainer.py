@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.events.contexts import Context
-from dalsegno.interop.stand_in import StandIn
-from dalsegno.state import TrainerState
+from dalsegno.interop.stand_in import StandIn, TrainerStandIn
 from dalsegno.system import filesystem
 
 from .schedule import Position, Schedule
@@ -190,15 +189,14 @@ class Handle:
             self._items.remove(self._item)
 
 
-class Trainer(StandIn):
+class Trainer(TrainerStandIn):
     """Stands in for ``trainer``. Callbacks may set further attributes on it."""
 
-    _stands_for = "trainer"
     is_tracing = False
 
     def __init__(self, context: Context) -> None:
+        super().__init__(context.state)
         self._context = context
-        self._state = context.state
         self.model: nn.Module = context.model
         self.optimizer: Optimizer = context.optimizer
         schedulers = context.lr_scheduler
@@ -224,15 +222,6 @@ class Trainer(StandIn):
         self.is_silent = False
         """Whether logged values are dropped, because this step has no record."""
         self._scopes: list[str] = []
-
-    @contextmanager
-    def as_of(self, state: TrainerState) -> Iterator[None]:
-        """Have the progress of ``state`` inside: that of a checkpoint, which may be of an earlier step."""
-        live, self._state = self._state, state
-        try:
-            yield
-        finally:
-            self._state = live
 
     @property
     def global_step(self) -> int:

@@ -300,22 +300,22 @@ class Bridge:
 
     def _follow_requests(self, leg: Leg, state: Any) -> bool:
         """Do what callbacks on any rank request, on all ranks. Returns whether a record is wanted. Collective."""
-        wishes, savers = leg.requests(), self._savers
+        requests, savers = leg.requests(), self._savers
         assert savers is not None, "they take part as long as the leg"
-        if wishes.evaluate or wishes.end_epoch:
+        if requests.evaluate or requests.end_epoch:
             raise ConfigurationError(
                 "should_evaluate and should_epoch_stop: Composer's Trainer has no such requests; leave them to "
                 "eval_interval= and train_subset_num_batches="
             )
-        if wishes.save and not savers.exist:
+        if requests.save and not savers.exist:
             raise ConfigurationError("should_save: the Trainer saves no checkpoints; pass it save_folder=")
-        savers.is_due |= wishes.save
-        savers.is_forbidden |= wishes.abort
-        if (wishes.stop or wishes.abort) and not self._is_stopping:
+        savers.is_due |= requests.save
+        savers.is_forbidden |= requests.abort
+        if (requests.stop or requests.abort) and not self._is_stopping:
             self._is_stopping = True
             state.stop_training()
             leg.warn_stops()
-        return wishes.log
+        return requests.log
 
 
 def _mirror(leg: Leg, state: Any) -> None:

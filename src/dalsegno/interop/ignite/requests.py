@@ -39,21 +39,21 @@ class Requests:
         Raises:
             ConfigurationError: if no handler is added for the request.
         """
-        wishes = leg.requests()
-        self._owes_evaluation |= wishes.evaluate
+        requests = leg.requests()
+        self._owes_evaluation |= requests.evaluate
         if self._owes_evaluation and evaluates:
             self._owes_evaluation = False
             self._fire(Request.EVALUATE)
-        stops = (wishes.stop or wishes.abort) and not self.is_stopping
-        if wishes.save or (stops and not wishes.abort and self._is_handled(Request.SAVE)):
+        stops = (requests.stop or requests.abort) and not self.is_stopping
+        if requests.save or (stops and not requests.abort and self._is_handled(Request.SAVE)):
             self._fire(Request.SAVE)
-        if wishes.end_epoch:
+        if requests.end_epoch:
             self._trainer.terminate_epoch()
         if stops:
             self.is_stopping = True
             self._trainer.terminate()
             leg.warn_stops()
-        return wishes.log
+        return requests.log
 
     def _fire(self, request: Request) -> None:
         if not self._is_handled(request):

@@ -64,7 +64,7 @@ class Lightning(TableAdapter):
 
     @property
     def default_name(self) -> str:
-        """``state_key`` of a class that defines it: it tells several callbacks of one class apart."""
+        """``state_key`` of a class that defines it, which distinguishes callbacks of one class."""
         return str(self.method("state_key")) if self._defines("state_key") else super().default_name
 
     def arguments(self, method: str) -> tuple[Any, Any]:

@@ -13,13 +13,8 @@ from dalsegno.interop.stand_in import StandIn
 from .measured import Measured
 
 
-class Strategy(StandIn):
-    """Stands in for ``trainer.strategy``."""
-
-    _stands_for = "trainer.strategy"
-
-    def __init__(self, device: torch.device) -> None:
-        self.root_device = device
+class OnRanks(StandIn):
+    """An object that knows its rank."""
 
     @property
     def global_rank(self) -> int:
@@ -36,6 +31,15 @@ class Strategy(StandIn):
     @property
     def is_global_zero(self) -> bool:
         return collectives.rank() == 0
+
+
+class Strategy(OnRanks):
+    """Stands in for ``trainer.strategy``."""
+
+    _stands_for = "trainer.strategy"
+
+    def __init__(self, device: torch.device) -> None:
+        self.root_device = device
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""

@@ -8,15 +8,13 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import device_of
-from dalsegno.interop.stand_in import StandIn
 
 from .measured import Measured
-from .parts import FitLoop, Logger, LoggerConnector, Strategy, TrainerState
+from .parts import FitLoop, Logger, LoggerConnector, OnRanks, Strategy, TrainerState
 
 
-class Trainer(StandIn):
+class Trainer(OnRanks):
     """Stands in for ``trainer``. Callbacks may set further attributes on it."""
 
     _stands_for = "trainer"
@@ -155,23 +153,7 @@ class Trainer(StandIn):
 
     # -- ranks
 
-    @property
-    def global_rank(self) -> int:
-        return collectives.rank()
-
-    @property
-    def local_rank(self) -> int:
-        return collectives.local_rank()
-
-    @property
-    def world_size(self) -> int:
-        return collectives.world_size()
-
-    num_devices = world_size
-
-    @property
-    def is_global_zero(self) -> bool:
-        return collectives.rank() == 0
+    num_devices = OnRanks.world_size
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on this host's first rank."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,8 +13,7 @@ from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.errors import UnknownName
 from dalsegno.events.contexts import Context
-from dalsegno.interop.stand_in import StandIn
-from dalsegno.state import TrainerState
+from dalsegno.interop.stand_in import StandIn, TrainerStandIn
 from dalsegno.system import filesystem
 
 from .recorded import MERGES, REDUCTIONS, Recorded
@@ -46,31 +44,22 @@ class TrainModule(StandIn):
         self.device = device_of(context.model)
 
 
-class Trainer(StandIn):
+class Trainer(TrainerStandIn):
     """Stands in for ``trainer``. Callbacks may set further attributes on it."""
 
-    _stands_for = "trainer"
     dp_process_group = None
     """The default group."""
     async_bookkeeping = False
 
     def __init__(self, shared: Source) -> None:
         context = shared.context
-        self._shared, self._context, self._state = shared, context, context.state
+        super().__init__(context.state)
+        self._shared, self._context = shared, context
         self.train_module = TrainModule(shared)
         self.model, self.optim = context.model, context.optimizer
         self.device = self.bookkeeping_device = device_of(context.model)
         self.save_folder: Path = context.args.directory
         self.work_dir: Path = self.save_folder
-
-    @contextmanager
-    def as_of(self, state: TrainerState) -> Iterator[None]:
-        """Have the progress of ``state`` inside: that of a checkpoint, which may be of an earlier step."""
-        live, self._state = self._state, state
-        try:
-            yield
-        finally:
-            self._state = live
 
     @property
     def global_step(self) -> int:
