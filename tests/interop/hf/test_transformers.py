@@ -225,6 +225,7 @@ def test_mlflow_has_what_it_was_told(tmp_path: Path, offline: None) -> None:
     from transformers.integrations import MLflowCallback
 
     here(tmp_path / "run", BY_STEPS, MLflowCallback())
+    mlflow.flush_async_logging()  # the callback does not wait for its own queue
     client = mlflow.MlflowClient((tmp_path / "mlruns").as_uri())
     (run,) = client.search_runs(["0"])
     assert [metric.step for metric in client.get_metric_history(run.info.run_id, "loss")] == [2, 4, 6, 8]
