@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields
@@ -17,42 +16,11 @@ from dalsegno.policies.triggers import Every, OnBest, SaveTrigger, save_trigger
 from dalsegno.system.tracebacks import short_traceback
 from dalsegno.system.urls import cache_dir, is_mangled_url, is_url
 
+from .checks import check_each
 from .other_names import answers
 
 Strategy = Literal["no", "steps", "epoch"]
 
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "lr_scheduler_type": ("linear", "cosine", "constant", "wsd"),
-    "logging_strategy": ("no", "steps", "epoch"),
-    "eval_strategy": ("no", "steps", "epoch"),
-    "save_strategy": ("no", "steps", "epoch"),
-}
-OPTIMIZERS = ("adamw", "adamw_fused", "adafactor", "sgd", "muon")
-_OTHER_OPTIMIZERS = {
-    "adam": "adamw",
-    "adamw_torch": "adamw",
-    "adamw_torch_fused": "adamw_fused",
-    "rmsprop": "name its class: optim='torch.optim:RMSprop'",
-}
-_AT_LEAST: dict[str, float] = {
-    "per_device_train_batch_size": 1,
-    "per_device_eval_batch_size": 1,
-    "gradient_accumulation_steps": 1,
-    "learning_rate": 0,
-    "weight_decay": 0,
-    "warmup_steps": 0,
-    "warmup_ratio": 0,
-    "min_lr": 0,
-    "decay_ratio": 0,
-    "max_grad_norm": 0,
-    "max_steps": -1,
-    "num_train_epochs": 0,
-    "logging_steps": 0,
-    "eval_steps": 0,
-    "save_steps": 0,
-    "max_failed_saves": 1,
-    "dataloader_num_workers": 0,
-}
 _AS_TEXT = ("output_dir", "local_dir", "save", "keep", "gradient_accumulation_schedule", "sequence_length_schedule")
 
 
@@ -225,29 +193,15 @@ class TrainingArguments:
             self.output_dir = Path(self.output_dir).absolute()
         elif self.local_dir is not None:
             self.local_dir = Path(self.local_dir).absolute()
-        for name, allowed in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in allowed:
-                raise ConfigurationError(f"{name}={value!r}; allowed are {', '.join(map(repr, allowed))}")
+        check_each(self)
         self.parallel = modes.checked(self.parallel)
-        for name, least in _AT_LEAST.items():
-            value, whole = getattr(self, name), isinstance(getattr(type(self), name), int)
-            fits = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-            if not (fits and least <= value < math.inf):
-                kind = "whole number" if whole else "number"
-                raise ConfigurationError(f"{name}={value!r}; needs a {kind} of at least {least:g}")
-        self._check_optimizer()
+        self._check_optimization()
         if self.bf16 and self.fp16:
             raise ConfigurationError("bf16=True and fp16=True; choose one of them")
         if self.fuse_optim_with_backward:
             self._check_fused()
         if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs == 0):
             raise ConfigurationError("max_steps=0 or num_train_epochs=0 trains nothing; set max_steps=-1 to use epochs")
-        if self.save_total_limit is not None and (type(self.save_total_limit) is not int or self.save_total_limit < 1):
-            raise ConfigurationError(f"save_total_limit={self.save_total_limit!r}; needs at least 1, or None for all")
-        seconds = self.max_seconds
-        if seconds is not None and (type(seconds) not in (int, float) or not 0 < seconds < math.inf):
-            raise ConfigurationError(f"max_seconds={seconds!r}; needs a number over 0, or None for no limit")
         self._check_policies()
         self._check_schedules()
         if self.load_best_model_at_end and not (self.evaluation and self.saving):
@@ -255,15 +209,7 @@ class TrainingArguments:
                 "load_best_model_at_end=True needs evaluations and checkpoints; see eval_steps, save_steps"
             )
 
-    def _check_optimizer(self) -> None:
-        if self.optim not in OPTIMIZERS and ":" not in self.optim:
-            raise UnknownName("optimizer in optim=", self.optim, OPTIMIZERS, _OTHER_OPTIMIZERS)
-        for name in ("optim_args", "gradient_checkpointing_kwargs"):
-            if not isinstance(getattr(self, name), dict | None):
-                raise ConfigurationError(f"{name}={getattr(self, name)!r}; needs a dict of arguments, or None")
-        for ratio in ("warmup_ratio", "decay_ratio"):
-            if getattr(self, ratio) > 1:
-                raise ConfigurationError(f"{ratio}={getattr(self, ratio)!r}; needs a share of the run's steps, 0 to 1")
+    def _check_optimization(self) -> None:
         if self.min_lr > self.learning_rate:
             raise ConfigurationError(
                 f"min_lr={self.min_lr:g} is over learning_rate={self.learning_rate:g}, the highest; set it lower"
