@@ -22,7 +22,7 @@ import dalsegno as ds
 from dalsegno.callbacks import ExpertLoadBalance, JsonLogger
 from dalsegno.events.table import Event
 from dalsegno.logs import read_records
-from dalsegno.testing import FaultPlan, assert_resume_equivalent
+from dalsegno.testing import FaultPlan, assert_resume_equivalent, run_ranks
 from support.resumed import assert_resumes
 from support.small import small_trainer
 
@@ -194,3 +194,32 @@ def test_what_was_counted_is_in_the_record_after_a_resume(tmp_path: Path) -> Non
 def test_what_was_counted_on_all_ranks_is_too(tmp_path: Path) -> None:
     kill = FaultPlan(event=Event.STEP_BEGIN, count=5)
     assert_resume_equivalent(looked_at_before_a_record, [kill], world_size=2, folder=tmp_path)
+
+
+def count(output_dir: Path, parallel: Any, lengths: list[int]) -> None:
+    """One step of four micro-batches, of texts that are padded each by its own amount."""
+    torch.manual_seed(0)
+    data = []
+    for number, length in enumerate(lengths):
+        ids = torch.randint(1, 32, (length,), generator=torch.Generator().manual_seed(number))
+        mask = (torch.arange(length) < length - 2 * number).long()
+        data.append({"input_ids": ids, "attention_mask": mask, "labels": ids})
+    settings = {"parallel": parallel, "gradient_accumulation_steps": len(lengths), "per_device_train_batch_size": 1}
+    own = [ExpertLoadBalance(every=1), JsonLogger()]
+    parts = {"train_dataset": data}
+    small_trainer(output_dir, *own, model=mixtral(), parts=parts, max_steps=1, logging_steps=1, **settings).train()
+
+
+@pytest.mark.parametrize("lengths", [[12, 12, 12, 12], [12, 12, 10, 12]], ids=["of one shape", "of two shapes"])
+def test_all_stages_of_a_pipeline_are_counted(tmp_path: Path, lengths: list[int]) -> None:
+    """Each router's tokens, without the padding of the micro-batch that passes it, as in one process."""
+
+    def loads(name: str) -> dict[str, float]:
+        records = read_records(tmp_path / name / "logs/train.jsonl")
+        (record,) = [each for each in records if "kind" not in each]
+        return {key: value for key, value in record.items() if key.startswith("expert_load/")}
+
+    count(tmp_path / "one", "none", lengths)
+    run_ranks(count, 2, tmp_path / "two", ds.Pipeline(2), lengths)
+    assert len(loads("one")) == 2 * 3
+    assert loads("two") == pytest.approx(loads("one"))

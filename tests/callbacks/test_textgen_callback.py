@@ -137,7 +137,7 @@ def test_what_a_model_writes_does_not_steer_the_terminal(tmp_path: Path, capsys:
 # --- on several ranks -------------------------------------------------------------------------------------------------
 
 
-def write_unmoved(output_dir: Path, kind: str, layout: str) -> None:
+def write_unmoved(output_dir: Path, kind: str, layout: Any) -> None:
     """With weights that do not change, every layout has the same; drawn, so that the ranks must draw alike."""
     drawing = {"do_sample": True, "temperature": 1.5, "top_k": 30}
     generating = TextgenCallback(prompts=PROMPTS, generation_config=drawing, max_new_tokens=9)
@@ -149,9 +149,11 @@ def test_all_ranks_take_part(tmp_path: Path, kind: str) -> None:
     write_unmoved(tmp_path / "alone", kind, "none")
     said = texts(tmp_path / "alone")
     assert list(said) == [2, 4] and said[2] != said[4]
-    for layout in ("fsdp", "ddp"):
-        run_ranks(write_unmoved, 2, tmp_path / layout, kind, layout)
-        assert texts(tmp_path / layout) == said
+    stages = ds.Pipeline(["head"] if kind == "plain" else 2, "gpipe")
+    layouts = {"fsdp": ("fsdp", 2), "ddp": ("ddp", 2), "pp": (stages, 2), "pp x fsdp": ([stages, ds.FSDP()], 4)}
+    for name, (layout, ranks) in layouts.items():
+        run_ranks(write_unmoved, ranks, tmp_path / name, kind, layout)
+        assert texts(tmp_path / name) == said, name
 
 
 # --- which evaluations, and after a resume ----------------------------------------------------------------------------

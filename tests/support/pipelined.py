@@ -381,6 +381,33 @@ class Skipping(nn.Module):
         return nn.functional.mse_loss(x + first, y)
 
 
+class Headed(nn.Module):
+    """A list of two layers between a first one and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """x, y: (batch, 8)."""
+        x = self.enter(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return nn.functional.mse_loss(self.head(x), y)
+
+
+def train_headed(folder: Path, parallel: Any) -> tuple[list[float], list[str]]:
+    """Losses, and the names of this rank's weights."""
+    steps = Steps()
+    args = arguments(folder, parallel=parallel, max_steps=2)
+    trainer = ds.Trainer(Headed(), args, train_dataloader=straight_batches(), callbacks=[steps])
+    trainer.train()
+    return [loss for loss, _ in steps.seen], [*weights_of(trainer.model)]
+
+
 class Backward(ds.Callback):
     def on_before_backward(self, ctx: Any) -> None: ...
 

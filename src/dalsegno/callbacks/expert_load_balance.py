@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dalsegno.distributed import collectives
+from dalsegno.distributed.pipeline.stage import running_microbatch
 from dalsegno.distributed.sharded_tensors import strip_wrappers
-from dalsegno.distributed.stage_places import expect_whole
+from dalsegno.distributed.stage_places import is_cut
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import (
@@ -79,13 +80,12 @@ class ExpertLoadBalance(Callback):
         self._router = pattern("ExpertLoadBalance", "router", router)
         self._handles: list[RemovableHandle] = []
         self._counts: dict[str, Tensor] = {}
-        self._batch: Any = None  # of the micro-batch that is counted
-        self._is_due = self._counting = False
+        self._batches: list[Any] = []  # of a measured step's micro-batches; None for padding
+        self._is_due = self._is_cut = False
         self._loads: dict[str, list[int]] = {}  # of the last measured step, until they are logged
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
-        expect_whole(ctx.model, "ExpertLoadBalance", "whose micro-batches alternate in the modules")
-        self._counts, self._is_due = {}, False
+        self._counts, self._is_due, self._is_cut = {}, False, is_cut(ctx.model)
         config = getattr(ctx.model, "config", None)
         routers: list[str] = []
         for name, module in ctx.model.named_modules():
@@ -100,21 +100,24 @@ class ExpertLoadBalance(Callback):
 
     def on_step_begin(self, ctx: Context) -> None:
         if (ctx.state.global_step + 1) % self._every == 0:
-            self._counts, self._is_due = {}, True
+            self._counts, self._batches, self._is_due = {}, [], True
 
     def on_microbatch_begin(self, ctx: MicrobatchBeginContext) -> None:
-        self._counting = self._is_due and ctx.samples > 0
-        self._batch = ctx.batch if self._counting else None
+        if self._is_due:
+            self._batches.append(ctx.batch if ctx.samples else None)
 
     def on_step_end(self, ctx: StepEndContext) -> None:
         if self._is_due:
             counted, self._counts = self._counts, {}
             here = {name: counts.tolist() for name, counts in counted.items()}
-            gathered = ctx.layout.of_data_ranks(collectives.gather(here, "ExpertLoadBalance"))
-            names = sorted({name for each in gathered for name in each})  # a rank with only padding has none
-            of_ranks = {name: [each[name] for each in gathered if name in each] for name in names}
+            gathered = collectives.gather(here, "ExpertLoadBalance")
+            of_data: list[dict[str, list[int]]] = [{} for _ in range(ctx.layout.data_size)]
+            for data_rank, each in zip(ctx.layout.data_ranks, gathered, strict=True):
+                of_data[data_rank] |= each  # ranks that share data have other routers, or the same loads
+            names = sorted({name for each in of_data for name in each})  # a rank with only padding has none
+            of_ranks = {name: [each[name] for each in of_data if name in each] for name in names}
             self._loads = {name: [sum(loads) for loads in zip(*of_ranks[name], strict=True)] for name in names}
-        self._is_due = self._counting = False
+        self._is_due, self._batches = False, []
 
     def on_log_step(self, ctx: LogContext) -> None:
         if ctx.kind == "train":
@@ -132,13 +135,21 @@ class ExpertLoadBalance(Callback):
         while self._handles:
             self._handles.pop().remove()
 
+    def _current_batch(self) -> Any:
+        """Return the batch whose forward pass is counted; None: none is."""
+        if not self._batches:
+            return None
+        number = running_microbatch() if self._is_cut else -1  # a pipeline's recomputation of activations is in none
+        return None if number is None else self._batches[number]
+
     def _counter(self, name: str, config: Any) -> Any:
         masked_by = "attention_mask"
         if getattr(config, "is_encoder_decoder", False) and "decoder" in name.split("."):
             masked_by = "decoder_attention_mask"
 
         def count(module: nn.Module, args: Any, outputs: Any) -> None:
-            if not self._counting or not torch.is_grad_enabled():
+            batch = self._current_batch()
+            if batch is None or not torch.is_grad_enabled():
                 return
             try:
                 sent = routed(module, outputs, self._top_k or experts_of_a_token(module, config))
@@ -146,7 +157,7 @@ class ExpertLoadBalance(Callback):
                 raise ConfigurationError(
                     f"ExpertLoadBalance: {name} {error}; router={self._router.pattern!r} must match routers only"
                 ) from error
-            mask = self._batch.get(masked_by) if isinstance(self._batch, Mapping) else None
+            mask = batch.get(masked_by) if isinstance(batch, Mapping) else None
             if isinstance(mask, Tensor) and _is_of(mask, sent):
                 sent = sent & mask.to(sent.device).bool().reshape(*sent.shape[:-1], 1)
             counts = sent.reshape(-1, sent.shape[-1]).sum(0)

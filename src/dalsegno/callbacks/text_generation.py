@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from dalsegno.distributed import collectives
-from dalsegno.distributed.eval_mode import evaluating
+from dalsegno.distributed.inference import inference
 from dalsegno.distributed.rng import seeded_generators
 from dalsegno.distributed.sharded_tensors import device_of
-from dalsegno.distributed.stage_places import expect_whole
+from dalsegno.distributed.stage_places import expect_whole, is_cut
 from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.system.extras import how_to_install
 
@@ -51,7 +51,6 @@ class TextGenerator:
     def __init__(
         self, model: nn.Module, tokenizer: Any, settings: Any, most: int, dtype: torch.dtype | None = None
     ) -> None:
-        expect_whole(model, "text generation", "where no rank has the whole model")
         self._model = model
         self._tokenizer: Tokenizer = _checked(tokenizer)
         self._most = most
@@ -85,7 +84,7 @@ class TextGenerator:
     def _prepared(self, seed: int) -> Iterator[None]:
         eager = torch.compiler.set_stance("force_eager")  # else each new length is compiled
         cast = torch.autocast(self._device.type, dtype=self._dtype, enabled=self._dtype is not None)
-        with evaluating(self._model), seeded_generators(seed, self._device), eager, cast:
+        with inference(self._model, _called(self._model)), seeded_generators(seed, self._device), eager, cast:
             yield
 
     def _encode(self, text: str) -> Ids:
@@ -108,6 +107,12 @@ def is_of_transformers(model: nn.Module) -> bool:
     return getattr(model, "generation_config", None) is not None and callable(getattr(model, "generate", None))
 
 
+def _called(model: Any) -> nn.Module:
+    """Return the module whose forward generates: of a PEFT adapter, the model in it."""
+    called: nn.Module = model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model
+    return called
+
+
 def _checked(tokenizer: Any) -> Any:
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a multimodal processor
     if not (hasattr(tokenizer, "encode") and hasattr(tokenizer, "decode")):
@@ -125,6 +130,10 @@ class _Generate:
         self._model = model
         is_plain = settings is None or isinstance(settings, Mapping)
         self._settings = dict(settings or {}) if is_plain else {"generation_config": settings}
+        if is_cut(model):
+            if model.config.is_encoder_decoder:
+                expect_whole(model, "text generation by an encoder and a decoder", "where no rank has both")
+            self._settings["use_cache"] = False  # a stage cannot tell a cache's length without the first layer
         self._device = device
         names = ("pad_token_id", "eos_token_id")
         self._pad = next((pad for name in names if (pad := getattr(tokenizer, name, None)) is not None), None)

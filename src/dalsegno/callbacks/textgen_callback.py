@@ -34,8 +34,9 @@ class TextgenCallback(RecordCallback):
     which needs their logits. The tokenizer is the trainer's ``processing_class``.
 
     Random numbers are drawn from a seed derived from the step, so a resumed run generates the same texts as an
-    uninterrupted one, and the training's generators are not used. All ranks take part, as a sharded model requires;
-    rank 0 writes. Before training, one token is generated after the longest possible text, so that errors occur early.
+    uninterrupted one, and the training's generators are not used. All ranks take part, as a sharded model or a pipeline
+    requires; rank 0 writes. Before training, one token is generated after the longest possible text, so that errors
+    occur early.
 
     Args:
         summary_writer: gets the texts as ``text/0`` and so on: a :class:`ResumableSummaryWriter` that is also among the

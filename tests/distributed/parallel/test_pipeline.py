@@ -158,6 +158,15 @@ def _train(folder: Path, parallel: Any, settings: dict[str, int]) -> Any:
     return pipelined.train(folder, parallel, **settings)
 
 
+@pytest.mark.parametrize("stages", [["head"], [["enter", "layers"], ["head"]]], ids=["by its entry", "listed"])
+def test_a_list_of_layers_is_in_one_stage(tmp_path: Path, stages: Any) -> None:
+    """The model calls the layers, not the list; so a stage has them each by itself."""
+    [(expected, _)] = run_ranks(pipelined.train_headed, 1, tmp_path / "one", "none")
+    for found, names in run_ranks(pipelined.train_headed, 2, tmp_path / "two", ds.Pipeline(stages, "gpipe")):
+        assert found == pytest.approx(expected)
+        assert names
+
+
 def test_transformers_train_as_in_one_process(tmp_path: Path) -> None:
     """A Llama with tied embeddings and a Mixtral, with their own loss and masks."""
     [expected] = run_ranks(pipelined.train_transformers, 1, tmp_path / "one", "none")

@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from dalsegno.distributed import collectives
 from dalsegno.distributed.clipping import clip_to_norm, gradient_norm
+from dalsegno.distributed.inference import run_stages_of
 from dalsegno.distributed.modes import FSDP, STAGES, Pipeline
 from dalsegno.distributed.pipeline.cut import Cut, cut
 from dalsegno.distributed.pipeline.runner import PipelineRunner
@@ -93,6 +94,7 @@ class Pipelined(ReplacedParameters):
             copies=self._copies,
             device=device,
         )
+        run_stages_of(model, self.runner)
 
     def finish_backward(self) -> None:
         """Sum the gradients of parameters that several stages share. Collective."""

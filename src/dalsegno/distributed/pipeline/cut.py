@@ -109,6 +109,7 @@ def _listed(model: nn.Module, stages: Sequence[Sequence[str]]) -> Cut:
     modules = dict(model.named_modules())
     for name in (name for names in stages for name in names):
         _expect_module(name, modules)
+    stages = [[inner for name in names for inner in _elements(name, modules[name])] for names in stages]
     names = [name for names in stages for name in names]
     for name in names:
         inside = next((other for other in names if name.startswith(f"{other}.") or (names.count(name) > 1)), None)
@@ -157,9 +158,21 @@ def _units(model: nn.Module, entries: set[str]) -> list[str]:
     units: list[str] = []
     for name, module in model.named_modules():
         is_inside = any(name.startswith(f"{unit}.") for unit in units[-1:])
-        if name and name not in above and not is_inside and _has_tensors(module):
+        if name and name not in above and not is_inside and not _is_list(module) and _has_tensors(module):
             units.append(name)
     return units
+
+
+def _is_list(module: nn.Module) -> bool:
+    """Whether the model calls the elements, never the module itself."""
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict))
+
+
+def _elements(name: str, module: nn.Module) -> list[str]:
+    """Names of the modules that are called under this name: a list's elements, else the module itself."""
+    if not _is_list(module):
+        return [name]
+    return [inner for key, each in module.named_children() for inner in _elements(f"{name}.{key}", each)]
 
 
 def _has_tensors(module: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from dalsegno.distributed import collectives
 
@@ -90,7 +91,7 @@ class PipelineRunner:
         for number in self._agreed_runs(batches):
             some = slice(len(losses), len(losses) + number)
             self._factors = factors[some]
-            self._run(batches[some], forward, training=True)
+            self._run(batches[some], forward, training=True, first=len(losses))
             losses += [self._loss(index) for index in range(number)]
         return self._shared(torch.stack(losses))
 
@@ -102,20 +103,25 @@ class PipelineRunner:
         return self._shared(self._loss(0)), outputs
 
     def share_outputs(self, outputs: Any) -> Any:
-        """Return the tensors of the last stage's outputs, a mapping, on every rank. Collective."""
-        box = [_forms(outputs)] if self.has_last else [None]
+        """Return the last stage's outputs, any pytree, on every rank; None in place of what is neither a tensor nor a
+        plain value. Collective."""
+        leaves, form = tree_flatten(outputs)
+        box: list[Any] = [(form, [_form_of_leaf(leaf) for leaf in leaves])] if self.has_last else [None]
         dist.broadcast_object_list(box, src=self._last, group=self._group)
-        shared = {}
-        for name, (shape, dtype) in (box[0] or {}).items():
-            value = outputs[name].detach().contiguous() if self.has_last else None
-            value = torch.empty(shape, dtype=dtype, device=self._device) if value is None else value
-            dist.broadcast(value, src=self._last, group=self._group)
-            shared[name] = value
-        return outputs if self.has_last else shared
+        form, kinds = box[0]
+        shared = []
+        for number, kind in enumerate(kinds):
+            if isinstance(kind, _TensorForm):
+                leaf = leaves[number].detach().contiguous() if self.has_last else kind.empty(self._device)
+                dist.broadcast(leaf, src=self._last, group=self._group)
+                shared.append(leaf)
+            else:
+                shared.append(kind)
+        return outputs if self.has_last else tree_unflatten(shared, form)
 
-    def _run(self, batches: Sequence[Any], forward: Forward, *, training: bool) -> None:
+    def _run(self, batches: Sequence[Any], forward: Forward, *, training: bool, first: int = 0) -> None:
         for module in self.modules:
-            module.microbatches, module.forward_of = batches, forward
+            module.microbatches, module.first, module.forward_of = batches, first, forward
             module.results.clear()
         schedule = self._schedule(batches, training=training)
         indices = torch.arange(len(batches))
@@ -182,8 +188,18 @@ def _form(batch: Any) -> tuple[Any, ...]:
     return tuple((tuple(leaf.shape), leaf.dtype) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
 
 
-def _forms(outputs: Any) -> dict[str, Any]:
-    """Shape and dtype of each tensor in a mapping."""
-    if not isinstance(outputs, Mapping):
-        return {}
-    return {name: (each.shape, each.dtype) for name, each in outputs.items() if isinstance(each, Tensor)}
+@dataclass(frozen=True, slots=True)
+class _TensorForm:
+    """Shape and dtype of a tensor that another rank has."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def empty(self, device: torch.device) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+def _form_of_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return _TensorForm(leaf.shape, leaf.dtype)
+    return leaf if isinstance(leaf, bool | int | float | str) else None

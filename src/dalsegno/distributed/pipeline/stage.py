@@ -27,6 +27,16 @@ from .missing import Missing
 Forward = Callable[[Any], tuple[Tensor, Any]]
 """Calls the whole model on a batch; returns the loss and the outputs."""
 
+_running: int | None = None
+
+
+def running_microbatch() -> int | None:
+    """Return the index, in its step, of the micro-batch whose forward pass a stage of this rank is in; else None.
+
+    For hooks of modules: the passes of a pipeline's micro-batches alternate, between the events of all of them.
+    """
+    return _running
+
 
 class _Position(enum.Enum):
     BEFORE = "before the stage's first module"
@@ -60,6 +70,8 @@ class StageModule(nn.Module):
         """Calls the whole model; set before the first call."""
         self.microbatches: Sequence[Any] = ()
         """Batches that are called by their index."""
+        self.first = 0
+        """Index, in its step, of the first of them."""
         self.results: dict[int, tuple[Tensor, Any]] = {}
         """Of the last stage: loss and outputs of each micro-batch that was run."""
 
@@ -79,7 +91,8 @@ class StageModule(nn.Module):
             The activation for the next stage; of the last stage the loss, 0-dim.
         """
         number = int(index)
-        loss_and_outputs = self._run(self.microbatches[number], received[0] if received else None)
+        with _noted(self.first + number):
+            loss_and_outputs = self._run(self.microbatches[number], received[0] if received else None)
         if isinstance(loss_and_outputs, Tensor):
             return loss_and_outputs
         if not self._is_probe:
@@ -150,6 +163,16 @@ class StageModule(nn.Module):
         if stage == self._index + 1 and name == cut.entry(stage):
             return _Exit(self, module)
         return _Absent(self, module, f"Pipeline: stage {self._index} calls {name}, which is in stage {stage}")
+
+
+@contextmanager
+def _noted(number: int) -> Iterator[None]:
+    global _running
+    _running = number
+    try:
+        yield
+    finally:
+        _running = None
 
 
 class _StageEnd(BaseException):
