@@ -50,9 +50,13 @@ class UnknownName(ConfigurationError, TypeError):
 
 
 def _nearest(name: str, known: list[str]) -> str | None:
-    """The most similar name, else the shortest that contains ``name``; None rather than something far-fetched."""
-    similar = difflib.get_close_matches(name, known, n=1, cutoff=0.65)
-    return next(iter(similar or sorted((each for each in known if name in each), key=len)), None)
+    """The most similar name, else the shortest that begins with ``name``, or whose last word does; None if there is none.
+
+    Half of the letters of two long names are often the same by chance; of three letters one may be wrong.
+    """
+    similar = difflib.get_close_matches(name, known, n=1, cutoff=0.75 if len(name) > 4 else 0.65)
+    longer = [each for each in known if each.startswith(name) or each.rpartition("_")[2].startswith(name)]
+    return next(iter(similar or sorted(longer, key=len)), None)
 
 
 class UnknownDialect(ConfigurationError, TypeError):

@@ -64,6 +64,6 @@ def test_an_argument_in_the_wrong_place_is_sent_to_the_right_one() -> None:
         ds.Trainer(TinyRegression(), ds.TrainingArguments("runs/a"), fp16=True)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("name", ["zzz", "fdsp", "foo_bar", "sede_x"])
+@pytest.mark.parametrize("name", ["zzz", "fdsp", "foo_bar", "sede_x", "foo_steps", "weight_clip", "device_count"])
 def test_nothing_far_fetched_is_suggested(name: str) -> None:
     assert "did you mean" not in message(**{name: 1})

@@ -20,6 +20,9 @@ _TRACKER = "configure the tracker itself, by its environment variables or its ca
 _BATCHES = "pass a part of the dataset: torch.utils.data.Subset(dataset, range(n))"
 _OUTPUT_DIR = "checkpoints and logs are in output_dir, which all hosts must see; rank 0 writes the logs"
 _LOG_LEVEL = "logging.getLogger('dalsegno').setLevel(…)"
+_DEVICE = "a GPU is used if there is one; use_cpu=True for the CPU"
+_DEVICES = "torchrun --nproc-per-node N starts one process per device"
+_PRECISION = "bf16=True or fp16=True"
 _MEMORY = "callbacks=[PeakMemory()] or [MemoryMonitor()] records memory"
 
 COMMON = {
@@ -40,6 +43,35 @@ COMMON = {
     "collate_fn": "data_collator",
     "criterion": "loss_fn",
     "grad_clip": "max_grad_norm",
+    "clip_grad": "max_grad_norm",
+    "clip_grad_norm": "max_grad_norm",
+    "gradient_clipping": "max_grad_norm",
+    "grad_accum": "gradient_accumulation_steps",
+    "accumulation_steps": "gradient_accumulation_steps",
+    "num_epochs": "num_train_epochs",
+    "betas": "adam_beta1= and adam_beta2=",
+    "eps": "adam_epsilon",
+    "momentum": "optim_args={'momentum': …}, for an optimizer that has one",
+    "wd": "weight_decay",
+    "warmup": "warmup_steps",
+    "amp": _PRECISION,
+    "mixed_precision": _PRECISION,
+    "device": _DEVICE,
+    "world_size": _DEVICES,
+    "compile": "torch_compile",
+    "num_workers": "dataloader_num_workers",
+    "pin_memory": "dataloader_pin_memory",
+    "prefetch_factor": "dataloader_prefetch_factor",
+    "drop_last": "dataloader_drop_last",
+    "shuffle": "samples are shuffled by seed= and data_seed=; another order: Trainer(train_dataloader=…)",
+    "seq_len": "datasets determine the length of samples; sequence_length_schedule= changes it during the run",
+    "max_length": "datasets determine the length of samples; sequence_length_schedule= changes it during the run",
+    "ema": "callbacks=[EMA()] keeps averages of the weights and evaluates with them",
+    "patience": "callbacks=[EarlyStopping(patience=…)]",
+    "early_stopping_patience": "callbacks=[EarlyStopping(patience=…)]",
+    "log_dir": "output_dir",
+    "checkpoint_dir": "output_dir",
+    "resume": "trainer.train() resumes by itself; trainer.train(path) from that checkpoint",
     "eval_on_save": "save_steps= as a multiple of eval_steps=: an evaluation that is due comes before the save",
 }
 """Names in common use, and arguments of ``Trainer`` that are passed to ``TrainingArguments``."""
@@ -133,11 +165,11 @@ HUGGING_FACE = {
 """Of Hugging Face's ``TrainingArguments`` and ``Trainer``."""
 
 LIGHTNING = {
-    "accelerator": "a GPU is used if there is one; use_cpu=True for the CPU",
+    "accelerator": _DEVICE,
     "strategy": _PARALLEL,
-    "devices": "torchrun --nproc-per-node N starts one process per device",
+    "devices": _DEVICES,
     "num_nodes": "torchrun --nnodes N",
-    "precision": "bf16=True or fp16=True",
+    "precision": _PRECISION,
     "logger": "callbacks=[JsonLogger(), TBLogger()]",
     "fast_dev_run": "max_steps=1",
     "max_epochs": "num_train_epochs",
