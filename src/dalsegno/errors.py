@@ -50,7 +50,7 @@ class UnknownName(ConfigurationError, TypeError):
 
 
 def _nearest(name: str, known: list[str]) -> str | None:
-    """The most similar name, else the shortest that begins with ``name``, or whose last word does; None if there is none.
+    """The most similar name, else the shortest that begins with ``name`` or whose last word does; None for none.
 
     Half of the letters of two long names are often the same by chance; of three letters one may be wrong.
     """

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
+import io
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from dalsegno.cli import COMMANDS, demo, main
+from dalsegno.cli import COMMANDS, _parser, demo, main
+from dalsegno.cli.tables import print_facts
 
 HEAVY = ("torch", "numpy", "safetensors", "matplotlib", "multiprocessing", "dataclasses")
 
@@ -75,3 +80,82 @@ def test_a_reader_that_goes_away_is_no_difference(tmp_path: Path) -> None:
     child.stdout.close()
     _, complaint = child.communicate(b"")
     assert (child.returncode, complaint) == (2, b"")
+
+
+def commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """All commands' parsers, without those of groups."""
+    groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    for group in groups:
+        for command in group.choices.values():
+            yield from commands(command)
+    if not groups:
+        yield parser
+
+
+def test_every_command_names_its_exit_statuses() -> None:
+    for command in commands(_parser([])):
+        last = " ".join(command.format_help().split("\n\n")[-1].split())
+        assert last.startswith("Exit status: 0 ") and "; 2 " in last and "; 130 " in last, command.prog
+        assert command.format_help().count("xit status: ") == 1, command.prog
+
+
+def test_every_command_but_those_that_run_on_prints_json() -> None:
+    without = {each.prog for each in commands(_parser([])) if "--json" not in each.format_help()}
+    assert without == {
+        f"dalsegno {name}" for name in ("demo", "train", "launch", "diloco serve", "diloco worker", "jobs open")
+    }
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("value", "colours"), [(None, True), ("", True), ("1", False)])
+def test_colours_unless_no_color_is_set_and_not_empty(
+    value: str | None, colours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if value is not None:
+        monkeypatch.setenv("NO_COLOR", value)
+    terminal = Terminal()
+    print_facts("runs/a", [("steps", "12")], terminal)
+    assert ("\x1b[" in terminal.getvalue()) is colours
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        (["ch"], {"check-resume", "checkpoints"}),
+        (["logs", "sh"], {"show"}),
+        (["logs", "show", "--whe"], {"--where"}),
+        (["logs", "show", "--kind", "ev"], {"eval"}),
+        (["logs", "compare", "first", "sec"], {"second"}),
+    ],
+)
+def test_bash_completes_commands_options_choices_and_files(
+    words: list[str], completed: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("bash is not installed")
+    with pytest.raises(SystemExit) as end:
+        main(["--print-completion", "bash"])
+    assert end.value.code == 0
+    for name in ("first", "second"):
+        (tmp_path / name).touch()
+    (tmp_path / "completion.bash").write_text(capsys.readouterr().out)
+    # What bash does when Tab is pressed: sets these variables, calls the function that `complete` has registered.
+    press_tab = (
+        "source ./completion.bash; "
+        "function=$(complete -p dalsegno); function=${function##*-F }; function=${function%% *}; "
+        'COMP_WORDS=(dalsegno "$@"); COMP_CWORD=$#; $function; printf "%s\n" "${COMPREPLY[@]}"'
+    )
+    done = subprocess.run(
+        [bash, "--norc", "-c", press_tab, "bash", *words], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert {word.strip() for word in done.stdout.split()} == completed
+
+
+def test_completion_of_an_unknown_shell(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--print-completion", "bsh"]) == 2
+    assert "unknown shell 'bsh'; did you mean 'bash'?" in capsys.readouterr().err

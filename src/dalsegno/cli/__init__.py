@@ -1,9 +1,10 @@
 """The command line: ``dalsegno COMMAND``.
 
-Each command is a module with ``describe(parser)``, ``run(arguments) -> exit status`` and optionally
-``suggest(unknown arguments) -> hint``; or a group: a package with its own ``COMMANDS``. Only the command that is called
-is imported, and it imports its dependencies inside ``run``: torch takes over a second to import, and
-``dalsegno --help`` must not wait for it. No other package imports inside functions for this reason.
+Each command is a module with ``describe(parser)``, ``run(arguments) -> exit status`` and optionally ``EXIT_STATUSES``,
+the meanings that are its own, and ``suggest(unknown arguments) -> hint``; or a group: a package with its own
+``COMMANDS``. Only the command that is called is imported, and it imports its dependencies inside ``run``: torch takes
+over a second to import, and ``dalsegno --help`` must not wait for it. No other package imports inside functions for
+this reason.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from dalsegno.cli.exit_statuses import in_words
 from dalsegno.errors import DalsegnoError, UnknownName
 from dalsegno.system.exit_status import ExitStatus, exit_status_of
 
@@ -66,10 +68,16 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
         prog="dalsegno",
         description="Train PyTorch models that resume bit by bit after a kill, and analyze their logs and checkpoints.",
         epilog="Run 'dalsegno COMMAND --help' for a command's options. Exit status: 0 success, 1 negative result (say, "
-        "the runs differ), 2 error; those of a training are in its command's --help.",
+        "the runs differ), 2 error; each command's --help lists its own.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    parser.add_argument(
+        "--print-completion",
+        action=_Completion,
+        metavar="SHELL",
+        help='print a script for bash, zsh or tcsh that completes commands: eval "$(dalsegno --print-completion bash)"',
+    )
     _add_commands(parser, sys.modules[__name__], words)
     return parser
 
@@ -81,10 +89,11 @@ def _add_commands(parser: argparse.ArgumentParser, group: ModuleType, words: Seq
         UnknownName: if they start with another word; suggests the nearest command. (argparse would only list them all.)
     """
     names: Sequence[str] = group.COMMANDS
+    rest: Sequence[str] = ()
     if words and not words[0].startswith("-"):
         if words[0] not in names:
             raise UnknownName(f"{called}command", words[0], names)
-        names = words[:1]
+        names, rest = words[:1], words[1:]
     places = parser.add_subparsers(metavar="COMMAND", required=True)
     for name in names:
         module = importlib.import_module(f"{group.__name__}.{_module_name(name)}")
@@ -96,8 +105,9 @@ def _add_commands(parser: argparse.ArgumentParser, group: ModuleType, words: Seq
             allow_abbrev=False,
         )
         if hasattr(module, "COMMANDS"):
-            _add_commands(command, module, words[1:], f"{called}{name} ")
+            _add_commands(command, module, rest, f"{called}{name} ")
         else:
+            command.epilog = in_words(getattr(module, "EXIT_STATUSES", {}))
             module.describe(command)
             command.set_defaults(run=module.run)
             if hasattr(module, "suggest"):
@@ -125,4 +135,16 @@ class _Version(argparse.Action):
         from importlib.metadata import version
 
         print(f"dalsegno {version('dalsegno')}")
+        parser.exit()
+
+
+class _Completion(argparse.Action):
+    """Builds the parser of all commands only on demand."""
+
+    def __call__(self, parser: argparse.ArgumentParser, _: object, shell: Any, __: str | None = None) -> None:
+        from .completion import SHELLS, completion_script
+
+        if shell not in SHELLS:
+            raise UnknownName("shell", shell, SHELLS)
+        print(completion_script(_parser([]), shell))
         parser.exit()

@@ -9,9 +9,6 @@ directory (a pathlib.Path) and returns your trainer, built the same way each tim
 With --thorough the run is interrupted in the middle and at the end of each of its first four epochs, by SIGKILL and by
 SIGTERM, on one rank and on two; build a run of at least four epochs, as small as possible. Each interruption is exact
 (nothing differs), refused (an error before the first step), said (a warning before the first step) or different.
-
-Exit status: 0 if nothing differs, 1 if something does (the output names the first differing record or tensor), 2 if the
-check could not run.
 """
 
 from __future__ import annotations
@@ -29,6 +26,12 @@ if TYPE_CHECKING:
     from dalsegno.testing import Comparison, Trial
 
     from .import_factory import Factory
+
+EXIT_STATUSES = {
+    0: "nothing differs",
+    1: "something differs (the output names the first differing record or tensor)",
+    2: "the check could not run",
+}
 
 
 def describe(parser: argparse.ArgumentParser) -> None:

@@ -10,9 +10,7 @@ A rank that is killed, fails, or makes no step for --hang-timeout seconds ends a
 newest checkpoint that verifies. Three legs in a row that got no further than an earlier one end the job. SIGTERM,
 SIGUSR1 and Ctrl-C are passed on to all ranks, which save and stop together.
 
-Exit status: 0 finished, or stopped early by a callback; 1 error; 2 wrong use; 3 diverged; 75 stopped in time by a
-signal or a time limit: the same command continues the run. A script's status is that of its sys.exit:
-sys.exit(trainer.train().exit_status).
+A script ends with sys.exit(trainer.train().exit_status), so that its exit status is one of these.
 """
 
 from __future__ import annotations
@@ -22,10 +20,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dalsegno.cli.exit_statuses import OF_TRAINING
 from dalsegno.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from dalsegno.launcher.targets import Target
+
+EXIT_STATUSES = OF_TRAINING
 
 _CONFIGURATIONS = (".toml", ".yaml", ".yml", ".json")
 

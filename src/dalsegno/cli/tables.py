@@ -1,6 +1,7 @@
 """Output of the commands: tables for people, JSON for programs.
 
-On a terminal a table fits its width; into a file or a pipe nothing is shortened. Only terminals get colours.
+On a terminal a table fits its width; into a file or a pipe nothing is shortened. Only terminals get colours, unless the
+environment variable NO_COLOR is set and not empty (https://no-color.org).
 """
 
 from __future__ import annotations
@@ -25,6 +26,11 @@ NOTHING = "–"
 
 FOLDED = 12
 """Least width of a text column on a narrow terminal, in characters."""
+
+
+def shows_colours(file: TextIO) -> bool:
+    """Whether ``file`` is a terminal whose user has not set NO_COLOR. (rich checks both by itself.)"""
+    return file.isatty() and not os.environ.get("NO_COLOR")
 
 
 def number(value: float | int | None) -> str:
@@ -167,7 +173,7 @@ def print_facts(title: str, facts: Sequence[tuple[str, str]], file: TextIO | Non
     file = file or sys.stdout
     width = max((len(name) for name, _ in facts), default=0)
     room = max(FOLDED, shutil.get_terminal_size().columns - width - 4) if file.isatty() else sys.maxsize
-    print(f"\x1b[1m{title}\x1b[0m" if file.isatty() and "NO_COLOR" not in os.environ else title, file=file)
+    print(f"\x1b[1m{title}\x1b[0m" if shows_colours(file) else title, file=file)
     for name, fact in facts:
         for line in textwrap.wrap(fact, room, break_long_words=False, break_on_hyphens=False) or [""]:
             print(f"  {name:<{width}}  {line}".rstrip(), file=file)

@@ -19,9 +19,6 @@ The file names the function that builds the trainer. Its module is searched in t
 The whole file is checked before anything is built. On several GPUs:
 
     dalsegno launch --nproc 8 run.toml
-
-Exit status: 0 finished, or stopped early by a callback; 1 error; 2 wrong use; 3 diverged; 75 stopped in time by a
-signal or a time limit: the same command continues the run.
 """
 
 from __future__ import annotations
@@ -30,6 +27,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from dalsegno.cli.exit_statuses import OF_TRAINING
+
+EXIT_STATUSES = OF_TRAINING
 
 
 def describe(parser: argparse.ArgumentParser) -> None:

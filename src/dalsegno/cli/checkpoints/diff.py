@@ -1,6 +1,6 @@
 """Compare two checkpoints: tensors that differ and by how much, states side by side.
 
-Both are verified first. Exit status 1 if they differ.
+Both are verified first.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from .arguments import add_json
 
 if TYPE_CHECKING:
     from dalsegno.checkpoint.inspect.difference import StateDifference, TensorDifference
+
+EXIT_STATUSES = {1: "the checkpoints differ"}
 
 
 def describe(parser: argparse.ArgumentParser) -> None:

@@ -1,7 +1,7 @@
 """List checkpoints: step, time, size, ranks, metrics, the rules that keep each, and its condition.
 
 "valid": the manifest is valid and every file has the size it records. "verified" (with --verify): every byte matches
-its checksum. A checkpoint that no rule keeps is deleted after the run's next save. Exit status 1 if one is damaged.
+its checksum. A checkpoint that no rule keeps is deleted after the run's next save.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from .arguments import add_json, add_place
 
 if TYPE_CHECKING:
     from dalsegno.checkpoint.inspect.listing import CheckpointInfo
+
+EXIT_STATUSES = {1: "a checkpoint is damaged"}
 
 TIMES = ("_runtime", "_per_second")
 """Suffixes of metrics that measure the machine, not the model."""

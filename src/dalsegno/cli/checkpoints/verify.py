@@ -1,7 +1,6 @@
 """Check every byte of checkpoints against its checksum.
 
 Changes nothing. Skips saves in progress, and checkpoints that a run has set aside as damaged, unless DIR names them.
-Exit status 1 if a checkpoint is damaged.
 """
 
 from __future__ import annotations
@@ -18,6 +17,8 @@ from .arguments import add_json, add_place
 if TYPE_CHECKING:
     from dalsegno.checkpoint import Checkpoint
     from dalsegno.checkpoint.inspect.listing import CheckpointInfo
+
+EXIT_STATUSES = {1: "a checkpoint is damaged"}
 
 THREADS = 8
 """Files read in parallel: hashing one file takes one core, and many disks are faster with several readers."""

@@ -2,7 +2,7 @@
 
 The model learns the source code of Python's standard library, byte by byte. It is trained once without interruption,
 and once killed between two steps and again during a checkpoint write. Then all tensors, states and log records of the
-two runs are compared, and both losses are plotted. Exit status 1 if anything differs.
+two runs are compared, and both losses are plotted.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import argparse
 from pathlib import Path
 
 from dalsegno.errors import ConfigurationError
+
+EXIT_STATUSES = {1: "the runs differ"}
 
 LEAST_STEPS = 12
 

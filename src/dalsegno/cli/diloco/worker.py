@@ -12,9 +12,12 @@ from __future__ import annotations
 import argparse
 import os
 
+from dalsegno.cli.exit_statuses import OF_TRAINING
 from dalsegno.errors import ConfigurationError
 
 from .arguments import add_server, environment_of
+
+EXIT_STATUSES = OF_TRAINING
 
 RUN = ("train", "launch")
 """Commands that may follow."""

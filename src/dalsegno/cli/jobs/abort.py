@@ -11,6 +11,7 @@ import sys
 from dalsegno.errors import ConfigurationError
 
 from .arguments import required_job
+from .sending import EXIT_STATUSES as EXIT_STATUSES
 from .sending import add_sending, send
 
 

@@ -14,7 +14,7 @@ WAIT = 60.0
 """Seconds that a command waits for its effect, by default."""
 
 FAILED = 1
-"""Exit status: the command was accepted and had no effect."""
+EXIT_STATUSES = {FAILED: "the command had no effect"}
 
 
 def add_sending(parser: argparse.ArgumentParser) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from dalsegno.errors import ConfigurationError
 
+from .sending import EXIT_STATUSES as EXIT_STATUSES
 from .sending import add_sending, send
 
 

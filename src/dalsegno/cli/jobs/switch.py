@@ -9,6 +9,7 @@ import argparse
 
 from dalsegno.errors import ConfigurationError
 
+from .sending import EXIT_STATUSES as EXIT_STATUSES
 from .sending import add_sending, send
 
 

@@ -2,7 +2,7 @@
 
 "differs at": first step with another value. "separates at": first step at which the mean difference leaves the noise of
 both curves for more than half a window (it may return later). The last columns are means over the last window of
-records, their difference and its standard error. Exit status 1 if a run separates from the first.
+records, their difference and its standard error.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from .pictures import add_output, output_path, write
 
 if TYPE_CHECKING:
     from dalsegno.analysis import TrainingLog
+
+EXIT_STATUSES = {1: "a run separates from the first"}
 
 
 def describe(parser: argparse.ArgumentParser) -> None:

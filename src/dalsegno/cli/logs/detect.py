@@ -1,9 +1,7 @@
 """Replay past runs through DivergenceDetector: would it have stopped them, and when?
 
 Mark runs with --good and --bad to count false alarms and missed divergences; --sweep finds the settings that separate
-the two best. With neither threshold, the limit adapts to the run's own gain and noise. Exit status 1 if the detector
-fires in an unmarked run or is wrong about a marked one; 2 if a run cannot be read or lacks the metric, after the other
-runs have been checked.
+the two best. With neither threshold, the limit adapts to the run's own gain and noise.
 """
 
 from __future__ import annotations
@@ -20,6 +18,11 @@ if TYPE_CHECKING:
     from dalsegno.analysis import DetectorSettings, Series, TrainingLog
 
     from .per_run_results import PerRunResults
+
+EXIT_STATUSES = {
+    1: "the detector fires in an unmarked run, or is wrong about a marked one",
+    2: "error, or a run that cannot be read or lacks the metric; the others are checked",
+}
 
 
 def describe(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,6 @@
 """Compare two logs record by record, wall-clock fields aside.
 
-Exit status 1 if they differ. A run that was killed and resumed has the same records as an uninterrupted one.
+A run that was killed and resumed has the same records as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from .arguments import add_json, add_step_key
 if TYPE_CHECKING:
     from dalsegno.analysis import RecordDifference, TrainingLog
     from dalsegno.logs.values import Record
+
+EXIT_STATUSES = {1: "the logs differ"}
 
 SHOWN = 10
 

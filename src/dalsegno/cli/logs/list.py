@@ -1,7 +1,4 @@
-"""List the runs in a directory: state, steps, losses, restarts, last change.
-
-Exit status 2 if a run cannot be read; the others are listed.
-"""
+"""List the runs in a directory: state, steps, losses, restarts, last change."""
 
 from __future__ import annotations
 
@@ -13,6 +10,8 @@ from .arguments import add_json, add_step_key
 
 if TYPE_CHECKING:
     from dalsegno.analysis import TrainingLog
+
+EXIT_STATUSES = {2: "error, or a run that cannot be read; the others are listed"}
 
 STYLES = {"running": "green", "diverged": "red", "failed": "red", "died": "yellow", "unreadable": "red"}
 

@@ -109,12 +109,12 @@ def _loss_curves(logs: list[TrainingLog]) -> list[str]:
 
 def _terminal() -> tuple[int, bool]:
     """Width in columns (100 for a file or pipe), and whether it shows colours."""
-    import os
     import shutil
     import sys
 
-    shown = sys.stdout.isatty()
-    return shutil.get_terminal_size().columns if shown else 100, shown and not os.environ.get("NO_COLOR")
+    from dalsegno.cli.tables import shows_colours
+
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 100, shows_colours(sys.stdout)
 
 
 def _limits(text: str) -> tuple[float | None, float | None]:

@@ -4,7 +4,7 @@
     dalsegno logs show runs/a --where "loss > 3 and step >= 500"
 
 A condition compares a field with a number or a string by < <= > >= == or !=; combine conditions with and, or, not and
-parentheses. Exit status 1 if no record matches. With --json: one record per line.
+parentheses. With --json: one record per line.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import sys
 from dalsegno.errors import ConfigurationError, UnknownName
 
 from .arguments import add_json, add_metrics, add_runs
+
+EXIT_STATUSES = {1: "no record matches"}
 
 ALWAYS = ("run", "timestamp", "kind", "global_step", "epoch")
 KINDS = ("train", "eval", "final", "user", "sync")

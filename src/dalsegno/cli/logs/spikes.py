@@ -13,6 +13,8 @@ from .arguments import add_json, add_metrics, add_runs
 if TYPE_CHECKING:
     from dalsegno.analysis import TrainingLog
 
+EXIT_STATUSES = {2: "error, or a run that cannot be read; the others are searched"}
+
 
 def describe(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""

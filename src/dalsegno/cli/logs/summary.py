@@ -1,7 +1,4 @@
-"""Summarize runs: steps, losses, evaluation, gradients, throughput, time, restarts, spikes.
-
-Exit status 2 if a run cannot be read; the others are summarized.
-"""
+"""Summarize runs: steps, losses, evaluation, gradients, throughput, time, restarts, spikes."""
 
 from __future__ import annotations
 
@@ -19,6 +16,8 @@ from .pictures import add_force, expect_free
 
 if TYPE_CHECKING:
     from dalsegno.analysis import MetricSummary, Summary, TrainingLog
+
+EXIT_STATUSES = {2: "error, or a run that cannot be read; the others are summarized"}
 
 SHOWN_SPIKES = 5
 
