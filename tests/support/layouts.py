@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import dalsegno as ds
 from dalsegno import callbacks
 from dalsegno.checkpoint import Checkpoint, read_tensors
+from dalsegno.distributed.stage_places import is_elsewhere
 from dalsegno.logs import read_records
 from dalsegno.testing import tiny_regression_data
 from support.listeners import Listener
@@ -66,6 +67,8 @@ LAYOUTS: dict[str, tuple[int, int]] = {
     "fsdp 4": (4, 4),
     "hsdp": (4, 4),
     "tp x fsdp": (4, 2),
+    "pp": (2, 1),
+    "pp x fsdp": (4, 2),
 }
 """Number of ranks, and of those with different data, by layout."""
 
@@ -76,6 +79,8 @@ def mode(layout: str) -> Any:
         "hsdp": ds.HSDP(replicate=2),
         "tp": ds.TensorParallel(plan()),
         "tp x fsdp": [ds.TensorParallel(plan(), size=2), ds.FSDP(units="layers.*")],
+        "pp": ds.Pipeline(2, "gpipe"),
+        "pp x fsdp": [ds.Pipeline(2, "gpipe"), ds.FSDP(units="layers.*")],
     }
     return modes.get(layout, layout.split()[0])
 
@@ -85,7 +90,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(each) for name, each in model.named_parameters()}
+    """Those that this rank has: under a pipeline, its stage's."""
+    return {name: whole(each) for name, each in model.named_parameters() if not is_elsewhere(each)}
 
 
 def trainer(output_dir: Path, layout: str, *called: Any, dropout: float = 0.0, **settings: Any) -> ds.Trainer:
@@ -144,12 +150,21 @@ def measured(output_dir: Path, layout: str) -> dict[str, Any]:
         callbacks.EMA(decay=0.5),
         callbacks.ComputeBudget(),
         callbacks.LogInputSummaries(),
+        callbacks.WeightNormLogger(),
+        callbacks.FlopUtilization(peak_flops_in_total=1e12),
+        callbacks.StabilityMonitor(),
+        callbacks.SamplesStreamedInfo(),
+        callbacks.RateProfiler(),
+        callbacks.LogOptimizerParamGroup(["lr"]),
+        callbacks.MemoryMonitor(),
+        callbacks.ModelMerge(window=2),
+        callbacks.ExpertLoadBalance(every=1, router=r"norm$"),
     ]
     run = trainer(output_dir, layout, *every, logging_steps=1, eval_steps=1)
     run.train()
     logs = {path.stem: [*read_records(path)] for path in sorted((output_dir / "logs").glob("*.jsonl"))}
     values = {"weights": as_lists(weights(run.model)), "logs": logs}
-    if layout == "one":
+    if layout == "one" or layout.startswith("pp"):
         return values
     of_hand, norms = by_hand(layout, 3, 0.5)
     return values | {"by hand": as_lists(of_hand), "norms": norms}

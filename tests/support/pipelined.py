@@ -268,35 +268,43 @@ def by_trainer(folder: Path, schedule: str) -> tuple[list[float], dict[str, Any]
 
 
 class Normalized(nn.Module):
-    """Three blocks with batch normalization, which counts the batches that it sees."""
+    """Three blocks with batch normalization, which counts the batches that it sees, as the model itself does."""
+
+    seen: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.register_buffer("seen", torch.zeros(()))
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8)) for _ in range(3))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """x, y: (batch, 8)."""
+        self.seen = self.seen + 1
         for block in self.blocks:
             x = torch.tanh(block(x))
         return nn.functional.mse_loss(x, y)
 
 
 class Calls(ds.Callback):
-    """Counts calls of the model's blocks by a hook of its own."""
+    """Counts calls of the model's blocks, and of the model to its end, by hooks of its own."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = self.of_model = 0
 
     def on_train_begin(self, ctx: Any) -> None:
         for block in ctx.model.blocks:
             block.register_forward_hook(self._count)
+        ctx.model.register_forward_hook(self._count_model)
 
     def _count(self, *given: Any) -> None:
         self.count += 1
 
+    def _count_model(self, *given: Any) -> None:
+        self.of_model += 1
 
-def normalize(folder: Path, parallel: Any) -> tuple[dict[str, Any], int]:
+
+def normalize(folder: Path, parallel: Any) -> tuple[dict[str, Any], int, int]:
     calls = Calls()
     settings = {"max_steps": 3, "gradient_accumulation_steps": 2}
     trainer = ds.Trainer(
@@ -307,7 +315,7 @@ def normalize(folder: Path, parallel: Any) -> tuple[dict[str, Any], int]:
     )
     trainer.train()
     buffers = {name: each.numpy().copy() for name, each in trainer.model.named_buffers() if not is_elsewhere(each)}
-    return buffers, calls.count
+    return buffers, calls.count, calls.of_model
 
 
 class Overflow(ds.Callback):

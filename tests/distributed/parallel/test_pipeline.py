@@ -118,12 +118,13 @@ def test_outputs_of_a_prediction_reach_every_rank(tmp_path: Path) -> None:
 
 def test_finding_the_shapes_leaves_no_trace(tmp_path: Path) -> None:
     """Torch runs each stage once more before the first step: statistics of buffers and hooks of callbacks miss it."""
-    [(expected, calls)] = run_ranks(pipelined.normalize, 1, tmp_path / "one", "none")
+    [(expected, calls, to_the_end)] = run_ranks(pipelined.normalize, 1, tmp_path / "one", "none")
     found = run_ranks(pipelined.normalize, 2, tmp_path / "two", ds.Pipeline(["blocks.2"]))
     buffers = found[0][0] | found[1][0]
     assert buffers.keys() == expected.keys()
     assert_close(buffers, expected, 1e-5)
-    assert sum(count for _, count in found) == calls == 3 * 2 * 3
+    assert sum(count for _, count, _ in found) == calls == 3 * 2 * 3
+    assert [ended for _, _, ended in found] == [0, to_the_end] == [0, 3 * 2]
 
 
 def test_all_stages_skip_an_update_together(tmp_path: Path) -> None:

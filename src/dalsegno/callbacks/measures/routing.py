@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from .module_outputs import tensors_in
 
@@ -53,6 +54,8 @@ def _highest(router: nn.Module, scores: Sequence[Tensor], top_k: int) -> Tensor:
     experts = _attribute(_EXPERTS, router)
     chosen = next((each for each in scores if each.shape[-1] == experts), scores[0])
     width = chosen.shape[-1]
+    if isinstance(getattr(router, "weight", None), DTensor) and width < _rows(router):
+        raise ValueError(f"is split over the ranks, and puts out {width} of {_rows(router)} scores: leave it whole")
     return _one_hot(chosen.topk(min(top_k, width)).indices, width)
 
 

@@ -65,6 +65,7 @@ class StageModule(nn.Module):
             for name, module in modules.items()
             if stage != index or (index > 0 and name == cut.entry(index))
         ]
+        self._called = [*cut.model.modules()]  # those above the stages, too: the forward runs from the root
         self._own_hooks: dict[nn.Module, tuple[set[int], set[int]]] = {}
         self.forward_of: Forward | None = None
         """Calls the whole model; set before the first call."""
@@ -77,9 +78,7 @@ class StageModule(nn.Module):
 
     def note_hooks(self) -> None:
         """Note that the hooks which the modules have now, such as those of FSDP, belong to the model."""
-        self._own_hooks = {
-            module: ({*module._forward_pre_hooks}, {*module._forward_hooks}) for module in self.units.modules()
-        }
+        self._own_hooks = {module: ({*module._forward_pre_hooks}, {*module._forward_hooks}) for module in self._called}
 
     def forward(self, *received: Tensor, index: Tensor) -> Tensor:
         """
@@ -105,8 +104,8 @@ class StageModule(nn.Module):
     def probing(self) -> Iterator[None]:
         """Around a call that only finds shapes: it leaves random generators and buffers as they were, and calls only
         the hooks that :meth:`note_hooks` has seen, not those of callbacks."""
-        buffers = [(module, dict(module._buffers)) for module in self.units.modules()]
-        hooks = {module: (module._forward_pre_hooks, module._forward_hooks) for module in self.units.modules()}
+        buffers = [(module, dict(module._buffers)) for module in self._called]
+        hooks = {module: (module._forward_pre_hooks, module._forward_hooks) for module in self._called}
         self._is_probe = True
         try:
             for module, (before, after) in hooks.items():
