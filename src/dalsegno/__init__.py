@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from .errors import Locked as Locked
     from .errors import NotFound as NotFound
     from .errors import NotRunning as NotRunning
+    from .errors import NotSupported as NotSupported
     from .errors import RankFailed as RankFailed
     from .errors import SaveFailed as SaveFailed
     from .errors import StateMismatch as StateMismatch
@@ -186,6 +187,7 @@ _HOMES = {
         "DuplicateKey",
         "EmptyDataset",
         "EventNotFired",
+        "NotSupported",
         "Locked",
         "NotFound",
         "NotRunning",

@@ -17,6 +17,7 @@
     ├── Locked (BlockingIOError)               another live run uses this output_dir
     ├── NotRunning (RuntimeError)              no leg is running that could carry out a command
     ├── EventNotFired (TypeError)              a callback needs an event that this loop cannot fire
+    ├── NotSupported (NotImplementedError)     this operating system lacks something that the call needs
     ├── RankFailed (RuntimeError)              a rank failed, or was killed
     └── RanksApart (RuntimeError)              the ranks are at different collectives; the message names both places
 """
@@ -105,6 +106,10 @@ class NotRunning(DalsegnoError, RuntimeError):
 
 class EventNotFired(DalsegnoError, TypeError):
     """A callback handles an event that a hand-written loop, or another library's trainer, cannot fire."""
+
+
+class NotSupported(DalsegnoError, NotImplementedError):
+    """This operating system lacks something that the call needs; the message names the systems that have it."""
 
 
 class RankFailed(DalsegnoError, RuntimeError):

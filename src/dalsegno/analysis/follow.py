@@ -12,6 +12,7 @@ import xxhash
 
 from dalsegno.logs.formats import strip_line
 from dalsegno.logs.values import Record
+from dalsegno.system.posix import pread
 
 from .formats.find import source_of_run
 from .formats.json_lines import JsonLines, decode_lines, named
@@ -130,7 +131,7 @@ class _Lines:
         before = self._end
         while self._seen:
             last = self._seen[-1]
-            text = os.pread(descriptor, last.end - last.begin, last.begin)
+            text = pread(descriptor, last.end - last.begin, last.begin)
             if xxhash.xxh3_64_intdigest(text) == last.digest:
                 self._end = last.end
                 return [Cut(last.step)] if self._end < before else []
@@ -165,7 +166,7 @@ class _Whole:
 
 
 def _from(descriptor: int, begin: int) -> bytes:
-    return os.pread(descriptor, max(0, os.fstat(descriptor).st_size - begin), begin)
+    return pread(descriptor, max(0, os.fstat(descriptor).st_size - begin), begin)
 
 
 def _begin_of_last_lines(descriptor: int, count: int) -> int:
@@ -174,7 +175,7 @@ def _begin_of_last_lines(descriptor: int, count: int) -> int:
     while begin > 0 and lines <= count + 3:
         piece = min(BACKWARDS, begin)
         begin -= piece
-        lines += os.pread(descriptor, piece, begin).count(b"\n")
+        lines += pread(descriptor, piece, begin).count(b"\n")
     if begin == 0:
         return 0
-    return begin + os.pread(descriptor, BACKWARDS, begin).index(b"\n") + 1
+    return begin + pread(descriptor, BACKWARDS, begin).index(b"\n") + 1

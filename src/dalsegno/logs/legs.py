@@ -15,6 +15,7 @@ from typing import Annotated, Any
 from dalsegno.errors import DamagedRunFile, StateMismatch
 from dalsegno.stateful.schema import Must, check
 from dalsegno.system import filesystem
+from dalsegno.system.posix import host_name
 
 from .previous_leg import PreviousLeg
 from .values import from_json, to_json
@@ -149,7 +150,7 @@ class RunFile:
                 world_size=world_size,
                 parallel=parallel,
                 mesh=dict(mesh or {}),
-                host=os.uname().nodename,
+                host=host_name(),
                 pid=os.getpid(),
                 first_step=first_step,
                 last_step=first_step,

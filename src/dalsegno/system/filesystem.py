@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from .posix import O_BINARY, O_DIRECT, O_DIRECTORY, O_NOFOLLOW, fcntl
 
 Buffer = bytes | bytearray | memoryview
 Watcher = Callable[[str, Path], None]
@@ -24,8 +25,6 @@ PAGE = 4096
 
 DIRECT_PIECE = 16 << 20
 """Size of one direct write in bytes."""
-
-_DIRECT = getattr(os, "O_DIRECT", 0)  # absent on macOS
 
 watcher: Watcher | None = None
 """Called with (operation, path) before each write, fsync, truncate, rename, mkdir and unlink. For tests."""
@@ -51,7 +50,7 @@ def open_own(path: Path, flags: int, mode: int = 0o644) -> int:
         if not stat.S_ISREG(kind):
             what = "a symbolic link, which is not followed" if stat.S_ISLNK(kind) else "not a regular file"
             raise OSError(errno.EINVAL, f"this is {what}; remove it, or use another output_dir", str(path))
-    return os.open(path, flags | os.O_NOFOLLOW, mode)
+    return os.open(path, flags | O_NOFOLLOW | O_BINARY, mode)
 
 
 @contextlib.contextmanager
@@ -86,9 +85,11 @@ def fsync(descriptor: int, path: Path) -> None:
 
 
 def fsync_directory(path: Path) -> None:
-    """Flush a directory's entries (names, renames) to disk."""
+    """Flush a directory's entries (names, renames) to disk. Does nothing on Windows, which cannot open directories."""
+    if not O_DIRECTORY:
+        return
     notify_watcher("fsync", path)
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    descriptor = os.open(path, os.O_RDONLY | O_DIRECTORY)
     try:
         os.fsync(descriptor)
     finally:
@@ -118,7 +119,7 @@ def make_private_directory(path: Path) -> None:
     notify_watcher("mkdir", path)
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    descriptor = os.open(path, os.O_RDONLY | O_DIRECTORY | O_NOFOLLOW)
     try:
         status = os.fstat(descriptor)
         if status.st_uid != os.geteuid():
@@ -212,17 +213,17 @@ def _write_piece(descriptor: int, piece: memoryview, begin: int, path: Path) -> 
         if error.errno != errno.EINVAL:
             raise
         flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~_DIRECT)
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~O_DIRECT)
         os.lseek(descriptor, begin, os.SEEK_SET)
         write_all(descriptor, piece, path)
-    if not fcntl.fcntl(descriptor, fcntl.F_GETFL) & _DIRECT:
+    if not fcntl.fcntl(descriptor, fcntl.F_GETFL) & O_DIRECT:
         fsync(descriptor, path)
 
 
 def _open_direct(path: Path) -> int:
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     try:
-        return open_own(path, flags | _DIRECT)
+        return open_own(path, flags | O_DIRECT)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import struct
@@ -14,9 +13,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import ClassVar
 
-from dalsegno.errors import Locked
+from dalsegno.errors import Locked, NotSupported
 
 from .filesystem import open_own
+from .posix import O_NOFOLLOW, O_NONBLOCK, can_train, fcntl, host_name, pread
 
 VISIBLE_WITHIN_S = 60.0
 """Seconds until a file written on one host must be visible on all: network disks cache that a file was absent."""
@@ -38,6 +38,7 @@ class DirectoryLock:
 
     Raises:
         Locked: on :meth:`acquire`, if this or another process holds the lock, or may hold it on another host.
+        NotSupported: on :meth:`acquire`, on a system where nothing can be trained.
         OSError: on :meth:`acquire`, if the folder is not writable, or its ``.lock`` is a link.
     """
 
@@ -54,7 +55,7 @@ class DirectoryLock:
         """Whether a live process, including this one, holds the lock. Takes no lock, needs no write permission."""
         path = _file_of(directory)
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            descriptor = os.open(path, os.O_RDONLY | O_NOFOLLOW | O_NONBLOCK)
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ELOOP):
                 return False
@@ -74,6 +75,8 @@ class DirectoryLock:
 
     def acquire(self) -> str:
         """Take the lock. Returns the token in the lock file, for :func:`is_visible`."""
+        if not can_train():
+            raise NotSupported(f"{self._path.parent}: training needs Linux or macOS; on Windows, train in WSL")
         if self._path in self._held_here:
             raise Locked(f"{self._path.parent}: already in use by another run in this process ({os.getpid()})")
         descriptor = open_own(self._path, os.O_RDWR | os.O_CREAT)
@@ -131,7 +134,8 @@ class DirectoryLock:
         self.release()
 
 
-os.register_at_fork(after_in_child=DirectoryLock._close_in_child)
+if can_train():
+    os.register_at_fork(after_in_child=DirectoryLock._close_in_child)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +151,12 @@ class Holder:
     @classmethod
     def here(cls) -> Holder:
         """Describe this process."""
-        return cls(os.uname().nodename, os.getpid(), time.time(), os.urandom(8).hex(), _lives_of_this_job())
+        return cls(host_name(), os.getpid(), time.time(), os.urandom(8).hex(), _lives_of_this_job())
 
     @classmethod
     def read(cls, descriptor: int) -> Holder | None:
         """Like :meth:`parse`, for the content of an open file."""
-        return cls.parse(os.pread(descriptor, 4096, 0))
+        return cls.parse(pread(descriptor, 4096, 0))
 
     @classmethod
     def parse(cls, data: bytes) -> Holder | None:
@@ -166,15 +170,15 @@ class Holder:
 
     def is_here(self) -> bool:
         """Whether the holder is on this host."""
-        return self.host == os.uname().nodename
+        return self.host == host_name()
 
     def is_me(self) -> bool:
         """Whether the holder is this process, or an earlier one of this host with the same pid."""
         return self.is_here() and self.pid == os.getpid()
 
     def lives_here(self) -> bool:
-        """Whether the holder is a live process of this host."""
-        return self.is_here() and _lives(self.pid)
+        """Whether the holder is a live process of this host. False on Windows, which does not see those of WSL."""
+        return can_train() and self.is_here() and _lives(self.pid)
 
     def raise_if_maybe_alive(self, place: object, file_name: str) -> None:
         """
@@ -183,7 +187,7 @@ class Holder:
         """
         if not self.is_here() and not self.is_certainly_dead():
             raise Locked(
-                f"{place}: in use by {self}, and this host ({os.uname().nodename}) cannot see whether that process "
+                f"{place}: in use by {self}, and this host ({host_name()}) cannot see whether that process "
                 f"is alive; if it is not, delete {file_name} there, or train with "
                 "TrainingArguments(take_over_lock=True) once"
             )
@@ -274,7 +278,7 @@ def _lock(descriptor: int) -> None:
 
 def _is_locked(descriptor: int) -> bool | None:
     """Whether another open file holds a conflicting lock; None if that cannot be determined."""
-    if sys.platform == "linux":
+    if sys.platform == "linux" and can_train():
         try:
             answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _whole_file())
         except OSError as error:

@@ -6,7 +6,6 @@ while it is read: records after the end that was reached are left for the next r
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +14,7 @@ from dalsegno.analysis.blocks import Block, FrameBlock, RecordBlock
 from dalsegno.errors import ConfigurationError, NotFound
 from dalsegno.logs.reader import record_in
 from dalsegno.logs.values import Record
+from dalsegno.system.posix import pread
 
 from .json_frames import FrameReader
 from .naming import FIRST, HEADER, Naming, no_step
@@ -114,10 +114,10 @@ def _read_lines(descriptor: int, begin: int, wanted: int) -> bytes:
     Finds the end of the last line before reading: cutting bytes off afterwards would copy the others.
     """
     look = min(wanted, BEGINNING)
-    before_end = os.pread(descriptor, look, begin + wanted - look)
+    before_end = pread(descriptor, look, begin + wanted - look)
     if len(before_end) == look and (end := before_end.rfind(b"\n") + 1):
-        return os.pread(descriptor, wanted - look + end, begin)
-    data = os.pread(descriptor, wanted, begin)
+        return pread(descriptor, wanted - look + end, begin)
+    data = pread(descriptor, wanted, begin)
     end = data.rfind(b"\n") + 1
     if not end and len(data) == wanted:
         return _read_lines(descriptor, begin, wanted * 2)
