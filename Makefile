@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PEERS  := .venv-peers
 
-.PHONY: demo test check bench soak lies requests peers clean
+.PHONY: demo test check dist bench soak lies requests peers clean
 
 demo: $(READY)
 	$(BIN)/dalsegno demo
@@ -17,6 +17,10 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# A wheel and an sdist in dist/, installed into an empty environment that reads logs and runs a short demo.
+dist: $(READY)
+	PYTHONPATH=tests $(BIN)/python -m release.install
 
 # Without its peers the table still comes out, and says which are missing.
 bench: $(READY)
