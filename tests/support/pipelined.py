@@ -407,6 +407,12 @@ class Headed(nn.Module):
         return nn.functional.mse_loss(self.head(x), y)
 
 
+def begin_at_the_last(model: nn.Module) -> list[str]:
+    """The name at which the second and last stage begins."""
+    *_, (name, _) = model.named_children()
+    return [name]
+
+
 def train_headed(folder: Path, parallel: Any) -> tuple[list[float], list[str]]:
     """Losses, and the names of this rank's weights."""
     steps = Steps()
@@ -420,6 +426,10 @@ class Backward(ds.Callback):
     def on_before_backward(self, ctx: Any) -> None: ...
 
 
+def _three(model: nn.Module) -> int:
+    return 3
+
+
 REFUSED: dict[str, tuple[Any, Any, dict[str, Any], Any]] = {
     "1f1b needs more micro-batches": (Straight, ds.Pipeline(2), {}, ()),
     "too many stages": (Straight, ds.Pipeline(8, "looped_bfs"), {}, ()),
@@ -431,6 +441,7 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], Any]] = {
     "a batch that does not divide": (Straight, ds.Pipeline(2, microbatches=3), {}, ()),
     "too many stages for the ranks": (Straight, ds.Pipeline(3, "gpipe"), {}, ()),
     "one stage on each rank": (Straight, ds.Pipeline(2, "interleaved"), {}, ()),
+    "more stages than ranks by a function": (Straight, ds.Pipeline(_three, "gpipe"), {}, ()),
 }
 
 
@@ -445,6 +456,26 @@ def be_refused(folder: Path) -> dict[str, str]:
         except ds.DalsegnoError as error:
             errors[name] = f"{type(error).__name__}: {error}"
     return errors
+
+
+class Failing(ds.Callback):
+    """On one rank, a module of its stage raises in the second step."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def on_step_begin(self, ctx: Any) -> None:
+        if ctx.state.global_step == 1 and dist.get_rank() == self._rank:
+            own = next(layer for layer in ctx.model.layers if not is_elsewhere(layer.weight))
+            own.register_forward_hook(self._fail)
+
+    def _fail(self, *given: Any) -> None:
+        raise ZeroDivisionError("this stage has failed")
+
+
+def fail_in_a_stage(folder: Path, rank: int) -> None:
+    args = arguments(folder, parallel=ds.Pipeline(2, microbatches=4), max_steps=3)
+    ds.Trainer(Straight(), args, train_dataloader=straight_batches(), callbacks=[Failing(rank)]).train()
 
 
 class _Rows:

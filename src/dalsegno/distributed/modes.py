@@ -6,14 +6,15 @@ A mode describes; :mod:`dalsegno.distributed.parallel` carries it out. Names of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Self
 
 from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.policies.notation import Policy, read_policies
 
 if TYPE_CHECKING:
+    from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -107,9 +108,10 @@ class Pipeline(Mode):
     Composes with FSDP or HSDP, in a list: each stage is then sharded over the ranks that read different data.
     """
 
-    stages: int | Sequence[str] | Sequence[Sequence[str]]
+    stages: int | Sequence[str] | Sequence[Sequence[str]] | Callable[[nn.Module], Any]
     """How many: the model's longest list of layers is shared out evenly. Or names of the modules at which the second,
-    third, … stage begins. Or the names of each stage's modules, in the order in which the forward calls them."""
+    third, … stage begins. Or the names of each stage's modules, in the order in which the forward calls them. Or a
+    function that returns one of these for the model."""
     schedule: str = "1f1b"
     """Order of the forward and backward passes: ``gpipe``, ``1f1b``; or, with several stages on each rank,
     ``interleaved`` (1F1B), ``looped_bfs``, ``interleaved_zero_bubble``."""
@@ -117,14 +119,14 @@ class Pipeline(Mode):
     """Parts of equal size into which each batch is split. A step runs ``gradient_accumulation_steps`` times as many."""
     size: int | None = None
     """Number of ranks with different stages. None: as many as there are stages; for schedules with several stages on
-    each rank, all ranks."""
+    each rank, and for stages that a function decides, all ranks."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.stages, int):
+        if not (isinstance(self.stages, int) or callable(self.stages)):
             several = () if isinstance(self.stages, str) else tuple(self.stages)
             nested = tuple(each if isinstance(each, str) else tuple(each) for each in several)
             object.__setattr__(self, "stages", nested)
-        if self.count < 2:
+        if not callable(self.stages) and self.count < 2:
             raise ConfigurationError(
                 f"Pipeline: stages={self.stages!r}; give a number of at least 2, a list of the names of the modules at "
                 "which the second, third, … stage begins, or for each stage a list of the names of its modules"
@@ -135,9 +137,21 @@ class Pipeline(Mode):
         if self.size is not None:
             _expect_size("Pipeline: size", self.size)
 
+    def __repr__(self) -> str:
+        shown = super().__repr__()
+        if not callable(self.stages):
+            return shown
+        name = getattr(self.stages, "__qualname__", type(self.stages).__name__)  # the same in every process
+        return shown.replace(repr(self.stages), name)
+
+    def of_model(self, model: nn.Module) -> Self:
+        """Return the pipeline with stages that are a number or names: what their function returns for ``model``."""
+        return replace(self, stages=self.stages(model)) if callable(self.stages) else self
+
     @property
     def count(self) -> int:
-        """Number of stages."""
+        """Number of stages, unless a function decides."""
+        assert not callable(self.stages), "of_model() calls it"
         if isinstance(self.stages, int):
             return self.stages
         begins = bool(self.stages) and all(isinstance(each, str) for each in self.stages)
@@ -149,6 +163,8 @@ class Pipeline(Mode):
         Raises:
             ConfigurationError: if the schedule cannot run the stages on so many.
         """
+        if callable(self.stages):  # checked when there is a model
+            return self.size or of
         ranks = self.size or (self.count if self.schedule in SINGLE_STAGE else of)
         if self.schedule in SINGLE_STAGE and ranks != self.count:
             raise ConfigurationError(
@@ -287,6 +303,11 @@ def _check_composition(modes: Sequence[Mode]) -> None:
     if not modes or len({*kinds}) < len(kinds) or (len(kinds) > 1 and {*kinds} not in composable):
         raise ConfigurationError(
             f"parallel={[*modes]}: these cannot be composed; TensorParallel or Pipeline can, with FSDP or HSDP"
+        )
+    if len(modes) > 1 and any(isinstance(m, Pipeline) and callable(m.stages) and m.size is None for m in modes):
+        raise ConfigurationError(
+            f"parallel={[*modes]}: Pipeline needs size= here, the number of ranks with different stages; the others "
+            "shard each stage"
         )
     if len(modes) > 1 and any(isinstance(mode, TensorParallel) and mode.size is None for mode in modes):
         raise ConfigurationError(

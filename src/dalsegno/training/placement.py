@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import Adafactor, Optimizer
 
 from dalsegno.args import TrainingArguments
 from dalsegno.checkpoint import unwrapped
@@ -69,22 +69,29 @@ def place(
     else:
         _check_steps_alone(optimizer)
         parallel.rebind(optimizer)
-    _check_not_mixed(optimizer)
+    _check_sharded(optimizer)
     return PlacedModel(
         model, device, layout, parallel, parallel.loss_fn or loss_module or loss_fn, loss_module, optimizer
     )
 
 
-def _check_not_mixed(optimizer: Optimizer) -> None:
+def _check_sharded(optimizer: Optimizer) -> None:
     """
     Raises:
-        ConfigurationError: if a fused optimizer would update split and whole parameters in one kernel.
+        ConfigurationError: if the optimizer would fail in its first step on parameters that are sharded: a fused one
+            on split and whole parameters in one kernel, Adafactor on any.
     """
     for group in optimizer.param_groups:
-        if group.get("fused") and len({isinstance(each, DTensor) for each in group["params"]}) > 1:
+        are_sharded = {isinstance(each, DTensor) for each in group["params"]}
+        if group.get("fused") and len(are_sharded) > 1:
             raise ConfigurationError(
                 f"optimizer: a fused {type(optimizer).__name__} cannot update the split layers of TensorParallel "
                 "together with whole ones; use fused=False (optim='adamw'), or add FSDP(), which shards them all"
+            )
+        if isinstance(optimizer, Adafactor) and True in are_sharded:
+            raise ConfigurationError(
+                "optimizer: torch's Adafactor cannot update sharded parameters, whose row and column means would be "
+                "over a shard only; use optim='adamw' or 'muon', whose state is sharded too, or parallel='ddp'"
             )
 
 

@@ -122,6 +122,8 @@ def refused(output_dir: Path) -> list[str]:
         (ds.FSDP(units="blocks.*"), plain(), {}),
         (ds.Parallelized(init_device_mesh("cpu", (2,), mesh_dim_names=("data",))), plain(), {}),
         (split(layouts.plan()), plain(), {"optim": "adamw_fused"}),
+        (split(layouts.plan()), plain(), {"optim": "adafactor"}),
+        (ds.FSDP(), plain(), {"optim": "adafactor"}),
         (split(layouts.plan()), plain(), {"parts": {"train_dataset": None, "train_dataloader": own}}),
     ]
     messages = []
@@ -145,6 +147,8 @@ def test_what_does_not_fit_the_model_or_the_data_is_refused_on_all_ranks(tmp_pat
             "module in FSDP(units=…): 'blocks.*'",
             "data dimension of Parallelized(mesh, data=…): 'dp'",
             "a fused AdamW cannot update the split layers of TensorParallel together with whole ones",
+            "torch's Adafactor cannot update sharded parameters",
+            "torch's Adafactor cannot update sharded parameters",
             "ranks [0, 1] hold parts of one copy of the model, so they must read the same data",
         ],
         strict=True,

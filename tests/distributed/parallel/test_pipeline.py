@@ -159,7 +159,11 @@ def _train(folder: Path, parallel: Any, settings: dict[str, int]) -> Any:
     return pipelined.train(folder, parallel, **settings)
 
 
-@pytest.mark.parametrize("stages", [["head"], [["enter", "layers"], ["head"]]], ids=["by its entry", "listed"])
+@pytest.mark.parametrize(
+    "stages",
+    [["head"], [["enter", "layers"], ["head"]], pipelined.begin_at_the_last],
+    ids=["by its entry", "listed", "by a function"],
+)
 def test_a_list_of_layers_is_in_one_stage(tmp_path: Path, stages: Any) -> None:
     """The model calls the layers, not the list; so a stage has them each by itself."""
     [(expected, _)] = run_ranks(pipelined.train_headed, 1, tmp_path / "one", "none")
@@ -188,11 +192,29 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         "a batch that does not divide": "4 samples .* 3 micro-batches",
         "too many stages for the ranks": "3 does not divide the 2 ranks",
         "one stage on each rank": "use 4 stages",
+        "more stages than ranks by a function": "3 stages for 2 ranks, but this schedule has one stage on each rank",
     }
     for errors in run_ranks(pipelined.be_refused, 2, tmp_path):
         assert errors.keys() == expected.keys()
         for name, pattern in expected.items():
             assert re.search(pattern, errors[name], re.DOTALL), errors[name]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_in_its_stage_ends_all_ranks(tmp_path: Path, rank: int) -> None:
+    """The cause is raised on that rank; what the other raises, unless it is killed, points to it."""
+    outcomes = start_ranks(pipelined.fail_in_a_stage, 2, tmp_path, rank).wait()
+    assert all(outcome.exit_code for outcome in outcomes)
+    assert "ZeroDivisionError: this stage has failed" in (outcomes[rank].error or "")
+    other = outcomes[1 - rank]
+    assert other.was_killed or "if another rank failed, its output has the cause" in (other.error or "")
+
+
+def test_stages_by_a_function_are_text_that_each_process_has() -> None:
+    pipeline = ds.Pipeline(pipelined.begin_at_the_last, "gpipe")
+    assert str(pipeline) == "Pipeline(stages=begin_at_the_last, schedule='gpipe')"
+    with pytest.raises(ds.ConfigurationError, match="Pipeline needs size= here"):
+        ds.TrainingArguments("run", parallel=[pipeline, ds.FSDP()])
 
 
 @pytest.mark.parametrize(

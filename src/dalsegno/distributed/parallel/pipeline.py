@@ -7,6 +7,7 @@ So optimizer groups, checkpoints and measurements have the names of the whole mo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -64,6 +65,9 @@ class Pipelined(ReplacedParameters):
         data = (mesh.mesh_dim_names or ())[1:]
         self._copies = mesh[data]._flatten().get_group() if data else None
         ranks, here = mesh.size(0), mesh.get_local_rank(STAGES)
+        mode = replace(mode.of_model(model), size=ranks)
+        mode.ranks(of=ranks)  # raises if this many stages do not fit
+        assert not callable(mode.stages), "of_model has called it"
         stages = cut(model, mode.stages)
         stores = _stores(stages, ranks)
         collectives.broadcast_tensors([*model.parameters(), *map(once, model.buffers())])

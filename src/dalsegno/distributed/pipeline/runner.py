@@ -135,6 +135,9 @@ class PipelineRunner:
             cause = error.__cause__
             if isinstance(cause, Exception) and "failed to run forward" in str(error):
                 raise cause from None
+            error.add_note(
+                "the ranks of a pipeline wait for one another: if another rank failed, its output has the cause"
+            )
             raise
         finally:
             for module in self.modules:
