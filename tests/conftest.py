@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import compileall
 import gc
 import os
 import signal
 import sys
 import tempfile
+from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -43,6 +46,13 @@ for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "T
 def pytest_xdist_auto_num_workers() -> int:
     """One more than cores: about half of the time, a test waits for processes, disks and clocks."""
     return (os.cpu_count() or 1) + 1
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compile what the processes of the tests import; where Python writes no bytecode, each would do so anew."""
+    if not hasattr(config, "workerinput"):
+        for name in ("src", "tests"):
+            compileall.compile_dir(Path(__file__).parents[1] / name, quiet=2)
 
 
 SLOW_TO_IMPORT = (

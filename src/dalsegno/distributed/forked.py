@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-PRELOADED = ["dalsegno.training.trainer", "torch._dynamo"]
-"""Modules that the server imports before it forks the first rank. The first optimizer of a process imports
-torch._dynamo, which takes a second."""
+PRELOADED = ["dalsegno.training.preloaded"]
+"""Modules that the server imports before it forks the first rank."""
 
 
 def settle_after_fork(environment: Mapping[str, str], threads: int | None) -> None:

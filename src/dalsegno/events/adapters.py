@@ -180,7 +180,7 @@ class CallbackAdapter(Callback):
 
 def external_global_callbacks() -> list[Callback]:
     """Return callbacks that their own library has registered for every run, e.g. by ``with callback:``."""
-    return [adapt(callback) for kind in _dialects().values() for callback in kind.registered_globally()]
+    return [adapt(callback) for kind in installed_dialects().values() for callback in kind.registered_globally()]
 
 
 _adapted: WeakValueDictionary[int, CallbackAdapter] = (
@@ -189,7 +189,7 @@ _adapted: WeakValueDictionary[int, CallbackAdapter] = (
 
 
 @cache
-def _dialects() -> dict[str, type[CallbackAdapter]]:
+def installed_dialects() -> dict[str, type[CallbackAdapter]]:
     """Return the installed dialects by name."""
     try:
         package = importlib.import_module(_DIALECT_PACKAGE)
@@ -202,17 +202,17 @@ def _dialects() -> dict[str, type[CallbackAdapter]]:
 
 
 def _dialect_class(dialect: str) -> type[CallbackAdapter]:
-    if dialect not in _dialects():
-        raise UnknownName("dialect", dialect, _dialects())
-    return _dialects()[dialect]
+    if dialect not in installed_dialects():
+        raise UnknownName("dialect", dialect, installed_dialects())
+    return installed_dialects()[dialect]
 
 
 def _detect_dialect(callback: object) -> type[CallbackAdapter]:
     for seen in (_matches_bases, _matches_parameters):
-        kinds = [kind for kind in _dialects().values() if seen(callback, kind)]
+        kinds = [kind for kind in installed_dialects().values() if seen(callback, kind)]
         if len(kinds) == 1:
             return kinds[0]
-    known = ", ".join(map(repr, _dialects())) or "none"
+    known = ", ".join(map(repr, installed_dialects())) or "none"
     raise UnknownDialect(
         f"callbacks: {callback!r} is not a dalsegno.Callback, and its dialect cannot be detected; if it was written "
         f"for another library, name it: dalsegno.adapt(callback, dialect). Known dialects: {known}"

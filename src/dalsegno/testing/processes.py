@@ -182,6 +182,7 @@ def _run_rank(
                 world_size=world_size,
                 timeout=timedelta(seconds=120),
             )
+            dist.barrier()  # a rank that ends while another still connects to it would make that one fail
         value = function(*args)
         if world_size > 1:
             dist.destroy_process_group()

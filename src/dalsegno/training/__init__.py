@@ -4,6 +4,7 @@ In reading order: no module imports from a line above its own.
 
 ::
 
+    preloaded                               for processes that ranks are forked from
     trainer · run                           what the user builds
     loop                                    the training loop
     lifecycle · last_leg · run_dir          a run over its legs: lock, restore, start, finish
