@@ -7,9 +7,10 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, ClassVar, NamedTuple, TypedDict
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypedDict
 
 from .errors import ConfigurationError
+from .policies.recovery import RollbackRequest
 from .stateful.schema import Count, Must
 
 Handler = Callable[[Any], "TrainerControl | None"]
@@ -151,6 +152,7 @@ class ControlRequests(NamedTuple):
     """A background save has finished, successfully or not."""
     commands: bool = False
     """Rank 0 has accepted commands that wait for their effect."""
+    roll_back: bool = False
 
     def merge(self, others: ControlRequests) -> ControlRequests:
         return ControlRequests(*(mine or other for mine, other in zip(self, others, strict=True)))
@@ -182,7 +184,9 @@ class TrainerControl:
         "_aborting",
         "_stopping",
         "_thread",
+        "can_roll_back",
         "current_handler",
+        "rollback_request",
         "should_epoch_stop",
         "should_evaluate",
         "should_log",
@@ -196,19 +200,29 @@ class TrainerControl:
     should_epoch_stop: bool
     stop_request: StopRequest | None
     """The first request to stop; None until there is one."""
+    rollback_request: RollbackRequest | None
+    """The first request to go back to a checkpoint since the last rollback; None if there is none."""
+    can_roll_back: bool
+    """Whether the run has a ``RecoveryPolicy``."""
     current_handler: Handler | None
     """The running handler, set by the dispatcher to attribute flags to a callback; None between handlers."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, can_roll_back: bool = False) -> None:
         self.current_handler = None
+        self.can_roll_back = can_roll_back
         self.clear()
 
     def clear(self) -> None:
         """Reset all requests, at the start of a leg."""
-        self.should_log = self.should_evaluate = self.should_save = self.should_epoch_stop = False
+        self.clear_timeline()
         self._stopping = self._aborting = False
         self.stop_request = None
         self._thread = threading.get_ident()  # handlers run on the thread that starts the leg
+
+    def clear_timeline(self) -> None:
+        """Reset the requests of an abandoned timeline: all but those to stop."""
+        self.should_log = self.should_evaluate = self.should_save = self.should_epoch_stop = False
+        self.rollback_request = None
 
     @property
     def stop_reason(self) -> str | None:
@@ -260,6 +274,30 @@ class TrainerControl:
             self._aborting = True
         self._remember(StopRequest(reason, by or self._caller(), final or diverged, diverged))
 
+    def roll_back(
+        self,
+        reason: str,
+        *,
+        steps: int | None = None,
+        to: int | None = None,
+        skip: int | Literal["policy"] | None = "policy",
+        by: str | None = None,
+    ) -> None:
+        """Request that the run goes back to a checkpoint at the end of this step, for a human-readable reason.
+
+        The run's ``RecoveryPolicy`` decides what is not given here, and ends the run once its budget is used up. For
+        ``steps``, ``to`` and ``skip`` see :class:`RollbackRequest`. ``by`` names the requester, as in :meth:`stop`.
+
+        Raises:
+            ConfigurationError: if the run has no policy, or for an invalid value.
+        """
+        if not self.can_roll_back:
+            raise ConfigurationError(
+                "roll_back(): the run has no policy for it; pass TrainingArguments(recovery=RecoveryPolicy(…))"
+            )
+        request = RollbackRequest(reason, by or self._caller(), steps, to, skip)
+        self.rollback_request = self.rollback_request or request
+
     def _set(self, value: bool) -> None:
         """Another library's flag was set or cleared: a stop by it is final."""
         if value:
@@ -284,6 +322,7 @@ class TrainerControl:
             self.should_epoch_stop,
             self._stopping,
             self._aborting,
+            roll_back=self.rollback_request is not None,
         )
 
     def acknowledge(self, requests: ControlRequests) -> None:
@@ -311,6 +350,7 @@ class TrainerControl:
         flags = control.requests()
         self.should_log, self.should_evaluate, self.should_save, self.should_epoch_stop = flags[:4]
         self._stopping, self._aborting = flags.stop, flags.abort
+        self.rollback_request = self.rollback_request or control.rollback_request
         if control.stop_request is not None:
             self._remember(control.stop_request)
         else:

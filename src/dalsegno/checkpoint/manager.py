@@ -189,7 +189,9 @@ class CheckpointManager:
         """
         self._snapshotter.check_serializable(sharded, components)
 
-    def find(self, path: Path | None = None, *, strict: bool = False) -> Checkpoint | None:
+    def find(
+        self, path: Path | None = None, *, strict: bool = False, until: int | None = None
+    ) -> Checkpoint | None:
         """The newest checkpoint whose every byte matches its manifest; each rank reads some of the files.
 
         Newer, damaged checkpoints are renamed to ``step-….damaged``, each with a warning that names the damage. That
@@ -199,6 +201,7 @@ class CheckpointManager:
         Args:
             path: of the requested checkpoint.
             strict: raise if the newest checkpoint is damaged, and rename nothing.
+            until: search only the checkpoints of this step or before.
 
         Returns:
             None if no ``path`` is given and there is no checkpoint.
@@ -211,7 +214,7 @@ class CheckpointManager:
         self.settle()
         if path is not None:
             return self._verified(path)
-        paths = collectives.from_rank_zero(functools.partial(checkpoint_dir.newest_first, self.directory))
+        paths = collectives.from_rank_zero(functools.partial(checkpoint_dir.newest_first, self.directory, until=until))
         found, damaged = checkpoint_dir.first_valid(paths[:1] if strict else paths, self._verified)
         if strict and damaged:
             (error,) = damaged.values()

@@ -14,6 +14,8 @@ from dalsegno.errors import StateMismatch
 from dalsegno.stateful.component import Scope
 from dalsegno.stateful.schema import Count, Form, Must
 
+from .gaps import Gaps, Place
+
 
 @dataclass(slots=True)
 class Microbatch:
@@ -86,6 +88,20 @@ class ResumableLoader(Protocol):
             The number of skipped samples over all ranks: fewer if the epoch ends, more if only whole micro-batches can
             be skipped.
         """
+        ...
+
+    @property
+    def place(self) -> Place:
+        """What was consumed of the current epoch, in the unit of :meth:`set_gaps`."""
+        ...
+
+    def place_after(self, microbatches: int) -> Place:
+        """Return the place so many micro-batches further on; no further than the current epoch's end."""
+        ...
+
+    def set_gaps(self, gaps: Gaps) -> None:
+        """Leave out what is in ``gaps``. To be called before iterating. A micro-batch of data that is not a map dataset
+        is left out if it begins in a gap: it is read and dropped."""
         ...
 
     def close(self) -> None:

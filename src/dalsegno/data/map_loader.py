@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from dalsegno.distributed.rng import LOADER, mix
 from dalsegno.stateful.component import Scope
 
+from .gaps import Gaps, Place
 from .loader import Microbatch, expect_kind, or_another_kind
 from .sampler import ResumableSampler, SamplerState
 from .samples import Samples
@@ -67,11 +68,12 @@ class MapLoader:
         generator = self._loader.generator
         assert isinstance(generator, torch.Generator)
         generator.manual_seed(mix(LOADER, self._sampler.seed, self.epoch))
-        self._sampler.seek(self.epoch, self._cursor)
-        share = self._sampler.share
+        sampler, epoch = self._sampler, self.epoch
+        self._cursor = sampler.advance(epoch, self._cursor, 0)
+        sampler.seek(epoch, self._cursor)
         for batch in self._batches():
-            samples, global_samples = share(self._cursor)
-            self._cursor += global_samples
+            samples, global_samples = sampler.share(epoch, self._cursor)
+            self._cursor = sampler.advance(epoch, self._cursor, global_samples)
             yield Microbatch(batch, samples, global_samples)
 
     def _batches(self) -> Iterator[Any]:
@@ -96,6 +98,17 @@ class MapLoader:
         passed = min(wanted, self._sampler.samples - self._cursor)
         self._cursor += passed
         return passed
+
+    @property
+    def place(self) -> Place:
+        return Place(self.epoch, self._cursor)
+
+    def place_after(self, microbatches: int) -> Place:
+        behind = self._cursor + microbatches * self._sampler.global_batch
+        return Place(self.epoch, min(behind, self._sampler.length))
+
+    def set_gaps(self, gaps: Gaps) -> None:
+        self._sampler.set_gaps(gaps)
 
     def close(self) -> None:
         self._loader._iterator = None  # torch keeps persistent workers here; other workers end with their iterator

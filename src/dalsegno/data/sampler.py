@@ -17,6 +17,7 @@ from dalsegno.distributed.rng import ORDER, mix
 from dalsegno.errors import ConfigurationError, EmptyDataset, StateMismatch
 from dalsegno.stateful.schema import Count
 
+from .gaps import EpochGaps, Gaps
 from .permutation import Indices, permute
 
 log = logging.getLogger(__name__)
@@ -98,6 +99,18 @@ class ResumableSampler(Sampler[list[int]]):
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
         self.epoch, self.cursor = 0, 0
         self._start = 0
+        self._gaps, self._epoch_gaps = Gaps(), (-1, EpochGaps(length))
+
+    def set_gaps(self, gaps: Gaps) -> None:
+        """Leave out what is in ``gaps``, in iterations that begin from now on. Micro-batches stay full: the samples
+        before a gap and those behind it are in one."""
+        self._gaps, self._epoch_gaps = gaps, (-1, EpochGaps(self.length))
+
+    def gaps_of(self, epoch: int) -> EpochGaps:
+        """Return the gaps of that epoch."""
+        if self._epoch_gaps[0] != epoch:
+            self._epoch_gaps = epoch, self._gaps.of_epoch(epoch, self.length)
+        return self._epoch_gaps[1]
 
     @property
     def global_batch(self) -> int:
@@ -122,42 +135,52 @@ class ResumableSampler(Sampler[list[int]]):
         if epoch != self.epoch:
             self.seek(epoch, 0)
 
-    def share(self, cursor: int) -> tuple[int, int]:
+    def share(self, epoch: int, cursor: int) -> tuple[int, int]:
         """Return (samples of this rank, of all ranks) in the micro-batch at ``cursor``, without padding."""
-        remaining = self.length - cursor
+        gaps = self.gaps_of(epoch)
+        remaining = gaps.kept - gaps.rank_of(cursor)
         if remaining >= self.global_batch:
             return self.batch_size, self.global_batch
         fewest, larger_shares = divmod(remaining, self.world_size)
         return fewest + (self.rank < larger_shares), remaining
+
+    def advance(self, epoch: int, cursor: int, samples: int) -> int:
+        """Return the place behind ``samples`` samples from ``cursor`` on, and behind a gap that follows. If no
+        micro-batch follows, that is the epoch's end."""
+        gaps = self.gaps_of(epoch)
+        rank = gaps.rank_of(cursor) + samples
+        is_end = gaps.kept - rank < (self.global_batch if self.drop_last else 1)
+        return max(cursor, self.samples) if is_end else gaps.next_place(rank)
 
     def __iter__(self) -> Iterator[IndexBatch]:
         self.cursor = self._start
         return self._batches()
 
     def _batches(self) -> Iterator[IndexBatch]:
-        key = mix(self.seed, self.epoch)
-        while (complete := (self.length - self.cursor) // self.global_batch) > 0:
+        key, gaps = mix(self.seed, self.epoch), self.gaps_of(self.epoch)
+        while (complete := (gaps.kept - gaps.rank_of(self.cursor)) // self.global_batch) > 0:
             rows = min(complete, max(1, BLOCK // self.batch_size))
-            for indices in self._rows(key, rows):
+            for indices in self._rows(key, gaps, rows):
                 yield self._located(indices, key)
-        if self.cursor < self.length and not self.drop_last:
-            yield self._located(self._indices(self._last_positions(), key).tolist(), key)
+        if gaps.rank_of(self.cursor) < gaps.kept and not self.drop_last:
+            yield self._located(self._indices(self._last_positions(gaps), key).tolist(), key)
         self.seek(self.epoch + 1, 0)
 
-    def _rows(self, key: int, rows: int) -> list[list[int]]:
+    def _rows(self, key: int, gaps: EpochGaps, rows: int) -> list[list[int]]:
         """Return this rank's shares of the next ``rows`` complete global micro-batches."""
-        first = np.uint64(self.cursor + self.rank * self.batch_size)
+        first = np.uint64(gaps.rank_of(self.cursor) + self.rank * self.batch_size)
         starts: Indices = np.arange(rows, dtype=np.uint64) * np.uint64(self.global_batch) + first
-        positions: Indices = np.add.outer(starts, np.arange(self.batch_size, dtype=np.uint64))
-        indices = self._indices(positions.reshape(-1), key)
+        ranks: Indices = np.add.outer(starts, np.arange(self.batch_size, dtype=np.uint64))
+        indices = self._indices(gaps.places(ranks.reshape(-1)), key)
         return indices.reshape(rows, self.batch_size).tolist()
 
-    def _last_positions(self) -> Indices:
+    def _last_positions(self, gaps: EpochGaps) -> Indices:
         """Return this rank's share of the incomplete global micro-batch, or its first sample as padding."""
-        count, remaining = self.share(self.cursor)
+        count, remaining = self.share(self.epoch, self.cursor)
         fewest, larger_shares = divmod(remaining, self.world_size)
         before = self.rank * fewest + min(self.rank, larger_shares) if count else 0
-        return np.uint64(self.cursor + before) + np.arange(max(count, 1), dtype=np.uint64)
+        first = np.uint64(gaps.rank_of(self.cursor) + before)
+        return gaps.places(first + np.arange(max(count, 1), dtype=np.uint64))
 
     def _indices(self, positions: Indices, key: int) -> Indices:
         return permute(positions, self.length, mix(ORDER, key)) if self.shuffle else positions
@@ -165,8 +188,8 @@ class ResumableSampler(Sampler[list[int]]):
     def _located(self, indices: list[int], key: int) -> IndexBatch:
         batch = IndexBatch(indices)
         batch.key, batch.cursor = key, self.cursor
-        batch.samples, batch.global_samples = self.share(self.cursor)
-        self.cursor += batch.global_samples
+        batch.samples, batch.global_samples = self.share(self.epoch, self.cursor)
+        self.cursor = self.advance(self.epoch, self.cursor, batch.global_samples)
         return batch
 
     def state_dict(self) -> SamplerState:

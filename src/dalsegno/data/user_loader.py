@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from dalsegno.distributed.rng import LOADER, mix
 from dalsegno.errors import EmptyDataset, StateMismatch
 from dalsegno.stateful.component import Scope
 
+from .gaps import Gaps, Place
 from .generators import EpochGenerator, OwnGenerators
 from .loader import Microbatch, expect_kind, plain_batch, sample_count
 from .stateful_dataloader import StatefulDataLoader
@@ -71,6 +73,7 @@ class UserLoader:
         self._loaded_own: dict[str, Any] = {}  # states of the data's own generators at the loaded position
         self._lengths: list[int | None] | None = None  # of all ranks' loaders, once exchanged
         self.spare: Microbatch | None = None
+        self._gaps = Gaps()
 
     def exchange_lengths(self) -> None:
         """Exchange the lengths of all ranks' loaders, since planning uses the longest. Collective."""
@@ -94,7 +97,10 @@ class UserLoader:
             self._iterator = self._open()
         # Not a for loop: some iterators restart when asked for an iterator.
         while (item := next(self._iterator, END)) is not END:
-            yield self._count(item)
+            is_skipped = self._gaps and self._gaps.contains(self.place)
+            microbatch = self._count(item)
+            if not is_skipped:
+                yield microbatch
         self._exhausted, self._iterator = True, None
 
     def _open(self) -> Iterator[Any]:
@@ -142,6 +148,18 @@ class UserLoader:
             known = microbatch.global_samples
             passed += microbatch.samples * self._world_size if known is None else known
         return passed
+
+    @property
+    def place(self) -> Place:
+        """Counted in samples if all ranks read one stream, since another number of ranks makes other micro-batches."""
+        return Place(self.epoch, self._samples if self._one_stream else self._microbatches)
+
+    def place_after(self, microbatches: int) -> Place:
+        each = self._samples / max(self._microbatches, 1) if self._one_stream else 1  # so far in this epoch
+        return Place(self.epoch, self.place.count + math.ceil(microbatches * each))
+
+    def set_gaps(self, gaps: Gaps) -> None:
+        self._gaps = gaps
 
     def close(self) -> None:
         self._iterator = None

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypedDict
 
 from dalsegno.errors import DamagedRunFile, StateMismatch
 from dalsegno.stateful.schema import Must, check
@@ -28,6 +28,16 @@ _FAILED = (None, "exception", "interrupted")
 """Reasons of legs that did not end by themselves."""
 
 Goal = Annotated[dict[str, float], Must("max_steps and num_train_epochs", {"max_steps", "num_train_epochs"}.issubset)]
+
+
+class RolledBack(TypedDict):
+    """A return to a checkpoint within a leg. Steps are numbers of finished optimizer steps."""
+
+    time: float
+    from_step: int
+    to_step: int
+    by: str
+    reason: str
 
 
 @dataclass(kw_only=True, slots=True)
@@ -65,6 +75,9 @@ class Leg:
     """Whether a callback judged that training has diverged."""
     cause: str | None = None
     """Why it died or failed, as the launcher that started the next leg found out: ``rank 1 was killed by SIGKILL``."""
+
+    rollbacks: list[RolledBack] = field(default_factory=list)
+    """Each return to a checkpoint within the leg."""
 
     def has_given_up(self, max_steps: int, num_train_epochs: float) -> bool:
         """Whether a callback ended the run here and neither limit has been raised since."""
@@ -163,6 +176,14 @@ class RunFile:
         """Record that a checkpoint of ``last_step`` is published, in case the leg is killed later."""
         run = self._current()
         run.legs[-1].last_step = last_step
+        self._write(run)
+
+    def roll_back(self, from_step: int, to_step: int, by: str, reason: str) -> None:
+        """Record that the current leg went back to the checkpoint of ``to_step``."""
+        run = self._current()
+        leg = run.legs[-1]
+        leg.rollbacks.append(RolledBack(time=time.time(), from_step=from_step, to_step=to_step, by=by, reason=reason))
+        leg.last_step = to_step
         self._write(run)
 
     def end(

@@ -18,7 +18,8 @@ def archive_run(output_dir: Path) -> Path | None:
     The checkpoints are moved first, by one rename. A kill before that leaves the run unchanged; a kill after it leaves
     a run without checkpoints, whose logs the next start archives like those of any run killed before its first save.
     """
-    leftovers = [output_dir / name for name in ("checkpoints", "control.jsonl", "logs", "run.json", "config.json")]
+    names = ("checkpoints", "recoveries.jsonl", "control.jsonl", "logs", "run.json", "config.json")
+    leftovers = [output_dir / name for name in names]
     leftovers = [path for path in leftovers if path.exists()]
     if not leftovers:
         return None

@@ -83,6 +83,10 @@ class Checkpointer:
         is_own = resumed_from is not None and self.owns(resumed_from, step)
         self._mirror.begin(step if is_own else None)
 
+    def restart_uploads(self, step: int) -> None:
+        """Upload what is still missing, then archive at the URL what is later than ``step``: the run went back."""
+        self._mirror.roll_back(step)
+
     # -- save ---------------------------------------------------------------------------------------------------
 
     def path_of(self, step: int) -> Path:
@@ -149,6 +153,20 @@ class Checkpointer:
         if self._mirror.fetch_newer(None if checkpoint is None else checkpoint.step):
             checkpoint = self._manager.find(strict=strict)
         return checkpoint
+
+    def newest_until(self, step: int) -> Checkpoint | None:
+        """The newest checkpoint of ``step`` or before that verifies and has finite weights; None if there is none."""
+        while step >= 0:
+            try:
+                checkpoint = self._manager.find(until=step)
+            except DamagedCheckpoint as error:
+                if collectives.rank() == 0:
+                    logger.warning("%s", error)
+                return None
+            if checkpoint is None or checkpoint.manifest.finite:
+                return checkpoint
+            step = checkpoint.step - 1
+        return None
 
     def verified(self, path: Path) -> Checkpoint:
         """The checkpoint at ``path``, of this run or another.

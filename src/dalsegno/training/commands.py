@@ -112,10 +112,14 @@ class CommandExecutor:
         try:
             yield
         finally:
-            for name, value in self._script.items():
-                setattr(self._args, name, value)
-            self._script.clear()
-            self._dispatcher.switch_off(())
+            self.undo_settings()
+
+    def undo_settings(self) -> None:
+        """Restore what the script has set up."""
+        for name, value in self._script.items():
+            setattr(self._args, name, value)
+        self._script.clear()
+        self._dispatcher.switch_off(())
 
     def open(self) -> None:
         """Accept commands."""

@@ -64,15 +64,16 @@ class ControlSync:
             self._control.acknowledge(ControlRequests(stop=True))
         return bool(stop)
 
-    def abort_requested(self) -> bool:
-        """Whether a callback on any rank requests to end without a checkpoint. To be called before one is captured.
-        Collective."""
-        abort: int = self._control.should_abort_without_save
+    def called_off(self) -> ControlRequests:
+        """Requests of callbacks on any rank against a save: to end without a checkpoint, or to roll back. To be called
+        before one is captured. Collective."""
+        control = self._control
+        flags: list[int] = [control.should_abort_without_save, control.rollback_request is not None]
         if not self._alone:
-            (abort,) = collectives.all_reduce_max([abort], "whether to save at all")
-        if abort:
-            self._control.acknowledge(ControlRequests(abort=True))
-        return bool(abort)
+            flags = collectives.all_reduce_max(flags, "whether to save at all")
+        requests = ControlRequests(abort=bool(flags[0]), roll_back=bool(flags[1]))
+        control.acknowledge(requests)
+        return requests
 
     def broadcast_reason(self) -> None:
         """Give every rank the reason for the stop, and who requested it: those of the lowest rank that has them.

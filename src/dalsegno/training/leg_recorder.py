@@ -10,6 +10,7 @@ from dalsegno.distributed import collectives
 from dalsegno.distributed.modes import text_of
 from dalsegno.errors import SaveFailed
 from dalsegno.logs import PreviousLeg, RunFile
+from dalsegno.logs.recoveries import Recovery
 
 from .parts import RunParts
 from .result import TrainResult
@@ -41,6 +42,12 @@ class LegRecorder:
                     parallel=text_of(self._args.parallel),
                     mesh=self._layout.dimensions,
                 )
+
+    def roll_back(self, recovery: Recovery) -> None:
+        """Record that the leg went back to a checkpoint."""
+        if self._writes:
+            with self._writing("the run has gone back all the same; recoveries.jsonl records it"):
+                self._run_file.roll_back(recovery.at_step, self._state.global_step, recovery.by, recovery.reason)
 
     def end(self, result: TrainResult) -> None:
         """Record how the leg ended; and the goal of the run, if a callback has judged the training to be over."""

@@ -25,6 +25,7 @@ from .parts import RunParts
 from .requeue import Requeue
 from .result import TrainResult
 from .resume import ResumeOptions, Resumer
+from .rollback import Rollbacks
 from .run_dir import locked_run_dir
 from .schedule import planned_steps
 from .session import Session
@@ -71,10 +72,10 @@ class RunLifecycle:
         contents = CheckpointContents(parts, self._settings, others)
         self._checkpointer = Checkpointer(parts, contents, self._settings, self._run_file, self._time_limit)
         self._commands = CommandExecutor(parts, self._settings, evaluates=bool(evaluations))
-        self.boundary = StepBoundary(
-            parts, self._checkpointer, evaluations, [self._signals.poll, self._time_limit.poll], self._commands
-        )
-        self._resumer = Resumer(parts, self._checkpointer, self.boundary, self._commands)
+        rollbacks = Rollbacks(parts, self._checkpointer)
+        sources = [self._signals.poll, self._time_limit.poll]
+        self.boundary = StepBoundary(parts, self._checkpointer, evaluations, sources, self._commands, rollbacks)
+        self._resumer = Resumer(parts, self._checkpointer, self.boundary, self._commands, rollbacks)
         self._requeue = Requeue(enabled=parts.args.requeue)
         self._session: Session | None = None  # of the newest leg; None if the run was finished before it
         self._result: TrainResult | None = None  # of the previous leg in this process
@@ -123,6 +124,7 @@ class RunLifecycle:
             self._parts.random_state.start()
             if options.load_components:
                 self._resumer.load_components(options)
+            self._resumer.complete_rollback()
             return None
         self._model_modified = True  # even if the load fails
         self._resumer.load(checkpoint, options)
@@ -182,6 +184,7 @@ class RunLifecycle:
             self.boundary,
             self._checkpointer,
             LegRecorder(self._parts, self._run_file),
+            roll_back=self._resumer.roll_back,
             loss_weight=self._loss_weight,
             resumed_from=resumed_from,
         )

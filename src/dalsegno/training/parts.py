@@ -24,6 +24,7 @@ from dalsegno.state import TrainerControl, TrainerState
 
 from .callback_set import CallbackSet
 from .metrics import MetricAccumulator
+from .recoveries import Recoveries
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class RunParts:
     buffers: SharedBuffers
     dispatcher: Dispatcher
     callbacks: CallbackSet
+    recoveries: Recoveries
 
 
 def build_parts(
@@ -82,7 +84,7 @@ def build_parts(
     """
     is_rank_zero = collectives.rank() == 0
     state = TrainerState(is_local_process_zero=collectives.local_rank() == 0, is_world_process_zero=is_rank_zero)
-    control = TrainerControl()
+    control = TrainerControl(can_roll_back=args.recovery is not None)
 
     def make_context(kind: type[Context]) -> Context:
         return kind(
@@ -112,4 +114,5 @@ def build_parts(
         buffers=SharedBuffers([model] if loss_fn is None else [model, loss_fn]),
         dispatcher=dispatcher,
         callbacks=CallbackSet(dispatcher, model, callbacks, core=core),
+        recoveries=Recoveries(optimizer, loader),
     )

@@ -12,11 +12,13 @@ from dalsegno.checkpoint import Checkpoint, LoadReport
 from dalsegno.checkpoint.load.compatibility import check_allowed
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
+from dalsegno.logs.recoveries import Recovery
 from dalsegno.system import archive
 
 from .checkpointer import Checkpointer
 from .commands import CommandExecutor
 from .parts import RunParts
+from .rollback import Rollbacks
 from .step_boundary import StepBoundary
 
 logger = logging.getLogger("dalsegno")
@@ -65,14 +67,22 @@ class Resumer:
     """Brings a run to where a leg begins. All methods are collective."""
 
     def __init__(
-        self, parts: RunParts, checkpointer: Checkpointer, boundary: StepBoundary, commands: CommandExecutor
+        self,
+        parts: RunParts,
+        checkpointer: Checkpointer,
+        boundary: StepBoundary,
+        commands: CommandExecutor,
+        rollbacks: Rollbacks,
     ) -> None:
+        self._parts = parts
         self._output_dir = parts.args.directory
         self._dispatcher = parts.dispatcher
         self._state = parts.state
         self._checkpointer = checkpointer
         self._boundary = boundary
         self._commands = commands
+        self._rollbacks = rollbacks
+        self._options = ResumeOptions()  # of the leg
 
     def select_checkpoint(self, options: ResumeOptions, *, model_modified: bool) -> Checkpoint | None:
         """The verified checkpoint that the leg resumes from; None: it begins at step 0. Fires on_before_load.
@@ -88,6 +98,8 @@ class Resumer:
             DamagedCheckpoint: if the checkpoint at the path is damaged, or none verifies.
             ConfigurationError: if the leg would begin at step 0, but the model is modified.
         """
+        self._options = options
+        self._continue_rollback(options)
         checkpoint = self._requested_checkpoint(options, model_modified)
         if checkpoint is not None:
             self._fire_before_load(checkpoint.path, checkpoint.step)
@@ -109,8 +121,58 @@ class Resumer:
             self._continue_from(checkpoint, is_own=is_own)
             if options.chooses:
                 self._archive_after(checkpoint.step if is_own else None, report)
+            self.complete_rollback()
         logger.info("resumed from %s\n%s", checkpoint.path, report.table())
         self._report(checkpoint.path, checkpoint.step, report)
+
+    def roll_back(self, recovery: Recovery) -> None:
+        """Go back within the leg, as it was decided: archive the later checkpoints, restore everything from the chosen
+        one, and fire on_rollback.
+
+        Raises:
+            SaveFailed: if ``recoveries.jsonl`` cannot be written.
+            NotFound, DamagedCheckpoint: if the checkpoint has been removed or damaged since the decision; the next leg
+                goes back to the one before.
+        """
+        parts, step = self._parts, self._state.global_step
+        checkpoint = self._checkpointer.verified(self._checkpointer.path_of(recovery.to_step))
+        self._archive_rolled_back(recovery)
+        parts.loader.close()
+        parts.control.clear_timeline()
+        self._state.clock.stop()
+        self._commands.undo_settings()
+        with self._commands.restoring(checkpoint.step, goes_back=False):
+            self._checkpointer.load(checkpoint, strict_callbacks=False, allowed=self._options.allow_changes)
+            self._continue_from(checkpoint, is_own=True)
+            self.complete_rollback()
+        self._checkpointer.restart_uploads(checkpoint.step)
+        parts.buffers.begin_leg()
+        self._boundary.begin_timeline()
+        self._state.clock.start()
+        rollback = self._dispatcher.rollback
+        if rollback:
+            rollback.fill(step, checkpoint.step, recovery.reason)
+            rollback.fire()
+
+    def complete_rollback(self) -> None:
+        """Record that a pending rollback is done, once its checkpoint, or the run's beginning, is restored."""
+        if self._parts.recoveries.pending is not None:
+            self._rollbacks.complete()
+
+    def _continue_rollback(self, options: ResumeOptions) -> None:
+        """Continue a rollback that was decided in an earlier leg, which ended before it was done."""
+        self._rollbacks.begin_leg()
+        pending = self._parts.recoveries.pending
+        if pending is None:
+            return
+        if options.chooses:
+            self._rollbacks.drop("the user has chosen another beginning")
+            return
+        self._archive_rolled_back(pending)
+
+    def _archive_rolled_back(self, recovery: Recovery) -> None:
+        place = archive.new_archive_dir(self._output_dir) / "checkpoints"
+        self._checkpointer.archive_after(recovery.to_step, place)
 
     def load_components(self, options: ResumeOptions) -> None:
         """Load only ``options.load_components``, as the beginning of a new run. Fires on_before_load and on_load.
@@ -133,6 +195,7 @@ class Resumer:
                     "resume_from_checkpoint=False: this model is trained already; build a new trainer"
                 )
             collectives.from_rank_zero(partial(archive.archive_run, self._output_dir))
+            self._rollbacks.begin_leg()
             return None
         if options.origin is not True and not options.load_components:
             return self._checkpointer.verified(Path(options.origin))
@@ -157,6 +220,8 @@ class Resumer:
         (None)."""
         place = archive.new_archive_dir(self._output_dir) / "checkpoints"
         moved = self._checkpointer.archive_after(step, place)
+        if step is None:
+            self._rollbacks.archive(place.parent)
         if moved:
             report.notes.append(f"{len(moved)} later checkpoint(s) are now in {place}")
 

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -172,6 +173,7 @@ class Run:
         self._index = 0  # of the current micro-batch in its step
         self._lr: float | torch.Tensor | None = None  # that the newest update used
         self._held = ExitStack()
+        self._update = ExitStack()  # around the optimizer's own step
         if self._dispatcher.init_end:
             self._dispatcher.init_end.fire()
 
@@ -215,6 +217,7 @@ class Run:
                 lifecycle.mark_started()
                 self._session = lifecycle.session(self.resumed_from)
                 held.enter_context(self._session)
+                held.callback(self._update.close)
                 held.callback(self._optimizer.register_step_pre_hook(self._before_update).remove)
                 held.callback(self._optimizer.register_step_post_hook(self._after_update).remove)
             self._held = held.pop_all()
@@ -241,7 +244,7 @@ class Run:
         if self._session is None:
             return
         microbatch_begin = self._dispatcher.microbatch_begin
-        for step_batch in self._session.steps():
+        for step_batch in chain.from_iterable(self._session.timelines()):
             for self._index, microbatch in enumerate(step_batch.microbatches):
                 if microbatch_begin:
                     microbatch_begin.fill(microbatch.batch, self._index, microbatch.samples)
@@ -360,6 +363,7 @@ class Run:
         self._lifecycle.boundary.evaluations.between_batches()
 
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._update.enter_context(self._parts.recoveries.scaled_rates(self.state.global_step))
         lr = optimizer.param_groups[0]["lr"]
         self._lr = lr.clone() if isinstance(lr, torch.Tensor) else lr
         if self._dispatcher.pre_optimizer_step:
@@ -367,6 +371,7 @@ class Run:
             self._dispatcher.pre_optimizer_step.fire()
 
     def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._update.close()
         if self._dispatcher.optimizer_step:
             self._dispatcher.optimizer_step.fire()
 

@@ -60,32 +60,37 @@ class SaveCoordinator:
             self._is_prepared = True
             self._checkpointer.prepare()
 
-    def save(self, metrics: Mapping[str, float], control_sync: ControlSync) -> None:
+    def save(self, metrics: Mapping[str, float], control_sync: ControlSync) -> ControlRequests:
         """Save this step, unless that was requested before or a handler of on_before_save calls it off. Collective.
 
         Args:
             metrics: of the evaluation at this step.
             control_sync: asked after on_before_save whether any rank calls the save off.
 
+        Returns:
+            The requests that have called the save off.
+
         Raises:
             CannotSave: on every rank, if a state contains what cannot be saved.
         """
         dispatcher, step = self._dispatcher, self._state.global_step
         if self._requested_step == step:
-            return
+            return NO_REQUESTS
         self.finalize()
         self._is_prepared = True
         path, is_best = self._checkpointer.path_of(step), self._mark_if_best()
         if dispatcher.before_save:
             dispatcher.before_save.fill(path, step)
             dispatcher.before_save.fire()
-        if control_sync.abort_requested():
-            return
+        called_off = control_sync.called_off()
+        if called_off.abort or called_off.roll_back:
+            return called_off
         self._captured_state = self._state.copy()
         self._current = self._checkpointer.save(step, metrics=metrics, is_best=is_best)
         self._requested_step = step
         if not self._args.save_in_background:
             self.finalize()
+        return NO_REQUESTS
 
     def amend(self, metrics: Mapping[str, float]) -> None:
         """Add ``metrics`` to this step's checkpoint, if it was saved before its evaluation. Collective."""

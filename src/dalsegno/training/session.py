@@ -3,9 +3,10 @@
 A leg is one process's part of a run. Usage, in :mod:`dalsegno.training.loop` and in a loop around ``dalsegno.Run``::
 
     with session:                               # on_train_begin
-        for step_batch in session.steps():      # on_epoch_begin, on_step_begin
-            ...                                 # forward, backward, update
-            session.step_end(loss=..., ...)     # on_step_end; then log, evaluate, save, stop: whatever is due
+        for steps in session.timelines():       # one more after each rollback
+            for step_batch in steps:            # on_epoch_begin, on_step_begin
+                ...                             # forward, backward, update
+                session.step_end(loss=..., ...) # on_step_end; then log, evaluate, save, stop: whatever is due
     session.result                              # on_train_end has fired, in any case
 """
 
@@ -25,6 +26,7 @@ from dalsegno.data.step_batch import LossWeight, Source, StepBatch, agreed_posit
 from dalsegno.distributed import collectives
 from dalsegno.distributed.modes import parts_of_batch
 from dalsegno.errors import ConfigurationError, EmptyDataset
+from dalsegno.logs.recoveries import Recovery
 
 from .checkpointer import Checkpointer
 from .leg_recorder import LegRecorder
@@ -42,6 +44,7 @@ class Session:
         boundary: acts between the steps.
         checkpointer: of the run.
         leg_recorder: records its begin and end.
+        roll_back: restores the checkpoint of a rollback.
         loss_weight: weight of a batch's mean loss within its step; None: the number of its samples.
         resumed_from: the checkpoint that was restored.
     """
@@ -53,6 +56,7 @@ class Session:
         checkpointer: Checkpointer,
         leg_recorder: LegRecorder,
         *,
+        roll_back: Callable[[Recovery], None],
         loss_weight: LossWeight | None,
         resumed_from: Path | None,
     ) -> None:
@@ -70,6 +74,7 @@ class Session:
         self._recorder = boundary.recorder
         self._checkpointer = checkpointer
         self._leg_recorder = leg_recorder
+        self._restore = roll_back
         self._loss_weight = loss_weight
         self._resumed_from = resumed_from
         self._commands = boundary.commands
@@ -108,6 +113,8 @@ class Session:
         self._commands.close()
         if error is None:
             try:
+                if self._boundary.rollback is not None:  # the loop was left at the step that decided to go back
+                    self._roll_back(self._boundary.rollback)
                 if not (self._is_over() or self._data_is_exhausted):
                     self._save_before_epoch_end()
                     self._control.stop("the loop was left before its end", by="the loop")
@@ -160,16 +167,31 @@ class Session:
 
     # -- steps --------------------------------------------------------------------------------------------------
 
-    def steps(self) -> Iterator[StepBatch]:
-        """The micro-batches of each remaining step. :meth:`step_end` must be called before the next one.
+    def timelines(self) -> Iterator[Iterator[StepBatch]]:
+        """The micro-batches of each remaining step: as planned, then once more from the checkpoint of each rollback.
+        :meth:`step_end` must be called before the next step.
 
         Raises:
             EmptyDataset: if the training data contains no batch.
         """
+        yield self._steps()
+        while self._boundary.rollback is not None:
+            self._roll_back(self._boundary.rollback)
+            yield self._steps()
+
+    def _roll_back(self, recovery: Recovery) -> None:
+        self._restore(recovery)
+        self._leg_recorder.roll_back(recovery)
+        self._schedule = ActionSchedule(self._args)
+        self._due, self._ends_epoch, self._data_is_exhausted = _NOTHING, False, False
+
+    def _steps(self) -> Iterator[StepBatch]:
         epoch_begin, loader = self._dispatcher.epoch_begin, self._loader
         self._position = agreed_position(loader, self._layout)
         if self._boundary.should_stop_now():
             return
+        if self._args.recovery is not None and self._state.global_step == 0:
+            self._boundary.save_first()
         if self._state.evaluations_owed:
             self._boundary.run_due_actions(DueActions(evaluate=True))
         while not self._is_over():
@@ -179,7 +201,7 @@ class Session:
                     epoch_begin.fill(loader.epoch)
                     epoch_begin.fire()
             yield from self._rest_of_epoch()
-            if self._boundary.stopping or self._ends_inside_epoch():
+            if self._boundary.leaving or self._ends_inside_epoch():
                 return
             if not loader.started:
                 self._end_of_data()
@@ -206,7 +228,7 @@ class Session:
                     f"step {self._state.global_step + 1} did not end: call run.step_end(loss=…) after each batch for "
                     "which run.is_last_microbatch is true (an epoch's last step may have fewer batches than the others)"
                 )
-            if self._boundary.stopping or self._state.epoch_is_cut or self._ends_inside_epoch():
+            if self._boundary.leaving or self._state.epoch_is_cut or self._ends_inside_epoch():
                 return
 
     def _data(self) -> Source:
@@ -301,7 +323,7 @@ class Session:
         return self._schedule.is_last(self._state.global_step, self._position) and not epoch_is_used_up
 
     def _is_over(self) -> bool:
-        return self._boundary.stopping or self._ends_inside_epoch()
+        return self._boundary.leaving or self._ends_inside_epoch()
 
 
 _NOTHING = DueActions()

@@ -79,6 +79,8 @@ class TrainStep:
         self._dispatcher = parts.dispatcher
         self._accumulate = accumulate
         self._parallel = parallel
+        self._state = parts.state
+        self._recoveries = parts.recoveries
         self._optimizer = parts.optimizer
         self._schedulers = [each for each in parts.schedulers if not isinstance(each, ReduceLROnPlateau)]
         self._wants_norm = wants_norm
@@ -98,9 +100,12 @@ class TrainStep:
         self._parallel.module.train()
         self._optimizer.zero_grad()
         self._wants_norm.begin_leg()
-        self._scale = 1.0 if self._scaler is None else self._scaler.get_scale()
         with self._parallel.training():
             yield
+
+    def restart(self) -> None:
+        """Prepare for the first step after a restore."""
+        self._scale = 1.0 if self._scaler is None else self._scaler.get_scale()
 
     def __call__(self, step_batch: StepBatch) -> StepResult:
         dispatcher, optimizer = self._dispatcher, self._optimizer
@@ -113,9 +118,10 @@ class TrainStep:
         if dispatcher.pre_optimizer_step:
             dispatcher.pre_optimizer_step.fill(grad_norm)
             dispatcher.pre_optimizer_step.fire()
-        lr = optimizer.param_groups[0]["lr"]
-        lr = lr.clone() if isinstance(lr, torch.Tensor) else lr
-        stepped = self._step()
+        with self._recoveries.scaled_rates(self._state.global_step):
+            lr = optimizer.param_groups[0]["lr"]
+            lr = lr.clone() if isinstance(lr, torch.Tensor) else lr
+            stepped = self._step()
         if dispatcher.optimizer_step:
             dispatcher.optimizer_step.fire()
         if not stepped and dispatcher.step_skipped:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from dalsegno.distributed import collectives
+from dalsegno.logs.recoveries import Recovery
 from dalsegno.state import NO_REQUESTS, ControlRequests
 
 from .checkpointer import Checkpointer
@@ -26,6 +27,7 @@ from .evaluation import Evaluation
 from .evaluation_runner import EvaluationRunner
 from .parts import RunParts
 from .recorder import Recorder
+from .rollback import Rollbacks
 from .save_coordinator import SaveCoordinator
 from .schedule import DueActions
 
@@ -40,6 +42,7 @@ class StepBoundary:
         evaluations: Sequence[Evaluation],
         sources: Sequence[RequestSource],
         commands: CommandExecutor,
+        rollbacks: Rollbacks,
     ) -> None:
         """
         Args:
@@ -48,12 +51,14 @@ class StepBoundary:
             evaluations: the evaluation sets.
             sources: of requests other than those of callbacks, such as signals and the time limit.
             commands: carries out those that the job receives.
+            rollbacks: decides what becomes of a request to go back.
         """
         self._args = parts.args
         self._dispatcher = parts.dispatcher
         self._state = parts.state
         self._control = parts.control
         self._sources = sources
+        self._rollbacks = rollbacks
         self.commands = commands
         self.recorder = Recorder(parts)
         self.evaluations = EvaluationRunner(parts, self.recorder, evaluations)
@@ -68,11 +73,22 @@ class StepBoundary:
         if self._save_interval_s < math.inf:
             sources.append(self._poll_clock)
         self._control_sync = ControlSync(self._control, sources, each_step=self._dispatcher.may_request_each_step())
-        self.recorder.begin_leg()
         self.saves.begin_leg()
-        self._save_is_held = False
         self.stopping = False
         """All ranks have agreed to stop."""
+        self.begin_timeline()
+
+    def begin_timeline(self) -> None:
+        """Forget what belongs to the steps before a rollback, or to the previous leg."""
+        self.recorder.begin_leg()
+        self._save_is_held = False
+        self.rollback: Recovery | None = None
+        """All ranks have agreed to go back before the next step."""
+
+    @property
+    def leaving(self) -> bool:
+        """Whether no further step of the present timeline is run."""
+        return self.stopping or self.rollback is not None
 
     def should_stop_now(self) -> bool:
         """Whether the leg ends before its first step, say because a signal arrived during the restore. Collective."""
@@ -100,10 +116,15 @@ class StepBoundary:
         if due.log or requests.log:
             self.recorder.log_training()
             requests = requests.merge(control_sync.sync())
+        requests = self._recover(requests)
+        if self.rollback is not None:
+            return
         if due.evaluate or requests.evaluate:
             if self.evaluations.evaluate_step(control_sync.stop_requested_at_batch):
                 self.saves.amend(self.evaluations.metrics())
-            requests = requests.merge(control_sync.sync())
+            requests = self._recover(requests.merge(control_sync.sync()))
+            if self.rollback is not None:
+                return
         if requests.stop or requests.abort:
             self._stop()
         if requests.abort:
@@ -119,6 +140,30 @@ class StepBoundary:
         elif not self.stopping:
             self.saves.prepare()
 
+    def _recover(self, requests: ControlRequests, *, may_save: bool = True) -> ControlRequests:
+        """Decide about a request to go back. Collective, if there is one.
+
+        Returns:
+            The other requests; those to end the leg among them, if the run cannot go back.
+        """
+        if not requests.roll_back:
+            return requests
+        self.saves.finalize()
+        requests = requests._replace(roll_back=False)
+        decision = self._rollbacks.decide(may_save=may_save)
+        if isinstance(decision, ControlRequests):
+            return requests.merge(decision)
+        self.rollback = decision
+        if requests.stop or requests.abort:  # the leg ends at the checkpoint
+            self._stop()
+            self.saves.tolerate_failed_save()
+        return requests
+
+    def save_first(self) -> None:
+        """Save the state in which the run begins, to which a rollback before the first regular save goes back.
+        Collective."""
+        self._save()
+
     def save_held(self, *, also: bool) -> None:
         """Run a held save when the loop is left before on_epoch_end. Collective.
 
@@ -133,8 +178,8 @@ class StepBoundary:
         control = self._control
         requested, control.stop_request = control.stop_request, None  # so that who calls the save off is named
         self._saved_at = time.monotonic()
-        self.saves.save(self.evaluations.metrics(), self._control_sync)
-        if control.should_abort_without_save:
+        called_off = self._recover(self.saves.save(self.evaluations.metrics(), self._control_sync), may_save=False)
+        if called_off.abort and self.rollback is None:
             self._stop()
             self.saves.tolerate_failed_save()
         else:

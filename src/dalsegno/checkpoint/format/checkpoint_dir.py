@@ -21,11 +21,12 @@ from .manifest import Checkpoint, Manifest
 logger = logging.getLogger("dalsegno")
 
 
-def newest_first(directory: Path, after: int = -1) -> list[Path]:
-    """Published checkpoints of steps greater than ``after``, verified or not."""
+def newest_first(directory: Path, after: int = -1, until: int | None = None) -> list[Path]:
+    """Published checkpoints of steps greater than ``after``, up to ``until`` (None: all), verified or not."""
     steps = {path: step for path in _children(directory) if (step := names.step_of(path)) is not None}
-    later = [path for path in steps if steps[path] > after and path.is_dir()]
-    return sorted(later, key=steps.__getitem__, reverse=True)
+    last = max(steps.values(), default=0) if until is None else until
+    found = [path for path in steps if after < steps[path] <= last and path.is_dir()]
+    return sorted(found, key=steps.__getitem__, reverse=True)
 
 
 def partial(directory: Path) -> list[Path]:

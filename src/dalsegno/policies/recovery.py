@@ -1,0 +1,158 @@
+"""RecoveryPolicy: what a run does when a callback asks it to go back. Pure functions of steps; nothing is read here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from dalsegno.errors import ConfigurationError
+
+from .notation import Policy, read_policies
+from .retention import Entry, Retention
+
+
+@dataclass(frozen=True, slots=True)
+class RollbackRequest:
+    """A callback's request to go back to a checkpoint.
+
+    Args:
+        reason: human-readable; recorded in ``recoveries.jsonl``.
+        by: key of the callback, or ``the program``.
+        steps: go back by at least so many steps, instead of the policy's ``margin``.
+        to: go back to the newest checkpoint of this step or before, whatever happened there.
+        skip: data to skip, instead of the policy's ``skip``.
+
+    Raises:
+        ConfigurationError: for an invalid value, or both ``steps`` and ``to``.
+    """
+
+    reason: str
+    by: str
+    steps: int | None = None
+    to: int | None = None
+    skip: int | Literal["policy"] | None = "policy"
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.to is not None:
+            raise ConfigurationError(f"roll_back(steps={self.steps!r}, to={self.to!r}): give only one of them")
+        _check_whole("roll_back", self, {"steps": 1, "to": 0} | ({} if self.skip == "policy" else {"skip": 0}))
+
+
+class PastRollback(Protocol):
+    """An earlier rollback of the run, as the policy sees it. Steps are numbers of finished optimizer steps."""
+
+    @property
+    def at_step(self) -> int:
+        """The step at whose end the run went back."""
+        ...
+
+    @property
+    def to_step(self) -> int:
+        """The step of the checkpoint that was restored."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class RecoveryPolicy(Policy):
+    """How a run recovers from a divergence, when a callback calls ``ctx.control.roll_back()``.
+
+    The run goes back to its newest verified checkpoint of at least ``margin`` steps ago. If it went back from the same
+    place before, the checkpoint is an older one than then. It reads on behind the data that led to the divergence, at a
+    reduced learning rate, for a limited number of times.
+
+    Args:
+        margin: steps between the checkpoint and the step at which the callback noticed. A divergence begins before it
+            is noticed: at least the steps between two records, times the patience of the detector.
+        skip: data to skip, beyond that between the checkpoint and the step: as much as so many steps take. None: skip
+            nothing, and train on the same data again.
+        lr_factor: factor of the learning rate after a rollback, 0 < f ≤ 1. Factors of several rollbacks multiply.
+        lr_steps: number of steps after the checkpoint to which the factor applies; None: the rest of the run.
+        budget: number of rollbacks after which the next request ends the run.
+        window: count only rollbacks of the last so many steps; None: of the whole run.
+        when_used_up: how the run then ends: ``"stop"`` saves a checkpoint first, unless the weights are NaN or
+            infinite; ``"abort"`` does not. The exit status is 3 either way.
+
+    Raises:
+        ConfigurationError: for an invalid value.
+    """
+
+    margin: int = 50
+    skip: int | None = 0
+    lr_factor: float = 1.0
+    lr_steps: int | None = None
+    budget: int = 3
+    window: int | None = None
+    when_used_up: Literal["stop", "abort"] = "stop"
+
+    def __post_init__(self) -> None:
+        _check_whole("RecoveryPolicy", self, {"margin": 1, "skip": 0, "lr_steps": 1, "budget": 1, "window": 1})
+        if self.margin is None or self.budget is None:
+            raise ConfigurationError("RecoveryPolicy(margin=…, budget=…): need whole numbers, not None")
+        if type(self.lr_factor) not in (int, float) or not 0 < self.lr_factor <= 1:
+            raise ConfigurationError(f"RecoveryPolicy(lr_factor={self.lr_factor!r}): needs a number over 0, at most 1")
+        if self.when_used_up not in ("stop", "abort"):
+            raise ConfigurationError(
+                f"RecoveryPolicy(when_used_up={self.when_used_up!r}): allowed are 'stop' and 'abort'"
+            )
+
+    def is_used_up(self, step: int, past: Iterable[PastRollback]) -> bool:
+        """Whether a request at ``step`` exceeds the budget."""
+        window = math.inf if self.window is None else self.window
+        return sum(abs(step - each.at_step) < window for each in past) >= self.budget
+
+    def latest_checkpoint(self, step: int, past: Iterable[PastRollback]) -> int:
+        """Highest step of a checkpoint to which a request at ``step`` goes back; may be negative: there is none.
+
+        A request up to ``margin`` steps behind an earlier one, and behind the checkpoint that was restored then, is
+        trouble at the same place: that checkpoint is too new.
+        """
+        latest = step - self.margin
+        for each in past:
+            if each.to_step <= step <= each.at_step + self.margin:
+                latest = min(latest, each.to_step - 1)
+        return latest
+
+    @property
+    def keeping(self) -> Retention:
+        """Keeps the checkpoints that a later rollback may need, whatever else the run keeps."""
+        return KeepForRollback(self.margin)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class KeepForRollback(Retention):
+    """Keep the checkpoints of the last ``margin`` steps, and the newest two before: for a rollback, and for a second
+    one from the same place."""
+
+    margin: int
+
+    def __call__(self, entries: Sequence[Entry]) -> set[int]:
+        steps = [entry.step for entry in entries]
+        far_enough = [step for step in steps if step <= steps[-1] - self.margin]
+        return {*steps[len(far_enough) :], *far_enough[-2:]}
+
+
+def recovery_of(given: RecoveryPolicy | str | None) -> RecoveryPolicy | None:
+    """Convert user input (a policy, or its text) to a policy.
+
+    Raises:
+        ConfigurationError: for any other input.
+    """
+    if isinstance(given, str):
+        read = read_policies(given, [RecoveryPolicy])
+        given = read[0] if len(read) == 1 and isinstance(read[0], RecoveryPolicy) else None
+    if isinstance(given, RecoveryPolicy) or given is None:
+        return given
+    raise ConfigurationError(f"recovery={given!r}: needs a RecoveryPolicy(…), or None for no rollbacks")
+
+
+def _check_whole(name: str, given: object, least: Mapping[str, int]) -> None:
+    """
+    Raises:
+        ConfigurationError: if an attribute in ``least`` is neither None nor a whole number of at least that.
+    """
+    for argument, smallest in least.items():
+        value = getattr(given, argument)
+        if value is not None and (type(value) is not int or value < smallest):
+            raise ConfigurationError(f"{name}({argument}={value!r}): needs a whole number of at least {smallest}")

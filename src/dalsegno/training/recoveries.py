@@ -1,0 +1,103 @@
+"""Recoveries: the rollbacks of a run so far, and what stays in force of them.
+
+Each is recorded in ``recoveries.jsonl``, outside of the state that goes back. What it leaves in force is a function of
+that file and of a place: data that is skipped, at a place of the order; and a factor of the learning rate, at a step.
+So a leg that resumes from any checkpoint, before or after a rollback, trains as an uninterrupted run does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from dalsegno.data import ResumableLoader
+from dalsegno.data.gaps import Gaps, Place, Span
+from dalsegno.errors import ConfigurationError
+from dalsegno.logs.recoveries import Recovery
+
+
+class Recoveries:
+    """Equal on all ranks.
+
+    Args:
+        optimizer: whose learning rates the factors scale.
+        loader: of the training data.
+    """
+
+    def __init__(self, optimizer: Optimizer, loader: ResumableLoader) -> None:
+        self._optimizer = optimizer
+        self._loader = loader
+        self._all: Sequence[Recovery] = ()
+
+    def __iter__(self) -> Iterator[Recovery]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    @property
+    def pending(self) -> Recovery | None:
+        """The rollback that was decided, and is not done."""
+        return next((each for each in self._all if not each.is_done), None)
+
+    def set(self, recoveries: Sequence[Recovery]) -> None:
+        """Set all rollbacks so far, in their order.
+
+        Raises:
+            ConfigurationError: if a factor applies to an optimizer that makes its own learning rates.
+        """
+        if any(each.lr_factor != 1 for each in recoveries):
+            check_has_rates(self._optimizer)
+        self._all = tuple(recoveries)
+        spans = [Span(Place(*each.since), Place(*each.until)) for each in self._all if each.since and each.until]
+        self._loader.set_gaps(Gaps(spans))
+
+    def lr_factor(self, step: int) -> float:
+        """Factor of the learning rate of the update after ``step`` finished steps."""
+        return math.prod(each.lr_factor_at(step) for each in self._all)
+
+    @contextmanager
+    def scaled_rates(self, step: int) -> Iterator[None]:
+        """Around an update: multiply every group's learning rate by the factor, and restore it exactly. So neither a
+        schedule, which may compute a rate from the one before, nor a checkpoint contains the factor."""
+        factor = self.lr_factor(step) if self._all else 1.0
+        if factor == 1.0:
+            yield
+            return
+        groups = self._optimizer.param_groups
+        rates = [_copied(group["lr"]) for group in groups]
+        try:
+            for group in groups:
+                _set(group, group["lr"] * factor)
+            yield
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                _set(group, rate)
+
+
+def check_has_rates(optimizer: Optimizer) -> None:
+    """
+    Raises:
+        ConfigurationError: if the optimizer makes its own learning rates.
+    """
+    if any(group.get("lr") is None for group in optimizer.param_groups):
+        raise ConfigurationError(
+            f"RecoveryPolicy(lr_factor=…): {type(optimizer).__name__} makes its own learning rate; leave lr_factor out"
+        )
+
+
+def _set(group: dict[str, Any], rate: Any) -> None:
+    """A tensor is changed in place: a compiled or captured optimizer reads this one."""
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].copy_(rate)
+    else:
+        group["lr"] = rate
+
+
+def _copied(rate: Any) -> Any:
+    return rate.clone() if isinstance(rate, torch.Tensor) else rate

@@ -1,0 +1,176 @@
+"""Rollbacks: decide to go back to a checkpoint, on all ranks together, and record it before anything changes.
+
+::
+
+    decide     which checkpoint, and what is skipped; one line in recoveries.jsonl, which commits the decision
+    (resumer)  later checkpoints move into rewound/, the checkpoint is restored
+    complete   a second line, with the checkpoint's place in the data
+
+A leg that is killed before the first line repeats the step, and decides the same. One that is killed between the two
+lines is completed by the next leg, as it begins.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from dalsegno.data.gaps import Place
+from dalsegno.distributed import collectives
+from dalsegno.distributed.sharded_tensors import are_finite
+from dalsegno.errors import SaveFailed
+from dalsegno.logs.recoveries import Recovery, RecoveryFile
+from dalsegno.policies.recovery import RecoveryPolicy, RollbackRequest
+from dalsegno.state import ControlRequests
+from dalsegno.system import filesystem
+
+from .checkpointer import Checkpointer
+from .parts import RunParts
+from .recoveries import check_has_rates
+
+logger = logging.getLogger("dalsegno")
+
+
+class Rollbacks:
+    """All methods are collective."""
+
+    def __init__(self, parts: RunParts, checkpointer: Checkpointer) -> None:
+        self._args = parts.args
+        self._state = parts.state
+        self._control = parts.control
+        self._loader = parts.loader
+        self._model = parts.model
+        self._optimizer = parts.optimizer
+        self._recoveries = parts.recoveries
+        self._checkpointer = checkpointer
+        self._file = RecoveryFile(parts.args.directory)
+
+    def begin_leg(self) -> None:
+        """Read the rollbacks of earlier legs, and put in force what they left.
+
+        Raises:
+            StateMismatch: if ``recoveries.jsonl`` is damaged.
+            ConfigurationError: if the policy does not fit the optimizer.
+        """
+        if self._args.recovery is not None and self._args.recovery.lr_factor != 1:
+            check_has_rates(self._optimizer)
+        self._recoveries.set(collectives.from_rank_zero(self._file.read))
+
+    def decide(self, *, may_save: bool) -> Recovery | ControlRequests:
+        """Choose the checkpoint for the request of the lowest rank that has one, and record the decision.
+
+        Args:
+            may_save: whether the leg may end with a checkpoint of this step.
+
+        Returns:
+            The decision; or the request to end the leg, if the budget is used up or there is no checkpoint.
+
+        Raises:
+            SaveFailed: if ``recoveries.jsonl`` cannot be written.
+        """
+        requests = collectives.gather(self._control.rollback_request, "why the run rolls back")
+        request = next(each for each in requests if each is not None)
+        policy, step = self._args.recovery, self._state.global_step
+        assert policy is not None, "roll_back() raises without a policy"
+        if policy.is_used_up(step, self._recoveries):
+            within = "" if policy.window is None else f" within {policy.window} steps"
+            return self._give_up(request, f"the budget of {policy.budget} rollbacks{within} is used up", may_save)
+        latest = _latest_checkpoint(request, policy, step, [*self._recoveries])
+        checkpoint = self._checkpointer.newest_until(latest)
+        if checkpoint is None:
+            return self._give_up(request, f"no valid checkpoint of step {max(latest, 0)} or before is left", may_save)
+        recovery = Recovery(
+            number=len(self._recoveries) + 1,
+            time=time.time(),
+            at_step=step,
+            to_step=checkpoint.step,
+            reason=request.reason,
+            by=request.by,
+            until=self._end_of_skip(policy.skip if request.skip == "policy" else request.skip),
+            lr_factor=float(policy.lr_factor),
+            lr_steps=policy.lr_steps,
+        )
+        self._write(lambda: self._file.decide(recovery))
+        self._recoveries.set([*self._recoveries, recovery])
+        if collectives.rank() == 0:
+            logger.warning(
+                "step %d: the run goes back to step %d, as %s requests: %s",
+                step,
+                recovery.to_step,
+                recovery.by,
+                recovery.reason,
+            )
+        return recovery
+
+    def complete(self) -> None:
+        """Record that the pending rollback is done: the present state is that of its checkpoint.
+
+        Raises:
+            SaveFailed: if ``recoveries.jsonl`` cannot be written.
+        """
+        *earlier, pending = self._recoveries
+        done = replace(pending, to_step=self._state.global_step, since=self._furthest(self._loader.place), is_done=True)
+        self._write(lambda: self._file.complete(done))
+        self._recoveries.set([*earlier, done])
+
+    def drop(self, why: str) -> None:
+        """Record that the pending rollback does not take place."""
+        *earlier, pending = self._recoveries
+        self._write(lambda: self._file.drop(pending, why))
+        self._recoveries.set(earlier)
+
+    def archive(self, place: Path) -> None:
+        """Move the record of an abandoned timeline's rollbacks into the directory ``place``: none is in force."""
+
+        def move() -> None:
+            if self._file.path.exists():
+                filesystem.make_directory(place)
+                filesystem.rename(self._file.path, place / self._file.path.name)
+
+        collectives.from_rank_zero(move)
+        self._recoveries.set([])
+
+    def _give_up(self, request: RollbackRequest, why: str, may_save: bool) -> ControlRequests:
+        policy = self._args.recovery
+        assert policy is not None
+        save = may_save and policy.when_used_up == "stop" and are_finite(self._model)
+        self._control.rollback_request = None
+        self._control.stop(f"{request.reason}; {why}", save=save, diverged=True, by=request.by)
+        return ControlRequests(stop=save, abort=not save)
+
+    def _end_of_skip(self, skip: int | None) -> tuple[int, int] | None:
+        if skip is None:
+            return None
+        microbatches = skip * self._args.accumulation.at(self._state.global_step)
+        return self._furthest(self._loader.place_after(microbatches))
+
+    def _furthest(self, place: Place) -> Place:
+        """The furthest of all ranks' places: ranks with a loader of their own may have finished an epoch earlier."""
+        return max(collectives.gather(place, "where the data are")) if not self._loader.lockstep else place
+
+    def _write(self, write: Callable[[], None]) -> None:
+        """
+        Raises:
+            SaveFailed: if it cannot be written.
+        """
+
+        def on_rank_zero() -> None:
+            try:
+                write()
+            except OSError as error:
+                raise SaveFailed(
+                    f"{self._file.path} could not be written: {error}; without it the run cannot go back. Make room, "
+                    "then start it again: it resumes from its newest checkpoint"
+                ) from error
+
+        collectives.from_rank_zero(on_rank_zero)
+
+
+def _latest_checkpoint(request: RollbackRequest, policy: RecoveryPolicy, step: int, past: Sequence[Recovery]) -> int:
+    if request.to is not None:
+        return min(request.to, step - 1)
+    margin = policy.margin if request.steps is None else request.steps
+    return replace(policy, margin=margin).latest_checkpoint(step, past)
