@@ -35,8 +35,9 @@ for a background save, else at the end of this one. Its `ctx.state` is that of t
 repeat `on_save` and `on_step_done`, so no state should depend on them.
 
 If an evaluation is interrupted, by an exception or a stop, `on_evaluate_end` still fires: undo there what
-`on_evaluate_begin` has changed. `on_predict` belongs to `trainer.predict`. `on_rollback` is not fired yet. In
-[your own loop](own-loop.md) and under a [pipeline](pipelines.md) some events cannot be fired.
+`on_evaluate_begin` has changed. `on_predict` belongs to `trainer.predict`. `on_rollback` fires once the
+run has gone [back to a checkpoint](rollback.md) and all states are restored: forget there what your `state_dict` does
+not contain. In [your own loop](own-loop.md) and under a [pipeline](pipelines.md) some events cannot be fired.
 
 | handler | fires | adds to ctx |
 |---|---|---|
@@ -51,6 +52,7 @@ flags set elsewhere take effect within a quarter of a second, so the step at whi
 
 | | |
 |---|---|
+| `ctx.control.roll_back("why")` | go [back to a checkpoint](rollback.md) and train on from there |
 | `ctx.control.stop("why")` | end training, with a checkpoint; `save=False`: without one |
 | `ctx.control.should_training_stop = True` | the same, without a reason |
 | `ctx.control.should_abort_without_save = True` | end training without a checkpoint, even if one is due |

@@ -96,6 +96,7 @@ if TYPE_CHECKING:
     from .interop.hf.base import TrainerCallback as TrainerCallback
     from .interop.instructlab.functions import functions as functions
     from .launcher.launch import launch as launch
+    from .policies.recovery import RecoveryPolicy as RecoveryPolicy
     from .policies.retention import Best as Best
     from .policies.retention import EveryNth as EveryNth
     from .policies.retention import Latest as Latest
@@ -206,6 +207,7 @@ _HOMES = {
     ),
     "training.run": ("Run",),
     "training.result": ("TrainResult",),
+    "policies.recovery": ("RecoveryPolicy",),
     "policies.retention": (
         "Best",
         "EveryNth",

@@ -92,5 +92,5 @@ def test_resumed_from_the_checkpoint_of_its_stop_it_needs_new_observations(tmp_p
 
 
 def test_an_unknown_action() -> None:
-    with pytest.raises(ConfigurationError, match="action is 'halt'; allowed: 'stop' or 'abort'"):
+    with pytest.raises(ConfigurationError, match="action is 'halt'; allowed: 'stop', 'abort' or 'rollback'"):
         DivergenceDetector(action="halt")  # type: ignore[arg-type]

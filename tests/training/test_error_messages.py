@@ -97,7 +97,7 @@ CALLBACKS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no such action": (
         lambda: DivergenceDetector(action="pause"),  # type: ignore[arg-type]
         ConfigurationError,
-        "action is 'pause'; allowed: 'stop' or 'abort'",
+        "action is 'pause'; allowed: 'stop', 'abort' or 'rollback'",
     ),
     "nan flops": (
         lambda: DefaultMetrics(peak_hardware_flops=NAN),

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from dalsegno.distributed import modes
 from dalsegno.errors import ConfigurationError, UnknownName
+from dalsegno.policies.recovery import RecoveryPolicy, recovery_of
 from dalsegno.policies.retention import Best, Latest, Retention, retention_of
 from dalsegno.policies.step_schedule import StepSchedule, StepValues
 from dalsegno.policies.triggers import Every, OnBest, SaveTrigger, save_trigger
@@ -21,7 +22,15 @@ from .other_names import answers
 
 Strategy = Literal["no", "steps", "epoch"]
 
-_AS_TEXT = ("output_dir", "local_dir", "save", "keep", "gradient_accumulation_schedule", "sequence_length_schedule")
+_AS_TEXT = (
+    "output_dir",
+    "local_dir",
+    "save",
+    "keep",
+    "gradient_accumulation_schedule",
+    "sequence_length_schedule",
+    "recovery",
+)
 
 
 @dataclass
@@ -172,6 +181,9 @@ class TrainingArguments:
     """Start even if a process on another host holds the lock of ``output_dir``. Only if that process is dead."""
     run_name: str | None = None
     """Name of the run for humans; some callbacks show it."""
+    recovery: RecoveryPolicy | str | None = None
+    """What the run does when a callback asks to go back to a checkpoint: ``RecoveryPolicy(margin=100, budget=3)``, or
+    that as text. It then also saves its beginning, step 0. None: it cannot go back."""
 
     def __new__(cls, *args: Any, **named: Any) -> TrainingArguments:
         known = [field.name for field in fields(cls)]
@@ -204,6 +216,7 @@ class TrainingArguments:
             raise ConfigurationError("max_steps=0 or num_train_epochs=0 trains nothing; set max_steps=-1 to use epochs")
         self._check_policies()
         self._check_schedules()
+        self._check_recovery()
         if self.load_best_model_at_end and not (self.evaluation and self.saving):
             raise ConfigurationError(
                 "load_best_model_at_end=True needs evaluations and checkpoints; see eval_steps, save_steps"
@@ -242,6 +255,18 @@ class TrainingArguments:
             self.keep = retention_of(self.keep)
             if self.save_total_limit is not None:
                 raise ConfigurationError(f"keep={self.keep!r}, and save_total_limit= too; give only one")
+
+    def _check_recovery(self) -> None:
+        self.recovery = recovery_of(self.recovery)
+        if self.recovery is None:
+            return
+        if not self.saving:
+            raise ConfigurationError(f"recovery={self.recovery!r} needs checkpoints; see save_steps")
+        if self.fuse_optim_with_backward and self.recovery.lr_factor != 1:
+            raise ConfigurationError(
+                f"recovery={self.recovery!r} and fuse_optim_with_backward=True: the weights are updated during the "
+                "backward pass, where no factor applies; leave lr_factor out"
+            )
 
     def _check_schedules(self) -> None:
         if self.sequence_lengths is not None:
@@ -308,16 +333,20 @@ class TrainingArguments:
     @property
     def keeping(self) -> Retention | None:
         """Which checkpoints to keep, from ``keep`` or the other settings; None: all."""
-        if self.keep is not None:
-            keeping = retention_of(self.keep)
-        elif self.save_total_limit is not None:
-            keeping = Latest(self.save_total_limit) | Best()
-        else:
+        keeping = self._kept_by_policy
+        if keeping is None:
             return None
         keeping = keeping.with_metric(self.best_metric_name, greater=self.best_is_greater)
         if self.load_best_model_at_end:
             keeping |= Best().with_metric(self.best_metric_name, greater=self.best_is_greater)
-        return keeping
+        recovery = recovery_of(self.recovery)
+        return keeping if recovery is None else keeping | recovery.keeping
+
+    @property
+    def _kept_by_policy(self) -> Retention | None:
+        if self.keep is not None:
+            return retention_of(self.keep)
+        return None if self.save_total_limit is None else Latest(self.save_total_limit) | Best()
 
     @property
     def best_metric_name(self) -> str:

@@ -1,6 +1,8 @@
-"""CheckLoss: stops a run whose loss is NaN or infinite, and reports where that began."""
+"""CheckLoss: stops a run whose loss is NaN or infinite, or takes it back, and reports where that began."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,8 +14,11 @@ from dalsegno.events.contexts import (
     Context,
     LogContext,
     MicrobatchEndContext,
+    RollbackContext,
     TrainBeginContext,
 )
+
+from .argument_checks import check_can_roll_back, end_or_roll_back, one_of
 
 
 class CheckLoss(Callback):
@@ -22,16 +27,30 @@ class CheckLoss(Callback):
     The stop reason names the first such micro-batch, its step and its rank. Each loss is checked on its device; the
     result is read at steps with a record and before each save only. So no other step waits for the device, and no
     checkpoint contains weights that such a loss has changed. Padding is not checked.
+
+    Args:
+        action: ``"abort"`` stops training; ``"rollback"`` goes back to a checkpoint, as the run's ``RecoveryPolicy``
+            has it.
+
+    Raises:
+        ConfigurationError: for another action.
     """
 
     sets_control_flags = False  # except at records and checkpoints, where the ranks synchronize anyway
     background_safe = False
 
-    def __init__(self) -> None:
+    def __init__(self, action: Literal["abort", "rollback"] = "abort") -> None:
+        self._action = one_of("CheckLoss", "action", action, ("abort", "rollback"))
         self._first: tuple[Tensor, Tensor, Tensor] | None = None
         """Step (0: none so far), micro-batch and value of the first non-finite loss; 0-dim, on the device."""
 
+    def on_init_end(self, ctx: Context) -> None:
+        check_can_roll_back(self, ctx, self._action)
+
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        self._first = None
+
+    def on_rollback(self, ctx: RollbackContext) -> None:
         self._first = None
 
     def on_microbatch_end(self, ctx: MicrobatchEndContext) -> None:
@@ -69,4 +88,4 @@ class CheckLoss(Callback):
         if broken:
             step, rank, index, value = broken[0]
             where = f"micro-batch {index:.0f} (from 0) of step {step:.0f} on rank {rank}"
-            ctx.control.stop(f"the loss is {value} in {where}", save=False, diverged=True)
+            end_or_roll_back(ctx, self._action, f"the loss is {value} in {where}")

@@ -1,4 +1,4 @@
-"""DivergenceDetector: stops a run whose loss diverges."""
+"""DivergenceDetector: stops a run whose loss diverges, or takes it back."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from dalsegno.analysis.stats.divergence import Divergence, DivergenceState, Mode
 from dalsegno.distributed.sharded_tensors import are_finite
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Callback
-from dalsegno.events.contexts import LogContext
+from dalsegno.events.contexts import Context, LogContext
 
-from .argument_checks import flag, text
+from .argument_checks import check_can_roll_back, flag, text
 
 logger = logging.getLogger("dalsegno")
 
 
 class DivergenceDetector(Callback):
-    """Stops training when a logged metric has diverged, as :class:`Divergence` defines it.
+    """Stops training, or goes back, when a logged metric has diverged, as :class:`Divergence` defines it.
 
     A metric that is NaN or infinite stops training at once, and always without a checkpoint: the checkpoint would
     contain broken weights. An infinite gradient norm is ignored while the weights are finite: the fp16 gradient scaler
@@ -33,7 +33,8 @@ class DivergenceDetector(Callback):
             explains.
         patience: number of consecutive bad observations that stops training.
         warmup: number of observations at the run's beginning that are not judged. NaN and infinity always are.
-        action: ``"stop"`` saves a checkpoint, ``"abort"`` does not; NaN and infinity never save one.
+        action: ``"stop"`` saves a checkpoint, ``"abort"`` does not; NaN and infinity never save one. ``"rollback"``
+            goes back to a checkpoint, as the run's ``RecoveryPolicy`` has it.
         use_eval_loss: watch ``eval_loss`` in evaluation records instead of ``loss`` in training records.
         metric_key: another metric to watch; if its name begins with ``eval_``, in evaluation records.
         mode: ``"max"`` for a metric that should rise, such as an accuracy.
@@ -56,7 +57,7 @@ class DivergenceDetector(Callback):
         relative_threshold: float | None = None,
         patience: int = 3,
         warmup: int = 10,
-        action: Literal["stop", "abort"] = "stop",
+        action: Literal["stop", "abort", "rollback"] = "stop",
         use_eval_loss: bool = False,
         metric_key: str | None = None,
         mode: Mode = "min",
@@ -64,8 +65,8 @@ class DivergenceDetector(Callback):
         *,
         name: str | None = None,
     ) -> None:
-        if action not in ("stop", "abort"):
-            raise ConfigurationError(f"action is {action!r}; allowed: 'stop' or 'abort'")
+        if action not in ("stop", "abort", "rollback"):
+            raise ConfigurationError(f"action is {action!r}; allowed: 'stop', 'abort' or 'rollback'")
         flag("DivergenceDetector", "use_eval_loss", use_eval_loss)
         if metric_key is not None:
             text("DivergenceDetector", "metric_key", metric_key)
@@ -85,6 +86,9 @@ class DivergenceDetector(Callback):
         self.needs_evaluations = self._kind == "eval"
         self._warned_missing = False
 
+    def on_init_end(self, ctx: Context) -> None:
+        check_can_roll_back(self, ctx, self._action)
+
     def on_log(self, ctx: LogContext) -> None:
         if ctx.kind != self._kind:
             return
@@ -98,6 +102,9 @@ class DivergenceDetector(Callback):
         verdict = self._divergence.observe(value)
         if verdict.diverged:
             reason = f"{self._metric} diverged at step {ctx.state.global_step}: {verdict.reason}"
+            if self._action == "rollback":
+                ctx.control.roll_back(reason)
+                return
             ctx.control.stop(reason, save=is_number and self._action == "stop", diverged=True)
 
     def state_dict(self) -> DivergenceState:

@@ -18,6 +18,7 @@ from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import (
     BeforeSaveContext,
     Context,
+    RollbackContext,
     StepEndContext,
     TrainBeginContext,
     TrainEndContext,
@@ -81,6 +82,9 @@ class DumpActivations(Callback):
         """End the file, so that a leg that resumes from this checkpoint begins a new one, with no step in two files."""
         if self._steps:
             self._write()
+
+    def on_rollback(self, ctx: RollbackContext) -> None:
+        self._kept, self._steps = {}, []
 
     def on_train_end(self, ctx: TrainEndContext) -> None:
         while self._handles:

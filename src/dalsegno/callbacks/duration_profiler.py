@@ -7,7 +7,7 @@ from collections import defaultdict
 
 from dalsegno.distributed import collectives
 from dalsegno.events.callback import Callback
-from dalsegno.events.contexts import Context, LogContext, TrainBeginContext
+from dalsegno.events.contexts import Context, LogContext, RollbackContext, TrainBeginContext
 
 SECTIONS = ("data", "forward", "backward", "optimizer", "evaluate", "save", "other")
 
@@ -34,6 +34,12 @@ class DurationProfiler(Callback):
         self._last_step = 0
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        self._begin(ctx)
+
+    def on_rollback(self, ctx: RollbackContext) -> None:
+        self._begin(ctx)
+
+    def _begin(self, ctx: Context) -> None:
         self._seconds.clear()
         self._is_saving = False
         self._since = self._last_log = time.perf_counter()

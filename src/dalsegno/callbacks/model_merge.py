@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Callback
-from dalsegno.events.contexts import EvaluateBeginContext, LoadContext, StepEndContext, TrainBeginContext
+from dalsegno.events.contexts import (
+    EvaluateBeginContext,
+    LoadContext,
+    RollbackContext,
+    StepEndContext,
+    TrainBeginContext,
+)
 from dalsegno.stateful.schema import Count
 
 from .argument_checks import whole
@@ -97,6 +103,10 @@ class ModelMerge(Callback):
                 )
 
     def on_load(self, ctx: LoadContext) -> None:
+        if self._merged:
+            self._bind(ctx.model)
+
+    def on_rollback(self, ctx: RollbackContext) -> None:
         if self._merged:
             self._bind(ctx.model)
 

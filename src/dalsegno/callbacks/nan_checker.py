@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from dalsegno.events.callback import Binder, Callback
 from dalsegno.events.contexts import (
     BeforeSaveContext,
     Context,
+    RollbackContext,
     StepEndContext,
     StepSkippedContext,
     TrainBeginContext,
@@ -26,7 +27,7 @@ from dalsegno.events.contexts import (
 from dalsegno.events.table import Event
 from dalsegno.state import Handler
 
-from .argument_checks import flag
+from .argument_checks import check_can_roll_back, end_or_roll_back, flag, one_of
 from .measures.module_outputs import tensors_in
 
 _NONE = 2**62
@@ -50,15 +51,18 @@ class NaNChecker(Callback):
 
     Args:
         gradients: check gradients, too.
+        action: ``"abort"`` stops training; ``"rollback"`` goes back to a checkpoint, as the run's ``RecoveryPolicy``
+            has it.
 
     Raises:
-        ConfigurationError: if ``gradients`` is neither True nor False.
+        ConfigurationError: for another value.
     """
 
     sets_control_flags = False  # except at records and checkpoints, where the ranks synchronize anyway
     background_safe = False
 
-    def __init__(self, gradients: bool = True) -> None:
+    def __init__(self, gradients: bool = True, action: Literal["abort", "rollback"] = "abort") -> None:
+        self._action = one_of("NaNChecker", "action", action, ("abort", "rollback"))
         self._gradients = flag("NaNChecker", "gradients", gradients)
         self._handles: list[RemovableHandle] = []
         self._what: list[str] = []  # checked in this step, in order
@@ -77,8 +81,18 @@ class NaNChecker(Callback):
         some = [(Event.GRADIENTS_READY, self._note_gradients), (Event.STEP_SKIPPED, self._note_skip)]
         return [*super().bound_handlers(binder), *some]
 
-    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+    def on_init_end(self, ctx: Context) -> None:
+        check_can_roll_back(self, ctx, self._action)
+
+    def on_rollback(self, ctx: RollbackContext) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
         self._what, self._extremes, self._steps, self._first = [], [], [], None
+        self._skips, self._is_skipped = 0, False
+
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        self._forget()
         if hasattr(ctx.model, "_orig_mod") or getattr(ctx.model, "_compiled_call_impl", None) is not None:
             raise ConfigurationError(
                 "NaNChecker: a compiled model's modules cannot be observed; train with torch_compile=False"
@@ -126,7 +140,7 @@ class NaNChecker(Callback):
             # Parameters' gradients are reduced over all ranks: what one rank has found in a module comes before.
             step, what, rank = min(found, key=lambda each: (each[0], each[1].startswith(_OF_WEIGHTS)))
             where = f"on rank {rank}" if not what.startswith(_OF_WEIGHTS) or len(gathered) == 1 else "over all ranks"
-            ctx.control.stop(f"{what} is not finite, first in step {step}, {where}", save=False, diverged=True)
+            end_or_roll_back(ctx, self._action, f"{what} is not finite, first in step {step}, {where}")
 
     def _looking_at(self, name: str) -> Any:
         what = f"the output of {name}"

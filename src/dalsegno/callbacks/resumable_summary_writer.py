@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Binder, Callback
-from dalsegno.events.contexts import Context, LoadContext, TrainBeginContext, TrainEndContext
+from dalsegno.events.contexts import Context, LoadContext, RollbackContext, TrainBeginContext, TrainEndContext
 from dalsegno.events.table import Event
 from dalsegno.logs.event_files import EventPosition, EventState, lengths, make_durable, rewind_events
 from dalsegno.state import Handler
@@ -84,6 +84,9 @@ class ResumableSummaryWriter(Callback):
 
     def on_load(self, ctx: LoadContext) -> None:
         self._first_step = ctx.step + 1
+
+    def on_rollback(self, ctx: RollbackContext) -> None:
+        self._first_step = ctx.to_step + 1  # the files are opened with the next event
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         self._output_dir = ctx.args.directory

@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Binder, Callback
-from dalsegno.events.contexts import LoadContext, LogContext, TrainBeginContext, TrainEndContext
+from dalsegno.events.contexts import LoadContext, LogContext, RollbackContext, TrainBeginContext, TrainEndContext
 from dalsegno.events.table import Event
 from dalsegno.logs.event_files import EventState
 from dalsegno.state import Handler
@@ -111,6 +111,10 @@ class TBLogger(Callback):
     def on_load(self, ctx: LoadContext) -> None:
         if self._own is not None:
             self._own.on_load(ctx)
+
+    def on_rollback(self, ctx: RollbackContext) -> None:
+        if self._own is not None:
+            self._own.on_rollback(ctx)
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         self._is_training = True

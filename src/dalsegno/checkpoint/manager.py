@@ -189,9 +189,7 @@ class CheckpointManager:
         """
         self._snapshotter.check_serializable(sharded, components)
 
-    def find(
-        self, path: Path | None = None, *, strict: bool = False, until: int | None = None
-    ) -> Checkpoint | None:
+    def find(self, path: Path | None = None, *, strict: bool = False, until: int | None = None) -> Checkpoint | None:
         """The newest checkpoint whose every byte matches its manifest; each rank reads some of the files.
 
         Newer, damaged checkpoints are renamed to ``step-….damaged``, each with a warning that names the damage. That

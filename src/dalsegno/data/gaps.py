@@ -16,10 +16,10 @@ from .permutation import Indices
 
 
 class Place(NamedTuple):
-    """A place in the data. ``count``: consumed in ``epoch``, in the loader's unit, over all ranks."""
+    """A place in the data. ``consumed``: in ``epoch``, in the loader's unit."""
 
     epoch: int
-    count: int
+    consumed: int
 
 
 class Span(NamedTuple):
@@ -75,7 +75,7 @@ class Gaps:
     def of_epoch(self, epoch: int, length: int) -> EpochGaps:
         """The gaps of ``epoch``, which has ``length`` samples."""
         here = [span for span in self._spans if span.begin.epoch <= epoch <= span.end.epoch]
-        parts = sorted((_count(span.begin, epoch, 0), _count(span.end, epoch, length)) for span in here)
+        parts = sorted((_consumed(span.begin, epoch, 0), _consumed(span.end, epoch, length)) for span in here)
         begins: list[int] = []
         ends: list[int] = []
         for begin, end in ((min(begin, length), min(end, length)) for begin, end in parts):
@@ -96,5 +96,5 @@ class Gaps:
         return bool(self._spans)
 
 
-def _count(place: Place, epoch: int, otherwise: int) -> int:
-    return place.count if place.epoch == epoch else otherwise
+def _consumed(place: Place, epoch: int, otherwise: int) -> int:
+    return place.consumed if place.epoch == epoch else otherwise

@@ -156,7 +156,7 @@ class UserLoader:
 
     def place_after(self, microbatches: int) -> Place:
         each = self._samples / max(self._microbatches, 1) if self._one_stream else 1  # so far in this epoch
-        return Place(self.epoch, self.place.count + math.ceil(microbatches * each))
+        return Place(self.epoch, self.place.consumed + math.ceil(microbatches * each))
 
     def set_gaps(self, gaps: Gaps) -> None:
         self._gaps = gaps

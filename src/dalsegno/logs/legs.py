@@ -33,7 +33,7 @@ Goal = Annotated[dict[str, float], Must("max_steps and num_train_epochs", {"max_
 class RolledBack(TypedDict):
     """A return to a checkpoint within a leg. Steps are numbers of finished optimizer steps."""
 
-    time: float
+    timestamp: float
     from_step: int
     to_step: int
     by: str
@@ -182,7 +182,9 @@ class RunFile:
         """Record that the current leg went back to the checkpoint of ``to_step``."""
         run = self._current()
         leg = run.legs[-1]
-        leg.rollbacks.append(RolledBack(time=time.time(), from_step=from_step, to_step=to_step, by=by, reason=reason))
+        leg.rollbacks.append(
+            RolledBack(timestamp=time.time(), from_step=from_step, to_step=to_step, by=by, reason=reason)
+        )
         leg.last_step = to_step
         self._write(run)
 

@@ -35,7 +35,7 @@ class Recovery:
 
     number: int
     """From 1."""
-    time: float
+    timestamp: float
     """When it was decided, in UTC seconds."""
     at_step: int
     """The step at whose end the run went back."""
@@ -61,7 +61,7 @@ class Recovery:
 
 class _Decided(TypedDict):
     number: Count
-    time: float
+    timestamp: float
     at_step: Count
     to_step: Count
     reason: str
@@ -73,14 +73,14 @@ class _Decided(TypedDict):
 
 class _Done(TypedDict):
     number: Count
-    time: float
+    timestamp: float
     to_step: Count
     since: DataPlace
 
 
 class _Dropped(TypedDict):
     number: Count
-    time: float
+    timestamp: float
     error: str
 
 
@@ -130,7 +130,7 @@ class RecoveryFile:
         self._append("dropped", recovery, error=error)
 
     def _append(self, kind: str, recovery: Recovery, **values: Any) -> None:
-        self._file.append([{"kind": kind, "number": recovery.number, "time": time.time(), **values}])
+        self._file.append([{"kind": kind, "number": recovery.number, "timestamp": time.time(), **values}])
 
 
 def _place(value: list[int] | None) -> tuple[int, int] | None:

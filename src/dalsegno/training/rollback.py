@@ -23,7 +23,7 @@ from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import are_finite
 from dalsegno.errors import SaveFailed
 from dalsegno.logs.recoveries import Recovery, RecoveryFile
-from dalsegno.policies.recovery import RecoveryPolicy, RollbackRequest
+from dalsegno.policies.recovery import RecoveryPolicy, RollbackRequest, recovery_of
 from dalsegno.state import ControlRequests
 from dalsegno.system import filesystem
 
@@ -39,6 +39,7 @@ class Rollbacks:
 
     def __init__(self, parts: RunParts, checkpointer: Checkpointer) -> None:
         self._args = parts.args
+        self._policy = recovery_of(parts.args.recovery)
         self._state = parts.state
         self._control = parts.control
         self._loader = parts.loader
@@ -55,7 +56,7 @@ class Rollbacks:
             StateMismatch: if ``recoveries.jsonl`` is damaged.
             ConfigurationError: if the policy does not fit the optimizer.
         """
-        if self._args.recovery is not None and self._args.recovery.lr_factor != 1:
+        if self._policy is not None and self._policy.lr_factor != 1:
             check_has_rates(self._optimizer)
         self._recoveries.set(collectives.from_rank_zero(self._file.read))
 
@@ -73,7 +74,7 @@ class Rollbacks:
         """
         requests = collectives.gather(self._control.rollback_request, "why the run rolls back")
         request = next(each for each in requests if each is not None)
-        policy, step = self._args.recovery, self._state.global_step
+        policy, step = self._policy, self._state.global_step
         assert policy is not None, "roll_back() raises without a policy"
         if policy.is_used_up(step, self._recoveries):
             within = "" if policy.window is None else f" within {policy.window} steps"
@@ -84,7 +85,7 @@ class Rollbacks:
             return self._give_up(request, f"no valid checkpoint of step {max(latest, 0)} or before is left", may_save)
         recovery = Recovery(
             number=len(self._recoveries) + 1,
-            time=time.time(),
+            timestamp=time.time(),
             at_step=step,
             to_step=checkpoint.step,
             reason=request.reason,
@@ -134,9 +135,7 @@ class Rollbacks:
         self._recoveries.set([])
 
     def _give_up(self, request: RollbackRequest, why: str, may_save: bool) -> ControlRequests:
-        policy = self._args.recovery
-        assert policy is not None
-        save = may_save and policy.when_used_up == "stop" and are_finite(self._model)
+        save = may_save and self._policy is not None and self._policy.when_used_up == "stop" and are_finite(self._model)
         self._control.rollback_request = None
         self._control.stop(f"{request.reason}; {why}", save=save, diverged=True, by=request.by)
         return ControlRequests(stop=save, abort=not save)
