@@ -34,7 +34,7 @@ class Stop(NamedTuple):
 STEP = [
     Stop("training.trainer:Trainer.train", "lock output_dir, restore, run the loop"),
     Stop("training.loop:train", "the loop, on one screen"),
-    Stop("training.session:Session.steps", "epochs; what the next step's end will do"),
+    Stop("training.session:Session.timelines", "epochs; what the next step's end will do"),
     Stop("data.step_batch:iter_steps", "which samples a step takes"),
     Stop("training.step:TrainStep", "accumulate, clip, update, schedule"),
     Stop("training.session:Session.step_end", "count the step; on_step_end"),
