@@ -44,7 +44,7 @@ def test_one_is_shown_with_its_arguments(capsys: pytest.CaptureFixture[str]) -> 
     told = [part.strip() for part in lines["patience"] if part]
     assert told == ["patience", "int", "3", "number of consecutive bad observations that stops training."]
     assert "'stop' or 'abort' or 'rollback'" in [part.strip() for part in lines["action"]]
-    assert "Handles on_log.\nHas state, saved with each checkpoint.\n" in page
+    assert "Handles on_init_end, on_log.\nHas state, saved with each checkpoint.\n" in page
     assert "Args:" not in page
 
 
