@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PEERS  := .venv-peers
 
-.PHONY: demo test check dist bench soak lies requests peers clean
+.PHONY: demo test check docs dist bench soak lies requests peers clean
 
 demo: $(READY)
 	$(BIN)/dalsegno demo
@@ -17,6 +17,11 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	@$(MAKE) --no-print-directory docs
+
+# The documentation site, in build/site. A warning, such as a dead link, is an error (mkdocs.yml).
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 # A wheel and an sdist in dist/, installed into an empty environment that reads logs and runs a short demo.
 dist: $(READY)
