@@ -20,6 +20,7 @@ NAMES = (
     "commands",
     "control",
     "planning",
+    "layouts",
     "load",
     "resume_data",
     "rewind",

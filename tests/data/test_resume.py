@@ -169,6 +169,47 @@ class Rolling(Forgetful):
         self.random.setstate(state["begin"])
 
 
+class Positioned(IterableDataset[int]):
+    """litdata's and MosaicML's way: its state is made of a position that only its loader knows."""
+
+    def __init__(self, length: int = 11) -> None:
+        self.length, self.start, self.epoch = length, 0, 0
+
+    def __iter__(self) -> Iterator[int]:
+        start, self.start = self.start, 0
+        order = [1000 * self.epoch + i for i in range(self.length)]
+        random.Random(self.epoch).shuffle(order)
+        yield from order[start:]
+
+    def state_dict(self, num_samples_yielded: int, num_workers: int, batch_size: int) -> dict[str, int]:
+        return {"start": num_samples_yielded, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start, self.epoch = state["start"], state["epoch"]
+
+
+class StreamingLoader(DataLoader[Any]):
+    """The loader of such a dataset."""
+
+    dataset: Positioned
+    yielded, resumed = 0, False
+
+    def __iter__(self) -> Any:
+        if not self.resumed:
+            self.dataset.epoch, self.yielded = self.dataset.epoch + 1, 0
+        self.resumed = False
+        for batch in super().__iter__():
+            self.yielded += len(batch)
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return self.dataset.state_dict(self.yielded, self.num_workers, self.batch_size or 0)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.yielded, self.resumed = state["start"], True
+        self.dataset.load_state_dict(state)
+
+
 class Augmented(Numbers):
     """Has random generators of its own."""
 
@@ -305,6 +346,7 @@ FEEDS: dict[str, Make] = {
     "stateful loader, distributed": lambda: resumable_loader(
         StatefulDataLoader(Numbers(22), 3, sampler=DistributedSampler(Numbers(22), 2, 1)), world_size=2
     ),
+    "loader that alone knows its stream's position": lambda: resumable_loader(StreamingLoader(Positioned(), 3)),
     "torchdata nodes": lambda: resumable_loader(Loader(Batcher(IterableWrapper(range(11)), 3, drop_last=False))),
     "no loader at all": batches_without_length,
 }

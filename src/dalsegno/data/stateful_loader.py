@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any, Literal, NotRequired
+from typing import Any, Literal, NotRequired, TypeGuard
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -159,7 +160,7 @@ class StatefulLoader(UserLoader):
         dataset = dataset.dataset if isinstance(dataset, RankShard) else dataset
         is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
         is_here = getattr(self._loader, "num_workers", 0) == 0
-        return dataset if is_stream and is_here and isinstance(dataset, Stateful) else None
+        return dataset if is_stream and is_here and _has_state_of_its_own(dataset) else None
 
     def _drop_one(self, iterator: Iterator[Any]) -> None:
         """Read one more micro-batch of an abandoned epoch, and restore the random generators."""
@@ -211,6 +212,15 @@ class StatefulLoader(UserLoader):
         self._set_position(state, "stateful")
         self._cut, self._saved, self._loaded_stream = state["cut"], state["loader"], state.get("stream")
         self._left, self._opened, self._resumed_inside, self._first_of_leg = None, False, False, None
+
+
+def _has_state_of_its_own(dataset: Any) -> TypeGuard[Stateful]:
+    """Whether the dataset knows its state. litdata's and MosaicML's do not: the position, which only their loader has,
+    is an argument of their ``state_dict``."""
+    if not isinstance(dataset, Stateful):
+        return False
+    needed = [each for each in inspect.signature(dataset.state_dict).parameters.values() if each.default is each.empty]
+    return all(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in needed)
 
 
 _COUNTS = ("_num_yielded", "_sampler_iter_yielded", "samples_yielded", "_num_workers", "_last_yielded_worker_id")
