@@ -5,8 +5,12 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+import dalsegno
+from dalsegno import errors
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -19,9 +23,21 @@ def test_every_page_is_in_the_navigation_or_listed_by_another() -> None:
     assert {page for page in pages - listed if not page.startswith("callbacks/")} == set()
 
 
-def test_the_reference_has_every_public_package() -> None:
-    shown = {path.read_text().split("::: ")[1].strip() for path in (DOCS / "reference").glob("*.md")}
-    assert shown == {"dalsegno", *(f"dalsegno.{name}" for name in ("analysis", "callbacks", "errors", "testing"))}
+def script(name: str) -> Any:
+    """A script of docs/, as a module."""
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_reference_has_every_public_name() -> None:
+    for path, text in script("reference").pages().items():
+        assert path.read_text(encoding="utf-8") == text, "run: python docs/reference.py"
+    shown = "".join(path.read_text(encoding="utf-8") for path in (DOCS / "reference").glob("*.md"))
+    elsewhere = {*vars(errors), "analysis"}
+    assert [name for name in dir(dalsegno) if name not in elsewhere and f".{name}\n" not in shown] == []
 
 
 @pytest.mark.parametrize(
@@ -33,8 +49,4 @@ def test_the_reference_has_every_public_package() -> None:
     ],
 )
 def test_roles_in_docstrings_become_code(html: str, shown: str) -> None:
-    spec = importlib.util.spec_from_file_location("docs_site", DOCS / "site.py")
-    assert spec is not None and spec.loader is not None
-    hook = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hook)
-    assert hook.on_page_content(html) == shown
+    assert script("site").on_page_content(html) == shown

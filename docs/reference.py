@@ -1,0 +1,57 @@
+"""Writes the pages of docs/reference: ``python docs/reference.py``. A test compares them.
+
+A page names the objects, and the site fills in their signatures and docstrings. Packages with lazy exports are listed
+name by name, because their names are defined elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import dalsegno
+from dalsegno import analysis
+
+FOLDER = Path(__file__).with_suffix("")
+
+TITLES = {
+    "dalsegno": (
+        "dalsegno",
+        "The names of `import dalsegno as ds`; [reading logs](analysis.md) and [errors](errors.md) have their own pages.",
+    ),
+    "callbacks": (
+        "Built-in callbacks",
+        "The built-in callbacks, for `callbacks=[…]`. [The overview](../callbacks.md) says what each is for.",
+    ),
+    "analysis": (
+        "Reading logs from Python",
+        "`dalsegno.analysis`: what the commands of [reading logs](../logs.md) are made of.",
+    ),
+    "testing": ("Testing", "`dalsegno.testing`: see [testing that your run survives](../testing.md)."),
+    "errors": ("Errors", "Each error is also the builtin that fits, so that either can be caught."),
+}
+LAZY = {"dalsegno": dalsegno, "analysis": analysis}
+
+
+def pages() -> dict[Path, str]:
+    """The text of each page."""
+    return {FOLDER / f"{name}.md": page(name) for name in TITLES}
+
+
+def page(name: str) -> str:
+    """The text of one page."""
+    title, about = TITLES[name]
+    shown = list(_names(LAZY[name])) if name in LAZY else [f"dalsegno.{name}"]
+    return "\n\n".join([f"# {title}", about, *(f"::: {each}" for each in shown)]) + "\n"
+
+
+def _names(package: ModuleType) -> Iterator[str]:
+    """Where the package's names are defined, in alphabetical order, without those that have a page of their own."""
+    homes = {name: home for home, names in package._HOMES.items() for name in names if home not in TITLES}
+    yield from (f"{package.__name__}.{homes[name]}.{name}" for name in sorted(homes, key=str.lower))
+
+
+if __name__ == "__main__":
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")
