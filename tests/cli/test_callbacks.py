@@ -17,7 +17,7 @@ def test_the_list_has_every_builtin_with_a_line(capsys: pytest.CaptureFixture[st
     lines = {line.split()[0]: line for line in table}
     assert set(callbacks.__all__) <= set(lines)
     assert "built-in" in lines["JsonLogger"]
-    assert "Writes one record at each on_log" in lines["JsonLogger"]
+    assert "Logs training, evaluations and the run's end as JSON lines" in lines["JsonLogger"]
     assert main(["callbacks", "list", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert {row["name"] for row in rows} == set(lines)

@@ -92,5 +92,7 @@ def test_descriptions_end(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["callbacks", "list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     [metrics] = [line for line in lines if line.startswith("DefaultMetrics ")]
-    assert metrics.endswith("Adds to each record of training: `tok_per_sec`, `mfu`, `peak_mem`.")
+    assert metrics.endswith(
+        "Logs speed, hardware utilization and peak memory in each training record: `tok_per_sec`, `mfu`, `peak_mem`."
+    )
     assert all(line.endswith(".") for line in lines[1:] if " built-in " in line)

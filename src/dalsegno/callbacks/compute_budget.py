@@ -25,7 +25,7 @@ class ComputeBudgetState(TypedDict):
 
 
 class ComputeBudget(Callback):
-    """Adds to each record of training:
+    """Logs how much compute the run has used, and how many tokens for the model's size, in each training record:
 
     - ``total_petaflops``: the model's FLOPs on all ranks since the run began, forward and backward, in 10¹⁵ FLOPs
       (:mod:`dalsegno.callbacks.measures.flops`). The sum is part of each checkpoint. FLOPs per token are counted again

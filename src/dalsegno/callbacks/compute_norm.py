@@ -14,7 +14,7 @@ from .argument_checks import flag
 
 
 class ComputeNorm(Callback):
-    """Adds L2 norms to each record of training:
+    """Logs the L2 norms of all parameters and of all gradients in each training record:
 
     - ``param_norm``: norm of all parameters as one vector.
     - ``grad_norm_unclipped``: norm of all gradients as one vector, reduced, unscaled and not clipped.

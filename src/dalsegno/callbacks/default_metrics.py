@@ -19,7 +19,7 @@ from .measures.peaks import GivenPeak
 
 
 class DefaultMetrics(Callback):
-    """Adds to each record of training:
+    """Logs speed, hardware utilization and peak memory in each training record:
 
     - ``tok_per_sec``: tokens of all ranks per second of wall-clock time since the last record, including evaluations
       and saves. Counts the elements of ``input_ids``; only logged where batches have them.

@@ -25,7 +25,7 @@ from dalsegno.events.contexts import (
 
 
 class DiLoCoCallback(Callback):
-    """Trains this run as one worker of a DiLoCo server, together with others that it never talks to.
+    """Trains one model together with machines that hardly communicate: this run is one worker of a DiLoCo server.
 
     ::
 

@@ -13,7 +13,7 @@ SECTIONS = ("data", "forward", "backward", "optimizer", "evaluate", "save", "oth
 
 
 class DurationProfiler(Callback):
-    """Adds the wall-clock time since the last record, by section, and the estimated time left to each training record:
+    """Logs where the time goes (data, forward, backward, saves …) and the time left, in each training record:
 
     - ``data_runtime``, ``forward_runtime``, ``backward_runtime``, ``optimizer_runtime``, ``evaluate_runtime``,
       ``save_runtime``, ``other_runtime``: seconds; each is the maximum over ranks.

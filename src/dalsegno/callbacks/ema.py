@@ -30,7 +30,9 @@ class EMAState(TypedDict):
 
 
 class EMA(Callback):
-    """Updates ``average ← decay · average + (1 − decay) · weights``; evaluations use the averages.
+    """Keeps an exponential moving average of the weights, which evaluations use.
+
+    After each step, ``average ← decay · average + (1 − decay) · weights``.
 
     Averages start at the run's first weights. They cover all trained parameters, a tied one once; parameters of fewer
     than 32 bits are averaged in fp32, so that small changes are not lost. Buffers (running statistics) are not

@@ -12,7 +12,7 @@ from .measures.peaks import GivenPeak
 
 
 class FlopUtilization(Callback):
-    """Adds to each record of training:
+    """Logs the model's FLOPs per second, and their share of the hardware's peak, in each training record:
 
     - ``flops_per_second``: the model's FLOPs on all ranks, per second of wall-clock time since the last record.
     - ``mfu``: ``flops_per_second`` over the peak of all ranks' devices, where the peak is known; the same value that

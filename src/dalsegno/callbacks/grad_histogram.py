@@ -18,7 +18,7 @@ _COLUMNS = _BINS + 2  # zeros, bins, not finite
 
 
 class GradHistogram(RecordCallback):
-    """Writes a record into ``logs/grad_histograms.jsonl`` every ``every`` steps.
+    """Logs a histogram of each parameter's gradient every ``every`` steps, in ``logs/grad_histograms.jsonl``.
 
     ``counts`` holds, for each parameter with a gradient, the number of its entries in each bin by magnitude: bin ``i``
     is 2^(``lowest`` + i) ≤ |g| < 2^(``lowest`` + i + 1), from ``lowest`` = -40; the first and the last bin include

@@ -33,9 +33,9 @@ class GradNormState(TypedDict):
 
 
 class GradNormLogger(RecordCallback):
-    """Writes ``norms``, the L2 norm (fp32) of each parameter's clipped gradient, into a log.
+    """Logs the L2 norm of each parameter's gradient at each evaluation, in a log of its own, for heatmaps.
 
-    Writes one record at each step that ends with an evaluation, under the parameters' names. A tied parameter is
+    ``norms`` holds those of the clipped gradients (fp32) under the parameters' names. A tied parameter is
     included once; a parameter whose gradient the optimizer did not use is left out. The norms are of whole gradients,
     however the model is parallelized, also with ``fuse_optim_with_backward``: they are measured in the optimizer step,
     wherever that runs. The values stay on the device until the evaluation has ended; other steps cost nothing. If the

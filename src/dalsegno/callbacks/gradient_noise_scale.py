@@ -31,7 +31,9 @@ class NoiseScaleState(TypedDict):
 
 
 class GradientNoiseScale(Callback):
-    """Adds the simple noise scale of the gradients, in samples, to records of training as ``gradient_noise_scale``:
+    """Logs the gradients' noise scale, the batch size beyond which a larger batch gains little, in samples.
+
+    It is ``gradient_noise_scale`` in records of training, the simple noise scale
 
         B_simple = tr(Σ) / |G|²
 

@@ -19,7 +19,9 @@ RESERVED = ("timestamp", "kind", "global_step", "epoch")
 
 
 class JsonLogger(RecordCallback):
-    """Writes one record at each on_log: ``timestamp`` (UTC seconds), ``global_step``, ``epoch``, the metrics.
+    """Logs training, evaluations and the run's end as JSON lines, which ``dalsegno logs`` reads.
+
+    Writes one record at each on_log: ``timestamp`` (UTC seconds), ``global_step``, ``epoch``, the metrics.
 
     Training records have no ``kind``; other records have ``eval``, ``final`` or ``user``. The record of an evaluation
     of averaged weights has ``evaluated_weights``, the key of the callback that averages. The first record of a run has

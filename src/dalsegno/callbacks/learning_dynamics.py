@@ -30,7 +30,7 @@ _NOTHING = torch.zeros(0)  # elsewhere, or not updated yet
 
 
 class LearningDynamics(RecordCallback):
-    """Writes a record into ``logs/learning_dynamics.jsonl`` every ``every`` steps, with values per trained parameter:
+    """Logs how fast each parameter learns every ``every`` steps, in ``logs/learning_dynamics.jsonl``:
 
     - ``weight_norms``: L2 norm after the update.
     - ``update_ratios``: L2 norm of the update over that of the weights before it, ‖Δw‖ / ‖w‖. About 1e-3 is common;

@@ -14,7 +14,7 @@ from .argument_checks import texts
 
 
 class LogOptimizerParamGroup(Callback):
-    """Adds settings of every parameter group to each record of training, as ``<key>/<group>``.
+    """Logs each parameter group's learning rate or other settings in each training record, as ``<key>/<group>``.
 
     ``<group>`` is the group's ``name`` if it has a unique one, else its number. Values are read when the record is
     made: the learning rate is that of the next update.

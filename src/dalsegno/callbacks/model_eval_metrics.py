@@ -30,7 +30,9 @@ Select = Callable[[Any, Any], tuple[Any, ...]]
 
 
 class ModelEvalMetrics(Callback):
-    """Adds metrics to each evaluation's record, under ``<set>_<name>``: ``eval_accuracy``.
+    """Computes metrics of the model's outputs, such as accuracy, in each evaluation.
+
+    They are in the evaluation's record under ``<set>_<name>``: ``eval_accuracy``.
 
     ::
 

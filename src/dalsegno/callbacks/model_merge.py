@@ -36,7 +36,7 @@ class ModelMergeState(TypedDict):
 
 
 class ModelMerge(Callback):
-    """Averages the weights of the last ``window`` steps up to each merge step, including it.
+    """Averages the weights of the last ``window`` steps up to a merge step; its checkpoint has the mean.
 
     Mean weights from the end of training are often better than the last ones, and a merge at a constant learning rate
     approximates the model after a decay (Izmailov et al. 2018, "Averaging Weights Leads to Wider Optima and Better

@@ -37,10 +37,11 @@ _SKIPS = 20  # in a row: by then a gradient scaler's scale has fallen from 65536
 
 
 class NaNChecker(Callback):
-    """Checks the outputs of every module, the gradients of these, and the gradients of all parameters.
+    """Finds the first module that produces NaN or infinity, and stops the run there; for debugging.
 
-    Stops the run, without a checkpoint, if one contains NaN or infinity. The stop reason names the first such module in
-    the order of execution, with its step and rank; if all outputs and their gradients are finite, the parameter.
+    Checks the outputs of every module, the gradients of these, and the gradients of all parameters. Stops the run,
+    without a checkpoint, if one contains NaN or infinity. The stop reason names the first such module in the order of
+    execution, with its step and rank; if all outputs and their gradients are finite, the parameter.
     Parameters' gradients are checked after the reduction over ranks and before clipping, which spreads one NaN to all.
 
     Each tensor is checked on its device; results are read at steps with a record, and before each save. Costs a pass

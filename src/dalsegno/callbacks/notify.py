@@ -29,9 +29,9 @@ _JOIN_TIMEOUT = 10.0  # seconds for which the end of training waits for messages
 
 
 class Notify(Callback):
-    """Sends messages through `apprise <https://github.com/caronc/apprise>`_: to Slack, by mail, to a web hook, a phone.
+    """Sends messages about the run to Slack, by mail, to a web hook or a phone, for instance when it ends or fails.
 
-    ::
+    Through `apprise <https://github.com/caronc/apprise>`_::
 
         Notify("slack://token/#runs", on=["end", "exception"])
 

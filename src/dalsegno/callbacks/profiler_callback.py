@@ -21,7 +21,7 @@ _ROWS = 20  # of a summary table
 
 
 class ProfilerCallback(Callback):
-    """Profiles some steps of each leg, on one rank.
+    """Profiles some steps of each leg, on one rank: which operations take the time.
 
     Writes a Chrome trace, ``…-rank-00000.trace.json.gz`` (open it at https://ui.perfetto.dev), and a table of the
     operations that took the longest, ``…-rank-00000.txt``, which is also printed. If training ends while the profiler

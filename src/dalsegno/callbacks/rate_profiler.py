@@ -11,7 +11,7 @@ from dalsegno.events.contexts import LogContext, MicrobatchEndContext, RollbackC
 
 
 class RateProfiler(Callback):
-    """Adds rates since the last record, including evaluations and saves, to each training record:
+    """Logs samples and tokens per second, in total and of each rank, in each training record:
 
     - ``samples_per_second``, ``tokens_per_second``: sums over ranks.
     - ``rank_samples_per_second``, ``rank_tokens_per_second``: lists with each rank's rate.

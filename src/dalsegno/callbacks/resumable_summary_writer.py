@@ -27,7 +27,9 @@ logger = logging.getLogger("dalsegno")
 
 
 class ResumableSummaryWriter(Callback):
-    """A callback that is also a ``SummaryWriter``: pass it to the trainer, and write through it::
+    """A TensorBoard ``SummaryWriter`` whose curves continue exactly after a resume.
+
+    It is a callback, too: pass it to the trainer, and write through it::
 
         writer = ResumableSummaryWriter()
         trainer = ds.Trainer(..., callbacks=[writer, PeakMemory(summary_writer=writer)])

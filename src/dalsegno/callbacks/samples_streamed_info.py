@@ -7,7 +7,7 @@ from dalsegno.events.contexts import LogContext
 
 
 class SamplesStreamedInfo(Callback):
-    """Adds ``samples`` to each training record and to the final record: samples trained on so far, on all ranks.
+    """Logs ``samples``, the samples trained on so far on all ranks, in each training record and the final one.
 
     Counts over all legs of the run, each sample as often as it was used. Padding does not count.
     """

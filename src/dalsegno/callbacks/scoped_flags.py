@@ -15,7 +15,7 @@ from .argument_checks import mapping
 
 
 class ScopedFlags(Callback):
-    """Sets attributes of ``torch.backends`` from on_train_begin to on_train_end, also if an exception ends training.
+    """Sets flags of ``torch.backends``, such as TF32, while training runs, and restores them however it ends.
 
     ::
 

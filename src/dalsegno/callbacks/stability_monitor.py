@@ -27,7 +27,7 @@ class SpikeScoreState(TypedDict):
 
 
 class StabilityMonitor(Callback):
-    """Adds the spike score of each metric to each training record: the share of spikes among its values so far.
+    """Logs how often each metric spikes: its share of spikes so far, in each training record.
 
     A value is a spike if it differs from the mean of the ``window`` values before it by more than ``deviations`` of
     their standard deviations, or is NaN or infinite (Walsh et al. 2025, "2 OLMo 2 Furious", arXiv:2501.00656, section

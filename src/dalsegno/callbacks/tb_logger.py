@@ -60,7 +60,7 @@ class TBLoggerState(TypedDict):
 
 
 class TBLogger(Callback):
-    """Writes chosen values of each record as curves; and, once, texts that describe the run.
+    """Writes chosen values of each record as curves for TensorBoard; and, once, texts that describe the run.
 
     With several evaluation sets, a curve of ``eval_...`` is written for each set, as ``<tag>/<set>``.
 

@@ -8,7 +8,7 @@ from dalsegno.events.contexts import LogContext
 
 
 class WeightNormLogger(Callback):
-    """Adds ``weight_norm`` to each evaluation's record: the L2 norm of all parameters as one vector.
+    """Logs ``weight_norm``, the L2 norm of all parameters as one vector, at each evaluation.
 
     Includes frozen parameters, and a tied parameter once; of the whole model, however it is parallelized. Waits for the
     device once per evaluation; other steps cost nothing.
