@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,32 @@ def nothing_is_left(tmp_path: Path) -> Iterator[None]:
     assert global_callbacks() == []
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Of each built-in, a run that nothing interrupts."""
+
+    @cache
+    def output_dir(name: str) -> Path:
+        folder = tmp_path_factory.mktemp("whole")
+        trainer(folder, build(name)).train()
+        assert open_files(folder) == []
+        return folder
+
+    return output_dir
+
+
+def outcome(output_dir: Path, *own: ds.Callback) -> list[torch.Tensor]:
+    """The weights, and the next random numbers."""
+    run = trainer(output_dir, *own)
+    run.train()
+    return [*run.model.state_dict().values(), torch.rand(4)]
+
+
+@pytest.fixture(scope="module")
+def outcome_without(tmp_path_factory: pytest.TempPathFactory) -> list[torch.Tensor]:
+    return outcome(tmp_path_factory.mktemp("without"))
+
+
 @every_builtin
 def test_it_is_a_callback_under_its_own_name(name: str) -> None:
     callback = build(name)
@@ -86,26 +113,19 @@ def test_it_is_a_callback_under_its_own_name(name: str) -> None:
 
 
 @every_builtin
-def test_stopped_and_resumed_equals_uninterrupted(tmp_path: Path, name: str) -> None:
-    trainer(tmp_path / "whole", build(name)).train()
+def test_stopped_and_resumed_equals_uninterrupted(tmp_path: Path, name: str, whole: Callable[[str], Path]) -> None:
     for step in (1, 5, 6):
         assert trainer(tmp_path / "parts", build(name), stop_after(step)).train().global_step == step
     assert trainer(tmp_path / "parts", build(name)).train().global_step == STEPS
-    comparison = compare_runs(tmp_path / "whole", tmp_path / "parts")
+    comparison = compare_runs(whole(name), tmp_path / "parts")
     assert comparison.identical, f"\n{comparison.table()}"
 
 
 @every_builtin
-def test_it_leaves_the_training_alone(tmp_path: Path, name: str) -> None:
+def test_it_leaves_the_training_alone(tmp_path: Path, name: str, outcome_without: list[torch.Tensor]) -> None:
     """The same weights and the same random numbers as without it."""
-
-    def outcome(output_dir: Path, *own: ds.Callback) -> list[torch.Tensor]:
-        run = trainer(output_dir, *own)
-        run.train()
-        return [*run.model.state_dict().values(), torch.rand(4)]
-
-    with_it, without = outcome(tmp_path / "with", build(name)), outcome(tmp_path / "without")
-    assert all(torch.equal(mine, yours) for mine, yours in zip(with_it, without, strict=True))
+    with_it = outcome(tmp_path, build(name))
+    assert all(torch.equal(mine, yours) for mine, yours in zip(with_it, outcome_without, strict=True))
 
 
 @every_builtin
@@ -133,7 +153,7 @@ def test_it_can_be_evaluated_with_before_and_after(tmp_path: Path, name: str) ->
 
 
 @every_builtin
-def test_it_survives_an_exception_in_the_run(tmp_path: Path, name: str) -> None:
+def test_it_survives_an_exception_in_the_run(tmp_path: Path, name: str, whole: Callable[[str], Path]) -> None:
     def fail(ctx: Any) -> None:
         if ctx.step == 5:
             raise RuntimeError("mid-way")
@@ -143,8 +163,7 @@ def test_it_survives_an_exception_in_the_run(tmp_path: Path, name: str) -> None:
         trainer(tmp_path / "parts", callback, Listener({"on_step_end": fail})).train()
     assert open_files(tmp_path) == []
     trainer(tmp_path / "parts", build(name)).train()
-    trainer(tmp_path / "whole", build(name)).train()
-    comparison = compare_runs(tmp_path / "whole", tmp_path / "parts")
+    comparison = compare_runs(whole(name), tmp_path / "parts")
     assert comparison.identical, f"\n{comparison.table()}"
 
 
