@@ -156,22 +156,23 @@ def test_what_cannot_be_tried(
     assert complaint in capsys.readouterr().err
 
 
-def test_thoroughly(folder: Path) -> None:
+def test_thoroughly(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In each epoch, by kill and by stop; a run of the user's that differs is broken off at each place alone."""
-    done = dalsegno("check-resume", "own_training:good_epochs", "--thorough", "--ranks", "1", folder=folder)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
+    status = main(["check-resume", "own_training:good_epochs", "--thorough", "--ranks", "1"])
+    printed = capsys.readouterr()
+    assert status == 0, printed
+    lines = printed.out.splitlines()
     tried = [line for line in lines if line.startswith("exact      1 rank")]
     assert sum("killed" in line for line in tried) == sum("stopped" in line for line in tried) == 7
     assert all(sum(f"epoch {epoch}" in line for line in tried) == (4 if epoch < 4 else 2) for epoch in range(1, 5))
     assert lines[-1] == "Nothing differs."
 
 
-def test_what_differs_is_shown_with_its_place(folder: Path) -> None:
-    words = ["--thorough", "--ranks", "1", "--json"]
-    done = dalsegno("check-resume", "own_training:broken_epochs", *words, folder=folder)
-    assert done.returncode == 1, done.stdout + done.stderr
-    trials = json.loads(done.stdout)
+def test_what_differs_is_shown_with_its_place(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(["check-resume", "own_training:broken_epochs", "--thorough", "--ranks", "1", "--json"])
+    printed = capsys.readouterr()
+    assert status == 1, printed
+    trials = json.loads(printed.out)
     assert {trial["verdict"] for trial in trials} == {"different"}
     assert [len(trial["breaks"]) for trial in trials] == [1] * 14
     assert all(trial["words"].startswith("layers.0.bias: ") for trial in trials), "weights come first"
