@@ -35,7 +35,13 @@ def test_rounds_equal_a_plain_computation_bitwise(make: MakeOptimizer) -> None:
     plain = [torch.zeros(spec.shape, requires_grad=True) for spec in SPECS]
     reference = make(plain)  # type: ignore[arg-type]
     for submissions in rounds(SPECS, workers=3, count=4):
-        outer_step(model, optimizer, SPECS, weights, lambda number, spec, of=submissions: of[number][spec.name].clone())
+        outer_step(
+            model,
+            optimizer,
+            SPECS,
+            weights,
+            lambda number, spec, begin, count, of=submissions: of[number][spec.name].view(-1)[begin : begin + count],
+        )
         for parameter, spec in zip(plain, SPECS, strict=True):
             shares = [
                 torch.tensor(weight / 9) * each[spec.name] for weight, each in zip(weights, submissions, strict=True)
@@ -81,7 +87,7 @@ def test_delayed_nesterov_without_delay_is_torchs_own() -> None:
 def test_a_fragment_changes_its_parameters_only() -> None:
     model = GlobalModel(SPECS)
     optimizer = nesterov()(model.by_name.values())
-    outer_step(model, optimizer, SPECS[1:], [1], lambda _, spec: torch.ones(spec.shape))
+    outer_step(model, optimizer, SPECS[1:], [1], lambda _number, _spec, _begin, count: torch.ones(count))
     assert not model.by_name["a.weight"].any()
     assert (model.by_name["a.bias"] != 0).all()
     assert list(optimizer.state) == [model.by_name["a.bias"]]

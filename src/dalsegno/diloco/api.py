@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
@@ -28,7 +27,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
@@ -38,6 +37,7 @@ from dalsegno.stateful.schema import Count, check
 from dalsegno.system import filesystem
 from dalsegno.web.answers import Answer, answer_error, off_loop, read_json
 from dalsegno.web.security import Gate
+from dalsegno.web.uploads import UPLOADS
 
 from .coordinator import Coordinator
 from .frames import FrameLayout, FrameParser, frame_of_file, length_limits
@@ -174,8 +174,7 @@ class _Api:
         def finish(path: Path) -> None:
             self._coordinator.initialize(settings, path)
 
-        await self._receive(request, specs, lambda head: None, finish)
-        return Answer({})
+        return await self._receive(request, specs, lambda head: None, finish)
 
     async def parameters(self, request: Request) -> Response:
         fragment = request.query_params.get("fragment")
@@ -206,15 +205,14 @@ class _Api:
             raise StateMismatch(f"{worker_id}, submission {number}: not offered; describe it first")
 
         def check_head(head: Any) -> None:
-            if head != dataclasses.asdict(submission):
+            if submission_from_json(head) != submission:
                 raise ConfigurationError("the frame's head describes another submission than the one that was offered")
 
         def finish(path: Path) -> None:
             check_finite(path, specs)
             self._coordinator.accept(submission, path)
 
-        await self._receive(request, specs, check_head, finish)
-        return Answer({"accepted": True})
+        return await self._receive(request, specs, check_head, finish)
 
     async def result(self, request: Request) -> Response:
         worker_id, number = request.path_params["worker_id"], request.path_params["number"]
@@ -239,8 +237,8 @@ class _Api:
 
     async def _receive(
         self, request: Request, specs: Specs, check_head: Callable[[Any], object], finish: Callable[[Path], object]
-    ) -> None:
-        """Write the tensors of a frame to a new file, and call ``finish`` with it on another thread.
+    ) -> Response:
+        """Write the tensors of a frame to a new file, call ``finish`` with it, and answer.
 
         Raises:
             ConfigurationError: if it is not a complete frame with these tensors.
@@ -252,16 +250,17 @@ class _Api:
         path = self._coordinator.spool()
         descriptor = filesystem.open_own(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
-            parser = FrameParser(specs, lambda data: filesystem.write_all(descriptor, data, path))
+            parser = FrameParser(specs, lambda data: filesystem.write_soon(descriptor, data, path))
             try:
-                async for piece in request.stream():
-                    parser.feed(piece)
-            except ClientDisconnect:
+                async for piece in request.scope["extensions"][UPLOADS](int(length)).pieces():
+                    await off_loop(partial(parser.feed, piece))
+            except ConnectionError:
                 raise ConfigurationError("the frame is incomplete: the connection was cut") from None
             parser.end()
             check_head(parser.head)
             await off_loop(lambda: filesystem.fsync(descriptor, path))
             await off_loop(lambda: finish(path))
+            return Answer({}, headers={"Connection": "close"})
         finally:
             os.close(descriptor)
             path.unlink(missing_ok=True)

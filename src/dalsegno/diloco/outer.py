@@ -102,13 +102,17 @@ def delayed_nesterov(lr: float = 0.7, momentum: float = 0.9, *, buffer_size: int
     return lambda parameters: DelayedNesterov(parameters, lr, momentum, buffer_size)
 
 
+BLOCK = 1 << 18
+"""Elements of a tensor that are worked on at a time: few enough for the processor's cache."""
+
+ReadBlock = Callable[[int, TensorSpec, int, int], Tensor]
+"""Returns a worker's pseudo-gradient, flat: of the worker at this place, of a parameter, from this element on, so many
+elements. Its memory may be overwritten by the next call."""
+
+
 @torch.no_grad()
 def outer_step(
-    model: GlobalModel,
-    optimizer: Optimizer,
-    specs: Specs,
-    weights: Sequence[float],
-    read: Callable[[int, TensorSpec], Tensor],
+    model: GlobalModel, optimizer: Optimizer, specs: Specs, weights: Sequence[float], read: ReadBlock
 ) -> None:
     """Update the parameters ``specs`` by the weighted mean of the workers' pseudo-gradients; the others stay.
 
@@ -117,15 +121,20 @@ def outer_step(
         optimizer: of these.
         specs: a fragment, or all.
         weights: of each worker, such as its number of samples. Not all 0.
-        read: returns the pseudo-gradient of a worker, by its place in ``weights``, for one parameter. Its memory may be
-            overwritten.
+        read: reads the pseudo-gradients of the workers in ``weights``.
     """
     total = sum(weights)
+    shares = [weight / total for weight in weights]
     for spec in specs:
         parameter = model.by_name[spec.name]
-        mean = torch.zeros_like(parameter)
-        for number, weight in enumerate(weights):
-            mean.add_(read(number, spec).to(mean.dtype).mul_(weight / total))
-        parameter.grad = mean
+        parameter.grad = torch.empty_like(parameter)
+        flat = parameter.grad.view(-1)
+        scratch = torch.empty(min(BLOCK, len(flat)), dtype=flat.dtype)
+        for begin in range(0, len(flat), BLOCK):
+            mean = flat[begin : begin + BLOCK]
+            mean.copy_(read(0, spec, begin, len(mean))).mul_(shares[0])
+            for number in range(1, len(shares)):
+                share = scratch[: len(mean)].copy_(read(number, spec, begin, len(mean)))
+                mean.add_(share.mul_(shares[number]))
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)

@@ -16,10 +16,10 @@ import torch
 
 from dalsegno.errors import NotFound, SaveFailed, StateMismatch
 
-from .outer import MakeOptimizer, outer_step
+from .outer import BLOCK, MakeOptimizer, outer_step
 from .signature import Specs, TensorSpec, as_sent
 from .state import Accepted, Applied, Event, Result, ServerState, Settings, Submission
-from .store import Globals, ServerStore, check_finite, tensor_reader
+from .store import Globals, ServerStore, TensorFile, check_finite
 
 logger = logging.getLogger("dalsegno")
 
@@ -75,9 +75,12 @@ class OuterRun:
         specs = settings.specs()
         check_finite(spooled, specs)
         parts = Globals.of(specs, self._make_optimizer)
-        read = tensor_reader(spooled, specs)
+        file = TensorFile(spooled, specs)
         for spec in specs:
-            parts.model.by_name[spec.name].data.copy_(read(spec))
+            flat = parts.model.by_name[spec.name].data.view(-1)
+            for begin in range(0, spec.count, BLOCK):
+                part = flat[begin : begin + BLOCK]
+                part.copy_(file.block(spec.name, begin, len(part)))
         state = ServerState(uuid.uuid4().hex, settings, parts.optimizer_description)
         self.store.save(state, parts)
         self._take(state, parts)
@@ -155,11 +158,11 @@ class OuterRun:
         """The outer step of an event, and its record in the log."""
         submissions, loss = state.pending(event.worker_ids), state.mean_loss(event.worker_ids)
         specs = self._fragments[submissions[0].fragment]
-        readers = [self.store.reader(each, specs) for each in submissions]
+        files = [self.store.tensors(each, specs) for each in submissions]
         weights = [each.samples for each in submissions]
 
-        def read(number: int, spec: TensorSpec) -> torch.Tensor:
-            return readers[number](spec)
+        def read(number: int, spec: TensorSpec, begin: int, count: int) -> torch.Tensor:
+            return files[number].block(spec.name, begin, count)
 
         outer_step(parts.model, parts.optimizer, specs, weights, read)
         staleness = max(state.version - each.base for each in submissions)

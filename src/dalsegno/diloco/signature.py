@@ -6,6 +6,7 @@ tensor is taken.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypedDict
@@ -41,6 +42,11 @@ class TensorSpec:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
 
     @property
     def size(self) -> int:

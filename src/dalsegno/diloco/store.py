@@ -16,8 +16,9 @@ A submission is deleted once a checkpoint contains it, a version once no worker 
 from __future__ import annotations
 
 import itertools
+import math
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,8 @@ from dalsegno.stateful.component import Component
 from dalsegno.system import filesystem
 
 from .frames import file_pieces
-from .outer import GlobalModel, MakeOptimizer
-from .signature import Specs, TensorSpec, as_sent, file_layout
+from .outer import BLOCK, GlobalModel, MakeOptimizer
+from .signature import Specs, as_sent, file_layout
 from .state import Event, ServerState, Submission, event_from_json, event_to_json
 
 _STATE, _LOG = "diloco", "log"  # keys of components
@@ -164,9 +165,9 @@ class ServerStore:
         """Give a complete submission its name. It is on disk when this returns."""
         filesystem.rename(spooled, self._submissions / submission.file_name)
 
-    def reader(self, submission: Submission, specs: Specs) -> Callable[[TensorSpec], torch.Tensor]:
-        """Reads one tensor of a submission at a time."""
-        return tensor_reader(self._submissions / submission.file_name, as_sent(specs, bf16=submission.bf16))
+    def tensors(self, submission: Submission, specs: Specs) -> TensorFile:
+        """The file of a submission."""
+        return TensorFile(self._submissions / submission.file_name, as_sent(specs, bf16=submission.bf16))
 
     def delete_submissions(self, *, except_for: Collection[str]) -> None:
         """Delete the submissions that no event needs any more; not those that are just arriving."""
@@ -199,16 +200,28 @@ class ServerStore:
                 filesystem.remove(path)
 
 
-def tensor_reader(path: Path, specs: Specs) -> Callable[[TensorSpec], torch.Tensor]:
-    """Reads one tensor at a time from a file that a frame has brought, by name."""
-    file, layout = StoredFile(path), file_layout(specs)
-    stored = {spec.name: (spec, span) for spec, span in zip(specs, layout.spans, strict=True)}
+class TensorFile:
+    """Reads parts of tensors, by name, from a file that a frame has brought."""
 
-    def read(wanted: TensorSpec) -> torch.Tensor:
-        spec, span = stored[wanted.name]
-        return file.tensor(span, spec.dtype, spec.shape)
+    def __init__(self, path: Path, specs: Specs) -> None:
+        self._file, layout = StoredFile(path), file_layout(specs)
+        self._stored = {spec.name: (spec, span) for spec, span in zip(specs, layout.spans, strict=True)}
+        self._scratch: dict[torch.dtype, torch.Tensor] = {}
 
-    return read
+    def block(self, name: str, begin: int, count: int) -> torch.Tensor:
+        """``count`` elements of a tensor from ``begin`` on, flat. The next call overwrites them."""
+        spec, span = self._stored[name]
+        if spec.dtype not in self._scratch:
+            self._scratch[spec.dtype] = torch.empty(BLOCK, dtype=spec.dtype)
+        block = self._scratch[spec.dtype][:count]
+        self._file.fill(block, span, spec.dtype, (spec.count,), [(begin, count)])
+        return block
+
+    def blocks(self, name: str) -> Iterator[torch.Tensor]:
+        """A whole tensor, in such parts one after the other."""
+        spec, _ = self._stored[name]
+        for begin in range(0, spec.count, BLOCK):
+            yield self.block(name, begin, min(BLOCK, spec.count - begin))
 
 
 def check_finite(path: Path, specs: Specs) -> None:
@@ -216,11 +229,11 @@ def check_finite(path: Path, specs: Specs) -> None:
     Raises:
         ConfigurationError: if a tensor has a NaN or an infinity; names it.
     """
-    read = tensor_reader(path, specs)
+    file = TensorFile(path, specs)
     for spec in specs:
-        tensor = read(spec)
-        if tensor.numel() and not bool(torch.isfinite(torch.linalg.vector_norm(tensor, torch.inf))):
-            raise ConfigurationError(f"{spec.name} contains NaN or infinity; nothing of this submission is used")
+        for block in file.blocks(spec.name):
+            if not all(math.isfinite(bound) for bound in torch.aminmax(block)):  # a NaN is both bounds
+                raise ConfigurationError(f"{spec.name} contains NaN or infinity; nothing of this submission is used")
 
 
 def _parse(text: bytes) -> tuple[int, Event]:

@@ -72,6 +72,15 @@ def write_all(descriptor: int, data: Buffer, path: Path) -> None:
             view = view[os.write(descriptor, view) :]
 
 
+def write_soon(descriptor: int, data: Buffer, path: Path) -> None:
+    """As :func:`write_all`, and let the disk begin at once with these bytes, which stay in the page cache meanwhile: an
+    fsync later takes less time."""
+    write_all(descriptor, data, path)
+    if hasattr(os, "posix_fadvise"):  # not on macOS
+        end = os.lseek(descriptor, 0, os.SEEK_CUR)
+        os.posix_fadvise(descriptor, end - len(data), len(data), os.POSIX_FADV_DONTNEED)
+
+
 def truncate(descriptor: int, length: int, path: Path) -> None:
     """Truncate a file to ``length`` bytes."""
     with _notifying("truncate", path):

@@ -19,6 +19,8 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from .uploads import UPLOADS, Upload
+
 KEEP_ALIVE = 8
 """Seconds for which a connection without a request stays open. Below :attr:`Limits.request_timeout`, which closes
 abruptly."""
@@ -152,10 +154,33 @@ class _Protocol(H11Protocol):
         self._connection = connection
         self._request_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        self._upload: Upload | None = None
+        self._app, self.app = self.app, self._answer
+
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        scope["extensions"] = {UPLOADS: self.open_upload}
+        await self._app(scope, receive, send)
+
+    def open_upload(self, length: int) -> Upload:
+        """Receive the body of the request in progress past the HTTP parser. The connection then closes: the answer needs
+        the header ``Connection: close``.
+
+        Args:
+            length: of the whole body, in bytes.
+        """
+        received = bytes(self.cycle.body)
+        self.cycle.body = bytearray()
+        self.cycle.keep_alive = False
+        self._upload = Upload(self, self.transport, received, length, self._watch)
+        self.flow.resume_reading()
+        self._watch()
+        return self._upload
 
     @property
     def is_waiting(self) -> bool:
         """Whether the client has yet to send a request, or the rest of one."""
+        if self._upload is not None:
+            return self._upload.is_waiting
         return self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
