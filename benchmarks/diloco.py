@@ -7,13 +7,13 @@ trains on. One that steps with the gradients of all workers at every step stands
 from __future__ import annotations
 
 import io
-import itertools
+import math
 import socket
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,65 +23,89 @@ import dalsegno
 from dalsegno.diloco import DiLoCoClient, DiLoCoServer, DiLoCoWorker, Rules, WorkerOptions
 from dalsegno.diloco.signature import Specs, TensorSpec, as_sent
 from dalsegno.diloco.state import Settings, Submission
+from dalsegno.testing import start_ranks
 from dalsegno.testing.tiny import TinyLanguageModel
 
 from .row import Row, count, duration, three_digits
 
-STEPS = 600
+STEPS = 3000
+WARM_UP = 600
+"""Steps that all make together before the workers part, as in the paper."""
 SYNC_EVERY = 50
 WORKERS = (2, 4)
-BATCH = 4
+BATCH = 8
 CONTEXT = 32
-LEARNING_RATE = 2e-3
+LEARNING_RATE = 8e-3
+LOOKS = 10
+"""Points of a curve."""
 SIZE = 512 << 20
 REPEATS = 3
 
-SMALL = {"steps": 4, "sync_every": 2, "workers": (2,), "size": 1 << 20, "repeats": 1}
+SMALL = {"steps": 6, "warm_up": 2, "sync_every": 2, "workers": (2,), "size": 1 << 20, "repeats": 1}
 """Of ``run``: with these it takes seconds, and measures nothing."""
+
+Curve = list[tuple[int, float]]
+"""Steps, and the loss after them."""
 
 
 def run(
     steps: int = STEPS,
+    warm_up: int = WARM_UP,
     sync_every: int = SYNC_EVERY,
     workers: tuple[int, ...] = WORKERS,
     size: int = SIZE,
     repeats: int = REPEATS,
 ) -> list[Row]:
-    return [*losses(steps, sync_every, workers), *server_rounds(size, repeats)]
+    return [*losses(steps, warm_up, sync_every, workers), *server_rounds(size, repeats)]
 
 
-def losses(steps: int = STEPS, sync_every: int = SYNC_EVERY, workers: tuple[int, ...] = WORKERS) -> list[Row]:
-    """The loss after the same number of tokens, and the bytes that were sent for it."""
-    data = _Text()
-    alone = data.loss(_every_step(data, steps, 1))
+def losses(
+    steps: int = STEPS,
+    warm_up: int = WARM_UP,
+    sync_every: int = SYNC_EVERY,
+    workers: tuple[int, ...] = WORKERS,
+    curves: dict[str, Curve] | None = None,
+) -> list[Row]:
+    """The loss after the same number of tokens, and the bytes that were sent for it.
+
+    Args:
+        curves: is filled with all of them.
+    """
+    curves = {} if curves is None else curves
+    curves["one worker alone"] = _Training(steps).alone(1)
+    alone = curves["one worker alone"][-1][1]
     rows = []
     for number in workers:
-        together = data.loss(_every_step(data, steps, number))
-        model, sent = _diloco(data, steps, sync_every, number)
-        ours = data.loss(model)
-        rows.append(
-            Row(
-                f"loss of {number} workers, H = {sync_every}, after {steps} steps",
-                f"{ours:.3f}",
-                f"DDP {together:.3f}; one worker alone {alone:.3f}",
-                f"{three_digits(ours / together)} ×",
-                "≤ 1.03 × DDP, below one alone",
-                ours <= 1.03 * together and ours < alone,
+        curves[f"DDP, {number}"] = _Training(steps).alone(number)
+        together = curves[f"DDP, {number}"][-1][1]
+        for wire in ("bf16", "int8"):
+            curve, sent, parameters = _diloco(steps, warm_up, sync_every, number, wire)
+            curves[f"DiLoCo, {number}, {wire}"] = curve
+            ours = curve[-1][1]
+            rows.append(
+                Row(
+                    f"loss of {number} workers, H = {sync_every}, {wire}, after {steps} steps",
+                    f"{ours:.3f}",
+                    f"DDP {together:.3f}; one worker alone {alone:.3f}",
+                    f"{three_digits(ours / together)} ×",
+                    "≤ 1.03 × DDP, below one alone",
+                    ours <= 1.03 * together and ours < alone,
+                )
             )
-        )
-        parameters = sum(each.numel() for each in model.parameters())
-        all_reduce = 4 * parameters * 2 * (number - 1) / number
-        target = 0.5 / sync_every * 4 * parameters / all_reduce * 1.05  # with the heads of requests
-        rows.append(
-            Row(
-                f"bytes that one of {number} workers sends per step, H = {sync_every}, bf16",
-                f"{sent / steps:,.0f}",
-                f"a ring all-reduce of fp32 gradients, computed: {all_reduce:,.0f}",
-                f"1/{all_reduce / (sent / steps):.0f}",
-                f"≤ 1/{1 / target:.0f}",
-                sent / steps / all_reduce <= target,
+            all_reduce = 4 * parameters * 2 * (number - 1) / number
+            per_step = sent / (steps - warm_up)
+            width = {"bf16": 2, "int8": 1 + 4 / 256}[wire]
+            target = width / sync_every * parameters / all_reduce * 1.05  # with the heads of requests
+            rows.append(
+                Row(
+                    f"bytes that one of {number} workers sends per step, H = {sync_every}, {wire}",
+                    f"{per_step:,.0f}",
+                    f"a ring all-reduce of fp32 gradients, computed: {all_reduce:,.0f}",
+                    f"1/{all_reduce / per_step:.0f}",
+                    f"≤ 1/{1 / target:.0f}",
+                    per_step / all_reduce <= target,
+                )
             )
-        )
     return rows
 
 
@@ -112,24 +136,48 @@ def server_rounds(size: int = SIZE, repeats: int = REPEATS) -> list[Row]:
     ]
 
 
-class _Text:
-    def __init__(self) -> None:
-        files = sorted(Path(dalsegno.__file__).parent.rglob("*.py"))
-        text = b"".join(path.read_bytes() for path in files)
-        whole = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-        cut = len(whole) * 9 // 10
-        self._train, self._held_out = whole[:cut], whole[cut:]
+class _Training:
+    """A model, its optimizer and the batches of all workers, up to a step."""
 
-    def batches(self, worker: int) -> Iterator[dict[str, torch.Tensor]]:
-        generator = torch.Generator().manual_seed(worker)
-        while True:
+    def __init__(self, steps: int) -> None:
+        torch.manual_seed(0)
+        self.steps = steps
+        self.step = 0
+        self.model = TinyLanguageModel(width=32, context=CONTEXT, dropout=0.0)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+        self.curve: Curve = []
+        files = sorted(Path(dalsegno.__file__).parent.rglob("*.py"))
+        text = torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in files)), dtype=torch.uint8).long()
+        cut = len(text) * 9 // 10
+        self._train, self._held_out = text[:cut], text[cut:]
+
+    def alone(self, workers: int, until: int | None = None) -> Curve:
+        """Step with the gradients of so many workers, as DDP does."""
+        while self.step < (self.steps if until is None else until):
+            self.advance(range(workers))
+            self.look()
+        return self.curve
+
+    def advance(self, workers: Sequence[int]) -> None:
+        """One step, on the batches of these workers. The rate rises for 100 steps, then falls to a tenth."""
+        done = self.step / self.steps
+        rate = LEARNING_RATE * min(1.0, (self.step + 1) / 100) * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.zero_grad()
+        for worker in workers:
+            generator = torch.Generator().manual_seed(self.step * max(WORKERS) + worker)
             begins = torch.randint(len(self._train) - CONTEXT - 1, (BATCH,), generator=generator)
-            yield _batch(self._train, begins)
+            (self.model(**_batch(self._train, begins)) / len(workers)).backward()
+        self.step += 1
+        self.optimizer.step()
 
     @torch.no_grad()
-    def loss(self, model: TinyLanguageModel) -> float:
-        begins = torch.arange(0, len(self._held_out) - CONTEXT - 1, len(self._held_out) // 500)
-        return float(model.eval()(**_batch(self._held_out, begins)))
+    def look(self) -> None:
+        """Add a point to the curve, if one is due."""
+        if self.step % max(1, self.steps // LOOKS) == 0:
+            begins = torch.arange(0, len(self._held_out) - CONTEXT - 1, len(self._held_out) // 1000)
+            self.curve.append((self.step, float(self.model(**_batch(self._held_out, begins)))))
 
 
 def _batch(text: torch.Tensor, begins: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -137,43 +185,47 @@ def _batch(text: torch.Tensor, begins: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"input_ids": text[places[:, :-1]], "labels": text[places[:, 1:]]}
 
 
-def _model() -> tuple[TinyLanguageModel, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = TinyLanguageModel(width=32, context=CONTEXT, dropout=0.0)
-    return model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-
-
-def _every_step(data: _Text, steps: int, workers: int) -> TinyLanguageModel:
-    """What DDP computes."""
-    model, optimizer = _model()
-    streams = [data.batches(worker) for worker in range(workers)]
-    for _ in range(steps):
-        for stream in streams:
-            (model(**next(stream)) / workers).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
-
-
-def _diloco(data: _Text, steps: int, sync_every: int, workers: int) -> tuple[TinyLanguageModel, float]:
-    """The model, and the bytes that each worker has sent."""
-    models = [_model() for _ in range(workers)]
-    sent = [0] * workers
-
-    def train(worker: int, address: str, token: str | None) -> None:
-        model, optimizer = models[worker]
-        options = WorkerOptions(address, sync_every=sync_every, worker_id=f"w{worker}", token=token)
-        with DiLoCoWorker(model, options, optimizer=optimizer, samples_per_step=BATCH) as joined:
-            before = joined._joined_link().client.bytes_sent  # one of them has sent the first parameters
-            for batch in itertools.islice(data.batches(worker), steps):
-                model(**batch).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            sent[worker] = joined._joined_link().client.bytes_sent - before
-
+def _diloco(steps: int, warm_up: int, sync_every: int, workers: int, wire: str) -> tuple[Curve, float, int]:
+    """The curve, the bytes that each worker has sent, and the number of parameters. Each worker is a process."""
+    start = _Training(steps)
+    start.alone(workers, warm_up)
     with tempfile.TemporaryDirectory() as folder, DiLoCoServer(folder, workers, rules=_rules(workers)) as server:
-        _together([lambda number=each: train(number, server.address, server.token) for each in range(workers)])
-    return models[0][0], sum(sent) / workers
+        warm = Path(folder) / "warm.pt"
+        torch.save([start.model.state_dict(), start.optimizer.state_dict()], warm)
+        arguments = (steps, warm_up, sync_every, wire, warm, server.address, server.token)
+        running = [start_ranks(_work, 1, number, *arguments) for number in range(workers)]
+        ends = [end for ranks in running for end in ranks.wait(3600)]
+    if failed := [end.error for end in ends if end.exit_code]:
+        raise RuntimeError(failed[0])
+    values: list[tuple[Curve, int]] = [end.value for end in ends]
+    parameters = sum(each.numel() for each in start.model.parameters())
+    return start.curve + values[0][0], sum(sent for _, sent in values) / workers, parameters
+
+
+def _work(
+    number: int, steps: int, warm_up: int, sync_every: int, wire: str, warm: Path, address: str, token: str | None
+) -> tuple[Curve, int]:
+    torch.set_num_threads(1)
+    training = _Training(steps)
+    model, optimizer = torch.load(warm, weights_only=True)
+    training.model.load_state_dict(model)
+    training.optimizer.load_state_dict(optimizer)
+    training.step = warm_up
+    options = WorkerOptions(
+        address,
+        sync_every=sync_every,
+        worker_id=f"w{number}",
+        token=token,
+        bf16_comm=wire == "bf16",
+        int8_comm=wire == "int8",
+    )
+    with DiLoCoWorker(training.model, options, optimizer=training.optimizer, samples_per_step=BATCH) as joined:
+        client = joined._joined_link().client
+        before = client.bytes_sent  # one of them has sent the first parameters
+        while training.step < steps:
+            training.advance([number])
+            training.look()  # after a synchronization: at the global parameters
+        return training.curve, client.bytes_sent - before
 
 
 def _rules(workers: int) -> Rules:

@@ -143,13 +143,18 @@ def all_together(jobs: list[Callable[[], Any]]) -> list[Any]:
 def plain_rounds(
     workers: int, rounds: int, sync_every: int, make: MakeOptimizer, wire: torch.dtype = torch.float32
 ) -> Line:
-    """The same rounds in one process, without any of dalsegno. Returns the global model."""
+    """The same rounds in one process, without any of dalsegno. Returns the global model.
+
+    Args:
+        wire: dtype of pseudo-gradients; int8: with a scale and error feedback.
+    """
     models = [Line(seed=0) for _ in range(workers)]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
     whole = Line(seed=0)
     trained = [(name, each) for name, each in whole.named_parameters() if each.requires_grad]
     outer = make([each for _, each in trained])
     samples = [(8 + worker) * sync_every for worker in range(workers)]
+    errors = [{name: torch.zeros_like(each) for name, each in trained} for _ in range(workers)]
     for number in range(rounds):
         for worker, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             for step in range(number * sync_every, (number + 1) * sync_every):
@@ -157,7 +162,15 @@ def plain_rounds(
         for name, parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
             for worker, model in enumerate(models):
-                change = (parameter.detach() - model.get_parameter(name).detach()).to(wire).float()
+                change = parameter.detach() - model.get_parameter(name).detach()
+                if wire == torch.int8:  # these parameters have fewer elements than share a scale
+                    change += errors[worker][name]
+                    scale = change.abs().max() / 127
+                    exact = change
+                    change = (exact / scale).round() * scale
+                    errors[worker][name] = exact - change
+                else:
+                    change = change.to(wire).float()
                 parameter.grad += change * (samples[worker] / sum(samples))
         outer.step()
         outer.zero_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +31,54 @@ def same(left: torch.nn.Module, right: torch.nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-def test_rounds_over_http_equal_a_plain_computation(tmp_path: Path, workers: int, bf16: bool) -> None:
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.int8], ids=["fp32", "bf16", "int8"])
+def test_rounds_over_http_equal_a_plain_computation(tmp_path: Path, workers: int, wire: torch.dtype) -> None:
     """Bitwise, whatever the order of arrival: the mean is weighted by samples, and added up by the workers' names."""
     with DiLoCoServer(tmp_path, workers, rules=rules(workers)) as server:
         models = all_together(
             [
-                lambda number=number: train_by_hand(server, number, 12, sync_every=4, bf16_comm=bf16)
+                lambda number=number: train_by_hand(
+                    server, number, 12, sync_every=4, bf16_comm=wire == torch.bfloat16, int8_comm=wire == torch.int8
+                )
                 for number in range(workers)
             ]
         )
-    expected = plain_rounds(workers, 3, 4, nesterov(), torch.bfloat16 if bf16 else torch.float32)
+    expected = plain_rounds(workers, 3, 4, nesterov(), wire)
     assert all(same(model, expected) for model in models)
     records = read_records(tmp_path / "logs/train.jsonl")
     assert [(each["global_step"], each["workers"]) for each in records] == [(1, workers), (2, workers), (3, workers)]
+
+
+@pytest.mark.parametrize("options", [{"int8_comm": True}], ids=["int8"])
+def test_a_worker_continues_from_its_state(tmp_path: Path, options: dict[str, Any]) -> None:
+    """A loop of one's own, killed between two synchronizations and continued in another process's place, ends with the
+    parameters of one that was not killed."""
+
+    def run(folder: Path, *, killed_after: int | None) -> Line:
+        with DiLoCoServer(folder, 1, rules=rules(1)) as server:
+            chosen = WorkerOptions(server.address, token=server.token, worker_id="w", sync_every=4, **options)
+            model, optimizer = Line(seed=0), None
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            worker = DiLoCoWorker(model, chosen, optimizer=optimizer)
+            worker.__enter__()
+            for step in range(16):  # 4 synchronizations
+                local_step(model, optimizer, 0, step)
+                if step == killed_after:
+                    saved = copy.deepcopy([model.state_dict(), optimizer.state_dict(), worker.state_dict()])
+                    for later in range(step + 1, step + 6):  # what the kill takes away
+                        local_step(model, optimizer, 0, later)
+                    model = Line(seed=1)
+                    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+                    worker = DiLoCoWorker(model, chosen, optimizer=optimizer)
+                    model.load_state_dict(saved[0])
+                    optimizer.load_state_dict(saved[1])
+                    worker.load_state_dict(saved[2])
+                    worker.__enter__()
+            worker.__exit__(None, None, None)
+        return model
+
+    whole = run(tmp_path / "whole", killed_after=None)
+    assert same(run(tmp_path / "parts", killed_after=6), whole)
 
 
 def test_fragments_in_turn(tmp_path: Path) -> None:

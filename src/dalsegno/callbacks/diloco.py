@@ -49,6 +49,8 @@ class DiLoCoCallback(Callback):
         num_fragments: synchronize the model in so many parts, one after the other.
         timeout: seconds to wait for the other workers, and for each part of a transfer.
         max_sync_retries: further attempts of a synchronization, after 2, 4, 8 … seconds; then it is skipped.
+        int8_comm: send changes of parameters as int8 with a scale per 256 elements, half the bytes of bfloat16; what
+            this loses is sent with the next ones.
 
     Raises:
         ConfigurationError: for a value that cannot work.
@@ -69,6 +71,7 @@ class DiLoCoCallback(Callback):
         num_fragments: int = 1,
         timeout: float = 600,
         max_sync_retries: int = 3,
+        int8_comm: bool = False,
     ) -> None:
         self._options = WorkerOptions(
             server_addr=server_addr,
@@ -80,6 +83,7 @@ class DiLoCoCallback(Callback):
             num_fragments=num_fragments,
             timeout=timeout,
             max_sync_retries=max_sync_retries,
+            int8_comm=int8_comm,
         ).with_environment()
         self._worker: DiLoCoWorker | None = None
         self._restored: WorkerState | None = None
@@ -125,11 +129,12 @@ class DiLoCoCallback(Callback):
             self._worker.leave()
 
     def sharded_state(self, model: nn.Module) -> tuple[dict[str, Tensor], Any]:
-        """Return the global parameters that the local steps began with, by name, and the counts."""
+        """Return the global parameters that the local steps began with, by name, what quantization has lost, and the
+        counts."""
         if self._options.server_addr is None:
             return {}, self._restored
         worker = self._worker_of(model)
-        return worker.snapshot.tensors, worker.rest
+        return worker.tensors, worker.rest
 
     def load_sharded_state(self, names: Collection[str], rest: Any) -> None:
         is_complete = self._worker is None or all(name in names for name in self._worker.snapshot.tensors)

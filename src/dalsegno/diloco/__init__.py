@@ -6,6 +6,7 @@ arXiv:2311.08105).
 
 Both sides rest on these modules, each of which imports only from those above it::
 
+    quantization elements as int8
     signature    names, dtypes and shapes of what is synchronized; fragments
     frames       tensors on the wire
     server:      outer, state, store, run → rules, coordinator → api → server

@@ -46,6 +46,8 @@ class WorkerOptions:
     """Bearer token of the server."""
     certificate: str | None = None
     """PEM of the server's certificate."""
+    int8_comm: bool = False
+    """Send pseudo-gradients as int8 with a scale per 256 elements, and what this loses with the next ones."""
 
     def __post_init__(self) -> None:
         for name, least in (("sync_every", 1), ("num_fragments", 1), ("max_sync_retries", 0)):
@@ -56,7 +58,7 @@ class WorkerOptions:
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
                 raise ConfigurationError(f"DiLoCo: {name}={value!r}; needs seconds, more than 0")
-        for name in ("bf16_comm", "dylu"):
+        for name in ("bf16_comm", "int8_comm", "dylu"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigurationError(f"DiLoCo: {name}={getattr(self, name)!r}; allowed are True and False")
         if self.sync_every < self.num_fragments:
@@ -100,6 +102,7 @@ _VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "sync_every": ("DILOCO_SYNC_EVERY", int),
     "worker_id": ("DILOCO_WORKER_ID", str),
     "bf16_comm": ("DILOCO_BF16_COMM", _flag),
+    "int8_comm": ("DILOCO_INT8_COMM", _flag),
     "dylu": ("DILOCO_DYLU", _flag),
     "heartbeat_interval": ("DILOCO_HEARTBEAT_INTERVAL", float),
     "num_fragments": ("DILOCO_NUM_FRAGMENTS", int),

@@ -17,7 +17,7 @@ import torch
 from dalsegno.errors import NotFound, SaveFailed, StateMismatch
 
 from .outer import BLOCK, MakeOptimizer, outer_step
-from .signature import Specs, TensorSpec, as_sent
+from .signature import Specs, TensorSpec
 from .state import Accepted, Applied, Event, Result, ServerState, Settings, Submission
 from .store import Globals, ServerStore, TensorFile, check_finite
 
@@ -148,7 +148,7 @@ class OuterRun:
             self._step(state, self._globals, event)
         elif isinstance(event, Accepted):
             submission = event.submission
-            sent = as_sent(self._fragments[submission.fragment], bf16=submission.bf16)
+            sent = self.sent(submission)
             state.bytes_received += sum(spec.size for spec in sent)
             state.change(event)
         else:
@@ -197,7 +197,7 @@ class OuterRun:
 
     def sent(self, submission: Submission) -> Specs:
         """What the frame of a submission has."""
-        return as_sent(self._fragments[submission.fragment], bf16=submission.bf16)
+        return submission.sent(self._fragments[submission.fragment])
 
     def parameters(self, version: int, fragment: int | None) -> Path:
         """The file of a version.

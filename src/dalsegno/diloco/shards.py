@@ -18,6 +18,7 @@ from dalsegno.distributed.sharded_tensors import named_parameters
 from dalsegno.errors import ConfigurationError
 
 from .frames import in_file_order
+from .quantization import as_received, quantize
 from .signature import Specs, TensorSpec, specs_of
 
 
@@ -26,16 +27,24 @@ class GlobalSnapshot:
 
     Args:
         model: without the wrapper of DDP or of the compiler.
+        keeps_errors: for quantized pseudo-gradients.
 
     Raises:
         ConfigurationError: if no parameter is trained, or the ranks have different ones, as in a pipeline.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, keeps_errors: bool = False) -> None:
         self.specs = specs_of(model)
         self._parameters = {name: each for name, each in named_parameters(model) if each.requires_grad}
         self.tensors = {name: torch.empty_like(each, requires_grad=False) for name, each in self._parameters.items()}
         """By name. Without values until the first parameters are received or restored."""
+        self.errors: dict[str, Tensor] = {}
+        """By name, float32: what quantization has lost of the pseudo-gradients sent; they are part of the next ones."""
+        if keeps_errors:
+            self.errors = {
+                name: torch.zeros_like(each, dtype=torch.float32, requires_grad=False)
+                for name, each in self._parameters.items()
+            }
         self.is_sharded = any(isinstance(each, DTensor) for each in self._parameters.values())
 
     def check_ranks(self) -> None:
@@ -66,9 +75,29 @@ class GlobalSnapshot:
 
     @torch.no_grad()
     def _difference(self, spec: TensorSpec) -> Tensor:
+        if spec.dtype == torch.int8:
+            return quantize(self._difference_and_error(spec.name)).cpu()
         before, now = self.tensors[spec.name], self._parameters[spec.name]
         wide = torch.promote_types(spec.dtype, torch.float32)
         return _full((before.to(wide) - now.detach().to(wide)).to(spec.dtype)).cpu()
+
+    def _difference_and_error(self, name: str) -> Tensor:
+        """The full tensor to quantize."""
+        return _full(self.tensors[name].float() - self._parameters[name].detach().float() + self.errors[name])
+
+    @torch.no_grad()
+    def remaining_errors(self, sent: Specs) -> dict[str, Tensor]:
+        """What is left of the differences once their quantized values have been sent. Collective if sharded.
+
+        Args:
+            sent: names and dtypes; nothing is left of a dtype other than int8.
+        """
+        remaining = {}
+        for spec in sent:
+            if spec.dtype == torch.int8:
+                whole = self._difference_and_error(spec.name)
+                remaining[spec.name] = _placed_like(self.errors[spec.name], whole - as_received(whole))
+        return remaining
 
     @torch.no_grad()
     def take(self, spec: TensorSpec, whole: Tensor) -> None:
@@ -80,9 +109,7 @@ class GlobalSnapshot:
         """
         target = self.tensors[spec.name]
         if isinstance(target, DTensor):
-            device = target.device_mesh.device_type
-            placed = distribute_tensor(whole.to(device), target.device_mesh, target.placements)
-            target.to_local().copy_(placed.to_local())
+            target.to_local().copy_(_local(_placed_like(target, whole)))
             return
         target.copy_(whole)
         if collectives.initialized():
@@ -97,6 +124,13 @@ class GlobalSnapshot:
             torch._foreach_copy_(own, globals_)
         else:
             torch._foreach_lerp_(own, globals_, 1 - share)
+
+
+def _placed_like(target: Tensor, whole: Tensor) -> Tensor:
+    """Rank 0's ``whole``, sharded as ``target``."""
+    if not isinstance(target, DTensor):
+        return whole
+    return distribute_tensor(whole.to(target.device_mesh.device_type), target.device_mesh, target.placements)
 
 
 def _full(tensor: Tensor) -> Tensor:

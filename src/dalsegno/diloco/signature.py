@@ -19,6 +19,8 @@ from dalsegno.distributed.sharded_tensors import named_parameters
 from dalsegno.errors import ConfigurationError, StateMismatch
 from dalsegno.stateful import schema
 
+from .quantization import coded_size
+
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _MOST_TENSORS = 1 << 20
 _LONGEST_NAME = 1000  # characters
@@ -144,8 +146,10 @@ def _filled(specs: Sequence[TensorSpec], most: int) -> list[Specs]:
     return [tuple(part) for part in parts]
 
 
-def as_sent(specs: Specs, *, bf16: bool) -> Specs:
-    """The form of pseudo-gradients on the wire: bfloat16, or at least float32."""
+def as_sent(specs: Specs, *, bf16: bool, int8: bool = False) -> Specs:
+    """The form of pseudo-gradients on the wire: int8 with scales, bfloat16, or at least float32."""
+    if int8:
+        return tuple(TensorSpec(spec.name, torch.int8, (coded_size(spec.count),)) for spec in specs)
     return tuple(replace(spec, dtype=torch.bfloat16 if bf16 else master_dtype(spec.dtype)) for spec in specs)
 
 

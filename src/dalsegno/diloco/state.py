@@ -17,7 +17,7 @@ from dalsegno.errors import ConfigurationError
 from dalsegno.stateful import schema
 from dalsegno.stateful.schema import Count, Finite, Must, check
 
-from .signature import Specs, TensorJson, fragments_of, specs_from_json
+from .signature import Specs, TensorJson, as_sent, fragments_of, specs_from_json
 
 _WORKER_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
@@ -72,6 +72,12 @@ class Submission:
     """Of the worker's last step."""
     saved: Count
     """Number of the newest submission that a checkpoint of the worker contains: it never asks for older results."""
+    int8: bool = False
+    """Whether its elements are :mod:`quantized <.quantization>`; then ``bf16`` does not count."""
+
+    def sent(self, specs: Specs) -> Specs:
+        """The form on the wire of a fragment with these parameters."""
+        return as_sent(specs, bf16=self.bf16, int8=self.int8)
 
     @property
     def file_name(self) -> str:

@@ -39,7 +39,8 @@ from dalsegno.system import filesystem
 
 from .frames import file_pieces
 from .outer import BLOCK, GlobalModel, MakeOptimizer
-from .signature import Specs, as_sent, file_layout
+from .quantization import GROUP, dequantize, element_count
+from .signature import Specs, file_layout
 from .state import Event, ServerState, Submission, event_from_json, event_to_json
 
 _STATE, _LOG = "diloco", "log"  # keys of components
@@ -167,7 +168,7 @@ class ServerStore:
 
     def tensors(self, submission: Submission, specs: Specs) -> TensorFile:
         """The file of a submission."""
-        return TensorFile(self._submissions / submission.file_name, as_sent(specs, bf16=submission.bf16))
+        return TensorFile(self._submissions / submission.file_name, submission.sent(specs))
 
     def delete_submissions(self, *, except_for: Collection[str]) -> None:
         """Delete the submissions that no event needs any more; not those that are just arriving."""
@@ -201,7 +202,7 @@ class ServerStore:
 
 
 class TensorFile:
-    """Reads parts of tensors, by name, from a file that a frame has brought."""
+    """Reads parts of tensors, by name, from a file that a frame has brought; quantized ones as float32."""
 
     def __init__(self, path: Path, specs: Specs) -> None:
         self._file, layout = StoredFile(path), file_layout(specs)
@@ -209,7 +210,25 @@ class TensorFile:
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
 
     def block(self, name: str, begin: int, count: int) -> torch.Tensor:
-        """``count`` elements of a tensor from ``begin`` on, flat. The next call overwrites them."""
+        """``count`` elements of a tensor, flat, from ``begin`` on, a multiple of ``BLOCK``. The next call overwrites
+        them."""
+        spec, _ = self._stored[name]
+        block = self._stored_block(name, begin, count)
+        return block if spec.dtype != torch.int8 else dequantize(block, self._scales(name, begin, count))
+
+    def is_finite(self, name: str) -> bool:
+        """Whether a tensor has neither NaN nor infinity."""
+        spec, _ = self._stored[name]
+        is_coded = spec.dtype == torch.int8
+        count = element_count(spec.count) if is_coded else spec.count
+        for begin in range(0, count, BLOCK):
+            read = self._scales if is_coded else self._stored_block
+            bounds = torch.aminmax(read(name, begin, min(BLOCK, count - begin)))  # a NaN is both bounds
+            if not all(math.isfinite(bound) for bound in bounds):
+                return False
+        return True
+
+    def _stored_block(self, name: str, begin: int, count: int) -> torch.Tensor:
         spec, span = self._stored[name]
         if spec.dtype not in self._scratch:
             self._scratch[spec.dtype] = torch.empty(BLOCK, dtype=spec.dtype)
@@ -217,11 +236,14 @@ class TensorFile:
         self._file.fill(block, span, spec.dtype, (spec.count,), [(begin, count)])
         return block
 
-    def blocks(self, name: str) -> Iterator[torch.Tensor]:
-        """A whole tensor, in such parts one after the other."""
-        spec, _ = self._stored[name]
-        for begin in range(0, spec.count, BLOCK):
-            yield self.block(name, begin, min(BLOCK, spec.count - begin))
+    def _scales(self, name: str, begin: int, count: int) -> torch.Tensor:
+        """Of the elements from ``begin`` on of a quantized tensor."""
+        spec, span = self._stored[name]
+        scales = torch.empty(-(-count // GROUP), dtype=torch.float32)
+        first = element_count(spec.count) + begin // GROUP * scales.itemsize
+        coded = scales.view(spec.dtype)
+        self._file.fill(coded, span, spec.dtype, (spec.count,), [(first, len(coded))])
+        return scales
 
 
 def check_finite(path: Path, specs: Specs) -> None:
@@ -231,9 +253,8 @@ def check_finite(path: Path, specs: Specs) -> None:
     """
     file = TensorFile(path, specs)
     for spec in specs:
-        for block in file.blocks(spec.name):
-            if not all(math.isfinite(bound) for bound in torch.aminmax(block)):  # a NaN is both bounds
-                raise ConfigurationError(f"{spec.name} contains NaN or infinity; nothing of this submission is used")
+        if not file.is_finite(spec.name):
+            raise ConfigurationError(f"{spec.name} contains NaN or infinity; nothing of this submission is used")
 
 
 def _parse(text: bytes) -> tuple[int, Event]:

@@ -23,6 +23,7 @@ import time
 from types import TracebackType
 from typing import Any, Self, TypedDict
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -36,7 +37,7 @@ from .heartbeat import Heartbeat
 from .link import ServerLink, Verdict, retry_delay
 from .options import WorkerOptions
 from .shards import GlobalSnapshot
-from .signature import as_sent, fragments_of
+from .signature import Specs, fragments_of
 from .state import Result, Settings, Submission, WorkerId
 from .synchronization import Synchronization
 
@@ -87,7 +88,7 @@ class DiLoCoWorker:
             raise ConfigurationError("DiLoCoWorker: server_addr is missing; give HOST:PORT of the server")
         self.options = options
         self.worker_id = options.worker_id or f"{os.uname().nodename}-{os.getpid()}"
-        self.snapshot = GlobalSnapshot(unwrapped(model))
+        self.snapshot = GlobalSnapshot(unwrapped(model), keeps_errors=options.int8_comm)
         self.fragments = fragments_of(self.snapshot.specs, options.num_fragments)
         self._settings = Settings([spec.to_json() for spec in self.snapshot.specs], options.num_fragments)
         self._optimizer = optimizer
@@ -202,14 +203,13 @@ class DiLoCoWorker:
         begin = time.monotonic()
         submission = self._next_submission(loss, begin - self._began)
         result, dropped = self._exchange(submission)
-        specs = as_sent(self.fragments[submission.fragment], bf16=submission.bf16)
         done = Synchronization(
             round=submission.number,
             version=None if result is None else result.version,
             local_steps=self._steps,
             samples=submission.samples,
             staleness=0 if result is None or dropped else result.version - 1 - submission.base,
-            bytes=length_limits(specs)[0],
+            bytes=length_limits(self._sent(submission))[0],
             outer_loss=None if result is None else result.loss,
             dropped=dropped,
             seconds=time.monotonic() - begin,
@@ -242,6 +242,7 @@ class DiLoCoWorker:
             seconds=seconds,
             loss=loss if loss is not None and math.isfinite(loss) else None,
             saved=self._saved,
+            int8=self.options.int8_comm,
         )
 
     def _exchange(self, submission: Submission) -> tuple[Result | None, bool]:
@@ -256,18 +257,31 @@ class DiLoCoWorker:
             verdict, is_wanted = link.offer(submission, after=retry_delay(attempt) if attempt else 0.0)
             if verdict is Verdict.DONE and is_wanted:
                 is_dropped = False
-                verdict = link.submit(submission, as_sent(self.fragments[submission.fragment], bf16=submission.bf16))
+                verdict = link.submit(submission, self._sent(submission))
             if verdict is Verdict.DONE:
+                errors = self._errors_after(submission, is_dropped=is_dropped)
                 verdict, result = link.result(self.worker_id, number)
                 if result is not None:
                     verdict = self._adopt(number, result)
                 if verdict is Verdict.DONE:
+                    self.snapshot.errors.update(errors)
                     return result, is_dropped
             if verdict is Verdict.LATE and (newest := self._register()) is not None:
                 self._warn("%s: these local steps came too late, and do not count", self.worker_id)
                 return newest, True
         self._warn("%s: synchronization %d is skipped", self.worker_id, number)
         return None, False
+
+    def _sent(self, submission: Submission) -> Specs:
+        return submission.sent(self.fragments[submission.fragment])
+
+    def _errors_after(self, submission: Submission, *, is_dropped: bool) -> dict[str, Tensor]:
+        """What quantization has lost of a submission that the server has. Of one that it has with other local steps, it
+        is not known any more."""
+        sent = self._sent(submission)
+        if is_dropped and submission.int8:
+            return {spec.name: torch.zeros_like(self.snapshot.errors[spec.name]) for spec in sent}
+        return self.snapshot.remaining_errors(sent)
 
     def _register(self) -> Result | None:
         """Register. Returns the result that the worker continues with; None if it continues with its own parameters.
@@ -366,7 +380,12 @@ class DiLoCoWorker:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the worker's state, for a loop of your own."""
-        return {"snapshot": dict(self.snapshot.tensors) if self.rest else {}, "rest": self.rest}
+        return {"snapshot": self.tensors if self.rest else {}, "rest": self.rest}
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of the state, by name: the global parameters, and what quantization has lost."""
+        return self.snapshot.tensors | {f"{name}.error": each for name, each in self.snapshot.errors.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state. Before :meth:`join`.
@@ -377,11 +396,12 @@ class DiLoCoWorker:
         check(state, _StateDict, "DiLoCo")
         tensors = state["snapshot"]
         if state["rest"] is not None:
-            names = {spec.name: spec.shape for spec in self.snapshot.specs}
-            if names != {name: tuple(each.shape) for name, each in tensors.items()}:
+            saved = {name: tuple(each.shape) for name, each in tensors.items()}
+            if any(saved.get(spec.name) != spec.shape for spec in self.snapshot.specs):
                 raise StateMismatch("DiLoCo: the saved global parameters are of another model")
-            for name, tensor in tensors.items():
-                self.snapshot.tensors[name].copy_(tensor)
+            for name, tensor in self.tensors.items():
+                if name in tensors:  # errors only if it was saved with int8_comm=True
+                    tensor.copy_(tensors[name])
         self.restore(state["rest"])
 
 

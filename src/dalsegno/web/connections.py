@@ -162,8 +162,8 @@ class _Protocol(H11Protocol):
         await self._app(scope, receive, send)
 
     def open_upload(self, length: int) -> Upload:
-        """Receive the body of the request in progress past the HTTP parser. The connection then closes: the answer needs
-        the header ``Connection: close``.
+        """Receive the body of the request in progress past the HTTP parser. The connection then closes: the answer
+        needs the header ``Connection: close``.
 
         Args:
             length: of the whole body, in bytes.
