@@ -220,7 +220,7 @@ def _work(
         int8_comm=wire == "int8",
     )
     with DiLoCoWorker(training.model, options, optimizer=training.optimizer, samples_per_step=BATCH) as joined:
-        client = joined._joined_link().client
+        client = joined._exchange.link.client
         before = client.bytes_sent  # one of them has sent the first parameters
         while training.step < steps:
             training.advance([number])

@@ -181,6 +181,46 @@ def plain_rounds(
     return whole
 
 
+def plain_overlap(*, workers: int, steps: int, every: int, overlap: int, fragments: int) -> list[Line]:
+    """Streaming rounds in one process, without any of dalsegno. Returns each worker's model."""
+    models = [Line(seed=0) for _ in range(workers)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
+    whole = Line(seed=0)
+    names = ["first", "second"]
+    parts = [names] if fragments == 1 else [[name] for name in names]
+    outer = torch.optim.SGD(whole.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    counts = [0] * workers
+    sent: list[dict[str, torch.Tensor]] = []
+    weights: list[int] = []
+    began, turn = -1, 0
+    for step in range(steps):
+        for worker, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            local_step(model, optimizer, worker, step)
+            counts[worker] += 8 + worker
+        if began == step - overlap:
+            for name in parts[turn % fragments]:
+                parameter = whole.get_parameter(name)
+                parameter.grad = torch.zeros_like(parameter)
+                for each, weight in zip(sent, weights, strict=True):
+                    parameter.grad += each[name] * (weight / sum(weights))
+            outer.step()
+            outer.zero_grad()
+            with torch.no_grad():
+                for model in models:
+                    for name in parts[turn % fragments]:
+                        own = model.get_parameter(name)
+                        own.copy_(torch.lerp(own, whole.get_parameter(name), 0.5))
+            counts = [count - weight for count, weight in zip(counts, weights, strict=True)]
+            turn += 1
+        if (step - began) % every == 0 if began >= 0 else step == every - 1:
+            began, weights = step, list(counts)
+            sent = [
+                {name: (whole.get_parameter(name) - model.get_parameter(name)).detach() for name in names}
+                for model in models
+            ]
+    return models
+
+
 def rules(workers: int, **other: Any) -> Rules:
     return Rules(workers, **{"heartbeat_timeout": 0.0, **other})
 

@@ -292,7 +292,7 @@ def test_min_workers_holds(tmp_path: Path) -> None:
         with DiLoCoClient(server.address, token=server.token) as client:
             assert client.offer(submission)
             assert (
-                workers[0]._joined_link().submit(submission, server.coordinator._run.sent(submission)).value == "done"
+                workers[0]._exchange.link.submit(submission, server.coordinator._run.sent(submission)).value == "done"
             )
             assert client.result("w0", 1) is None
             assert client.status()["version"] == 0

@@ -18,6 +18,7 @@ from diloco.scenes import (
     Line,
     all_together,
     local_step,
+    plain_overlap,
     plain_rounds,
     rules,
     train_as_ranks,
@@ -49,7 +50,11 @@ def test_rounds_over_http_equal_a_plain_computation(tmp_path: Path, workers: int
     assert [(each["global_step"], each["workers"]) for each in records] == [(1, workers), (2, workers), (3, workers)]
 
 
-@pytest.mark.parametrize("options", [{"int8_comm": True}], ids=["int8"])
+@pytest.mark.parametrize(
+    "options",
+    [{"int8_comm": True}, {"overlap_steps": 1, "num_fragments": 2}, {"overlap_steps": 3, "int8_comm": True}],
+    ids=["int8", "overlapped", "overlapped-int8"],
+)
 def test_a_worker_continues_from_its_state(tmp_path: Path, options: dict[str, Any]) -> None:
     """A loop of one's own, killed between two synchronizations and continued in another process's place, ends with the
     parameters of one that was not killed."""
@@ -79,6 +84,85 @@ def test_a_worker_continues_from_its_state(tmp_path: Path, options: dict[str, An
 
     whole = run(tmp_path / "whole", killed_after=None)
     assert same(run(tmp_path / "parts", killed_after=6), whole)
+    assert same(run(tmp_path / "in-flight", killed_after=7), whole)  # a submission is on its way, if they may be
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_overlapped_rounds_equal_a_plain_computation(tmp_path: Path, fragments: int) -> None:
+    """A fragment is sent at one step, and its result taken two steps later, mixed half and half; bitwise."""
+    options: dict[str, Any] = {"sync_every": 8, "num_fragments": fragments, "overlap_steps": 2, "bf16_comm": False}
+    with DiLoCoServer(tmp_path, 2, rules=rules(2)) as server:
+        models = all_together(
+            [lambda number=number: train_by_hand(server, number, 27, **options) for number in range(2)]
+        )
+    expected = plain_overlap(workers=2, steps=27, every=8 // fragments, overlap=2, fragments=fragments)
+    assert all(same(model, other) for model, other in zip(models, expected, strict=True))
+    assert not same(*models)
+
+
+def test_a_worker_trains_while_a_submission_travels(tmp_path: Path) -> None:
+    """The round cannot end before the other worker submits, which it does after the first one's further steps."""
+    with DiLoCoServer(tmp_path, 2, rules=rules(2)) as server:
+        workers, models, optimizers = [], [], []
+        for number in range(2):
+            models.append(Line(seed=0))
+            optimizers.append(torch.optim.SGD(models[-1].parameters(), lr=0.1))
+            options = WorkerOptions(
+                server.address, token=server.token, worker_id=f"w{number}", sync_every=4, overlap_steps=3
+            )
+            workers.append(DiLoCoWorker(models[-1], options))
+            workers[-1].join()
+        done = []
+        for number, steps in ((0, 6), (1, 7), (0, 1)):
+            for _ in range(steps):
+                local_step(models[number], optimizers[number], number, 0)
+                if workers[number].count_step(8):
+                    done.append((number, workers[number].synchronize()))
+        assert [number for number, each in done if each is None] == [0, 1]
+        assert [(number, each.version, each.local_steps) for number, each in done if each] == [(1, 1, 4), (0, 1, 4)]
+        for worker in workers:
+            worker.leave()
+
+
+def test_a_flight_that_does_not_reach_the_server_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What quantization had lost before is not lost, and the next synchronization sends the steps of both."""
+    monkeypatch.setattr("dalsegno.diloco.transfer.retry_delay", lambda attempt: 0.0)
+    server = DiLoCoServer(tmp_path, 1, rules=rules(1))
+    server.start()
+    model = Line()
+    options = WorkerOptions(
+        server.address,
+        token=server.token,
+        worker_id="w0",
+        sync_every=2,
+        overlap_steps=1,
+        max_sync_retries=1,
+        int8_comm=True,
+    )
+    worker = DiLoCoWorker(model, options)
+    worker.join()
+    port = int(server.address.rpartition(":")[2])
+    server.stop()
+    worker.snapshot.errors["first"].fill_(1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    done = []
+    for step in range(4):
+        if step == 3:
+            server = DiLoCoServer(tmp_path, 1, rules=rules(1), port=port)
+            server.start()
+        local_step(model, optimizer, 0, step)
+        if worker.count_step(8):
+            done.append(worker.synchronize())
+        if step == 2:
+            skipped = done[-1]
+            assert skipped is not None and skipped.version is None
+            assert torch.equal(worker.snapshot.errors["first"], torch.full((6, 5), 1e-3))
+    local_step(model, optimizer, 0, 4)
+    assert worker.count_step(8)
+    landed = worker.synchronize()
+    assert landed is not None and (landed.round, landed.version, landed.samples) == (1, 1, 32)
+    worker.leave()
+    server.stop()
 
 
 def test_fragments_in_turn(tmp_path: Path) -> None:
@@ -218,7 +302,7 @@ def test_ranks_act_as_one_worker(tmp_path: Path, parallel: str) -> None:
 def test_a_synchronization_without_a_server_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next one, with the server back, sends the steps of both."""
     monkeypatch.setattr("dalsegno.diloco.link.retry_delay", lambda attempt: 0.0)
-    monkeypatch.setattr("dalsegno.diloco.worker.retry_delay", lambda attempt: 0.0)
+    monkeypatch.setattr("dalsegno.diloco.exchange.retry_delay", lambda attempt: 0.0)
     server = DiLoCoServer(tmp_path, 1, rules=rules(1))
     server.start()
     model = Line()

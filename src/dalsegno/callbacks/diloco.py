@@ -10,7 +10,8 @@ import xxhash
 from torch import Tensor, nn
 
 from dalsegno.diloco.options import WorkerOptions
-from dalsegno.diloco.worker import DiLoCoWorker, WorkerState
+from dalsegno.diloco.progress import WorkerState
+from dalsegno.diloco.worker import DiLoCoWorker
 from dalsegno.distributed import collectives
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import (
@@ -49,6 +50,8 @@ class DiLoCoCallback(Callback):
         num_fragments: synchronize the model in so many parts, one after the other.
         timeout: seconds to wait for the other workers, and for each part of a transfer.
         max_sync_retries: further attempts of a synchronization, after 2, 4, 8 … seconds; then it is skipped.
+        overlap_steps: local steps during which a submission travels; 0: training waits for it.
+        mixing_factor: share of the run's own parameters when a result is taken after these.
         int8_comm: send changes of parameters as int8 with a scale per 256 elements, half the bytes of bfloat16; what
             this loses is sent with the next ones.
 
@@ -72,6 +75,8 @@ class DiLoCoCallback(Callback):
         timeout: float = 600,
         max_sync_retries: int = 3,
         int8_comm: bool = False,
+        overlap_steps: int = 0,
+        mixing_factor: float = 0.5,
     ) -> None:
         self._options = WorkerOptions(
             server_addr=server_addr,
@@ -84,6 +89,8 @@ class DiLoCoCallback(Callback):
             timeout=timeout,
             max_sync_retries=max_sync_retries,
             int8_comm=int8_comm,
+            overlap_steps=overlap_steps,
+            mixing_factor=mixing_factor,
         ).with_environment()
         self._worker: DiLoCoWorker | None = None
         self._restored: WorkerState | None = None
@@ -107,10 +114,13 @@ class DiLoCoCallback(Callback):
         samples, self._samples_seen = ctx.samples_seen - self._samples_seen, ctx.samples_seen
         if worker.count_step(samples):
             (loss,) = collectives.sum_floats([ctx.loss], "the loss that DiLoCo reports")
-            ctx.trainer.log(worker.synchronize(loss).to_record(), "sync")
+            done = worker.synchronize(loss)
+            if done is not None:
+                ctx.trainer.log(done.to_record(), "sync")
 
     def on_before_save(self, ctx: BeforeSaveContext) -> None:
         if self._worker is not None:
+            self._worker.settle()
             self._counts[ctx.step] = self._worker.count
 
     def on_save(self, ctx: SaveContext) -> None:

@@ -10,7 +10,7 @@ Both sides rest on these modules, each of which imports only from those above it
     signature    names, dtypes and shapes of what is synchronized; fragments
     frames       tensors on the wire
     server:      outer, state, store, run → rules, coordinator → api → server
-    worker:      options, client, shards → link, heartbeat → worker
+    worker:      options, client, shards, progress → link, heartbeat, transfer → exchange → flight → worker
 
 The names are imported on first use.
 """

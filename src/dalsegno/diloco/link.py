@@ -90,7 +90,7 @@ class ServerLink:
         Raises:
             NotRunning: if it is not known in all attempts.
         """
-        return self._insist(lambda: self._wait(worker_id, number))
+        return self._insist(lambda: await_result(self.client, worker_id, number, self._options.timeout))
 
     def offer(self, submission: Submission, *, after: float = 0.0) -> tuple[Verdict, bool]:
         """Describe a submission. Returns also whether it is to be sent.
@@ -115,7 +115,7 @@ class ServerLink:
 
     def result(self, worker_id: str, number: int) -> tuple[Verdict, Result | None]:
         """What became of a submission."""
-        return self._try(lambda: self._wait(worker_id, number))
+        return self._try(lambda: await_result(self.client, worker_id, number, self._options.timeout))
 
     def fetch(self, result: Result, specs: Specs) -> Verdict:
         """Take the parameters of a result into the snapshot. Its values count only if this is done."""
@@ -131,18 +131,10 @@ class ServerLink:
 
         verdict = Verdict.DONE
         if self._client is not None:
-            verdict, _ = _attempt(lambda: self.client.fetch(result, specs, take))
+            verdict, _ = outcome_of(lambda: self.client.fetch(result, specs, take))
         for spec in order[taken:]:  # on the other ranks all; on rank 0 those that have not arrived
             self._snapshot.take(spec, torch.empty(spec.shape, dtype=spec.dtype))
         return collectives.broadcast(verdict, "whether DiLoCo's parameters have arrived")
-
-    def _wait(self, worker_id: str, number: int) -> Result:
-        end = time.monotonic() + self._options.timeout
-        while (left := end - time.monotonic()) > 0:
-            result = self.client.result(worker_id, number, wait=min(_POLL, left))
-            if result is not None:
-                return result
-        raise NotRunning(f"no result of submission {number} within {self._options.timeout:g} s")
 
     def _upload(self, send: Callable[[Iterator[torch.Tensor]], object], tensors: Iterator[torch.Tensor]) -> Verdict:
         """Let rank 0 send tensors that all ranks together produce, if they are sharded."""
@@ -150,13 +142,13 @@ class ServerLink:
             return self._try(lambda: send(tensors))[0]
         verdict = Verdict.DONE
         if self._client is not None:
-            verdict, _ = _attempt(lambda: send(tensors))
+            verdict, _ = outcome_of(lambda: send(tensors))
         for _ in tensors:  # the other ranks produce them for rank 0, which produces all even if it could not send them
             pass
         return collectives.broadcast(verdict, "whether DiLoCo's tensors were sent")
 
     def _try(self, work: Callable[[], T]) -> tuple[Verdict, T | None]:
-        return collectives.from_rank_zero_in_time(lambda: _attempt(work))
+        return collectives.from_rank_zero_in_time(lambda: outcome_of(work))
 
     def _insist(self, work: Callable[[], T]) -> T:
         """Work on rank 0 until it is done.
@@ -184,12 +176,27 @@ def connect(options: WorkerOptions) -> DiLoCoClient:
     )
 
 
+def await_result(client: DiLoCoClient, worker_id: str, number: int, timeout: float) -> Result:
+    """Wait for what becomes of a submission.
+
+    Raises:
+        NotRunning: if it is not known within ``timeout`` seconds.
+    """
+    end = time.monotonic() + timeout
+    while (left := end - time.monotonic()) > 0:
+        result = client.result(worker_id, number, wait=min(_POLL, left))
+        if result is not None:
+            return result
+    raise NotRunning(f"no result of submission {number} within {timeout:g} s")
+
+
 def retry_delay(attempt: int) -> float:
     """Seconds before the ``attempt``-th further attempt: 2, 4, 8 …"""
     return 2.0**attempt
 
 
-def _attempt(work: Callable[[], T]) -> tuple[Verdict, T | None]:
+def outcome_of(work: Callable[[], T]) -> tuple[Verdict, T | None]:
+    """Work, and return how it went; not collective."""
     try:
         return Verdict.DONE, work()
     except NotRunning as error:

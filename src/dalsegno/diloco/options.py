@@ -48,9 +48,14 @@ class WorkerOptions:
     """PEM of the server's certificate."""
     int8_comm: bool = False
     """Send pseudo-gradients as int8 with a scale per 256 elements, and what this loses with the next ones."""
+    overlap_steps: int = 0
+    """Local steps during which a submission travels; then its result is taken. 0: training waits for it."""
+    mixing_factor: float = 0.5
+    """Share of the worker's own parameters when a result is taken after ``overlap_steps``; the rest is the global
+    ones', which have not seen these steps."""
 
     def __post_init__(self) -> None:
-        for name, least in (("sync_every", 1), ("num_fragments", 1), ("max_sync_retries", 0)):
+        for name, least in (("sync_every", 1), ("num_fragments", 1), ("max_sync_retries", 0), ("overlap_steps", 0)):
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise ConfigurationError(f"DiLoCo: {name}={value!r}; needs a whole number of at least {least}")
@@ -61,6 +66,15 @@ class WorkerOptions:
         for name in ("bf16_comm", "int8_comm", "dylu"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigurationError(f"DiLoCo: {name}={getattr(self, name)!r}; allowed are True and False")
+        factor = self.mixing_factor
+        if not isinstance(factor, (int, float)) or isinstance(factor, bool) or not 0 <= factor < 1:
+            raise ConfigurationError(f"DiLoCo: mixing_factor={factor!r}; needs a number from 0 to below 1")
+        if self.overlap_steps >= self.sync_every // self.num_fragments and self.overlap_steps:
+            raise ConfigurationError(
+                f"DiLoCo: overlap_steps={self.overlap_steps} with sync_every={self.sync_every} and num_fragments="
+                f"{self.num_fragments}; at most one fragment travels at a time, so give fewer than "
+                f"{self.sync_every // self.num_fragments}"
+            )
         if self.sync_every < self.num_fragments:
             raise ConfigurationError(
                 f"DiLoCo: num_fragments={self.num_fragments} with sync_every={self.sync_every}; "
@@ -108,6 +122,8 @@ _VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "num_fragments": ("DILOCO_NUM_FRAGMENTS", int),
     "timeout": ("DILOCO_TIMEOUT", float),
     "max_sync_retries": ("DILOCO_MAX_SYNC_RETRIES", int),
+    "overlap_steps": ("DILOCO_OVERLAP_STEPS", int),
+    "mixing_factor": ("DILOCO_MIXING_FACTOR", float),
     "token": ("DILOCO_TOKEN", str),
     "certificate": ("DILOCO_CERTIFICATE", lambda path: read_certificate(Path(path))),
 }

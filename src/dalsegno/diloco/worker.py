@@ -23,40 +23,25 @@ import time
 from types import TracebackType
 from typing import Any, Self, TypedDict
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dalsegno.checkpoint import unwrapped
 from dalsegno.distributed import collectives
-from dalsegno.errors import ConfigurationError, DalsegnoError, NotRunning, StateMismatch
-from dalsegno.stateful.schema import Count, check
+from dalsegno.errors import ConfigurationError, DalsegnoError, StateMismatch
+from dalsegno.stateful.schema import check
 
+from .exchange import Exchange
+from .flight import Flight
 from .frames import length_limits
 from .heartbeat import Heartbeat
-from .link import ServerLink, Verdict, retry_delay
 from .options import WorkerOptions
+from .progress import FlightState, Progress, WorkerState
 from .shards import GlobalSnapshot
-from .signature import Specs, fragments_of
-from .state import Result, Settings, Submission, WorkerId
+from .state import Result, Submission
 from .synchronization import Synchronization
 
 logger = logging.getLogger("dalsegno")
-
-
-class WorkerState(TypedDict):
-    """State of a worker, beside the global parameters."""
-
-    worker_id: WorkerId
-    run_id: str
-    asynchronous: bool
-    count: Count
-    version: Count
-    steps: Count
-    samples: Count
-    sync_every: Count
-    synchronized: Count
-    skipped: Count
 
 
 class DiLoCoWorker:
@@ -87,27 +72,27 @@ class DiLoCoWorker:
         if options.server_addr is None:
             raise ConfigurationError("DiLoCoWorker: server_addr is missing; give HOST:PORT of the server")
         self.options = options
-        self.worker_id = options.worker_id or f"{os.uname().nodename}-{os.getpid()}"
         self.snapshot = GlobalSnapshot(unwrapped(model), keeps_errors=options.int8_comm)
-        self.fragments = fragments_of(self.snapshot.specs, options.num_fragments)
-        self._settings = Settings([spec.to_json() for spec in self.snapshot.specs], options.num_fragments)
+        name = options.worker_id or f"{os.uname().nodename}-{os.getpid()}"
+        self._progress = Progress(name, options.sync_every)
+        self._exchange = Exchange(options, self.snapshot, self._progress)
         self._optimizer = optimizer
         self._samples_per_step = samples_per_step
-        self._link: ServerLink | None = None
         self._heartbeat: Heartbeat | None = None
         self._hook: Any = None
-        self._run_id: str | None = None  # None: it has no global parameters
-        self._asynchronous = False
-        self._count = 0  # newest submission whose result is here
-        self._version = 0  # of the global parameters that this led to
-        self._known = 0  # newest submission that the server had when this leg joined
-        self._steps = 0  # since the last synchronization
-        self._samples = 0  # that the next submission stands for
-        self._sync_every = options.sync_every
-        self._synchronized = 0
-        self._skipped = 0
+        self._flight: Flight | None = None
+        self._restored_flight: FlightState | None = None
         self._saved = 0
         self._restart_clock()
+
+    @property
+    def worker_id(self) -> str:
+        """The worker's name."""
+        return self._progress.worker_id
+
+    @worker_id.setter
+    def worker_id(self, name: str) -> None:
+        self._progress.worker_id = name
 
     # -- begin and end ----------------------------------------------------------------------------------------------
 
@@ -119,16 +104,18 @@ class DiLoCoWorker:
             StateMismatch: if it has another run, or another model.
         """
         self.snapshot.check_ranks()
-        if self._link is None:
-            self._link = ServerLink(self.options, self.snapshot)
-        count, had_parameters = self._count, self._run_id is not None
-        if self._register() is not None and had_parameters:
-            self._warn(
-                "%s cannot continue exactly: the server no longer has what followed on submission %d; it continues "
-                "with the newest global parameters",
-                self.worker_id,
+        self._exchange.open()
+        count, had_parameters = self._progress.count, self._progress.run_id is not None
+        flight, self._restored_flight = self._restored_flight, None
+        newest = self._exchange.register(in_flight=0 if flight is None else 1)
+        if newest is not None and had_parameters:
+            self._exchange.warn(
+                "cannot continue exactly: the server no longer has what followed on submission %d; it continues with "
+                "the newest global parameters",
                 count,
             )
+        if newest is None and flight is not None:
+            self._flight = Flight.restored(self._exchange, self._next_submission(None, 0.0), flight)
         if collectives.rank() == 0 and self._heartbeat is None:
             self._heartbeat = Heartbeat(self.worker_id, self.options)
             self._heartbeat.start()
@@ -136,8 +123,9 @@ class DiLoCoWorker:
 
     def leave(self) -> None:
         """End the worker's part of the run. Not collective, and never raises: the server notices by itself."""
-        heartbeat, link = self._heartbeat, self._link
-        self._heartbeat = self._link = None
+        heartbeat, self._heartbeat = self._heartbeat, None
+        link = self._exchange.close()
+        self._abandon_flight()
         if heartbeat is not None:
             heartbeat.stop()
         if link is not None and collectives.rank() == 0:
@@ -174,7 +162,7 @@ class DiLoCoWorker:
     @property
     def count(self) -> int:
         """Number of the newest submission whose result this worker has."""
-        return self._count
+        return self._progress.count
 
     def count_step(self, samples: int) -> bool:
         """Count a local step. Returns whether :meth:`synchronize` is due.
@@ -182,45 +170,52 @@ class DiLoCoWorker:
         Args:
             samples: of the step, on all ranks of the worker: its weight.
         """
-        self._steps += 1
+        self._progress.steps += 1
         self._timed_steps += 1
-        self._samples += samples
-        return self._steps >= max(1, self._sync_every // self.options.num_fragments)
+        self._progress.samples += samples
+        return self._begins_now or self._ends_now
 
-    def synchronize(self, loss: float | None = None) -> Synchronization:
+    @property
+    def _begins_now(self) -> bool:
+        return self._progress.steps >= max(1, self._progress.sync_every // self.options.num_fragments)
+
+    @property
+    def _ends_now(self) -> bool:
+        is_awaited = self._flight is not None
+        return is_awaited and (self._progress.steps >= self.options.overlap_steps or self._begins_now)
+
+    def synchronize(self, loss: float | None = None) -> Synchronization | None:
         """Send what the local steps have changed, wait for the outer step, and continue with its result. Collective.
 
-        A server that cannot be reached is tried again; then the synchronization is skipped, and the next one sends the
-        steps of both.
+        With ``overlap_steps``, the sending begins here, and the result is taken in the call that is due so many steps
+        later. A server that cannot be reached is tried again; then the synchronization is skipped, and the next one
+        sends the steps of both.
 
         Args:
             loss: to report: of the newest step, on all ranks of the worker.
+
+        Returns:
+            What the synchronization that ended did; None if none has.
 
         Raises:
             StateMismatch: if the server has another run now.
             ConfigurationError: if it refuses the submission, say because it contains a NaN.
         """
+        done = None
+        if self._flight is not None and self._ends_now:
+            flight, self._flight = self._flight, None
+            result, is_dropped = flight.land()
+            done = self._note_done(flight.submission, result, flight.local_steps, is_dropped, flight.seconds)
+        if not self._begins_now:
+            return done
         begin = time.monotonic()
         submission = self._next_submission(loss, begin - self._began)
-        result, dropped = self._exchange(submission)
-        done = Synchronization(
-            round=submission.number,
-            version=None if result is None else result.version,
-            local_steps=self._steps,
-            samples=submission.samples,
-            staleness=0 if result is None or dropped else result.version - 1 - submission.base,
-            bytes=length_limits(self._sent(submission))[0],
-            outer_loss=None if result is None else result.loss,
-            dropped=dropped,
-            seconds=time.monotonic() - begin,
-        )
-        if result is None:
-            self._skipped += 1
+        local_steps, self._progress.steps = self._progress.steps, 0
+        if self.options.overlap_steps:
+            self._flight = Flight.begin(self._exchange, submission, local_steps)
         else:
-            self._synchronized += 1
-            self._samples = 0
-            self._sync_every = result.sync_every or self._sync_every
-        self._steps = 0
+            result, is_dropped = self._exchange.synchronize(submission)
+            done = self._note_done(submission, result, local_steps, is_dropped, time.monotonic() - begin)
         self._restart_clock()
         return done
 
@@ -229,132 +224,62 @@ class DiLoCoWorker:
         ones for this worker."""
         self._saved = count
 
+    def settle(self) -> None:
+        """Before the state is saved: wait until the server has the submission that is on its way. Collective.
+
+        If the server does not get it, the synchronization is skipped, and the next one sends these steps too.
+        """
+        if self._flight is not None and not self._flight.is_acknowledged():
+            self._flight = None
+            self._progress.skipped += 1
+
     def _next_submission(self, loss: float | None, seconds: float) -> Submission:
-        turn = self._count if self._asynchronous else self._version
-        return Submission(
-            worker_id=self.worker_id,
-            number=self._count + 1,
-            base=self._version,
-            fragment=turn % self.options.num_fragments,
+        return self._progress.next_submission(
+            num_fragments=self.options.num_fragments,
             bf16=self.options.bf16_comm,
-            samples=max(1, self._samples),
+            int8=self.options.int8_comm,
             steps=self._timed_steps,
             seconds=seconds,
             loss=loss if loss is not None and math.isfinite(loss) else None,
             saved=self._saved,
-            int8=self.options.int8_comm,
         )
 
-    def _exchange(self, submission: Submission) -> tuple[Result | None, bool]:
-        """Send a submission, and continue with its result.
-
-        Returns:
-            The result, None if it was not to be had; and whether these steps did not count.
-        """
-        link, number = self._joined_link(), submission.number
-        is_dropped = number > self._known  # the server has it from a synchronization that was skipped here
-        for attempt in range(1 + self.options.max_sync_retries):
-            verdict, is_wanted = link.offer(submission, after=retry_delay(attempt) if attempt else 0.0)
-            if verdict is Verdict.DONE and is_wanted:
-                is_dropped = False
-                verdict = link.submit(submission, self._sent(submission))
-            if verdict is Verdict.DONE:
-                errors = self._errors_after(submission, is_dropped=is_dropped)
-                verdict, result = link.result(self.worker_id, number)
-                if result is not None:
-                    verdict = self._adopt(number, result)
-                if verdict is Verdict.DONE:
-                    self.snapshot.errors.update(errors)
-                    return result, is_dropped
-            if verdict is Verdict.LATE and (newest := self._register()) is not None:
-                self._warn("%s: these local steps came too late, and do not count", self.worker_id)
-                return newest, True
-        self._warn("%s: synchronization %d is skipped", self.worker_id, number)
-        return None, False
-
-    def _sent(self, submission: Submission) -> Specs:
-        return submission.sent(self.fragments[submission.fragment])
-
-    def _errors_after(self, submission: Submission, *, is_dropped: bool) -> dict[str, Tensor]:
-        """What quantization has lost of a submission that the server has. Of one that it has with other local steps, it
-        is not known any more."""
-        sent = self._sent(submission)
-        if is_dropped and submission.int8:
-            return {spec.name: torch.zeros_like(self.snapshot.errors[spec.name]) for spec in sent}
-        return self.snapshot.remaining_errors(sent)
-
-    def _register(self) -> Result | None:
-        """Register. Returns the result that the worker continues with; None if it continues with its own parameters.
-
-        Raises:
-            NotRunning: if the parameters are not received in all attempts.
-        """
-        has_parameters = self._run_id is not None
-        answer = self._joined_link().register(
-            self.worker_id,
-            self._settings,
-            count=self._count if has_parameters else None,
-            run_id=self._run_id,
-            dylu=self.options.dylu,
+    def _note_done(
+        self, submission: Submission, result: Result | None, local_steps: int, is_dropped: bool, seconds: float
+    ) -> Synchronization:
+        if result is None:
+            self._progress.skipped += 1
+        else:
+            self._progress.synchronized += 1
+            self._progress.samples = max(0, self._progress.samples - submission.samples)
+            self._progress.sync_every = result.sync_every or self._progress.sync_every
+        return Synchronization(
+            round=submission.number,
+            version=None if result is None else result.version,
+            local_steps=local_steps,
+            samples=submission.samples,
+            staleness=0 if result is None or is_dropped else result.version - 1 - submission.base,
+            bytes=length_limits(self._exchange.sent(submission))[0],
+            outer_loss=None if result is None else result.loss,
+            dropped=is_dropped,
+            seconds=seconds,
         )
-        self._run_id, self._asynchronous, self._known = answer["run_id"], answer["asynchronous"], answer["known"]
-        number = answer["adopt"]
-        if number is None:
-            if self._known > self._count:
-                self._warn(
-                    "%s repeats submissions %d to %d, which the server has",
-                    self.worker_id,
-                    self._count + 1,
-                    self._known,
-                )
-            return None
-        for _ in range(1 + self.options.max_sync_retries):
-            result = self._joined_link().await_result(self.worker_id, number)
-            if self._adopt(number, result) is Verdict.DONE:
-                return result
-        raise NotRunning(f"DiLoCo: the global parameters were not received from {self.options.server_addr}")
-
-    def _adopt(self, number: int, result: Result) -> Verdict:
-        """Continue with the parameters of a result."""
-        specs = self.snapshot.specs if result.fragment is None else self.fragments[result.fragment]
-        verdict = self._joined_link().fetch(result, specs)
-        if verdict is Verdict.DONE:
-            self.snapshot.adopt(specs)
-            self._count, self._version = number, result.version
-        return verdict
-
-    def _joined_link(self) -> ServerLink:
-        if self._link is None:
-            raise ConfigurationError("DiLoCoWorker: not joined; call join(), or use it in a with block")
-        return self._link
 
     def _restart_clock(self) -> None:
         """Measure the speed of the local steps from now on."""
         self._began, self._timed_steps = time.monotonic(), 0
 
-    def _warn(self, text: str, *values: object) -> None:
-        if collectives.rank() == 0:
-            logger.warning(f"DiLoCo: {text}", *values)
+    def _abandon_flight(self) -> None:
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            flight.abandon()
 
     # -- state ------------------------------------------------------------------------------------------------------
 
     @property
     def rest(self) -> WorkerState | None:
         """The state beside the tensors of the snapshot; None before the worker has global parameters."""
-        if self._run_id is None:
-            return None
-        return {
-            "worker_id": self.worker_id,
-            "run_id": self._run_id,
-            "asynchronous": self._asynchronous,
-            "count": self._count,
-            "version": self._version,
-            "steps": self._steps,
-            "samples": self._samples,
-            "sync_every": self._sync_every,
-            "synchronized": self._synchronized,
-            "skipped": self._skipped,
-        }
+        return self._progress.state(None if self._flight is None else self._flight.state())
 
     def restore(self, rest: WorkerState | None) -> None:
         """Continue from a state; the snapshot's tensors are restored by the caller. Before :meth:`join`.
@@ -368,18 +293,16 @@ class DiLoCoWorker:
         if self.options.worker_id is None:
             self.worker_id = rest["worker_id"]
         elif self.worker_id != rest["worker_id"]:
-            self._warn("worker_id=%r was %r; it joins as a new worker", self.worker_id, rest["worker_id"])
+            self._exchange.warn("its checkpoint is of worker_id=%r; it joins as a new worker", rest["worker_id"])
             return
-        self._run_id, self._asynchronous = rest["run_id"], rest["asynchronous"]
-        self._count, self._version = rest["count"], rest["version"]
-        self._steps, self._samples = rest["steps"], rest["samples"]
-        self._synchronized, self._skipped = rest["synchronized"], rest["skipped"]
-        self._saved = self._count
-        if self.options.dylu:
-            self._sync_every = rest["sync_every"]
+        self._abandon_flight()
+        self._progress.restore(rest, dylu=self.options.dylu)
+        self._restored_flight = rest.get("flight")
+        self._saved = self._progress.count
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the worker's state, for a loop of your own."""
+        """Return the worker's state, for a loop of your own. Collective."""
+        self.settle()
         return {"snapshot": self.tensors if self.rest else {}, "rest": self.rest}
 
     @property

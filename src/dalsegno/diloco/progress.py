@@ -1,0 +1,114 @@
+"""Progress: where a worker is in its run, beside the global parameters; saved with its checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NotRequired, TypedDict
+
+from dalsegno.stateful.schema import Count
+
+from .state import Positive, Submission, WorkerId
+
+
+class FlightState(TypedDict):
+    """State of a submission that the server has, and whose result the worker has yet to take."""
+
+    fragment: Count
+    samples: Positive
+    local_steps: Count
+
+
+class WorkerState(TypedDict):
+    """State of a worker, beside the global parameters."""
+
+    worker_id: WorkerId
+    run_id: str
+    asynchronous: bool
+    count: Count
+    version: Count
+    steps: Count
+    samples: Count
+    sync_every: Count
+    synchronized: Count
+    skipped: Count
+    flight: NotRequired[FlightState]
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a worker has done, and what it is to do next."""
+
+    worker_id: str
+    sync_every: int
+    """Local steps between two synchronizations of a parameter."""
+    run_id: str | None = None
+    """None: the worker has no global parameters."""
+    asynchronous: bool = False
+    count: int = 0
+    """Newest submission whose result the worker has."""
+    version: int = 0
+    """Of the global parameters that this led to."""
+    steps: int = 0
+    """Local steps since the newest submission."""
+    samples: int = 0
+    """Behind the changes that have not been applied."""
+    synchronized: int = 0
+    skipped: int = 0
+
+    def state(self, flight: FlightState | None) -> WorkerState | None:
+        """The state to save; None before the worker has global parameters."""
+        if self.run_id is None:
+            return None
+        state: WorkerState = {
+            "worker_id": self.worker_id,
+            "run_id": self.run_id,
+            "asynchronous": self.asynchronous,
+            "count": self.count,
+            "version": self.version,
+            "steps": self.steps,
+            "samples": self.samples,
+            "sync_every": self.sync_every,
+            "synchronized": self.synchronized,
+            "skipped": self.skipped,
+        }
+        return state if flight is None else {**state, "flight": flight}
+
+    def restore(self, state: WorkerState, *, dylu: bool) -> None:
+        """Continue from a saved state.
+
+        Args:
+            dylu: whether the server chooses ``sync_every``; otherwise the present one holds.
+        """
+        self.run_id, self.asynchronous = state["run_id"], state["asynchronous"]
+        self.count, self.version = state["count"], state["version"]
+        self.steps, self.samples = state["steps"], state["samples"]
+        self.synchronized, self.skipped = state["synchronized"], state["skipped"]
+        if dylu:
+            self.sync_every = state["sync_every"]
+
+    def next_submission(
+        self,
+        *,
+        num_fragments: int,
+        bf16: bool,
+        int8: bool,
+        steps: int,
+        seconds: float,
+        loss: float | None,
+        saved: int,
+    ) -> Submission:
+        """Describe the submission that follows on the newest result."""
+        turn = self.count if self.asynchronous else self.version
+        return Submission(
+            worker_id=self.worker_id,
+            number=self.count + 1,
+            base=self.version,
+            fragment=turn % num_fragments,
+            bf16=bf16,
+            samples=max(1, self.samples),
+            steps=steps,
+            seconds=seconds,
+            loss=loss,
+            saved=saved,
+            int8=int8,
+        )
