@@ -192,7 +192,7 @@ def plain_overlap(*, workers: int, steps: int, every: int, overlap: int, fragmen
     counts = [0] * workers
     sent: list[dict[str, torch.Tensor]] = []
     weights: list[int] = []
-    began, turn = -1, 0
+    began, turn = -steps, 0
     for step in range(steps):
         for worker, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             local_step(model, optimizer, worker, step)

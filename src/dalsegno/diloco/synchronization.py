@@ -25,6 +25,7 @@ class Synchronization:
     dropped: bool
     """The worker's steps did not count; it continues with the global parameters."""
     seconds: float
+    """For which training waited."""
 
     def to_record(self) -> dict[str, Any]:
         """As a record of a log."""
