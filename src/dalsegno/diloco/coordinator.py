@@ -369,7 +369,7 @@ class Coordinator:
                 "parameters": 0 if state is None else sum(math.prod(each["shape"]) for each in state.settings.tensors),
                 "bytes_received": 0 if state is None else state.bytes_received,
                 "failure": None if self.failure is None else str(self.failure),
-                "newest": self._run.newest_record,
+                "newest": self._run.records[-1] if self._run.records else None,
                 "workers": [
                     {
                         "worker_id": name,
@@ -383,6 +383,12 @@ class Coordinator:
                     for name, each in sorted(members.items())
                 ],
             }
+
+    def feed(self, after: int) -> dict[str, Any]:
+        """The status, and the records of the outer steps after version ``after``, the newest ones."""
+        with self._lock:
+            rounds = [record for record in self._run.records if record["global_step"] > after]
+            return {"status": self.status(), "rounds": rounds}
 
     def _state_of(self, worker_id: str, member: Member) -> str:
         if member.has_left:

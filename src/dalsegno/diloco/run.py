@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from .state import Accepted, Applied, Event, Result, ServerState, Settings, Subm
 from .store import Globals, ServerStore, TensorFile, check_finite
 
 logger = logging.getLogger("dalsegno")
+
+MOST_RECORDS = 2000
+"""Records of outer steps that the live page shows."""
 
 
 class OuterRun:
@@ -39,8 +43,8 @@ class OuterRun:
 
     def __init__(self, folder: Path, make_optimizer: MakeOptimizer, save_every: int) -> None:
         self.store = ServerStore(folder)
-        self.newest_record: dict[str, Any] | None = None
-        """Of the log."""
+        self.records: deque[dict[str, Any]] = deque(maxlen=MOST_RECORDS)
+        """The newest ones of the log."""
         self._make_optimizer = make_optimizer
         self._save_every = save_every
         self._state: ServerState | None = None
@@ -100,6 +104,7 @@ class OuterRun:
             )
         self._take(state, parts)
         self.store.load(checkpoint, parts)
+        self.records.extend(self.store.records())
         events = list(self.store.events(after=state.events))
         accepted = [event.submission for event in events if isinstance(event, Accepted)]
         needed = [*state.pending(state.members), *accepted]
@@ -178,7 +183,8 @@ class OuterRun:
             "bytes": state.bytes_received,
             "round_runtime": now - self._opened,
         }
-        self._opened, self.newest_record = now, record
+        self._opened = now
+        self.records.append(record)
         self.store.log(record)
 
     def save_if_due(self) -> None:

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from dalsegno.checkpoint import Checkpoint, CheckpointManager, ModelState, OptimizerState, saved_states
 from dalsegno.checkpoint.format.layout import StoredFile
 from dalsegno.errors import ConfigurationError, StateMismatch
-from dalsegno.logs import RecordLog
+from dalsegno.logs import RecordLog, read_records
 from dalsegno.logs.line_file import LineFile
 from dalsegno.logs.rewind import PositionState
 from dalsegno.logs.values import decode
@@ -135,6 +135,10 @@ class ServerStore:
     def record(self, event: Event, number: int) -> None:
         """Append an event to the journal; it is on disk when this returns."""
         self._journal.append([{"event": number, **event_to_json(event)}])
+
+    def records(self) -> list[dict[str, Any]]:
+        """The log's records of outer steps."""
+        return [record for record in read_records(self._log.path) if "kind" not in record]
 
     def log(self, record: dict[str, Any]) -> None:
         """Append a record to the log."""

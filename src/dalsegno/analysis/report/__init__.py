@@ -67,7 +67,8 @@ def _page(logs: Sequence[TrainingLog], title: str, settings: DetectorSettings | 
     places = [f"{each.run}: {TITLES[each.name]} of each parameter" for each in heatmaps]
     files = resources(__name__)
     template = files.joinpath("report.html").read_text("utf-8")
-    parts = inlined(files, styles=["report.css"], scripts=["heatmap.js", "report.js"]) | {
+    scripts = [files / "heatmap.js", files / "report.js"]
+    parts = inlined(styles=[files / "report.css"], scripts=scripts) | {
         "title": escape(title),
         "subtitle": escape(f"{len(logs)} run{'s' if len(logs) > 1 else ''}, as of {_now()}"),
         "summary": tables.summary_table([log.summary() for log in logs]),

@@ -12,30 +12,33 @@ SHOWN_FIRST = ("grad_norm", "learning_rate")
 """Charts shown initially, beside the loss."""
 
 
-def inlined(folder: Traversable, *, styles: Sequence[str], scripts: Sequence[str]) -> dict[str, str]:
+def inlined(
+    *, styles: Sequence[Traversable], scripts: Sequence[Traversable], has_charts: bool = True
+) -> dict[str, str]:
     """Parts of a page: ``style`` and ``script``, their hashes for its Content-Security-Policy, ``curves``.
 
     ``curves`` are the elements that the charts and their controls need.
 
     Args:
-        folder: with the page's own files, which follow the shared ones.
-        styles: names of its style sheets.
-        scripts: names of its scripts. All share one scope.
+        styles: the page's own style sheets, which follow the shared one.
+        scripts: its own scripts, which follow the shared ones. All share one scope.
+        has_charts: whether it needs the shared scripts.
     """
     shared = files(__name__)
-    style = _joined(shared, ["page.css"]) + _joined(folder, styles)
-    script = _joined(shared, ["curves.js", "chart.js", "controls.js"]) + _joined(folder, scripts)
+    style = _joined([shared / "page.css", *styles])
+    charts = [shared / name for name in ("curves.js", "chart.js", "controls.js")] if has_charts else []
+    script = _joined([*charts, *scripts])
     return {
         "style": style,
         "style_hash": _hash(style),
         "script": script,
         "script_hash": _hash(script),
-        "curves": _joined(shared, ["curves.html"]),
+        "curves": _joined([shared / "curves.html"]),
     }
 
 
-def _joined(folder: Traversable, names: Sequence[str]) -> str:
-    return "".join(folder.joinpath(name).read_text("utf-8") for name in names)
+def _joined(files: Sequence[Traversable]) -> str:
+    return "".join(file.read_text("utf-8") for file in files)
 
 
 def _hash(text: str) -> str:

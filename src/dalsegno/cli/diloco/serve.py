@@ -109,7 +109,8 @@ def run(arguments: argparse.Namespace) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # before the threads start, which inherit it
     with server:
         print(f"serving  {server.address}")
-        print(f"token    {'none' if server.token is None else server.token_file}", flush=True)
+        print(f"token    {'none' if server.token is None else server.token_file}")
+        print(f"page     {server.address}/", flush=True)
         threading.Thread(target=_end_at, args=(signals, server.end), daemon=True).start()
         server.wait()
     print("saved; the same command continues the run")
