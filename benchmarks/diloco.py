@@ -21,8 +21,12 @@ import torch
 
 import dalsegno
 from dalsegno.diloco import DiLoCoClient, DiLoCoServer, DiLoCoWorker, Rules, WorkerOptions
+from dalsegno.diloco.frames import file_pieces
+from dalsegno.diloco.outer import nesterov
+from dalsegno.diloco.run import OuterRun
 from dalsegno.diloco.signature import Specs, TensorSpec, as_sent
-from dalsegno.diloco.state import Settings, Submission
+from dalsegno.diloco.state import Accepted, Applied, Joined, Settings, Submission
+from dalsegno.system import filesystem
 from dalsegno.testing import start_ranks
 from dalsegno.testing.tiny import TinyLanguageModel
 
@@ -56,7 +60,12 @@ def run(
     size: int = SIZE,
     repeats: int = REPEATS,
 ) -> list[Row]:
-    return [*losses(steps, warm_up, sync_every, workers), *server_rounds(size, repeats)]
+    return [
+        *losses(steps, warm_up, sync_every, workers),
+        *server_rounds(size, repeats),
+        server_memory(size),
+        overlapped_steps(size // 8, repeats),
+    ]
 
 
 def losses(
@@ -134,6 +143,108 @@ def server_rounds(size: int = SIZE, repeats: int = REPEATS) -> list[Row]:
             ours <= pickled / 3,
         ),
     ]
+
+
+def server_memory(size: int = SIZE) -> Row:
+    """What an outer step of two workers takes beside the global parameters and their momentum."""
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        (end,) = start_ranks(_memory_of_a_round, 1, Path(folder), size).wait(3600)
+    if end.exit_code:
+        raise RuntimeError(end.error)
+    return Row(
+        f"peak memory of a server's round, 2 workers with {count(size)}B each in fp32",
+        f"{count(end.value)}B",
+        f"one submission: {count(size)}B",
+        f"{three_digits(end.value / size)} ×",
+        "≤ 1 × and a tensor",
+        end.value <= 1.15 * size,
+    )
+
+
+def _memory_of_a_round(folder: Path, size: int) -> int:
+    """Bytes."""
+    specs = tuple(TensorSpec(f"p.{each}", torch.float32, (size // 16 // 4,)) for each in range(16))
+    tensors = [torch.full(spec.shape, 1e-3) for spec in specs]
+    settings = Settings([spec.to_json() for spec in specs], 1)
+    run = OuterRun(folder, nesterov(), 1000)
+    spooled = run.store.spool()
+    filesystem.write_pieces(spooled, file_pieces(specs, lambda spec: tensors[0]))
+    run.begin(settings, spooled)
+    names = ["w0", "w1"]
+    for name in names:
+        run.record(Joined(name, 0, 0, False))
+    for number in (1, 2):  # the first one makes the momentum
+        for name in names:
+            submission = Submission(name, number, number - 1, 0, False, 1, 1, 1.0, None, 0)
+            filesystem.write_pieces(spooled, file_pieces(specs, lambda spec: tensors[0]))
+            run.store.keep(spooled, submission)
+            run.record(Accepted(submission))
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+        before = _own_memory("VmRSS")
+        run.record(Applied(names, {}))
+    peak = _own_memory("VmHWM") - before
+    run.close(save=False)
+    return peak
+
+
+def _own_memory(line: str) -> int:
+    """Bytes, from ``/proc/self/status``."""
+    lines = dict(each.split(":", 1) for each in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[line].split()[0]) << 10
+
+
+def overlapped_steps(size: int = SIZE // 8, repeats: int = REPEATS) -> Row:
+    """Local steps while a submission of so many bytes travels, beside steps while none does. The server is another
+    process."""
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        server = start_ranks(_serve, 1, Path(folder))
+        try:
+            quiet, busy = _steps(Path(folder), size, repeats)
+        finally:
+            server.kill()
+            server.wait()
+    return Row(
+        f"a local step while {count(size)}B travel",
+        duration(busy),
+        f"a quiet step: {duration(quiet)}",
+        f"{three_digits(busy / quiet)} ×",
+        "≤ 1.10 ×",
+        busy <= 1.1 * quiet,
+    )
+
+
+def _serve(folder: Path) -> None:
+    with DiLoCoServer(folder, 1, rules=_rules(1)) as server:
+        (folder / "address.part").write_text(f"{server.address} {server.token}")
+        (folder / "address.part").rename(folder / "address")
+        server.wait()
+
+
+def _steps(folder: Path, size: int, repeats: int) -> tuple[float, float]:
+    while not (folder / "address").exists():
+        time.sleep(0.05)
+    address, token = (folder / "address").read_text().split()
+    torch.set_num_threads(1)
+    width = max(16, int((size / 2) ** 0.5))  # one square matrix, sent as bfloat16
+    model = torch.nn.Linear(width, width, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    batch = torch.ones(64, width)
+    options = WorkerOptions(address, sync_every=1000, overlap_steps=999, worker_id="w", token=token)
+    worker = DiLoCoWorker(model, options)
+    worker.join()
+    times: dict[bool, list[float]] = {False: [], True: []}
+    while min(len(times[False]), len(times[True])) < 10 * repeats:
+        travels = worker._flight is not None and worker._flight.is_travelling
+        began = time.perf_counter()
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        times[travels].append(time.perf_counter() - began)
+        if worker.count_step(1) or (len(times[False]) % 10 == 9 and not travels):
+            worker._progress.steps = 1000  # the next submission begins here, and the last one ends
+            worker.synchronize()
+    worker.leave()
+    return statistics.median(times[False]), statistics.median(times[True])
 
 
 class _Training:

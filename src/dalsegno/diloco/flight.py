@@ -20,7 +20,7 @@ from .transfer import Transfer
 
 
 class Flight:
-    """A submission on its way, once it is made. Every method but :meth:`abandon` is collective.
+    """A submission on its way, once it is made. Its methods are collective, but for :meth:`abandon`.
 
     Args:
         exchange: of the worker.
@@ -107,6 +107,11 @@ class Flight:
             self._skip()
         self.seconds += time.monotonic() - begin
         return result, is_dropped
+
+    @property
+    def is_travelling(self) -> bool:
+        """Whether the transfer has yet to end; False on other ranks than 0."""
+        return self._transfer.is_running
 
     def abandon(self) -> None:
         """Let the transfer end when it can; its result is not taken."""

@@ -78,6 +78,11 @@ class Transfer:
         if collectives.rank() == 0:
             self._thread.start()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether it has yet to end; False on other ranks than 0."""
+        return self._thread.is_alive()
+
     def await_acknowledgement(self) -> bool:
         """Wait until the server has the submission on disk. Returns whether it has. Collective."""
 

@@ -1,0 +1,34 @@
+"""Makes the picture of docs/diloco.md, and prints its figures: ``PYTHONPATH=. python docs/images/diloco.py``, in the
+root of the repository. Takes some ten minutes on a quiet machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from benchmarks.diloco import WARM_UP, Curve, losses
+from benchmarks.row import table
+from matplotlib.figure import Figure
+
+HERE = Path(__file__).parent
+
+
+def draw(curves: Mapping[str, Curve]) -> None:
+    """Write the picture. ``curves``: by name, as :func:`benchmarks.diloco.losses` fills them."""
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    colours = {"1": "#98a2b3", "2": "#0072b2", "4": "#d55e00"}
+    for name, curve in curves.items():
+        workers = next((part for part in name.replace(",", " ").split() if part.isdigit()), "1")
+        dashes = "--" if name.startswith("DDP") else ":" if "int8" in name else "-"
+        axes.plot(*zip(*curve, strict=True), dashes, color=colours[workers], label=name)
+    axes.axvline(WARM_UP, color="#e3e6ea", zorder=0)
+    axes.set(xlabel="steps of a worker", ylabel="loss on held-out text")
+    axes.legend(frameon=False)
+    figure.savefig(HERE / "diloco.png", dpi=110)
+
+
+if __name__ == "__main__":
+    curves: dict[str, Curve] = {}
+    print(table(losses(curves=curves)))
+    draw(curves)
