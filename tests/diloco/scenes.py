@@ -239,7 +239,13 @@ class KillAt(ds.Callback):
 
 
 def train_as_worker(
-    folder: Path, address: str, token: str, number: int, kill_at: int | None = None, **settings: Any
+    folder: Path,
+    address: str,
+    token: str,
+    number: int,
+    kill_at: int | None = None,
+    max_sync_retries: int = 3,
+    **settings: Any,
 ) -> dict[str, list[Any]]:
     """A Trainer as a worker: 24 steps, a synchronization every 4, a checkpoint every 6."""
     os.environ["DILOCO_TOKEN"] = token
@@ -257,7 +263,9 @@ def train_as_worker(
         learning_rate=0.01,
         **settings,
     )
-    callback = DiLoCoCallback(address, sync_every=4, worker_id=f"w{number}", bf16_comm=False)
+    callback = DiLoCoCallback(
+        address, sync_every=4, worker_id=f"w{number}", bf16_comm=False, max_sync_retries=max_sync_retries
+    )
     trainer = ds.Trainer(
         model, arguments, train_dataset=tiny_regression_data(96, seed=number), callbacks=[JsonLogger(), callback, *own]
     )

@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from durability import diloco
 from durability.soak import soak
+
+
+def test_workers_and_server_of_diloco_lose_nothing(tmp_path: Path) -> None:
+    """A small share of ``make diloco``."""
+    kills, differences = diloco.soak(4, tmp_path, seed=3, by_clock=False)
+    assert kills >= 4
+    assert differences == []
 
 
 @pytest.mark.parametrize(("world_size", "kills"), [(1, 18), (2, 7)])
