@@ -288,6 +288,7 @@ class DiLoCoWorker:
             StateMismatch: if it is not the state of a worker.
         """
         check(rest, WorkerState | None, "DiLoCo")
+        self._abandon_flight()
         if rest is None:
             return
         if self.options.worker_id is None:
@@ -295,7 +296,6 @@ class DiLoCoWorker:
         elif self.worker_id != rest["worker_id"]:
             self._exchange.warn("its checkpoint is of worker_id=%r; it joins as a new worker", rest["worker_id"])
             return
-        self._abandon_flight()
         self._progress.restore(rest, dylu=self.options.dylu)
         self._restored_flight = rest.get("flight")
         self._saved = self._progress.count

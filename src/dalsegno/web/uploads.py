@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 UPLOADS = "dalsegno.uploads"
 """Key in a scope's ``extensions``: a function that takes the length of the request's body, and returns its upload."""
 
-PIECE = 4 << 20
+PIECE = 2 << 20
 """Bytes of a buffer."""
 
 
