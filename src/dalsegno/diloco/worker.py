@@ -187,9 +187,9 @@ class DiLoCoWorker:
     def synchronize(self, loss: float | None = None) -> Synchronization | None:
         """Send what the local steps have changed, wait for the outer step, and continue with its result. Collective.
 
-        With ``overlap_steps``, the sending begins here, and the result is taken in the call that is due so many steps
-        later. A server that cannot be reached is tried again; then the synchronization is skipped, and the next one
-        sends the steps of both.
+        With ``overlap_steps``, the sending begins here, and the result is taken in the next call, which is due so many
+        steps later. A server that cannot be reached is tried again; then the synchronization is skipped, and the next
+        one sends the steps of both.
 
         Args:
             loss: to report: of the newest step, on all ranks of the worker.
@@ -202,12 +202,12 @@ class DiLoCoWorker:
             ConfigurationError: if it refuses the submission, say because it contains a NaN.
         """
         done = None
-        if self._flight is not None and self._ends_now:
-            flight, self._flight = self._flight, None
+        flight, self._flight = self._flight, None
+        if flight is not None:
             result, is_dropped = flight.land()
             done = self._note_done(flight.submission, result, flight.local_steps, is_dropped, flight.seconds)
-        if not self._begins_now:
-            return done
+            if not self._begins_now:
+                return done
         begin = time.monotonic()
         submission = self._next_submission(loss, begin - self._began)
         local_steps, self._progress.steps = self._progress.steps, 0
