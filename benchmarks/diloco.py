@@ -37,6 +37,7 @@ WARM_UP = 600
 """Steps that all make together before the workers part, as in the paper."""
 SYNC_EVERY = 50
 WORKERS = (2, 4)
+WIRES = ("bf16", "int8")
 BATCH = 8
 CONTEXT = 32
 LEARNING_RATE = 8e-3
@@ -45,7 +46,7 @@ LOOKS = 10
 SIZE = 512 << 20
 REPEATS = 3
 
-SMALL = {"steps": 6, "warm_up": 2, "sync_every": 2, "workers": (2,), "size": 1 << 20, "repeats": 1}
+SMALL = {"steps": 6, "warm_up": 2, "sync_every": 2, "workers": (2,), "wires": ("int8",), "size": 1 << 20, "repeats": 1}
 """Of ``run``: with these it takes seconds, and measures nothing."""
 
 Curve = list[tuple[int, float]]
@@ -57,11 +58,12 @@ def run(
     warm_up: int = WARM_UP,
     sync_every: int = SYNC_EVERY,
     workers: tuple[int, ...] = WORKERS,
+    wires: tuple[str, ...] = WIRES,
     size: int = SIZE,
     repeats: int = REPEATS,
 ) -> list[Row]:
     return [
-        *losses(steps, warm_up, sync_every, workers),
+        *losses(steps, warm_up, sync_every, workers, wires),
         *server_rounds(size, repeats),
         server_memory(size),
         overlapped_steps(size // 8, repeats),
@@ -73,6 +75,7 @@ def losses(
     warm_up: int = WARM_UP,
     sync_every: int = SYNC_EVERY,
     workers: tuple[int, ...] = WORKERS,
+    wires: tuple[str, ...] = WIRES,
     curves: dict[str, Curve] | None = None,
 ) -> list[Row]:
     """The loss after the same number of tokens, and the bytes that were sent for it.
@@ -87,7 +90,7 @@ def losses(
     for number in workers:
         curves[f"DDP, {number}"] = _Training(steps).alone(number)
         together = curves[f"DDP, {number}"][-1][1]
-        for wire in ("bf16", "int8"):
+        for wire in wires:
             curve, sent, parameters = _diloco(steps, warm_up, sync_every, number, wire)
             curves[f"DiLoCo, {number}, {wire}"] = curve
             ours = curve[-1][1]
