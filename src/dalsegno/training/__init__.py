@@ -15,5 +15,5 @@ In reading order: no module imports from a line above its own.
     checkpointer · contents · settings      saves and loads, what they contain, what is compared
     step · evaluation · forward · placement
     parts · callback_set                    what all of these share
-    schedule · optim · metrics · result · snapshot · signals · time_limit · requeue
+    schedule · hyperparameters · metrics · result · snapshot · signals · time_limit · requeue
 """

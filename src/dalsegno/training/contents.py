@@ -10,7 +10,7 @@ from dalsegno.checkpoint import CALLBACKS, LOSS, SETTINGS, ModelState, Optimizer
 from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.stateful.component import Component, Stateful
 
-from .optim import form_check
+from .hyperparameters import form_check
 from .parts import RunParts
 from .settings import RecordedSettings
 from .trained_parameters import expect_saved

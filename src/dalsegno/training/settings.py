@@ -16,7 +16,7 @@ from dalsegno.distributed.modes import modes_of
 from dalsegno.distributed.precision import gathered_dtype
 from dalsegno.distributed.sharded_tensors import device_of
 
-from .optim import InitialHyperparameters
+from .hyperparameters import InitialHyperparameters
 from .optimizers import takes_adam_settings
 from .parts import RunParts
 from .schedule import planned_steps
