@@ -59,6 +59,8 @@ class Restart:
     """Last step in the log before it; the steps after ``step`` were repeated. Equal to ``step`` if there were none."""
     leg: int | None
     """Number of the leg that started, from 2; None for a rollback within a leg."""
+    reason: str | None = None
+    """Why the run was taken back, if ``run.json`` records it."""
 
     @property
     def redone(self) -> int:
@@ -91,7 +93,8 @@ def find_restarts(legs: Sequence[Leg], tails: Sequence[Tail]) -> list[Restart]:
     """Every start of a leg after the first, and every rollback, in the order of time.
 
     A tail belongs to the leg during which its last record was logged. If the next leg started at a step before the end
-    of that leg's last tail, the next leg cut this tail off; every other tail was cut off by a rollback.
+    of that leg's last tail, the next leg cut this tail off; every other tail was cut off by a rollback, of which
+    ``run.json`` may know more.
     """
     restarts = []
     for index, leg in enumerate(legs):
@@ -100,7 +103,8 @@ def find_restarts(legs: Sequence[Leg], tails: Sequence[Tail]) -> list[Restart]:
         own = [tail for tail in tails if leg.started <= tail.timestamp < until]
         went_back = own and following is not None and following.first_step < own[-1].last_step
         cut_by_restart = own.pop() if went_back else None
-        restarts += [Restart(max(0, tail.first_step - 1), tail.last_step, None) for tail in own]
+        recorded = [Restart(each["to_step"], each["from_step"], None, each["reason"]) for each in leg.rollbacks]
+        restarts += recorded or [Restart(max(0, tail.first_step - 1), tail.last_step, None) for tail in own]
         if following is not None:
             step = following.first_step
             reached = max(step, cut_by_restart.last_step) if cut_by_restart is not None else step

@@ -75,8 +75,10 @@ class Summary:
     lost_seconds: float | None
     """Time between legs."""
     restarts: int
+    rollbacks: int
+    """Returns to a checkpoint within a leg."""
     redone_steps: int
-    """Steps that a later leg repeated."""
+    """Steps that were repeated, by a later leg or after a rollback."""
     spikes: tuple[Spike, ...]
     """Spikes of the loss."""
     skipped: int
@@ -114,6 +116,7 @@ def summarize(
     of_loss = _summary(series, [loss] if loss else [])
     evaluation = [name for name in series if is_of_evaluation(name) and name != loss]
     memory = _summary(series, MEMORY)
+    rollbacks = [each for summary in legs for each in summary.leg.rollbacks]
     return Summary(
         run=run,
         program=program,
@@ -137,7 +140,8 @@ def summarize(
         training_seconds=training_seconds(legs) if legs else ends[1] - ends[0] if ends else None,
         lost_seconds=sum(each.idle or 0.0 for each in legs) if legs else None,
         restarts=max(0, len(legs) - 1),
-        redone_steps=sum(each.redone for each in legs),
+        rollbacks=len(rollbacks),
+        redone_steps=sum(each.redone for each in legs) + sum(each["from_step"] - each["to_step"] for each in rollbacks),
         spikes=tuple(find_spikes(series[loss])) if loss else (),
         skipped=skipped,
     )

@@ -103,7 +103,7 @@ class RecoveryPolicy(Policy):
         return sum(abs(step - each.at_step) < window for each in past) >= self.budget
 
     def latest_checkpoint(self, step: int, past: Iterable[PastRollback]) -> int:
-        """Highest step of a checkpoint to which a request at ``step`` goes back; may be negative: there is none.
+        """Highest step of a checkpoint to which a request at ``step`` goes back: at least 0, the run's beginning.
 
         A request up to ``margin`` steps behind an earlier one, and behind the checkpoint that was restored then, is
         trouble at the same place: that checkpoint is too new.
@@ -112,7 +112,7 @@ class RecoveryPolicy(Policy):
         for each in past:
             if each.to_step <= step <= each.at_step + self.margin:
                 latest = min(latest, each.to_step - 1)
-        return latest
+        return max(latest, 0)
 
     @property
     def keeping(self) -> Retention:

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from dalsegno.checkpoint import Checkpoint
 from dalsegno.data.gaps import Place
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import are_finite
@@ -79,10 +80,9 @@ class Rollbacks:
         if policy.is_used_up(step, self._recoveries):
             within = "" if policy.window is None else f" within {policy.window} steps"
             return self._give_up(request, f"the budget of {policy.budget} rollbacks{within} is used up", may_save)
-        latest = _latest_checkpoint(request, policy, step, [*self._recoveries])
-        checkpoint = self._checkpointer.newest_until(latest)
+        checkpoint = self._checkpoint(request, policy, step)
         if checkpoint is None:
-            return self._give_up(request, f"no valid checkpoint of step {max(latest, 0)} or before is left", may_save)
+            return self._give_up(request, "no valid checkpoint to go back to is left", may_save)
         recovery = Recovery(
             number=len(self._recoveries) + 1,
             timestamp=time.time(),
@@ -134,6 +134,15 @@ class Rollbacks:
         collectives.from_rank_zero(move)
         self._recoveries.set([])
 
+    def _checkpoint(self, request: RollbackRequest, policy: RecoveryPolicy, step: int) -> Checkpoint | None:
+        """The checkpoint to go back to; one from which the run came here before, if none is older."""
+        if request.to is not None:
+            return self._checkpointer.newest_until(min(request.to, step - 1))
+        if request.steps is not None:
+            policy = replace(policy, margin=request.steps)
+        older = self._checkpointer.newest_until(policy.latest_checkpoint(step, self._recoveries))
+        return older or self._checkpointer.newest_until(policy.latest_checkpoint(step, ()))
+
     def _give_up(self, request: RollbackRequest, why: str, may_save: bool) -> ControlRequests:
         save = may_save and self._policy is not None and self._policy.when_used_up == "stop" and are_finite(self._model)
         self._control.rollback_request = None
@@ -166,10 +175,3 @@ class Rollbacks:
                 ) from error
 
         collectives.from_rank_zero(on_rank_zero)
-
-
-def _latest_checkpoint(request: RollbackRequest, policy: RecoveryPolicy, step: int, past: Sequence[Recovery]) -> int:
-    if request.to is not None:
-        return min(request.to, step - 1)
-    margin = policy.margin if request.steps is None else request.steps
-    return replace(policy, margin=margin).latest_checkpoint(step, past)

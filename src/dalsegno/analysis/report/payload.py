@@ -144,7 +144,8 @@ def _places(steps: NDArray[np.int64], places: Floats) -> dict[str, Any]:
 def _mark(restart: Restart) -> dict[str, Any]:
     repeated = f", {restart.redone:,} steps repeated" if restart.redone else ""
     what = "rollback" if restart.leg is None else f"leg {restart.leg}"
-    label = f"{what}: resumed from step {restart.step:,}{repeated}"
+    why = f" ({restart.reason})" if restart.reason else ""
+    label = f"{what}: resumed from step {restart.step:,}{repeated}{why}"
     return {"step": restart.step, "kind": "rollback" if restart.leg is None else "leg", "label": label}
 
 

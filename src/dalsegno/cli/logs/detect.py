@@ -1,7 +1,9 @@
 """Replay past runs through DivergenceDetector: would it have stopped them, and when?
 
-Mark runs with --good and --bad to count false alarms and missed divergences; --sweep finds the settings that separate
-the two best. With neither threshold, the limit adapts to the run's own gain and noise.
+With --save-steps, show to which checkpoint action="rollback" would first have gone back. Mark runs with --good and
+--bad to count false alarms and missed divergences; --sweep finds the settings that separate the two best. With neither
+threshold, the limit adapts to the run's own gain and noise. Exit status 1 if the detector fires in an unmarked run or
+is wrong about a marked one; 2 if a run cannot be read or lacks the metric, after the other runs have been checked.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from .arguments import RUN, add_json, add_step_key, settings_of
 
 if TYPE_CHECKING:
     from dalsegno.analysis import DetectorSettings, Series, TrainingLog
+    from dalsegno.analysis.stats.detect import Firing
 
     from .per_run_results import PerRunResults
 
@@ -67,6 +70,19 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mode", choices=("min", "max"), default="min", help="max: the metric should rise; default: %(default)s"
     )
+    parser.add_argument(
+        "--save-steps",
+        type=int,
+        metavar="N",
+        help="steps between checkpoints: show to which one of them the run would have gone back; default: do not",
+    )
+    parser.add_argument(
+        "--margin",
+        type=int,
+        default=50,
+        metavar="N",
+        help="with --save-steps, the margin of the RecoveryPolicy, in steps; default: %(default)s",
+    )
     add_step_key(parser)
     add_json(parser)
 
@@ -80,6 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
     from dalsegno.analysis import DetectorSettings
 
     settings = settings_of(DetectorSettings, arguments)
+    if arguments.save_steps is not None and arguments.save_steps < 1:
+        raise ConfigurationError(f"--save-steps {arguments.save_steps}: needs at least 1")
     named = {"good": arguments.good, "bad": arguments.bad, None: arguments.runs}
     if not any(named.values()):
         raise ConfigurationError("no runs given: name them as RUN, --good RUN or --bad RUN")
@@ -107,6 +125,7 @@ def _detect(marked: dict[str | None, list[Series]], settings: DetectorSettings, 
                     "marked": mark,
                     "records": found.observations,
                     "fires_at": fired.step if fired else None,
+                    "back_to": _checkpoint_before(fired, arguments),
                     "verdict": _verdict(mark, fired is not None),
                     "reason": found.reason,
                 }
@@ -121,6 +140,7 @@ def _detect(marked: dict[str | None, list[Series]], settings: DetectorSettings, 
                 *([Column("marked", "marked")] if arguments.good or arguments.bad else []),
                 Column("records", "records", number, True),
                 Column("fires_at", "fires at", number, True),
+                *([Column("back_to", "back to", number, True)] if arguments.save_steps is not None else []),
                 Column("verdict", "verdict", text, False, _style),
                 Column("reason", "reason"),
             ],
@@ -130,6 +150,17 @@ def _detect(marked: dict[str | None, list[Series]], settings: DetectorSettings, 
             print(f"false alarms: {wrong['false alarm']} of {len(marked['good'])} good runs; ", end="")
             print(f"missed: {wrong['missed']} of {len(marked['bad'])} bad runs")
     return 1 if any(row["verdict"] in ("diverges", *wrong) for row in rows) else 0
+
+
+def _checkpoint_before(fired: Firing | None, arguments: argparse.Namespace) -> int | None:
+    """Step of the checkpoint to which the run would have gone back; None if it would not, or nobody asks."""
+    from dalsegno.policies.recovery import RecoveryPolicy
+
+    policy = RecoveryPolicy(margin=arguments.margin)
+    if fired is None or arguments.save_steps is None:
+        return None
+    latest = policy.latest_checkpoint(fired.step, [])
+    return latest - latest % arguments.save_steps
 
 
 def _sweep(marked: dict[str | None, list[Series]], arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Show the legs (process lives) of a run: the checkpoint each resumed from, steps repeated, and why it ended.
+"""Show the legs (process lives) of a run: where each resumed, its rollbacks, the steps repeated, and why it ended.
 
 A leg of which no work is left, because a later one resumed from a checkpoint before it, is indented. Log records that
 were cut off are kept; --tails shows them.
@@ -72,6 +72,7 @@ def _as_json(summary: LegSummary, tails: bool) -> dict[str, Any]:
         "why": leg.why,
         "cause": leg.cause,
         "idle": summary.idle,
+        "rollbacks": leg.rollbacks,
         "cut_off": [_tail_as_json(tail, tails) for tail in summary.cut_off],
     }
 
@@ -125,6 +126,9 @@ def _as_lines(summary: LegSummary) -> list[str]:
         f"leg {leg.leg}  {start}, {_steps(leg.first_step, summary.last_step)}: {end}",
         f"{moment(leg.started)}, {span(summary.ended - leg.started)}, {ranks}, process {leg.pid} on {leg.host}",
     ]
+    for each in leg.rollbacks:
+        reason = each["reason"].splitlines()[0]
+        lines.append(f"step {each['from_step']:,}: back to step {each['to_step']:,}, by {each['by']}: {reason}")
     if leg.why:
         lines.append(leg.why.splitlines()[0])
     if leg.cause:

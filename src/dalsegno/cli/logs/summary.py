@@ -110,10 +110,13 @@ def _facts(summary: Summary, log: TrainingLog) -> list[tuple[str, str]]:
 
 
 def _state(summary: Summary) -> str:
-    if not summary.restarts:
-        return summary.state
-    restarts = f"{summary.restarts} restart{'s' if summary.restarts > 1 else ''}"
-    return f"{summary.state}, {restarts}, {summary.redone_steps:,} steps repeated"
+    breaks = _breaks(summary)
+    return ", ".join([summary.state, *breaks, *([f"{summary.redone_steps:,} steps repeated"] if breaks else [])])
+
+
+def _breaks(summary: Summary) -> list[str]:
+    counts = {"restart": summary.restarts, "rollback": summary.rollbacks}
+    return [f"{count} {what}{'s' if count > 1 else ''}" for what, count in counts.items() if count]
 
 
 def _metric(metric: MetricSummary | None) -> str | None:
@@ -170,8 +173,7 @@ def _one_line(summary: Summary) -> str:
         if metric is not None:
             best = f" (best {number(metric.best)} at {metric.best_step:,})" if metric.best_step is not None else ""
             parts.append(f"{metric.name} {number(metric.final)}{best}")
-    if summary.restarts:
-        parts.append(f"{summary.restarts} restart{'s' if summary.restarts > 1 else ''}")
+    parts += _breaks(summary)
     if summary.spikes:
         parts.append(f"{len(summary.spikes)} spike{'s' if len(summary.spikes) > 1 else ''}")
     return "  ".join(parts)
