@@ -97,8 +97,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "without wrong samples": {},
     "wrong samples": {"wrong": WRONG},
     "wrong samples, going back": {"wrong": WRONG, "policy": POLICY},
-    "learning rate too high": {"rate": 0.6},
-    "learning rate too high, going back": {"rate": 0.6, "policy": SLOWER},
+    "learning rate too high": {"rate": 0.2},
+    "learning rate too high, going back": {"rate": 0.2, "policy": SLOWER},
 }
 
 

@@ -184,6 +184,26 @@ def test_a_stop_that_is_requested_with_a_rollback_ends_the_leg_at_the_checkpoint
     assert sniffer.seen == samples_of_steps(*range(11, 21))
 
 
+def test_a_command_waits_during_a_rollback_and_an_earlier_one_acts_again(tmp_path: Path) -> None:
+    class Client(ds.Callback):
+        def on_step_end(self, ctx: Any) -> None:
+            if ctx.step == 6 and not sniffer.rollbacks:
+                ctx.trainer.commands.submit("set", {"logging_steps": 7}, by="me")
+
+        def on_step_done(self, ctx: Any) -> None:
+            if ctx.step == 10:
+                ctx.trainer.commands.submit("save_and_stop", by="me")
+
+    sniffer = Sniffer(samples_of_step(10))
+    trainer = rolling(tmp_path, Client(), sniffer, JsonLogger())
+    result = trainer.train()
+    assert sniffer.rollbacks == [(10, 4)]
+    assert (result.reason, result.stopped_by, result.global_step) == ("stopped", "me", 5)
+    assert rolling(tmp_path, sniffer, JsonLogger()).train().reason == "finished"
+    steps = [record["global_step"] for record in read_records(tmp_path / "logs/train.jsonl") if "loss" in record]
+    assert steps == [1, 2, 3, 4, 5, 7, 14]  # step 6 has set it before its record
+
+
 def test_nan_goes_back_by_each_callback_that_finds_it(tmp_path: Path) -> None:
     data = [dict(tiny_regression_data(LENGTH)[index]) for index in range(LENGTH)]
     data[samples_of_step(6)[0]]["x"] = torch.full((8,), float("nan"))

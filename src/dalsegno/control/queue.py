@@ -151,7 +151,8 @@ class CommandQueue:
         Args:
             rewind_to: the step that the user goes back to: what came later is of an abandoned timeline. None: nothing.
         """
-        entries = self._journal.read()
+        with self._lock:
+            entries = self._journal.read()
         if rewind_to is not None:
             abandon(entries, rewind_to)
         return [entry for entry in entries if entry.step is not None and entry.error is None]

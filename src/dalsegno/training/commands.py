@@ -79,17 +79,27 @@ class CommandExecutor:
         ``goes_back``: the user has chosen this step; commands after it are of an abandoned timeline.
         """
         rewind_to = step if goes_back else None
-        plan = self._plan = collectives.from_rank_zero(partial(self._planned, step, rewind_to))
         script = self._script_values()
-        self._change_settings(plan.settings)
-        self._settings.plan_steps()
-        self._switched_off = frozenset(plan.switched_off)
-        self._dispatcher.switch_off(self._switched_off)
+        plan = self._put_in_force(step, rewind_to)
         yield
         collectives.from_rank_zero(partial(self._resume, rewind_to))
         if collectives.rank() == 0 and (text := describe_plan(plan, script)):
             is_surprising = plan.notes or "max_steps" in plan.settings
             logger.log(logging.WARNING if is_surprising else logging.INFO, "commands of earlier legs:\n  %s", text)
+
+    def go_back(self, step: int) -> None:
+        """Put in force what commands had set by ``step``, to which the leg goes back; later ones are repeated. Commands
+        that wait for their effect still do. Collective."""
+        self.undo_settings()
+        self._put_in_force(step, None)
+
+    def _put_in_force(self, step: int, rewind_to: int | None) -> CommandPlan:
+        plan = self._plan = collectives.from_rank_zero(partial(self._planned, step, rewind_to))
+        self._change_settings(plan.settings)
+        self._settings.plan_steps()
+        self._switched_off = frozenset(plan.switched_off)
+        self._dispatcher.switch_off(self._switched_off)
+        return plan
 
     def _planned(self, step: int, rewind_to: int | None) -> CommandPlan:
         """On rank 0."""

@@ -157,10 +157,11 @@ def _checkpoint_before(fired: Firing | None, arguments: argparse.Namespace) -> i
     from dalsegno.policies.recovery import RecoveryPolicy
 
     policy = RecoveryPolicy(margin=arguments.margin)
-    if fired is None or arguments.save_steps is None:
+    apart: int | None = arguments.save_steps
+    if fired is None or apart is None:
         return None
     latest = policy.latest_checkpoint(fired.step, [])
-    return latest - latest % arguments.save_steps
+    return latest - latest % apart
 
 
 def _sweep(marked: dict[str | None, list[Series]], arguments: argparse.Namespace) -> int:
