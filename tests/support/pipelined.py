@@ -359,10 +359,11 @@ def transformer(kind: str) -> nn.Module:
     return transformers.MixtralForCausalLM(config)
 
 
-def train_transformers(folder: Path, parallel: Any) -> dict[str, tuple[list[Any], dict[str, Any]]]:
+def train_transformers(folder: Path, parallel: Any) -> dict[str, tuple[list[Any], list[Any]]]:
+    """Of each model the losses and norms, and the logits of a prediction."""
     found = {}
     for kind in ("llama", "mixtral"):
-        steps = Steps()
+        steps, predictions = Steps(), Predictions()
         settings = {
             "parallel": parallel,
             "max_steps": 2,
@@ -370,8 +371,11 @@ def train_transformers(folder: Path, parallel: Any) -> dict[str, tuple[list[Any]
             "lr_scheduler_type": "constant",
         }
         args = arguments(folder / kind, per_device_train_batch_size=2, **settings)
-        ds.Trainer(transformer(kind), args, train_dataset=ByteLines(), callbacks=[steps]).train()  # type: ignore[arg-type]
-        found[kind] = steps.seen, {}
+        data: Any = ByteLines()
+        trainer = ds.Trainer(transformer(kind), args, train_dataset=data, callbacks=[steps, predictions])
+        trainer.train()
+        trainer.predict(torch.utils.data.Subset(data, range(2)))
+        found[kind] = steps.seen, predictions.logits
     return found
 
 

@@ -166,5 +166,6 @@ class PipelinedForward:
     def __call__(self, batch: Any) -> tuple[torch.Tensor, Outputs]:
         loss, outputs = self._runner.evaluate(batch, self._forward)
         if self._dispatcher.listens_anywhere(Event.PREDICTION_STEP):
-            return loss, {**self._runner.share_outputs(outputs), "loss": loss}
+            known = None if outputs is None else dict(outputs)
+            return loss, {**self._runner.share_outputs(known), "loss": loss}
         return loss, {"loss": loss}

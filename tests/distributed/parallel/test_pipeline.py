@@ -176,8 +176,11 @@ def test_transformers_train_as_in_one_process(tmp_path: Path) -> None:
     """A Llama with tied embeddings and a Mixtral, with their own loss and masks."""
     [expected] = run_ranks(pipelined.train_transformers, 1, tmp_path / "one", "none")
     for found in run_ranks(pipelined.train_transformers, 2, tmp_path / "two", ds.Pipeline(2)):
-        for kind, (steps, _) in found.items():
+        for kind, (steps, logits) in found.items():
             assert np.array(steps) == pytest.approx(np.array(expected[kind][0]), rel=1e-4), kind
+            assert len(logits) == len(expected[kind][1]) > 0
+            for ours, theirs in zip(logits, expected[kind][1], strict=True):
+                np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
