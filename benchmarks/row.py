@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from math import inf
+
+_FAILED = "failed: "
+_LEADING_NUMBER = re.compile(r"-?(?:[\d.]+(?:e[-+]?\d+)?|inf|nan)")
 
 
 @dataclass(frozen=True)
@@ -19,6 +24,21 @@ class Row:
     met: bool | None = None
     """None where there is no target, or no figure."""
 
+    @classmethod
+    def failed(cls, name: str, error: Exception) -> Row:
+        """In place of the rows of a benchmark that raised."""
+        return cls(name, f"{_FAILED}{type(error).__name__}", "")
+
+    @property
+    def has_failed(self) -> bool:
+        return self.ours.startswith(_FAILED)
+
+    @property
+    def is_impossible(self) -> bool:
+        """Whether the ratio is zero, negative or not finite: then nothing was measured, whatever the row says."""
+        number = _LEADING_NUMBER.match(self.ratio)
+        return number is not None and not 0 < float(number[0]) < inf
+
     def cells(self) -> list[str]:
         return [
             self.what,
@@ -26,7 +46,7 @@ class Row:
             self.peer,
             self.ratio,
             self.target,
-            {True: "yes", False: "NO", None: ""}[self.met],
+            "IMPOSSIBLE" if self.is_impossible else {True: "yes", False: "NO", None: ""}[self.met],
         ]
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,3 +49,47 @@ def test_the_peak_memory_of_a_process_is_not_its_parents() -> None:
     nothing, hundred = map(int, done.stdout.split())
     assert nothing < 100 << 20
     assert 100 << 20 <= hundred - nothing + (1 << 20) < 110 << 20
+
+
+ROWS = """
+import sys
+from pathlib import Path
+from benchmarks import __main__ as main, results
+from benchmarks.row import Row
+
+sound = Row("sound", "1 s", "2 s", "0.50 ×", "≤ 1 ×", True)
+nothing = Row("nothing", "0 MB", "80 MB", "0.0 ×", "≤ 3 ×", True)
+made = {"sound": [sound], "nothing": [sound, nothing]}
+main._measure_here = lambda name, small: made[sys.argv[1]]
+status = main.main(["loop", "--json", "rows.json"])
+assert sys.argv[1] == "none" or results.read(Path("rows.json"))[0] == sound
+sys.exit(status)
+"""
+
+
+@pytest.mark.parametrize(
+    ("rows", "status", "met"), [("sound", 0, "yes"), ("nothing", 1, "IMPOSSIBLE"), ("none", 1, "failed: KeyError")]
+)
+def test_a_row_whose_figure_is_impossible_fails_and_so_does_a_benchmark_that_raises(
+    rows: str, status: int, met: str, tmp_path: Path
+) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    done = subprocess.run(
+        [sys.executable, "-c", ROWS, rows], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == status, done.stderr
+    assert done.stdout.splitlines()[-1].rstrip(" |").endswith(met), done.stdout
+    result = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))
+    assert result["machine"]["cores"] > 0 and {"torch", "dalsegno", "python"} <= set(result["versions"])
+
+
+@pytest.mark.parametrize(
+    ("ratio", "impossible"), [("", False), ("0.01 ×", False), ("0 ×", True), ("-1.2 ×", True), ("nan ×", True)]
+)
+def test_ratios_that_nothing_can_have(ratio: str, impossible: bool) -> None:
+    sys.path.insert(0, str(ROOT))
+    try:
+        from benchmarks.row import Row
+    finally:
+        sys.path.remove(str(ROOT))
+    assert Row("what", "1 s", "1 s", ratio).is_impossible is impossible
