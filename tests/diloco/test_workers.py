@@ -11,6 +11,9 @@ import torch
 
 from dalsegno.diloco import DiLoCoServer, DiLoCoWorker, WorkerOptions, delayed_nesterov, nesterov
 from dalsegno.diloco.coordinator import Coordinator
+from dalsegno.diloco.link import ServerLink, Verdict
+from dalsegno.diloco.signature import Specs
+from dalsegno.diloco.state import Result
 from dalsegno.errors import ConfigurationError, NotRunning, StateMismatch
 from dalsegno.logs import drop_wall_clock, read_records
 from dalsegno.testing import run_ranks, start_ranks
@@ -323,6 +326,26 @@ def test_a_synchronization_without_a_server_is_skipped(tmp_path: Path, monkeypat
         done = worker.synchronize()
         assert (done.round, done.version, done.samples, done.local_steps) == (1, 1, 32, 2)
         worker.leave()
+
+
+def test_a_result_that_is_cut_is_fetched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What had arrived of it does not count for what quantization has lost."""
+    monkeypatch.setattr("dalsegno.diloco.exchange.retry_delay", lambda attempt: 0.0)
+    fetch, cuts = ServerLink.fetch, []
+
+    def cut_once(link: ServerLink, result: Result, specs: Specs) -> Verdict:
+        if result.version == 0 or cuts:
+            return fetch(link, result, specs)
+        cuts.append(result)
+        for tensor in link._snapshot.tensors.values():
+            tensor.zero_()
+        return Verdict.AGAIN
+
+    monkeypatch.setattr(ServerLink, "fetch", cut_once)
+    with DiLoCoServer(tmp_path, 1, rules=rules(1)) as server:
+        model = train_by_hand(server, 0, 12, sync_every=4, int8_comm=True)
+    assert len(cuts) == 1
+    assert same(model, plain_rounds(1, 3, 4, nesterov(), torch.int8))
 
 
 def test_a_worker_without_a_server_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:

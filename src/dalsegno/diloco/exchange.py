@@ -102,13 +102,15 @@ class Exchange:
         """
         link, number = self.link, submission.number
         is_dropped = number > self.known  # the server has it from a synchronization that was skipped here
+        errors: dict[str, Tensor] | None = None  # found once: a result that is cut has overwritten the snapshot in part
         for attempt in range(1 + self.options.max_sync_retries):
             verdict, is_wanted = link.offer(submission, after=retry_delay(attempt) if attempt else 0.0)
             if verdict is Verdict.DONE and is_wanted:
                 is_dropped = False
                 verdict = link.submit(submission, self.sent(submission))
             if verdict is Verdict.DONE:
-                errors = self.errors_after(submission, is_dropped=is_dropped)
+                if errors is None:
+                    errors = self.errors_after(submission, is_dropped=is_dropped)
                 verdict, result = link.result(self.progress.worker_id, number)
                 if result is not None:
                     verdict = self._adopt(number, result)
