@@ -7,6 +7,7 @@ the wrong samples, or with a fitting learning rate.
 
 from __future__ import annotations
 
+import io
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -114,7 +116,8 @@ def main(folder: Path) -> None:
         print(f"{name}: eval_loss {eval_loss(folder / name):.4g}")
     logs = [next(iter(ds.open_log(folder / name))) for name in ("wrong samples", "wrong samples, going back")]
     picture = ds.plot_logs(logs, compare=True, metrics=["loss"], view=ds.View(log=True, ylim=(0.01, 1e6)))
-    (HERE / "rollback.png").write_bytes(picture._repr_png_())
+    image = Image.open(io.BytesIO(picture._repr_png_())).convert("RGB")
+    image.quantize(64, dither=Image.Dither.NONE).save(HERE / "rollback.png", optimize=True)
 
 
 if __name__ == "__main__":
