@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from .errors import DuplicateKey as DuplicateKey
     from .errors import EmptyDataset as EmptyDataset
     from .errors import EventNotFired as EventNotFired
+    from .errors import LeaseLost as LeaseLost
     from .errors import Locked as Locked
     from .errors import NotFound as NotFound
     from .errors import NotRunning as NotRunning
@@ -188,6 +189,7 @@ _HOMES = {
         "DuplicateKey",
         "EmptyDataset",
         "EventNotFired",
+        "LeaseLost",
         "NotSupported",
         "Locked",
         "NotFound",

@@ -15,6 +15,7 @@
     ├── NotFound (FileNotFoundError)           a checkpoint, run or log does not exist
     ├── DamagedCheckpoint (OSError)            a checkpoint's bytes differ from its manifest
     ├── Locked (BlockingIOError)               another live run uses this output_dir
+    │   └── LeaseLost                          another process has taken this run over
     ├── NotRunning (RuntimeError)              no leg is running that could carry out a command
     ├── EventNotFired (TypeError)              a callback needs an event that this loop cannot fire
     ├── NotSupported (NotImplementedError)     this operating system lacks something that the call needs
@@ -98,6 +99,10 @@ class DamagedCheckpoint(DalsegnoError, OSError):
 
 class Locked(DalsegnoError, BlockingIOError):
     """Another live run uses this ``output_dir``; the message names its host, process and start time."""
+
+
+class LeaseLost(Locked):
+    """Another process has taken over this run, which ended here without another write to its ``output_dir``."""
 
 
 class NotRunning(DalsegnoError, RuntimeError):

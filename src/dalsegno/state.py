@@ -153,6 +153,8 @@ class ControlRequests(NamedTuple):
     commands: bool = False
     """Rank 0 has accepted commands that wait for their effect."""
     roll_back: bool = False
+    lease_lost: bool = False
+    """Another process has taken the run over: nothing more may be written."""
 
     def merge(self, others: ControlRequests) -> ControlRequests:
         return ControlRequests(*(mine or other for mine, other in zip(self, others, strict=True)))

@@ -178,7 +178,7 @@ class TrainingArguments:
     disable_tqdm: bool | None = None
     """True: lines instead of progress bars. None: bars on a terminal and in a notebook."""
     take_over_lock: bool = False
-    """Start even if a process on another host holds the lock of ``output_dir``. Only if that process is dead."""
+    """Take ``output_dir`` from a process on another host without waiting for its lease; only if it is dead."""
     run_name: str | None = None
     """Name of the run for humans; some callbacks show it."""
     recovery: RecoveryPolicy | str | None = None

@@ -14,6 +14,7 @@ OF_TRAINING: Mapping[int, str] = {
     ExitStatus.ERROR: "error",
     ExitStatus.WRONG_USE: "wrong use",
     ExitStatus.DIVERGED: "diverged",
+    ExitStatus.TAKEN_OVER: "taken over by another process",
     ExitStatus.RUN_AGAIN: "stopped in time by a signal or a time limit: the same command continues the run",
 }
 

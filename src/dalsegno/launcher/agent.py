@@ -35,7 +35,7 @@ logger = logging.getLogger("dalsegno")
 
 ENDED = (ExitStatus.DONE, ExitStatus.DIVERGED, ExitStatus.RUN_AGAIN)
 """Exit statuses of a rank whose training has ended; any other is a failure."""
-FINAL = (ExitStatus.WRONG_USE, ExitStatus.INTERRUPTED)
+FINAL = (ExitStatus.WRONG_USE, ExitStatus.INTERRUPTED, ExitStatus.TAKEN_OVER)
 """Failures that a restart would only repeat."""
 
 MONITOR_INTERVAL = 0.05  # seconds

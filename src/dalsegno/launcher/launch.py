@@ -20,7 +20,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from dalsegno.errors import ConfigurationError, RankFailed
+from dalsegno.errors import ConfigurationError, LeaseLost, RankFailed
 from dalsegno.events.registration import check_callbacks
 from dalsegno.system.exit_status import ExitStatus
 from dalsegno.training.result import TrainResult
@@ -111,6 +111,8 @@ def launch(
     end = run_job(target, options)
     if end.status == ExitStatus.WRONG_USE:
         raise ConfigurationError(end.why)
+    if end.status == ExitStatus.TAKEN_OVER:
+        raise LeaseLost(end.why)
     if end.status == ExitStatus.INTERRUPTED:
         raise KeyboardInterrupt
     if end.status not in ENDED or (end.why and end.result is None):
@@ -199,8 +201,8 @@ def _failure(agent: RankAgent, signals: ForwardedSignals) -> JobEnd:
         return JobEnd(ExitStatus.INTERRUPTED, why, None)
     if any(-number in statuses for number in signals.forwarded):  # it ended a rank that was not training
         return JobEnd(ExitStatus.RUN_AGAIN, why, None)
-    status = ExitStatus.WRONG_USE if ExitStatus.WRONG_USE in statuses else ExitStatus.ERROR
-    return JobEnd(status, why, None)
+    known = (ExitStatus.WRONG_USE, ExitStatus.TAKEN_OVER)
+    return JobEnd(next((status for status in known if status in statuses), ExitStatus.ERROR), why, None)
 
 
 def _threads(nproc: int) -> int | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from dalsegno.errors import ConfigurationError, EventNotFired, NotFound, StateMismatch
+from dalsegno.errors import ConfigurationError, EventNotFired, LeaseLost, NotFound, StateMismatch
 
 
 class ExitStatus(IntEnum):
@@ -22,6 +22,8 @@ class ExitStatus(IntEnum):
     """An argument or a configuration that cannot work: the same command fails again."""
     DIVERGED = 3
     """A callback judged that training has diverged; the run stays ended."""
+    TAKEN_OVER = 4
+    """Another process has taken the run over and continues it."""
     RUN_AGAIN = 75
     """Stopped in time, by a signal or a time limit, with a checkpoint: the same command continues the run. It is
     ``EX_TEMPFAIL`` of ``sysexits.h``."""
@@ -35,4 +37,4 @@ def exit_status_of(error: BaseException) -> ExitStatus:
         return ExitStatus.INTERRUPTED
     if isinstance(error, (ConfigurationError, EventNotFired, NotFound, StateMismatch)):
         return ExitStatus.WRONG_USE
-    return ExitStatus.ERROR
+    return ExitStatus.TAKEN_OVER if isinstance(error, LeaseLost) else ExitStatus.ERROR

@@ -1,7 +1,8 @@
 """Atomic file operations: files are complete or absent.
 
 Every change that dalsegno makes to its files goes through this module, so that a test can observe or interrupt the
-exact sequence of operations: see :data:`watcher`.
+exact sequence of operations: see :data:`watcher`. A process that has lost the lock of a directory changes nothing below
+it: see :func:`add_fence`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Protocol
 
 from .posix import O_BINARY, O_DIRECT, O_DIRECTORY, O_NOFOLLOW, fcntl
 
@@ -30,10 +32,59 @@ watcher: Watcher | None = None
 """Called with (operation, path) before each write, fsync, truncate, rename, mkdir and unlink. For tests."""
 
 
+class Fence(Protocol):
+    """Decides whether this process may still change the files of a directory."""
+
+    def is_certain(self) -> bool:
+        """Whether it may, as far as is known without a look at the disk. Fast."""
+        ...
+
+    def confirm(self) -> None:
+        """
+        Raises:
+            LeaseLost: if it may not.
+        """
+        ...
+
+
+_fences: tuple[tuple[str, Fence], ...] = ()  # replaced, never changed: other threads iterate
+
+
+def add_fence(directory: Path, fence: Fence) -> None:
+    """From now on, change files below ``directory`` only while ``fence`` allows it."""
+    global _fences
+    _fences = (*_fences, *((root, fence) for root in {_root(directory), _root(directory.resolve())}))
+
+
+def remove_fence(fence: Fence) -> None:
+    global _fences
+    _fences = tuple((root, each) for root, each in _fences if each is not fence)
+
+
+def _root(directory: Path) -> str:
+    return os.path.abspath(directory).rstrip("/") + "/"
+
+
 def notify_watcher(operation: str, path: Path) -> None:
     """Notify the watcher, if any, of an operation that is about to change ``path``."""
     if watcher is not None:
         watcher(operation, path)
+
+
+def _ask_fences(operation: str, path: Path) -> None:
+    """
+    Raises:
+        LeaseLost: if another process has taken over the directory of ``path``.
+    """
+    for root, fence in _fences:  # a rename publishes: it is worth a look at the disk, which shows a takeover at once
+        if (operation == "rename" or not fence.is_certain()) and os.path.abspath(path).startswith(root):
+            fence.confirm()
+
+
+def _begin(operation: str, path: Path) -> None:
+    """Called before each operation that changes ``path``. The fences are asked last: the watcher may take long."""
+    notify_watcher(operation, path)
+    _ask_fences(operation, path)
 
 
 def open_own(path: Path, flags: int, mode: int = 0o644) -> int:
@@ -44,7 +95,10 @@ def open_own(path: Path, flags: int, mode: int = 0o644) -> int:
 
     Raises:
         OSError: if ``path`` is not a regular file, or cannot be opened.
+        LeaseLost: if another process has taken over the directory of ``path``.
     """
+    if flags & (os.O_CREAT | os.O_TRUNC):
+        _ask_fences("open", path)
     with contextlib.suppress(FileNotFoundError):
         kind = path.lstat().st_mode
         if not stat.S_ISREG(kind):
@@ -55,8 +109,8 @@ def open_own(path: Path, flags: int, mode: int = 0o644) -> int:
 
 @contextlib.contextmanager
 def _notifying(operation: str, path: Path) -> Iterator[None]:
-    """Notify the watcher, and add the file name to an OSError: the kernel knows only the descriptor."""
-    notify_watcher(operation, path)
+    """Begin the operation, and add the file name to an OSError: the kernel knows only the descriptor."""
+    _begin(operation, path)
     try:
         yield
     except OSError as error:
@@ -94,10 +148,9 @@ def fsync(descriptor: int, path: Path) -> None:
 
 
 def fsync_directory(path: Path) -> None:
-    """Flush a directory's entries (names, renames) to disk. Does nothing on Windows, which cannot open directories."""
     if not O_DIRECTORY:
         return
-    notify_watcher("fsync", path)
+    _begin("fsync", path)
     descriptor = os.open(path, os.O_RDONLY | O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -112,7 +165,7 @@ def make_directory(path: Path) -> None:
     """
     if not path.is_dir():
         make_directory(path.parent)
-        notify_watcher("mkdir", path)
+        _begin("mkdir", path)
         path.mkdir(exist_ok=True)
         fsync_directory(path.parent)
 
@@ -125,7 +178,7 @@ def make_private_directory(path: Path) -> None:
         OSError: if it cannot be created, or is not a directory.
     """
     make_directory(path.parent)
-    notify_watcher("mkdir", path)
+    _begin("mkdir", path)
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
     descriptor = os.open(path, os.O_RDONLY | O_DIRECTORY | O_NOFOLLOW)
@@ -145,13 +198,13 @@ def mkdir_nosync(path: Path) -> None:
     Publishing the directory, or its parent, later fsyncs the name; it is not needed before.
     """
     if not path.is_dir():
-        notify_watcher("mkdir", path)
+        _begin("mkdir", path)
         path.mkdir(exist_ok=True)
 
 
 def rename(source: Path, target: Path) -> None:
     """Rename and fsync the new name. Replaces an existing file."""
-    notify_watcher("rename", target)
+    _begin("rename", target)
     source.replace(target)
     fsync_directory(target.parent)
 
@@ -159,10 +212,10 @@ def rename(source: Path, target: Path) -> None:
 def remove(path: Path) -> None:
     """Remove a file or a directory tree. Does nothing if ``path`` does not exist."""
     if path.is_dir() and not path.is_symlink():
-        notify_watcher("unlink", path)
+        _begin("unlink", path)
         shutil.rmtree(path)
     elif path.exists() or path.is_symlink():
-        notify_watcher("unlink", path)
+        _begin("unlink", path)
         path.unlink()
 
 
@@ -251,6 +304,7 @@ def replace_durably(path: Path, data: Buffer, mode: int = 0o644) -> None:
 def replace_durably_in_pieces(path: Path, pieces: Iterable[Buffer], mode: int = 0o644) -> None:
     """Like :func:`replace_durably`, for data that is produced while it is written and never held in memory whole."""
     temporary = path.with_name(f".{path.name}.tmp")
+    _ask_fences("rename", path)  # before the temporary file, which may be another process's by now
     try:
         _write_pieces(temporary, pieces, mode)
         rename(temporary, path)

@@ -2,39 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import json
 import os
 import struct
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar
 
 from dalsegno.errors import Locked, NotSupported
 
-from .filesystem import open_own
-from .posix import O_NOFOLLOW, O_NONBLOCK, can_train, fcntl, host_name, pread
+from .filesystem import add_fence, open_own, remove_fence
+from .holder import Holder
+from .lease import LOCK, Lease, outlast, read_entry
+from .posix import O_BINARY, O_NOFOLLOW, O_NONBLOCK, can_train, fcntl, pread
 
 VISIBLE_WITHIN_S = 60.0
 """Seconds until a file written on one host must be visible on all: network disks cache that a file was absent."""
 
+_ENTRY_BYTES = 1024
+
 _TAKEN = (errno.EACCES, errno.EAGAIN)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
 
 
 class DirectoryLock:
     """Allows one live process at a time in a directory.
 
-    The kernel's lock belongs to the open file, not to the process: if the process opens and closes the lock file
-    elsewhere (e.g. to copy the whole folder), the lock stays. (A POSIX record lock would be dropped.) The kernel drops
-    the lock once the file is closed everywhere, however the process dies. A forked process, such as a data loader's
-    worker, closes its copy at once, so it does not hold the lock longer than its parent.
+    On one host the kernel's lock decides. It belongs to the open file, not to the process: if the process opens and
+    closes the lock file elsewhere (e.g. to copy the whole folder), the lock stays. (A POSIX record lock would be
+    dropped.) The kernel drops the lock once the file is closed everywhere, however the process dies. A forked process,
+    such as a data loader's worker, closes its copy at once, so it does not hold the lock longer than its parent.
 
-    The kernel's lock may not work between hosts, so the file also names the holder; release empties it. An entry of
-    another host counts as held unless that process is certainly dead.
+    The kernel's lock may not work between hosts, so the file also names the holder, which renews a
+    :class:`~dalsegno.system.lease.Lease`; release empties the file. Once this process has lost the lease,
+    :mod:`~dalsegno.system.filesystem` changes nothing below the directory.
 
     Raises:
         Locked: on :meth:`acquire`, if this or another process holds the lock, or may hold it on another host.
@@ -45,10 +51,12 @@ class DirectoryLock:
     _held_here: ClassVar[dict[Path, DirectoryLock]] = {}
 
     def __init__(self, directory: Path, *, take_over: bool = False) -> None:
-        """``take_over``: ignore an entry of another host."""
+        """``take_over``: take the lock from a process of another host."""
+        self._directory = directory
         self._path = _file_of(directory)
         self._take_over = take_over
         self._descriptor: int | None = None
+        self._lease: Lease | None = None
 
     @classmethod
     def is_held(cls, directory: Path) -> bool:
@@ -62,7 +70,7 @@ class DirectoryLock:
             raise
         try:
             known = _is_locked(descriptor)
-            return cls._lives(path, Holder.read(descriptor)) if known is None else known
+            return cls._lives(path, Holder.parse(pread(descriptor, 4096, 0))) if known is None else known
         finally:
             os.close(descriptor)
 
@@ -73,55 +81,81 @@ class DirectoryLock:
             return path in cls._held_here
         return holder is not None and holder.lives_here()
 
+    @classmethod
+    def loss(cls, directory: Path) -> str | None:
+        """Why this process, which has locked ``directory`` by this path, must not write there; None if it may."""
+        held = cls._held_here.values()
+        lease = next((lock._lease for lock in held if lock._directory == directory), None)  # no look at the disk
+        if lease is None:
+            return None
+        if not lease.is_certain():
+            with contextlib.suppress(OSError):  # LeaseLost, which is noted; or an error that a write would meet, too
+                lease.confirm()
+        return lease.loss
+
     def acquire(self) -> str:
-        """Take the lock. Returns the token in the lock file, for :func:`is_visible`."""
+        """Take the lock. Waits if it is that of a process on another host, until the lease is renewed or has expired.
+
+        Returns the token in the lock file, for :func:`is_visible`.
+        """
+        place = str(self._path.parent)
         if not can_train():
-            raise NotSupported(f"{self._path.parent}: training needs Linux or macOS; on Windows, train in WSL")
+            raise NotSupported(f"{place}: training needs Linux or macOS; on Windows, train in WSL")
         if self._path in self._held_here:
-            raise Locked(f"{self._path.parent}: already in use by another run in this process ({os.getpid()})")
+            raise Locked(f"{place}: already in use by another run in this process ({os.getpid()})")
         descriptor = open_own(self._path, os.O_RDWR | os.O_CREAT)
+        files = _DirectoryFiles(self._path.parent, descriptor)
+        lease = Lease(files, place)
         try:
-            self._take(descriptor)
-            me = Holder.here()
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(asdict(me)).encode(), 0)
-            os.fsync(descriptor)  # for other hosts
+            token = lease.acquire(self._former(files, place, descriptor))
         except BaseException:
             os.close(descriptor)
             raise
-        self._descriptor = descriptor
+        self._descriptor, self._lease = descriptor, lease
         self._held_here[self._path] = self
-        return me.token
+        add_fence(self._directory, lease)
+        return token
 
-    def _take(self, descriptor: int) -> None:
-        holder, folder = Holder.read(descriptor), self._path.parent
+    def _former(self, files: _DirectoryFiles, place: str, descriptor: int) -> Holder | None:
+        """The holder to succeed; None if the lock was released."""
+        known: bool | None = False
         try:
             _lock(descriptor)
-            is_alive = False
         except OSError as error:
             if error.errno not in (*_TAKEN, *_NO_LOCKS):
                 raise
-            is_alive = error.errno in _TAKEN or self._lives(self._path, holder)
-        if is_alive:
-            who = holder or "another process"
-            raise Locked(f"{folder}: in use by {who}; wait for it, stop it, or use another output_dir")
-        if holder is not None and not self._take_over:
-            holder.raise_if_maybe_alive(folder, self._path.name)
+            known = True if error.errno in _TAKEN else None
+        holder = read_entry(files).holder
+        if self._lives(self._path, holder) if known is None else known:
+            raise (
+                Locked(f"{place}: in use by another process; wait for it, stop it, or use another output_dir")
+                if holder is None
+                else holder.refuse(place)
+            )
+        if holder is None or holder.is_dead() or self._take_over:
+            return holder
+        return outlast(files, place, holder)
 
     def release(self) -> None:
-        if self._descriptor is not None:
-            os.ftruncate(self._descriptor, 0)
-            del self._held_here[self._path]
+        if self._descriptor is None or self._lease is None:
+            return
+        remove_fence(self._lease)
+        del self._held_here[self._path]
+        try:
+            if self._lease.release():
+                os.ftruncate(self._descriptor, 0)
+        finally:
             os.close(self._descriptor)
-            self._descriptor = None
+            self._descriptor = self._lease = None
 
     @classmethod
     def _close_in_child(cls) -> None:
         """Close the lock files in a forked process. Closing leaves the parent its lock; unlocking would release it."""
         for lock in cls._held_here.values():
-            assert lock._descriptor is not None, "it is held"
+            assert lock._descriptor is not None and lock._lease is not None, "it is held"
+            remove_fence(lock._lease)
             os.close(lock._descriptor)
-            lock._descriptor = None
+            lock._descriptor = lock._lease = None
         cls._held_here.clear()
 
     def __enter__(self) -> DirectoryLock:
@@ -138,70 +172,74 @@ if can_train():
     os.register_at_fork(after_in_child=DirectoryLock._close_in_child)
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """The holder named in a lock file. ``since``: UTC seconds. ``lives``: restart counts by job, see below."""
+class _DirectoryFiles:
+    """The files of a lease in a directory, seen past the caches of a network disk."""
 
-    host: str
-    pid: int
-    since: float
-    token: str
-    lives: dict[str, tuple[str, int]]
+    def __init__(self, directory: Path, lock: int) -> None:
+        """``lock``: descriptor of the lock file, which is written in place: the kernel's lock is on that file."""
+        self._directory = directory
+        self._lock = lock
 
-    @classmethod
-    def here(cls) -> Holder:
-        """Describe this process."""
-        return cls(host_name(), os.getpid(), time.time(), os.urandom(8).hex(), _lives_of_this_job())
+    def read(self, name: str) -> bytes | None:
+        return _read_fresh(self._directory / name)
 
-    @classmethod
-    def read(cls, descriptor: int) -> Holder | None:
-        """Like :meth:`parse`, for the content of an open file."""
-        return cls.parse(pread(descriptor, 4096, 0))
-
-    @classmethod
-    def parse(cls, data: bytes) -> Holder | None:
-        """Return None if ``data`` is empty or malformed."""
+    def write(self, name: str, data: bytes) -> None:
+        if name == LOCK:
+            data = data.ljust(_ENTRY_BYTES)  # one write replaces the former entry: no reader finds half of it
+            os.pwrite(self._lock, data, 0)
+            os.ftruncate(self._lock, len(data))
+            os.fsync(self._lock)  # for other hosts
+            return
+        descriptor = os.open(self._directory / name, os.O_WRONLY | os.O_CREAT | O_NOFOLLOW, 0o644)
         try:
-            entry = json.loads(data)
-            lives = {str(kind): (str(job), int(life)) for kind, (job, life) in entry.get("lives", {}).items()}
-            return cls(str(entry["host"]), int(entry["pid"]), float(entry["since"]), str(entry.get("token", "")), lives)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return None
+            os.pwrite(descriptor, data, 0)
+        finally:
+            os.close(descriptor)  # which sends it to the server of a network disk
 
-    def is_here(self) -> bool:
-        """Whether the holder is on this host."""
-        return self.host == host_name()
+    def create(self, name: str, data: bytes) -> bool:
+        path, draft = self._directory / name, self._directory / f"{name}.{os.urandom(8).hex()}"
+        try:
+            _create(draft, data)
+            os.link(draft, path)  # complete from the first moment, and atomic on every version of NFS
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            try:
+                _create(path, data)
+            except FileExistsError:
+                return False
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                draft.unlink()
+        return True
 
-    def is_me(self) -> bool:
-        """Whether the holder is this process, or an earlier one of this host with the same pid."""
-        return self.is_here() and self.pid == os.getpid()
+    def delete(self, names: Iterable[str]) -> None:
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                (self._directory / name).unlink()
 
-    def lives_here(self) -> bool:
-        """Whether the holder is a live process of this host. False on Windows, which does not see those of WSL."""
-        return can_train() and self.is_here() and _lives(self.pid)
 
-    def raise_if_maybe_alive(self, place: object, file_name: str) -> None:
-        """
-        Raises:
-            Locked: if the holder is on another host and may be alive.
-        """
-        if not self.is_here() and not self.is_certainly_dead():
-            raise Locked(
-                f"{place}: in use by {self}, and this host ({host_name()}) cannot see whether that process "
-                f"is alive; if it is not, delete {file_name} there, or train with "
-                "TrainingArguments(take_over_lock=True) once"
-            )
+def _create(path: Path, data: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | O_NOFOLLOW | O_BINARY, 0o644)
+    try:
+        os.write(descriptor, data)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
-    def is_certainly_dead(self) -> bool:
-        """Whether the holder belonged to an earlier start of this process's own job; that start ended before this."""
-        return any(
-            self.lives.get(kind, ("", life))[0] == job and self.lives[kind][1] < life
-            for kind, (job, life) in _lives_of_this_job().items()
-        )
 
-    def __str__(self) -> str:
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
-        return f"process {self.pid} on {self.host} since {since}"
+def _read_fresh(path: Path) -> bytes | None:
+    try:
+        list(path.parent.iterdir())  # makes a network disk ask its server
+        descriptor = os.open(path, os.O_RDONLY | O_NOFOLLOW | O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    try:
+        return pread(descriptor, 4096, 0)
+    finally:
+        os.close(descriptor)
 
 
 def is_visible(directory: Path, token: str) -> bool:
@@ -219,42 +257,14 @@ def is_visible(directory: Path, token: str) -> bool:
 
 def _holder_of(directory: Path) -> Holder | None:
     try:
-        list(directory.iterdir())  # makes a network disk ask its server
-        descriptor = os.open(directory / ".lock", os.O_RDONLY)
+        return Holder.parse(_read_fresh(directory / LOCK))
     except OSError:
         return None
-    try:
-        return Holder.read(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _lives_of_this_job() -> dict[str, tuple[str, int]]:
-    """Job id and restart count by launcher: of Slurm, which requeues jobs, and torchrun, which restarts them."""
-    found = {}
-    for kind, job, life in (
-        ("slurm", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"),
-        ("torchrun", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
-    ):
-        name, count = os.environ.get(job, "none"), os.environ.get(life, "0")
-        if name != "none" and count.isdecimal():  # torchrun's default id, shared by all unnamed jobs
-            found[kind] = (name, int(count))
-    return found
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _file_of(directory: Path) -> Path:
     """Path of the lock file. The folder may be reached through links; the lock file must not be a link."""
-    return directory.resolve() / ".lock"
+    return directory.resolve() / LOCK
 
 
 def _lock(descriptor: int) -> None:

@@ -26,6 +26,7 @@ from dalsegno.distributed.sharded_tensors import are_finite
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint, NotFound, UnknownName
 from dalsegno.logs import RunFile
 from dalsegno.state import SavedTrainerState
+from dalsegno.system.lock import DirectoryLock
 
 from .contents import PROGRESS, CheckpointContents
 from .imported_run import ImportedRun
@@ -76,6 +77,10 @@ class Checkpointer:
                 self._manager.settle()
             finally:
                 self._mirror.end()
+
+    def lease_loss(self) -> str | None:
+        """Why this process must not write any more: another one has taken over the run. None if it may."""
+        return DirectoryLock.loss(self._parts.args.directory) or self._mirror.loss()
 
     def start_uploads(self, resumed_from: Path | None) -> None:
         """Copy to the URL what is published from now on, and ``resumed_from`` if it is this run's own."""

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from dalsegno.errors import LeaseLost
 from dalsegno.state import TrainerControl, TrainerState
 from dalsegno.system.exit_status import ExitStatus
 
-Reason = Literal["finished", "stopped", "aborted", "exhausted", "interrupted", "exception"]
+Reason = Literal["finished", "stopped", "aborted", "exhausted", "interrupted", "exception", "taken_over"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,8 @@ class TrainResult:
     """Finished optimizer steps, over all legs."""
     reason: Reason
     """``finished`` (``max_steps`` or all epochs done), ``stopped`` (on request), ``aborted`` (the same,
-    without a checkpoint), or ``exhausted`` (the data ended and cannot be read again)."""
+    without a checkpoint), or ``exhausted`` (the data ended and cannot be read again). In ``on_train_end`` also
+    ``exception``, ``interrupted`` (Ctrl-C) or ``taken_over`` (:class:`~dalsegno.LeaseLost`)."""
     why: str | None = None
     """In words, if the end was requested or an exception caused it."""
     stopped_by: str | None = None
@@ -46,7 +48,12 @@ class TrainResult:
             return ExitStatus.DIVERGED
         if self.reason == "stopped" and self.stopped_by in ("signal", "clock"):
             return ExitStatus.RUN_AGAIN
-        return {"exception": ExitStatus.ERROR, "interrupted": ExitStatus.INTERRUPTED}.get(self.reason, ExitStatus.DONE)
+        statuses: dict[Reason, ExitStatus] = {
+            "exception": ExitStatus.ERROR,
+            "interrupted": ExitStatus.INTERRUPTED,
+            "taken_over": ExitStatus.TAKEN_OVER,
+        }
+        return statuses.get(self.reason, ExitStatus.DONE)
 
     def with_best(self, state: TrainerState, path_of: Callable[[int], Path]) -> TrainResult:
         """A copy with the best evaluation recorded in ``state``."""
@@ -65,6 +72,8 @@ def reason_of(error: BaseException | None, control: TrainerControl, exhausted: b
     """Reason for the end: ``error`` first, then a request, then the end of the data."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
+    if isinstance(error, LeaseLost):
+        return "taken_over"
     if error is not None:
         return "exception"
     if control.should_abort_without_save:

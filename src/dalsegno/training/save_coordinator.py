@@ -36,10 +36,14 @@ class SaveCoordinator:
         self._captured_state = parts.state  # as of the save in progress
         self._best_before: str | None = None  # the best checkpoint before the save in progress
         self.set_latest(None)
-        self.begin_leg()
 
-    def begin_leg(self) -> None:
-        """Forget the failures of the previous leg."""
+    def begin_leg(self, control_sync: ControlSync) -> None:
+        """Forget the failures of the previous leg. To be called once before the first leg, too.
+
+        ``control_sync``: asked after on_before_save whether any rank calls the save off, and after a failure whether
+        another process has taken the run over.
+        """
+        self._control_sync = control_sync
         self._failures: list[SaveFailed] = []  # consecutive
         self._must_succeed = True
         self._is_prepared = not (self._args.saving and self._args.save_in_background)
@@ -60,12 +64,11 @@ class SaveCoordinator:
             self._is_prepared = True
             self._checkpointer.prepare()
 
-    def save(self, metrics: Mapping[str, float], control_sync: ControlSync) -> ControlRequests:
+    def save(self, metrics: Mapping[str, float]) -> ControlRequests:
         """Save this step, unless that was requested before or a handler of on_before_save calls it off. Collective.
 
         Args:
             metrics: of the evaluation at this step.
-            control_sync: asked after on_before_save whether any rank calls the save off.
 
         Returns:
             The requests that have called the save off.
@@ -82,7 +85,7 @@ class SaveCoordinator:
         if dispatcher.before_save:
             dispatcher.before_save.fill(path, step)
             dispatcher.before_save.fire()
-        called_off = control_sync.called_off()
+        called_off = self._control_sync.called_off()
         if called_off.abort or called_off.roll_back:
             return called_off
         self._captured_state = self._state.copy()
@@ -113,6 +116,7 @@ class SaveCoordinator:
         """Wait for the save in progress, if any; fire on_save, or count its failure. Collective.
 
         Raises:
+            LeaseLost: if it has failed because another process has taken the run over.
             SaveFailed: if ``max_failed_saves`` in a row have failed.
         """
         save = self._current
@@ -121,6 +125,7 @@ class SaveCoordinator:
         save.wait()
         self._current = None
         if save.failure is not None:
+            self._control_sync.expect_lease()
             self._note_failure(save, save.failure)
             return
         self._note_success(save)

@@ -25,7 +25,7 @@ from dalsegno.data.split_batches import SplitBatches
 from dalsegno.data.step_batch import LossWeight, Source, StepBatch, agreed_position, iter_steps
 from dalsegno.distributed import collectives
 from dalsegno.distributed.modes import parts_of_batch
-from dalsegno.errors import ConfigurationError, EmptyDataset
+from dalsegno.errors import ConfigurationError, EmptyDataset, LeaseLost
 from dalsegno.logs.recoveries import Recovery
 
 from .checkpointer import Checkpointer
@@ -131,7 +131,7 @@ class Session:
 
     def _finish(self) -> None:
         """Without an exception: the last checkpoint, the final record, and the best weights. Collective."""
-        self._boundary.saves.finish()
+        self._boundary.finish()
         self._final_metrics = self._recorder.final_metrics()
         self._recorder.log(self._final_metrics, "final")
         self._checkpointer.load_best_model()
@@ -159,7 +159,10 @@ class Session:
         if dispatcher.train_end:
             dispatcher.train_end.fill(result.reason, metrics, result.checkpoint)
             failures += dispatcher.train_end.fire_all()
-        failures += _failures(partial(self._leg_recorder.end, result))
+        if result.reason == "taken_over":  # files of the run are the other process's
+            failures = [failure for failure in failures if not isinstance(failure, LeaseLost)]
+        else:
+            failures += _failures(partial(self._leg_recorder.end, result))
         for failure in failures:
             if error is None:
                 raise failure

@@ -63,6 +63,7 @@ class StepBoundary:
         self.recorder = Recorder(parts)
         self.evaluations = EvaluationRunner(parts, self.recorder, evaluations)
         self.saves = SaveCoordinator(parts, checkpointer)
+        self._checkpointer = checkpointer
         self.begin_leg()
 
     def begin_leg(self) -> None:
@@ -72,8 +73,13 @@ class StepBoundary:
         sources = [*self._sources, self.saves.poll, self.commands.poll]
         if self._save_interval_s < math.inf:
             sources.append(self._poll_clock)
-        self._control_sync = ControlSync(self._control, sources, each_step=self._dispatcher.may_request_each_step())
-        self.saves.begin_leg()
+        self._control_sync = ControlSync(
+            self._control,
+            sources,
+            each_step=self._dispatcher.may_request_each_step(),
+            lease_loss=self._checkpointer.lease_loss,
+        )
+        self.saves.begin_leg(self._control_sync)
         self.stopping = False
         """All ranks have agreed to stop."""
         self.begin_timeline()
@@ -164,6 +170,16 @@ class StepBoundary:
         Collective."""
         self._save()
 
+    def finish(self) -> None:
+        """Finalize the last save of a leg that ends without an exception. Collective.
+
+        Raises:
+            LeaseLost: on all ranks, if another process has taken the run over.
+            SaveFailed: if the save has failed.
+        """
+        self.saves.finish()
+        self._control_sync.expect_lease()
+
     def save_held(self, *, also: bool) -> None:
         """Run a held save when the loop is left before on_epoch_end. Collective.
 
@@ -178,7 +194,7 @@ class StepBoundary:
         control = self._control
         requested, control.stop_request = control.stop_request, None  # so that who calls the save off is named
         self._saved_at = time.monotonic()
-        called_off = self._recover(self.saves.save(self.evaluations.metrics(), self._control_sync), may_save=False)
+        called_off = self._recover(self.saves.save(self.evaluations.metrics()), may_save=False)
         if called_off.abort and self.rollback is None:
             self._stop()
             self.saves.tolerate_failed_save()

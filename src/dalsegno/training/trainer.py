@@ -183,6 +183,7 @@ class Trainer:
         Raises:
             UnknownName: for an unknown name in ``allow_changes`` or ``load_components``.
             Locked: if another live process trains in this ``output_dir``.
+            LeaseLost: if another process takes the run over meanwhile. Nothing is written from then on.
             NotFound: if there is no checkpoint at the path.
             DamagedCheckpoint: if the checkpoint at the path is damaged, or no checkpoint verifies.
             StateMismatch: before anything is changed, if a saved state does not fit its object here.

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from checkpoint.remote.s3 import BUCKET, S3
 from checkpoint.remote.there import steps_at
 from dalsegno.checkpoint.remote.lock import RemoteLock
 from dalsegno.checkpoint.remote.store import Store
+from dalsegno.system import lease
 from dalsegno.testing import Ranks, run_ranks, start_ranks
 from support.listeners import Listener
 
@@ -34,9 +36,9 @@ def there() -> Iterator[Store]:
     fsspec.filesystem("memory").store.clear()
 
 
-def started(url: str, folder: Path, host: str) -> Ranks:
-    """A run on that host that trains until it is stopped."""
-    ranks = start_ranks(jobs.train_on_host, 1, host, url, folder, 1_000_000)
+def started(url: str, folder: Path, host: str, ttl: float = 60.0) -> Ranks:
+    """A run on that host that trains until it is stopped. ``ttl``: seconds of its lease."""
+    ranks = start_ranks(jobs.train_on_host, 1, host, url, folder, 1_000_000, ttl)
     jobs.until(lambda: bool(steps_at(Store(url))))
     return ranks
 
@@ -45,9 +47,7 @@ def test_another_host_is_kept_out_until_the_run_has_ended(url: str, tmp_path: Pa
     first = started(url, tmp_path / "one", "node-1")
     (told,) = run_ranks(jobs.train_on_host, 1, "node-2", url, tmp_path / "two", 4)
     assert re.match(
-        rf"Locked: {url}: in use by process \d+ on node-1 since .*, and this host \(node-2\) cannot see whether "
-        r"that process is alive; if it is not, delete \.lock there, or train with "
-        r"TrainingArguments\(take_over_lock=True\) once",
+        rf"Locked: {url}: in use by process \d+ on node-1 since .*, whose lease is held until .* UTC; wait for it",
         told,
     ), told
     assert [path.name for path in (tmp_path / "two").iterdir()] == [".lock"], "nothing was brought or trained"
@@ -58,15 +58,41 @@ def test_another_host_is_kept_out_until_the_run_has_ended(url: str, tmp_path: Pa
     assert told == "finished"
 
 
-def test_the_lock_of_a_dead_host_is_taken_over_on_request(url: str, tmp_path: Path) -> None:
-    first = started(url, tmp_path / "one", "node-1")
+def test_the_lock_of_a_dead_host_expires(url: str, tmp_path: Path) -> None:
+    first = started(url, tmp_path / "one", "node-1", ttl=0.3)
     first.kill()
     assert first.wait()[0].was_killed
-    (told,) = run_ranks(jobs.train_on_host, 1, "node-2", url, tmp_path / "two", 2)
-    assert told.startswith("Locked: ")
-    (told,) = run_ranks(jobs.train_on_host, 1, "node-2", url, tmp_path / "two", 2, True)
-    assert told == "finished"
+    assert run_ranks(jobs.train_on_host, 1, "node-2", url, tmp_path / "two", 2) == ["finished"]
     assert Store(url).read(".lock") is None
+    assert [name for name in Store(url).sizes() if name.startswith(".")] == []
+
+
+def test_the_lock_of_a_former_version_is_taken_over_on_request(there: Store, tmp_path: Path) -> None:
+    """It is not renewed, so it never expires."""
+    there.write(".lock", json.dumps(OF_NODE_17).encode())
+    with pytest.raises(ds.Locked, match=r"cannot see whether that process is alive; .*take_over_lock=True"):
+        jobs.trainer(URL, tmp_path, 2).train()
+    assert jobs.trainer(URL, tmp_path, 2, take_over_lock=True).train().reason == "finished"
+
+
+def test_two_that_take_over_at_once(url: str, tmp_path: Path) -> None:
+    Store(url).write(".lock", json.dumps(OF_NODE_17 | {"lease": 0.3}).encode())
+    places = [tmp_path / "one", tmp_path / "two"]
+    takers = [start_ranks(jobs.train_on_host, 1, place.name, url, place, 1_000_000) for place in places]
+    jobs.until(lambda: not all(taker.alive for taker in takers))
+    for place in places:
+        place.mkdir(exist_ok=True)
+        (place / "stop").touch()
+    values = sorted(str(taker.wait()[0].value) for taker in takers)
+    assert values[0].startswith(f"Locked: {url}: ") and values[1] == "stopped", values
+
+
+def test_only_one_call_creates_a_file(url: str) -> None:
+    store = Store(url)
+    with ThreadPoolExecutor(8) as threads:
+        created = list(threads.map(lambda number: store.create("taken", b"%d" % number), range(8)))
+    assert created.count(True) == 1
+    assert store.read("taken") == b"%d" % created.index(True)
 
 
 def test_one_that_was_killed_here_holds_nothing(url: str, tmp_path: Path) -> None:
@@ -76,20 +102,21 @@ def test_one_that_was_killed_here_holds_nothing(url: str, tmp_path: Path) -> Non
     assert run_ranks(jobs.train_on_host, 1, "node-1", url, tmp_path / "two", 2) == ["finished"]
 
 
-def test_one_that_was_taken_over_sends_nothing_more(
-    there: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_one_that_was_taken_over_stops_and_sends_nothing_more(
+    there: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was not dead after all. What the other one has there stays as it is."""
+    monkeypatch.setattr(lease, "RENEW_S", 0.01)
 
     def take_over(ctx: Any) -> None:
         if ctx.step == 3:
             jobs.until(lambda: steps_at(there) == [2])
             there.write(".lock", json.dumps(OF_NODE_17).encode())
 
-    assert jobs.trainer(URL, tmp_path, 6, Listener({"on_step_end": take_over})).train().reason == "finished"
+    trainer = jobs.trainer(URL, tmp_path, 1_000_000, Listener({"on_step_end": take_over}))
+    with pytest.raises(ds.LeaseLost, match=f"{URL}: was taken over by process 4711 on node-17"):
+        trainer.train()
     assert steps_at(there) == [2]
-    assert f"{URL}: was taken over by process 4711 on node-17" in caplog.text
-    assert "could not be sent: step-00000006, step-00000004" in caplog.text
     assert json.loads(there.read(".lock") or b"") == OF_NODE_17
 
 

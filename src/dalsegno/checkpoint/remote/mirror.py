@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 
 from dalsegno.distributed import collectives
 from dalsegno.policies.retention import Keep
+from dalsegno.system.lease import TTL_S
 
 from . import download
 from .lock import RemoteLock
@@ -33,7 +34,7 @@ class Mirror(Protocol):
         """Lock the URL until :meth:`end`, so that no other process trains there. Collective.
 
         Args:
-            take_over: ignore a lock that a process on another host left.
+            take_over: take the lock from a process of another host.
 
         Raises:
             Locked: if another process holds the lock, or may hold it on another host.
@@ -64,6 +65,10 @@ class Mirror(Protocol):
         """Upload what changed. From any thread; does not wait."""
         ...
 
+    def loss(self) -> str | None:
+        """Why this process must not train any more: another one has taken over the URL. None if it may."""
+        ...
+
     def end(self) -> None:
         """Wait until everything is sent, as long as bytes move, and unlock the URL. No collective."""
         ...
@@ -82,6 +87,9 @@ class NoMirror:
     def roll_back(self, step: int) -> None: ...
 
     def poll(self) -> None: ...
+
+    def loss(self) -> str | None:
+        return None
 
     def end(self) -> None: ...
 
@@ -137,6 +145,9 @@ class StoreMirror:
         if self._uploads is not None:
             self._uploads.wake()
 
+    def loss(self) -> str | None:
+        return self._lock.loss()
+
     def end(self) -> None:
         uploads, self._uploads = self._uploads, None
         try:
@@ -150,8 +161,9 @@ class StoreMirror:
             self._lock.drop()
         except Exception as error:  # any exception of a third-party filesystem
             logger.warning(
-                "%s: its lock could not be released (%s: %s); from another host, take_over_lock=True is needed",
+                "%s: its lock could not be released (%s: %s); on another host it expires after %.0f s",
                 self._store.url,
                 type(error).__name__,
                 error,
+                TTL_S,
             )

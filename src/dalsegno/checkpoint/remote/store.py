@@ -55,6 +55,25 @@ class Store:
         self._make_parent(name)
         self._system.pipe_file(self._path(name), data)
 
+    def create(self, name: str, data: bytes) -> bool:
+        """Write a small file that does not exist yet; returns whether this call has.
+
+        Atomic where the filesystem supports exclusive writes (S3: If-None-Match). Elsewhere, of two calls at the same
+        moment the later one counts.
+        """
+        self._make_parent(name)
+        if self.read(name) is not None:
+            return False
+        try:
+            self._system.pipe_file(self._path(name), data, mode="create")
+        except FileExistsError:
+            return False
+        except Exception:  # s3fs: EINVAL if it exists; also after a retry of a request that has succeeded
+            if (present := self.read(name)) is None:
+                raise
+            return present == data
+        return True
+
     def send(self, local: Path, name: str, moved: Moved | None) -> None:
         """Upload a file. A file of that name is replaced once the new one is complete."""
         self._make_parent(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 
-from dalsegno.errors import Locked
+from dalsegno.errors import LeaseLost
 from dalsegno.system.byte_sizes import format_bytes
 from dalsegno.system.progress import Progress
 from dalsegno.system.worker import lower_thread_priority
@@ -59,7 +59,7 @@ class UploadThread:
         finally:
             self._is_cancelled = True
             self._awake.set()
-        if missing := self._uploader.missing():
+        if self._lock.loss() is None and (missing := self._uploader.missing()):
             logger.error(
                 "%s: could not be sent: %s; the next leg on this host sends what is in %s",
                 self._uploader.url,
@@ -88,8 +88,7 @@ class UploadThread:
             is_finishing = self._is_finishing
             try:
                 self._send(is_finishing)
-            except Locked as error:
-                logger.error("%s; nothing more is sent from here", error)
+            except LeaseLost:  # which ends the run, and is logged where it is renewed
                 return
             except Exception as error:  # any exception of a third-party filesystem: training continues
                 self._note_failure(error)
@@ -111,6 +110,8 @@ class UploadThread:
     def _advance(self, count: int) -> None:
         if self._is_cancelled:
             raise InterruptedError("the upload was cancelled")
+        if loss := self._lock.loss():
+            raise LeaseLost(loss)
         self._progress.advance(count)
 
     def _note_failure(self, error: Exception) -> None:

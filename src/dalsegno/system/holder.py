@@ -1,0 +1,103 @@
+"""Holder: the process that a lock file names, and whether it is still alive as far as this host can tell."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+
+from dalsegno.errors import Locked
+
+from .posix import can_train, host_name
+
+_LONGEST_LEASE_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """The holder named in a lock file. ``since``: UTC seconds. ``lives``: restart counts by job, see below."""
+
+    host: str
+    pid: int
+    since: float
+    token: str
+    lives: dict[str, tuple[str, int]]
+    lease: float | None = None
+    """Seconds without a renewal after which the entry has expired; None: it never expires, as in former versions."""
+
+    @classmethod
+    def here(cls, lease: float | None = None) -> Holder:
+        """Describe this process, under a new token."""
+        return cls(host_name(), os.getpid(), time.time(), os.urandom(8).hex(), _lives_of_this_job(), lease)
+
+    @classmethod
+    def parse(cls, data: bytes | None) -> Holder | None:
+        """Return None if ``data`` is None, empty or malformed."""
+        try:
+            entry = json.loads(data or b"")
+            lives = {str(kind): (str(job), int(life)) for kind, (job, life) in entry.get("lives", {}).items()}
+            lease = entry.get("lease")
+            lease = float(lease) if lease is not None and 0 < float(lease) <= _LONGEST_LEASE_S else None
+            token = str(entry.get("token", ""))
+            return cls(str(entry["host"]), int(entry["pid"]), float(entry["since"]), token, lives, lease)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return None
+
+    def encoded(self) -> bytes:
+        """The entry for :meth:`parse`."""
+        return json.dumps(asdict(self)).encode()
+
+    def is_here(self) -> bool:
+        """Whether the holder is on this host."""
+        return self.host == host_name()
+
+    def is_me(self) -> bool:
+        """Whether the holder is this process, or an earlier one of this host with the same pid."""
+        return self.is_here() and self.pid == os.getpid()
+
+    def lives_here(self) -> bool:
+        """Whether the holder is a live process of this host. False on Windows, which does not see those of WSL."""
+        return can_train() and self.is_here() and _lives(self.pid)
+
+    def is_dead(self) -> bool:
+        """Whether a holder that does not live on this host is dead: it was here, or :meth:`is_certainly_dead`."""
+        return self.is_here() or self.is_certainly_dead()
+
+    def is_certainly_dead(self) -> bool:
+        """Whether the holder belonged to an earlier start of this process's own job; that start ended before this."""
+        return any(
+            self.lives.get(kind, ("", life))[0] == job and self.lives[kind][1] < life
+            for kind, (job, life) in _lives_of_this_job().items()
+        )
+
+    def refuse(self, place: str, why: str = "") -> Locked:
+        """The error for a process that must not take the lock. ``why``: follows the holder's description."""
+        return Locked(f"{place}: in use by {self}{why}; wait for it, stop it, or use another output_dir")
+
+    def __str__(self) -> str:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+        return f"process {self.pid} on {self.host} since {since}"
+
+
+def _lives_of_this_job() -> dict[str, tuple[str, int]]:
+    """Job id and restart count by launcher: of Slurm, which requeues jobs, and torchrun, which restarts them."""
+    found = {}
+    for kind, job, life in (
+        ("slurm", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"),
+        ("torchrun", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+    ):
+        name, count = os.environ.get(job, "none"), os.environ.get(life, "0")
+        if name != "none" and count.isdecimal():  # torchrun's default id, shared by all unnamed jobs
+            found[kind] = (name, int(count))
+    return found
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,280 @@
+"""Lease: a lock that its holder renews, so that the lock of a dead host expires.
+
+``.lock`` names the holder, ``.lease`` until when it holds. The holder rewrites ``.lease`` every :data:`RENEW_S`
+seconds. A process that finds the entry of another host watches ``.lease``: a change refuses it, none for the entry's
+whole duration lets it take over. No clock of another host, nor of the store, is compared with one here: as in the
+leader election of Kubernetes, an observer counts the seconds since it has last seen a change.
+
+Every change of the holder is decided by one atomic operation: the new holder creates ``.lock.after-…``, named by the
+former entry, which only one process can. It reads ``.lock`` again, writes its own entry, and removes the file. If it
+dies before that, the file names it as the holder. A holder that was late to renew (suspended, or cut off from its
+store) succeeds itself in the same way: either nobody has taken over and nobody can any more, or its lease is lost.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
+from typing import ClassVar, NamedTuple, Protocol
+
+from dalsegno.errors import LeaseLost, Locked
+
+from .holder import Holder
+
+logger = logging.getLogger("dalsegno")
+
+LOCK, LEASE = ".lock", ".lease"
+
+TTL_S = 60.0
+"""Seconds without a renewal after which another host may take over."""
+
+RENEW_S = 15.0
+"""Seconds between two renewals."""
+
+_CERTAIN = 0.75  # share of the duration in which the holder needs no proof: ends before an observer's count can
+
+
+class LeaseFiles(Protocol):
+    """The small files of a lease: in a directory or at a URL. All methods may raise OSError, or a library's error."""
+
+    def read(self, name: str) -> bytes | None:
+        """Present content, past any cache; None if there is no such file."""
+        ...
+
+    def write(self, name: str, data: bytes) -> None:
+        """Create or overwrite a file."""
+        ...
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Create a file that does not exist yet; returns whether this call has."""
+        ...
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete files; missing ones are skipped."""
+        ...
+
+
+class Entry(NamedTuple):
+    """Who holds a lock at present."""
+
+    holder: Holder | None
+    takings: list[str]
+    """Files of takeovers that ``.lock`` does not show yet."""
+
+
+def read_entry(files: LeaseFiles) -> Entry:
+    """Read the present holder: that of ``.lock``, or whoever is succeeding it."""
+    holder, takings = Holder.parse(files.read(LOCK)), list[str]()
+    while (name := _taking(holder)) not in takings and (successor := Holder.parse(files.read(name))) is not None:
+        holder = successor
+        takings.append(name)
+    return Entry(holder, takings)
+
+
+def outlast(files: LeaseFiles, place: str, holder: Holder) -> Holder | None:
+    """Wait until the lease of ``holder``, on another host, has expired; returns None if it was released meanwhile.
+
+    Raises:
+        Locked: if the lease is renewed or never expires, or another process takes over first.
+    """
+    if holder.lease is None:
+        raise Locked(
+            f"{place}: in use by {holder}, and this host ({Holder.here().host}) cannot see whether that process "
+            f"is alive; if it is not, delete {LOCK} there, or train with "
+            "TrainingArguments(take_over_lock=True) once"
+        )
+    logger.warning("%s: locked by %s; waiting %.0f s for a sign of life", place, holder, holder.lease)
+    seen, began = files.read(LEASE), _clock()
+    while True:
+        is_over = _clock() >= began + holder.lease  # before the look: this process may have been suspended
+        lease, present = files.read(LEASE), read_entry(files).holder
+        if present is None:
+            return None
+        if present.token != holder.token:
+            raise present.refuse(place)
+        if lease != seen:
+            raise holder.refuse(place, f", whose lease is held until {_until(lease)}")
+        if is_over:
+            logger.warning("%s: the lease of %s has expired; this process takes over", place, holder)
+            return holder
+        time.sleep(min(1.0, holder.lease / 30))
+
+
+class Lease:
+    """Held from :meth:`acquire` to :meth:`release`, and renewed on a thread of its own.
+
+    Args:
+        files: where the lease is kept.
+        place: directory or URL, for messages.
+    """
+
+    _tokens_here: ClassVar[set[str]] = set()  # a restarted container may have the same host and pid
+
+    def __init__(self, files: LeaseFiles, place: str) -> None:
+        self._files = files
+        self._place = place
+        self._me: Holder | None = None
+        self._successor: Holder | None = None  # while ``_succeed`` is at work
+        self.loss: str | None = None
+        """Why this process must not write any more, once that is known."""
+        self._certain_until = 0.0
+        self._renewing = threading.RLock()
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="dalsegno-lease", daemon=True)
+
+    @classmethod
+    def is_of_this_process(cls, holder: Holder) -> bool:
+        """Whether a lease of this process has this entry."""
+        return holder.token in cls._tokens_here
+
+    def acquire(self, former: Holder | None) -> str:
+        """Succeed ``former``, which is dead or has released the lock. Returns the token of the new entry.
+
+        Raises:
+            Locked: if another process has been faster.
+        """
+        if not self._succeed(former):
+            other = read_entry(self._files).holder
+            who = "another process" if other is None else str(other)
+            raise Locked(
+                f"{self._place}: {who} has taken it just now; wait for it, stop it, or use another output_dir "
+                f"(if there is no such process, delete {_taking(former)} there)"
+            )
+        assert self._me is not None
+        try:
+            self._renew()
+            self._thread.start()
+        except BaseException:
+            self._tokens_here.discard(self._me.token)
+            raise
+        return self._me.token
+
+    def is_certain(self) -> bool:
+        """Whether the last renewal is so recent that no other process can have taken over."""
+        return self.loss is None and _clock() < self._certain_until
+
+    def confirm(self) -> None:
+        """Read whether this process still holds the lease; renew it if that is overdue.
+
+        Raises:
+            LeaseLost: if another process has taken over.
+        """
+        with self._renewing:
+            if self.is_certain():
+                self._expect_own()
+            else:
+                self._renew()
+
+    def release(self) -> bool:
+        """End the renewals and delete ``.lease``. Returns whether ``.lock`` still is this process's, to be removed."""
+        self._ending.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout=5.0)  # it may hang at a store that does not answer
+        try:
+            self.confirm()
+            self._files.delete([LEASE])
+        except LeaseLost:
+            return False
+        finally:
+            if self._me is not None:
+                self._tokens_here.discard(self._me.token)
+        return True
+
+    # -- renewal ----------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        pause, failed = RENEW_S, False
+        while not self._ending.wait(pause):
+            try:
+                self._renew()
+                pause, failed = RENEW_S, False
+            except LeaseLost as error:
+                logger.error("%s", error)
+                return
+            except Exception as error:  # any exception of a third-party filesystem
+                if not failed:
+                    logger.warning(
+                        "%s: the lease could not be renewed (%s: %s); retrying",
+                        self._place,
+                        type(error).__name__,
+                        error,
+                    )
+                pause, failed = RENEW_S / 4, True
+
+    def _renew(self) -> None:
+        with self._renewing:
+            began, is_certain = _clock(), self.is_certain()
+            if self.loss is not None:
+                raise LeaseLost(self.loss)
+            if is_certain or self._certain_until == 0.0:
+                self._expect_own()
+            elif not self._succeed(self._me):
+                self._lose()
+            self._files.write(LEASE, self._encoded())
+            self._certain_until = began + _CERTAIN * TTL_S
+
+    def _succeed(self, former: Holder | None) -> bool:
+        """Try to become the holder after ``former``, by an entry with a new token. To be repeated after an error."""
+        me = self._successor = self._successor or Holder.here(TTL_S)
+        taking, data = _taking(former), me.encoded()
+        if not (self._files.create(taking, data) or self._files.read(taking) == data):  # created before an error
+            return False
+        obsolete = [taking]
+        try:
+            present = read_entry(self._files)
+            if present.holder is None or present.holder.token != me.token:  # another process has succeeded ``former``
+                return False
+            self._files.write(LOCK, data)
+            obsolete = present.takings
+        finally:
+            self._files.delete(obsolete)
+        if self._me is not None:
+            self._tokens_here.discard(self._me.token)
+        self._tokens_here.add(me.token)
+        self._me, self._successor = me, None
+        return True
+
+    def _expect_own(self) -> None:
+        if self.loss is not None:
+            raise LeaseLost(self.loss)
+        holder = read_entry(self._files).holder
+        if holder is None or self._me is None or holder.token != self._me.token:
+            self._lose()
+
+    def _lose(self) -> None:
+        holder = read_entry(self._files).holder
+        other = f"another process, which has ended since (or {LOCK} was deleted)" if holder is None else str(holder)
+        self.loss = (
+            f"{self._place}: was taken over by {other}: this process did not renew its lease for {TTL_S:.0f} s, or "
+            "the other was started with take_over_lock=True; nothing more is written from here"
+        )
+        raise LeaseLost(self.loss)
+
+    def _encoded(self) -> bytes:
+        """Always of the same length, so that it replaces the former one in place, also on a full disk."""
+        assert self._me is not None
+        until = datetime.now(UTC) + timedelta(seconds=TTL_S)
+        return json.dumps({"token": self._me.token, "until": until.isoformat(timespec="microseconds")}).encode()
+
+
+def _taking(former: Holder | None) -> str:
+    """Name of the file whose creation decides who succeeds ``former``; None: a released lock."""
+    token = "" if former is None else former.token
+    return f"{LOCK}.after-{hashlib.sha256(token.encode()).hexdigest()[:16] if token else 'release'}"
+
+
+def _until(lease: bytes | None) -> str:
+    try:
+        return datetime.fromisoformat(json.loads(lease or b"")["until"]).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (ValueError, KeyError, TypeError):
+        return "an unknown time"
+
+
+def _clock() -> float:
+    """Seconds, also those that the host was suspended, if the system counts them."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()

@@ -1,0 +1,124 @@
+"""Processes that take part as hosts of their own: other names, and a disk whose locks reach no other host."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import signal
+import socket
+import threading
+import types
+from pathlib import Path
+from typing import Any
+
+import dalsegno as ds
+from dalsegno.callbacks import JsonLogger
+from dalsegno.distributed import collectives
+from dalsegno.system import lease
+from dalsegno.system.lock import DirectoryLock
+from dalsegno.testing import FaultPlan
+from support.listeners import Listener
+from support.small import small_trainer
+
+
+def name_host(name: str) -> None:
+    """Give this process a host name of its own."""
+    new_names = 0x04000000  # CLONE_NEWUTS
+    if ctypes.CDLL(None, use_errno=True).unshare(new_names) == 0:
+        socket.sethostname(name)
+    else:  # without the privilege for it
+        names = types.SimpleNamespace(nodename=name)
+        os.uname = lambda: names  # type: ignore[assignment,return-value]
+
+
+def lose_kernel_locks() -> None:
+    """From now on the kernel locks no file for this process, as on a network disk without locks."""
+    real = fcntl.fcntl
+
+    def refuse(descriptor: int, command: int, *more: Any) -> Any:
+        if command in (fcntl.F_OFD_SETLK, fcntl.F_OFD_GETLK):
+            raise OSError(errno.ENOLCK, "No locks available")
+        return real(descriptor, command, *more)
+
+    fcntl.fcntl = refuse  # type: ignore[assignment]
+
+
+def _let_time_stand_still() -> None:
+    """Until a plan suspends this process, from within this thread: it does not run on until another is suspended."""
+    now, real = [1.0], os.kill
+
+    def strike(pid: int, number: int) -> None:
+        if number == 0:  # the question whether a process is alive
+            real(pid, number)
+            return
+        signal.pthread_kill(threading.get_ident(), number)
+        now[0] += 1000.0
+
+    lease._clock = lambda: now[0]
+    os.kill = strike
+
+
+def host_trainer(run: Path, *callbacks: Any, **settings: Any) -> ds.Trainer:
+    """A log record at each step, and a checkpoint every two."""
+    chosen = {"logging_steps": 1, "save_steps": 2, "max_steps": 12, **settings}
+    return small_trainer(run, JsonLogger(), *callbacks, **chosen)
+
+
+def train_on_host(
+    host: str,
+    run: Path,
+    ttl: float = 60.0,
+    plan: FaultPlan | None = None,
+    until: Path | None = None,
+) -> str:
+    """Train in a shared directory; returns the outcome or the error.
+
+    Args:
+        host: name of this process's host.
+        run: the directory.
+        ttl: seconds of its lease.
+        plan: strikes this process. For it, time passes only while it is suspended, so it is not late before.
+        until: train until this file exists.
+    """
+    name_host(host)
+    lose_kernel_locks()
+    lease.TTL_S, lease.RENEW_S = ttl, min(0.02, ttl / 4)
+    if plan is not None:
+        _let_time_stand_still()
+        plan.arm()
+
+    def stop(ctx: Any) -> None:
+        if until is not None and until.exists():
+            ctx.control.stop("there is a file")
+
+    steps = 12 if until is None else 1_000_000
+    listener = Listener({"on_step_end": stop}, name="stopping")
+    trainer = host_trainer(run, listener, max_steps=steps, save_total_limit=3)
+    try:
+        return trainer.train().reason
+    except (ds.Locked, ds.SaveFailed) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def be_taken_over(run: Path) -> tuple[str, list[str]]:
+    """On each rank: another host takes over in the third step. The error, and what on_train_end was called with."""
+    lease.RENEW_S = 0.01
+    reasons: list[str] = []
+
+    def take_over(ctx: Any) -> None:
+        if ctx.state.global_step == 2 and collectives.rank() == 0:
+            present = json.loads((run / ".lock").read_text())
+            (run / ".other").write_text(json.dumps({**present, "host": "node-17", "token": "0123456789abcdef"}))
+            (run / ".other").rename(run / ".lock")
+            while DirectoryLock.loss(run) is None:
+                pass
+
+    listener = Listener({"on_step_begin": take_over, "on_train_end": lambda ctx: reasons.append(ctx.reason)})
+    try:
+        host_trainer(run, listener, parallel="auto", per_device_train_batch_size=2).train()
+    except ds.LeaseLost as error:
+        return str(error), reasons
+    return "no error", reasons
