@@ -148,6 +148,7 @@ def fsync(descriptor: int, path: Path) -> None:
 
 
 def fsync_directory(path: Path) -> None:
+    """Flush a directory's entries (names, renames) to disk. Does nothing on Windows, which cannot open directories."""
     if not O_DIRECTORY:
         return
     _begin("fsync", path)
