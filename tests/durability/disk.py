@@ -96,7 +96,7 @@ class Recorder:
     def place(self, path: Any, dir_fd: int | None = None) -> tuple[int, str] | None:
         """The folder's number and the name in it; None for what is not ours."""
         full = _absolute(path, dir_fd)
-        if self.root not in full.parents or full.name == ".lock":
+        if self.root not in full.parents or full.name.startswith((".lock", ".lease")):
             return None
         return self._ids[self._inode(full.parent.stat())], full.name
 
