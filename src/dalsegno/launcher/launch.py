@@ -96,6 +96,7 @@ def launch(
 
     Raises:
         ConfigurationError: before anything starts, if something cannot travel; or if a rank raises it.
+        LeaseLost: if another process has taken the run over.
         RankFailed: if a rank failed and there was no restart left, or restarts did not help.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
