@@ -140,7 +140,7 @@ def test_a_holder_that_is_late_succeeds_itself(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(lease, "TTL_S", 0.0)
     tokens: list[str] = []
     listener = Listener({"on_step_end": lambda ctx: tokens.append(entry(tmp_path)["token"])})
-    assert host_trainer(tmp_path, listener).train().reason == "finished"
+    assert host_trainer(tmp_path, listener, max_steps=4).train().reason == "finished"
     assert len(set(tokens)) > 1
     assert lease_files(tmp_path) == [".lock"]
     assert (tmp_path / ".lock").read_bytes() == b""

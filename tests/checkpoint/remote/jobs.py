@@ -81,7 +81,7 @@ def train_large(output_dir: str, local_dir: Path, max_steps: int) -> dict[str, A
 
 def until(condition: Callable[[], bool]) -> None:
     """Wait for another process or thread."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
