@@ -79,7 +79,7 @@ def main() -> None:
         leg(runs / "pair-b", 0.02)
         for run in sorted(runs.iterdir()):
             shutil.rmtree(HERE / run.name, ignore_errors=True)
-            shutil.copytree(run, HERE / run.name, ignore=shutil.ignore_patterns("checkpoints", ".lock", ".lease", "timeline.*"))
+            shutil.copytree(run, HERE / run.name, ignore=shutil.ignore_patterns("checkpoints", ".l*", "timeline.*"))
 
 
 if __name__ == "__main__":
