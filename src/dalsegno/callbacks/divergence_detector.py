@@ -84,6 +84,7 @@ class DivergenceDetector(Callback):
             baseline_smoothing=baseline_smoothing,
         )
         self.needs_evaluations = self._kind == "eval"
+        self.reads_nonfinite_loss = self._metric == "loss"
         self._warned_missing = False
 
     def on_init_end(self, ctx: Context) -> None:

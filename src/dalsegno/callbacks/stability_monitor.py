@@ -57,6 +57,7 @@ class StabilityMonitor(Callback):
         whole("StabilityMonitor", "window", window, least=FEWEST)
         number("StabilityMonitor", "deviations", deviations, over=0)
         self._scores = {name: SpikeScore(window, deviations) for name in names}
+        self.reads_nonfinite_loss = "loss" in names
 
     def on_log_step(self, ctx: LogContext) -> None:
         if ctx.kind != "train":

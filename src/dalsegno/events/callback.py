@@ -93,6 +93,8 @@ class Callback:
     """False: its handlers need more than a snapshot of the context, so ``Background`` refuses it."""
     needs_evaluations: bool = False
     """True: it needs evaluations, so a run without anything to evaluate on is refused."""
+    reads_nonfinite_loss: bool = False
+    """True: it reads NaN or infinity from the ``loss`` of training records, which some libraries' trainers leave out."""
     ranks: Literal["all", "zero"] = "all"
     """``"zero"``: handlers run on rank 0 only. Such a callback must not call a collective."""
 

@@ -16,10 +16,12 @@ import dalsegno as ds
 from dalsegno.callbacks import (
     EMA,
     CheckLoss,
+    DivergenceDetector,
     EarlyStopping,
     GradHistogram,
     JsonLogger,
     NaNChecker,
+    StabilityMonitor,
 )
 from dalsegno.interop.hf import Bridge
 from dalsegno.interop.hf.bridge import NEED_TRAINER, UNSUPPORTED_EVENTS
@@ -200,6 +202,26 @@ def test_weights_of_nan_are_not_saved(tmp_path: Path) -> None:
     trainer.train()
     assert trainer.state.global_step == 2
     assert list(tmp_path.glob("checkpoint-*")) == []
+
+
+@pytest.mark.parametrize(
+    ("callback", "hides", "expected"),
+    [
+        (DivergenceDetector, True, "so DivergenceDetector cannot find them; set logging_nan_inf_filter=False"),
+        (StabilityMonitor, True, "so StabilityMonitor cannot find them; set logging_nan_inf_filter=False"),
+        (lambda: DivergenceDetector(use_eval_loss=True), True, None),
+        (NaNChecker, True, None),
+        (DivergenceDetector, False, None),
+    ],
+    ids=["detector", "monitor", "of evaluations", "of outputs", "not hidden"],
+)
+def test_hidden_losses_are_announced_to_those_who_look_for_them(
+    callback: Any, hides: bool, expected: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "dalsegno"):
+        hf_trainer(tmp_path, Bridge([callback()]), max_steps=1, logging_nan_inf_filter=hides).train()
+    assert ("NaN or infinite out of its records" in caplog.text) == (expected is not None)
+    assert expected is None or expected in caplog.text
 
 
 # --- the same events as in dalsegno's own trainer ---------------------------------------------------------------------

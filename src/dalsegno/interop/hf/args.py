@@ -101,6 +101,11 @@ class Arguments:
         return str(next(folder for folder in folders if not folder.exists()))
 
     @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of the next step."""
+        return self._args.accumulation.at(self._state.global_step)
+
+    @property
     def device(self) -> Any:
         return device_of(self._model)
 
@@ -113,8 +118,6 @@ class Arguments:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("_args", "_state"):
             raise AttributeError(name)
-        if name == "gradient_accumulation_steps":  # of the next step
-            return self._args.accumulation.at(self._state.global_step)
         if hasattr(self._args, name):
             return getattr(self._args, name)
         if name in _FIXED:

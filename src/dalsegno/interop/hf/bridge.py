@@ -23,6 +23,7 @@ Hugging Face's loop calls the Bridge as follows; in brackets, what it fires only
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ from dalsegno.interop.wrapping import unwrapped_optimizer, wrap
 
 from .inside import Inside
 from .translation import due_at_next_step, kind_of, mirror, set_name_of, settings_of, timeline_of
+
+logger = logging.getLogger("dalsegno")
 
 _NEVER = "Hugging Face's Trainer has no callback for; use dalsegno.Trainer, or another callback"
 _GIVE_TRAINER = "trainer.add_callback(Bridge([…], trainer=trainer))"
@@ -106,6 +109,7 @@ class Bridge(transformers.TrainerCallback):
             raise ConfigurationError("Bridge: a hyperparameter search trains many runs with one trainer; leave it out")
         remedy = "set eval_strategy in TrainingArguments"
         expect_evaluations(self._callbacks, are_due=args.eval_strategy != "no", remedy=remedy)
+        self._warn_if_nonfinite_is_hidden(args)
         leg = Leg(
             self._callbacks,
             Surroundings(
@@ -247,6 +251,15 @@ class Bridge(transformers.TrainerCallback):
     @property
     def _evaluated_weights(self) -> str | None:
         return None if self._inside is None else self._inside.evaluated_weights
+
+    def _warn_if_nonfinite_is_hidden(self, args: Any) -> None:
+        readers = [callback.key for callback in self._callbacks if callback.reads_nonfinite_loss]
+        if readers and args.logging_nan_inf_filter and collectives.rank() == 0:
+            logger.warning(
+                "Bridge: Hugging Face's Trainer leaves losses that are NaN or infinite out of its records, so %s cannot "
+                "find them; set logging_nan_inf_filter=False in its TrainingArguments",
+                " and ".join(readers),
+            )
 
     # -- between the two --------------------------------------------------------------------------------------------
 
