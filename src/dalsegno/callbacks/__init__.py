@@ -48,6 +48,10 @@ from .stability_monitor import StabilityMonitor
 from .tb_logger import TBLogger
 from .textgen_callback import TextgenCallback
 from .trace_malloc import TraceMalloc
+from .trackers.comet_logger import CometLogger
+from .trackers.mlflow_logger import MLflowLogger
+from .trackers.trackio_logger import TrackioLogger
+from .trackers.wandb_logger import WandbLogger
 from .trainer_control import TrainerControlCallback
 from .weight_norm_logger import WeightNormLogger
 
@@ -63,6 +67,7 @@ def default_callbacks() -> list[Callback]:
 __all__ = [
     "EMA",
     "CheckLoss",
+    "CometLogger",
     "ComputeBudget",
     "ComputeNorm",
     "CountParams",
@@ -84,6 +89,7 @@ __all__ = [
     "LearningDynamics",
     "LogInputSummaries",
     "LogOptimizerParamGroup",
+    "MLflowLogger",
     "MemoryMonitor",
     "ModelEvalMetrics",
     "ModelMerge",
@@ -104,6 +110,8 @@ __all__ = [
     "TBLogger",
     "TextgenCallback",
     "TraceMalloc",
+    "TrackioLogger",
     "TrainerControlCallback",
+    "WandbLogger",
     "WeightNormLogger",
 ]

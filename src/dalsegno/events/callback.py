@@ -94,7 +94,7 @@ class Callback:
     needs_evaluations: bool = False
     """True: it needs evaluations, so a run without anything to evaluate on is refused."""
     reads_nonfinite_loss: bool = False
-    """True: it reads NaN or infinity from the ``loss`` of training records, which some libraries' trainers leave out."""
+    """True: it reads NaN or infinity from the ``loss`` of training records, which other trainers may leave out."""
     ranks: Literal["all", "zero"] = "all"
     """``"zero"``: handlers run on rank 0 only. Such a callback must not call a collective."""
 

@@ -256,8 +256,8 @@ class Bridge(transformers.TrainerCallback):
         readers = [callback.key for callback in self._callbacks if callback.reads_nonfinite_loss]
         if readers and args.logging_nan_inf_filter and collectives.rank() == 0:
             logger.warning(
-                "Bridge: Hugging Face's Trainer leaves losses that are NaN or infinite out of its records, so %s cannot "
-                "find them; set logging_nan_inf_filter=False in its TrainingArguments",
+                "Bridge: Hugging Face's Trainer leaves losses that are NaN or infinite out of its records, so %s "
+                "cannot find them; set logging_nan_inf_filter=False in its TrainingArguments",
                 " and ".join(readers),
             )
 

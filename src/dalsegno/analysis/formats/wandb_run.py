@@ -1,0 +1,178 @@
+"""Runs that W&B's client has written to disk: ``run-<id>.wandb``, offline or online.
+
+The file is LevelDB's log format (https://github.com/google/leveldb/blob/main/doc/log_format.md) after a header of seven
+bytes; its records are protobuf messages, wandb/proto/wandb_internal.proto. Only the history is read, by the numbers of
+its fields, so that no wandb has to be installed.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dalsegno.logs.values import Record
+
+from .naming import kind_of
+from .source import Skipped, Source
+
+HEADER = b":W&B"
+_HEADER_BYTES = 7
+_BLOCK = 32768
+_CHUNK = struct.Struct("<IHB")  # checksum, length in bytes, part of a record
+_FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
+_RECORD_HISTORY, _HISTORY_ITEM, _HISTORY_STEP = 2, 1, 2
+_ITEM_KEY, _ITEM_NESTED_KEY, _ITEM_JSON = 1, 2, 16
+
+TIMELINE = "dalsegno/timeline"
+"""Series that dalsegno's trackers write: a new number marks the step to which the run has returned."""
+
+
+class WandbRun(Source):
+    """All files of one W&B run beside each other, one per process, in the order of their directories' names."""
+
+    program = "W&B"
+
+    def records(self, skipped: Skipped) -> Iterator[Record]:
+        rows = (row for path in self._files() for row in wandb_rows(path, skipped))
+        return without_old_timelines((_record(row) for row in rows), skipped)
+
+    def stamp(self) -> tuple[int, ...]:
+        status = [path.stat() for path in self._files()]
+        return tuple(number for each in status for number in (each.st_ino, each.st_size, each.st_mtime_ns))
+
+    def changed(self) -> float:
+        return max(path.stat().st_mtime for path in self._files())
+
+    def _files(self) -> list[Path]:
+        return wandb_files(self.path.parent.parent, self.path.name) or [self.path]
+
+
+def wandb_files(folder: Path, name: str = "run-*.wandb") -> list[Path]:
+    """Return the files of runs in W&B's directory ``wandb``."""
+    return sorted(path for path in folder.glob(f"*run-*/{name}") if not path.parent.is_symlink())
+
+
+def wandb_rows(path: Path, skipped: Skipped) -> Iterator[dict[str, Any]]:
+    """Yield the rows of the history: names to JSON values, with ``_step``."""
+    for message in _messages(path, skipped):
+        try:
+            for number, value in _fields(message):
+                if number == _RECORD_HISTORY:
+                    yield _row(value)
+        except (ValueError, IndexError, TypeError, struct.error) as error:
+            skipped.note(f"{path.name}: a record is damaged: {error}")
+
+
+def without_old_timelines(records: Iterator[Record], skipped: Skipped) -> Iterator[Record]:
+    """Yield the records without those that a return of the run has replaced."""
+    kept: list[Record] = []
+    for record in records:
+        if TIMELINE in record:
+            step = record["global_step"]
+            replaced = sum(1 for each in kept if each["global_step"] > step)
+            if replaced:
+                skipped.note(f"{replaced} records after step {step}, to which the run has returned", replaced)
+            kept = [each for each in kept if each["global_step"] <= step]
+            if len(record.keys() - {"timestamp", "global_step", "kind", TIMELINE}) == 0:
+                continue
+        kept.append(record)
+    yield from kept
+
+
+def _record(row: dict[str, Any]) -> Record:
+    """Return a record with dalsegno's names; those of Hugging Face's callback, ``train/loss``, lose their prefix."""
+    values = {
+        key.removeprefix("train/").replace("eval/", "eval_", 1): value
+        for key, value in row.items()
+        if not key.startswith("_") and isinstance(value, (int, float, bool))
+    }
+    record: Record = {"timestamp": row["_timestamp"]} if "_timestamp" in row else {}
+    record["global_step"] = int(values.pop("global_step", row.get("_step", 0)))
+    record |= values
+    return {**record, "kind": kind_of(record)}
+
+
+def _row(history: bytes) -> dict[str, Any]:
+    row: dict[str, Any] = {}
+    for number, value in _fields(history):
+        if number == _HISTORY_STEP:
+            row.setdefault("_step", dict(_fields(value)).get(1, 0))
+        elif number == _HISTORY_ITEM:
+            keys: list[str] = []
+            content: Any = None
+            for part, text in _fields(value):
+                if part in (_ITEM_KEY, _ITEM_NESTED_KEY):
+                    keys.append(text.decode())
+                elif part == _ITEM_JSON:
+                    content = json.loads(text)
+            row[".".join(keys)] = _NON_FINITE.get(content, content) if isinstance(content, str) else content
+    return row
+
+
+_NON_FINITE = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
+
+
+def _messages(path: Path, skipped: Skipped) -> Iterator[bytes]:
+    """Yield the records of the log; stop at the first that is torn."""
+    parts: list[bytes] = []
+    with path.open("rb") as file:
+        data = file.read()
+    if data[: len(HEADER)] != HEADER:
+        skipped.note(f"{path.name}: does not begin with W&B's header")
+        return
+    place = _HEADER_BYTES
+    while place < len(data):
+        left = _BLOCK - place % _BLOCK
+        if left < _CHUNK.size:
+            place += left
+            continue
+        if place + _CHUNK.size > len(data):
+            skipped.note(f"{path.name}: torn at byte {place}")
+            return
+        _, length, part = _CHUNK.unpack_from(data, place)
+        begin = place + _CHUNK.size
+        if begin + length > len(data) or part not in (_FULL, _FIRST, _MIDDLE, _LAST):
+            if any(data[place:]):
+                skipped.note(f"{path.name}: torn at byte {place}")
+            return
+        parts = [] if part in (_FULL, _FIRST) else parts
+        parts.append(data[begin : begin + length])
+        if part in (_FULL, _LAST):
+            yield b"".join(parts)
+        place = begin + length
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
+    """Yield number and value of each field of a protobuf message: bytes, or a number."""
+    place = 0
+    while place < len(message):
+        tag, place = _varint(message, place)
+        number, wire = tag >> 3, tag & 7
+        if wire == 0:
+            value, place = _varint(message, place)
+            yield number, value
+        elif wire == 2:
+            length, place = _varint(message, place)
+            if place + length > len(message):
+                raise ValueError("a field is longer than its message")
+            yield number, message[place : place + length]
+            place += length
+        elif wire in (1, 5):
+            length = 8 if wire == 1 else 4
+            yield number, message[place : place + length]
+            place += length
+        else:
+            raise ValueError(f"wire type {wire}")
+
+
+def _varint(message: bytes, place: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = message[place]
+        value |= (byte & 0x7F) << shift
+        place, shift = place + 1, shift + 7
+        if not byte & 0x80:
+            return value, place

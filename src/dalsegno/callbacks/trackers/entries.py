@@ -1,0 +1,120 @@
+"""Entries: what a tracker receives, each one line of JSON in the outbox."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Literal
+
+from dalsegno.errors import StateMismatch
+from dalsegno.logs.values import encode, from_json
+from dalsegno.logs.wall_clock import drop_wall_clock
+
+
+@dataclass(frozen=True, slots=True)
+class Points:
+    """The numbers of one record."""
+
+    kind: ClassVar = "points"
+    step: int
+    time: float
+    """UTC seconds."""
+    values: dict[str, float]
+
+    def replays(self, other: Entry) -> bool:
+        """Whether ``other`` contains the same, except for wall-clock fields."""
+        return (
+            isinstance(other, Points)
+            and self.step == other.step
+            and encode(drop_wall_clock(self.values)) == encode(drop_wall_clock(other.values))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    kind: ClassVar = "text"
+    step: int
+    time: float
+    tag: str
+    text: str
+
+    def replays(self, other: Entry) -> bool:
+        return isinstance(other, Text) and (self.step, self.tag, self.text) == (other.step, other.tag, other.text)
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    kind: ClassVar = "histogram"
+    step: int
+    time: float
+    tag: str
+    edges: list[float]
+    """One more than ``counts``, ascending."""
+    counts: list[float]
+
+    def replays(self, other: Entry) -> bool:
+        return isinstance(other, Histogram) and (
+            (self.step, self.tag, self.edges, self.counts) == (other.step, other.tag, other.edges, other.counts)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """Model card of a checkpoint."""
+
+    kind: ClassVar = "card"
+    step: int
+    time: float
+    name: str
+    """Name of the checkpoint."""
+    text: str
+    """Markdown."""
+
+    def replays(self, other: Entry) -> bool:
+        return isinstance(other, Card) and self.step == other.step
+
+
+@dataclass(frozen=True, slots=True)
+class Return:
+    """The run has returned to ``step``: what follows belongs to a new timeline, whose number is ``timeline``."""
+
+    kind: ClassVar = "return"
+    step: int
+    time: float
+    timeline: int
+    """From 2: the first return begins the second timeline."""
+
+    def replays(self, other: Entry) -> bool:
+        return False
+
+
+Entry = Points | Text | Histogram | Card | Return
+Status = Literal["finished", "failed", "killed"]
+
+_KINDS: dict[str, type[Entry]] = {each.kind: each for each in (Points, Text, Histogram, Card, Return)}
+_NUMBERS = ("values", "edges", "counts")
+"""Fields with floats that JSON has no numbers for."""
+
+
+def to_line(entry: Entry) -> bytes:
+    return encode({"kind": entry.kind, **asdict(entry)}) + b"\n"
+
+
+def from_line(line: bytes) -> Entry:
+    """
+    Raises:
+        StateMismatch: if the line is not an entry.
+    """
+    try:
+        content = json.loads(line)
+        kind = _KINDS[content.pop("kind")]
+        return kind(**{name: from_json(value) if name in _NUMBERS else value for name, value in content.items()})
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise StateMismatch(f"not an entry of a tracker's outbox: {line[:100]!r}") from error
+
+
+def numbers_in(logs: Mapping[str, Any]) -> dict[str, float]:
+    """Return the entries that are numbers; a list or a text is not a point."""
+    numbers = {name: value for name, value in logs.items() if isinstance(value, (int, float))}
+    return {name: float(value) if isinstance(value, float) else int(value) for name, value in numbers.items()}

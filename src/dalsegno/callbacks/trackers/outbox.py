@@ -1,0 +1,286 @@
+"""Outbox: the file that contains all that a tracker receives, sent or not; it is never cut back by a resume alone.
+
+After a resume the run replays what it did after its checkpoint. The entries of the replay are compared with those that
+follow the checkpoint's position in the file:
+
+- An equal entry is not added again, so that the tracker receives it once, however often the run is killed.
+- The first that differs begins a new timeline: the rest of the file moves to ``rewound/`` beside it. If the tracker has
+  received some of that rest, a :class:`Return` entry precedes the new timeline.
+
+Cards depend on when a background save ends: they are compared by their step, wherever they are.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from dalsegno.errors import StateMismatch
+from dalsegno.logs.archive import archive_tail, free_path
+from dalsegno.system import filesystem
+
+from .entries import Card, Entry, Return, from_line, to_line
+
+logger = logging.getLogger("dalsegno")
+
+_PIECE_BYTES = 1 << 18
+
+
+class Batch(NamedTuple):
+    entries: list[Entry]
+    uncertain: int
+    """Number of the first entries that an earlier process may already have sent."""
+    begin: int
+    end: int
+    generation: int
+
+
+class Outbox:
+    """Written by the training thread, read by the sender's.
+
+    Args:
+        directory: of ``outbox.jsonl`` and ``sent.json``; created.
+        position: length of the file at the checkpoint that the run resumed from; 0: it starts from scratch.
+
+    Raises:
+        OSError: if the file cannot be opened.
+    """
+
+    def __init__(self, directory: Path, position: int) -> None:
+        filesystem.make_directory(directory)
+        self.directory = directory
+        self._path = directory / "outbox.jsonl"
+        self._cursor_path = directory / "sent.json"
+        self._changed = threading.Condition()
+        self._descriptor = filesystem.open_own(self._path, os.O_RDWR | os.O_CREAT)
+        self._end = self._whole_lines()
+        self._front = 0  # up to which the entries belong to this timeline
+        self._read_cursor()
+        self._uncertain = self._handed
+        """Up to which an earlier process has handed entries to a tracker that may have lost them."""
+        self._begin = self._stored
+        """Of the next entry that is not handed over by this process."""
+        self._generation = 0  # counts the timelines that this process began
+        self.replay_from(position)
+
+    def _read_cursor(self) -> None:
+        """Restore how far entries were handed to the tracker, how far it is known to have stored them."""
+        self._stored, self._handed, self._timeline = 0, 0, 1
+        try:
+            content = json.loads(self._cursor_path.read_bytes())
+            self._stored, self._handed, self._timeline = (
+                int(content[name]) for name in ("stored", "handed", "timeline")
+            )
+        except FileNotFoundError:
+            return
+        except (ValueError, KeyError, TypeError):
+            logger.warning("%s is damaged; the tracker gets all entries again", self._cursor_path)
+        self._stored, self._handed = min(self._stored, self._end), min(self._handed, self._end)
+
+    def _write_cursor(self) -> None:
+        content = {"stored": self._stored, "handed": self._handed, "timeline": self._timeline}
+        part = self._cursor_path.with_suffix(".partial")
+        part.write_text(json.dumps(content))
+        part.replace(self._cursor_path)  # atomic; not fsynced, since a machine's crash only sends a few entries again
+
+    # -- training thread --------------------------------------------------------------------------------------------
+
+    @property
+    def position(self) -> int:
+        """Length up to the newest entry of this timeline, for the checkpoint."""
+        return self._front
+
+    def replay_from(self, position: int) -> None:
+        """Expect the entries after ``position`` once more."""
+        if position > self._end:
+            missing = position - self._end
+            logger.warning("%s is shorter than its checkpoint says: %d bytes are missing", self._path, missing)
+            position = self._end
+        self._last_step = self._step_before(position)
+        self._cards = self._find_cards()
+        self._replay = self._ordered(position)
+        self._expect_next()
+
+    def add(self, entry: Entry) -> None:
+        """Append ``entry``, unless it is the next one of the replay.
+
+        Raises:
+            OSError: if it cannot be written; the file is as before.
+        """
+        if isinstance(entry, Card):
+            if entry.step not in self._cards:
+                self._append(entry)
+                self._cards.add(entry.step)
+            return
+        if self._next is not None and entry.replays(self._next[1]):
+            self._expect_next()
+        else:
+            if self._next is not None:
+                self._begin_timeline(self._next[0])
+            self._append(entry)
+        self._last_step = entry.step
+
+    def make_durable(self) -> None:
+        """Fsync the file: the position in a checkpoint must be on disk before the checkpoint is published."""
+        filesystem.fsync(self._descriptor, self._path)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def _expect_next(self) -> None:
+        self._next = next(self._replay, None)
+        with self._changed:
+            self._front = self._end if self._next is None else self._next[0]
+            self._changed.notify_all()
+
+    def _begin_timeline(self, begin: int) -> None:
+        """Archive what follows ``begin``, and mark the return if the tracker has received some of it."""
+        target = free_path(self.directory, self._path.name)
+        archive_tail(self._descriptor, begin, target)
+        with self._changed:
+            was_handed = self._handed > begin
+            filesystem.truncate(self._descriptor, begin, self._path)
+            self._end = self._front = begin
+            self._stored, self._handed, self._begin, self._uncertain = (
+                min(each, begin) for each in (self._stored, self._handed, self._begin, self._uncertain)
+            )
+            self._generation += 1
+            self._timeline += was_handed
+            self._write_cursor()
+        self._next, self._cards = None, self._find_cards()
+        step = self._last_step
+        logger.info("%s: entries after step %d differ from before; moved those to %s", self._path, step, target)
+        if was_handed:
+            self._append(Return(step, time.time(), self._timeline))
+
+    def _append(self, entry: Entry) -> None:
+        line = to_line(entry)
+        try:
+            os.lseek(self._descriptor, self._end, os.SEEK_SET)
+            filesystem.write_all(self._descriptor, line, self._path)
+        except OSError:
+            filesystem.truncate(self._descriptor, self._end, self._path)
+            raise
+        with self._changed:
+            self._end += len(line)
+            if self._next is None:
+                self._front = self._end
+            self._changed.notify_all()
+
+    # -- sender's thread --------------------------------------------------------------------------------------------
+
+    def claim(self, most: int) -> Batch:
+        """Return up to ``most`` entries that this process has not handed over, and mark them as handed over."""
+        with self._changed:
+            begin, end, generation = self._begin, self._front, self._generation
+        entries: list[Entry] = []
+        uncertain = 0
+        for position, entry in self._read(begin, end):
+            if len(entries) == most:
+                end = position
+                break
+            entries.append(entry)
+            uncertain += position < self._uncertain
+        with self._changed:
+            if generation != self._generation:  # a new timeline has begun meanwhile
+                return Batch([], 0, begin, begin, generation)
+            if entries and end > self._handed:
+                self._handed = end
+                self._write_cursor()
+        return Batch(entries, uncertain, begin, end, generation)
+
+    def handed_over(self, batch: Batch, *, stored: bool) -> None:
+        """Continue after ``batch``. ``stored``: the tracker has stored it; else it may still lose it."""
+        with self._changed:
+            if batch.generation != self._generation:
+                return
+            self._begin = batch.end
+            if stored:
+                self._stored = batch.end
+                self._write_cursor()
+
+    def all_stored(self) -> None:
+        """The tracker has stored everything that was handed over."""
+        with self._changed:
+            self._stored = self._begin
+            self._write_cursor()
+
+    def doubt(self) -> None:
+        """A call of the tracker has failed: the entries of the batch may have arrived."""
+        with self._changed:
+            self._uncertain = self._handed
+
+    def retire(self) -> None:
+        """Ignore what the sender still reports: it was abandoned."""
+        with self._changed:
+            self._generation += 1
+
+    def waiting(self) -> int:
+        """Number of entries that are not handed over."""
+        with self._changed:
+            begin, end = self._begin, self._front
+        return sum(1 for _ in self._read(begin, end))
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for an entry to hand over; with a timeout in seconds, also end then. :meth:`wake` ends it too."""
+        with self._changed:
+            if timeout is not None or self._begin >= self._front:
+                self._changed.wait(timeout)
+
+    def wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    # -- the file ---------------------------------------------------------------------------------------------------
+
+    def _whole_lines(self) -> int:
+        """Return the length of the file without a line that a kill has torn, which is removed."""
+        size = os.fstat(self._descriptor).st_size
+        begin = size
+        while begin and os.pread(self._descriptor, 1, begin - 1) != b"\n":
+            begin -= 1
+        if begin < size:
+            filesystem.truncate(self._descriptor, begin, self._path)
+        return begin
+
+    def _lines(self, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
+        """Yield the position of each line, and the line."""
+        rest, position = b"", begin
+        while begin < end:
+            piece = os.pread(self._descriptor, min(_PIECE_BYTES, end - begin), begin)
+            if not piece:
+                return
+            begin += len(piece)
+            *lines, rest = (rest + piece).split(b"\n")
+            for line in lines:
+                yield position, line
+                position += len(line) + 1
+
+    def _read(self, begin: int, end: int) -> Iterator[tuple[int, Entry]]:
+        for position, line in self._lines(begin, end):
+            try:
+                yield position, from_line(line)
+            except StateMismatch as error:
+                logger.warning("%s: a line is skipped: %s", self._path, error)
+
+    def _ordered(self, position: int) -> Iterator[tuple[int, Entry]]:
+        return (each for each in self._read(position, self._end) if not isinstance(each[1], (Card, Return)))
+
+    def _find_cards(self) -> set[int]:
+        mark = to_line(Card(0, 0.0, "", ""))[:15]
+        lines = (line for _, line in self._lines(0, self._end) if line.startswith(mark))
+        return {from_line(line).step for line in lines}
+
+    def _step_before(self, position: int) -> int:
+        """Return the step of the last entry before ``position``; 0 if there is none."""
+        begin, last = position, b""
+        while begin and b"\n" not in last[:-1]:
+            begin = max(0, begin - _PIECE_BYTES)
+            last = os.pread(self._descriptor, position - begin, begin)
+        return from_line(last[:-1].rpartition(b"\n")[2]).step if last else 0

@@ -1,0 +1,117 @@
+"""Sender: hands the outbox's entries to a tracker, on a thread of its own that training never waits for."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+
+from .entries import Entry, Return, Status
+from .outbox import Outbox
+from .privacy import without_secrets
+from .tracker import TrackedRun, Tracker
+
+logger = logging.getLogger("dalsegno")
+
+_MOST = 500
+"""Entries per call of the tracker."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+"""Seconds before a failed call is repeated: doubled after each failure in a row."""
+
+
+class Sender:
+    """Runs from construction to :meth:`close`.
+
+    Args:
+        name: of the callback, for messages.
+        describe: returns the run's description; called on the thread.
+    """
+
+    def __init__(self, name: str, tracker: Tracker, outbox: Outbox, describe: Callable[[], TrackedRun]) -> None:
+        self._name, self._tracker, self._outbox, self._describe = name, tracker, outbox, describe
+        self._closing = threading.Event()
+        self._abandoned = threading.Event()
+        self._status: Status = "finished"
+        self._failures = 0  # in a row
+        self._is_open = False
+        self._thread = threading.Thread(target=self._run, name=f"dalsegno-{name}", daemon=True)
+        self._thread.start()
+
+    def close(self, status: Status, timeout: float) -> bool:
+        """Hand over what waits, and close the tracker. False: gave up after ``timeout`` seconds."""
+        self._status = status
+        self._closing.set()
+        self._outbox.wake()
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            self._abandoned.set()
+            self._outbox.retire()
+            logger.warning(
+                "%s: the tracker has not answered for %g s; %d entries wait in %s, and the next leg sends them",
+                *(self._name, timeout, self._outbox.waiting(), self._outbox.directory),
+            )
+        return not self._abandoned.is_set()
+
+    def _run(self) -> None:  # at normal priority: a low one would hold the interpreter lock for longer
+        while not self._abandoned.is_set():
+            try:
+                if not self._is_open:
+                    self._tracker.open(self._describe())
+                    self._is_open = True
+                if self._send_batch():
+                    continue
+                if not self._closing.is_set():
+                    self._outbox.wait()
+                    continue
+                self._tracker.close(self._status)
+                self._outbox.all_stored()
+                return
+            except (Exception, SystemExit) as error:  # a client's SystemExit must not end the thread either
+                self._note_failure(error)
+
+    def _send_batch(self) -> bool:
+        """Hand over the next entries; False if there are none."""
+        batch = self._outbox.claim(_MOST)
+        if not batch.entries:
+            return False
+        uncertain, certain = batch.entries[: batch.uncertain], batch.entries[batch.uncertain :]
+        for part in _parts([*(each for each in uncertain if not self._tracker.has(each)), *certain]):
+            if isinstance(part, Return):
+                self._tracker.return_to(part)
+            else:
+                self._tracker.send(part)
+        self._outbox.handed_over(batch, stored=self._tracker.stores_at_once)
+        if self._failures:
+            logger.info("%s: the tracker answers again", self._name)
+            self._failures = 0
+        return True
+
+    def _note_failure(self, error: BaseException) -> None:
+        """Wait before the next try; it begins with a new connection."""
+        self._is_open = False
+        if not self._failures:
+            reason = without_secrets(f"{type(error).__name__}: {error}")
+            logger.warning(
+                "%s: %s; entries wait in %s until the tracker answers", self._name, reason, self._outbox.directory
+            )
+        pause = min(FIRST_PAUSE_S * 2**self._failures, LONGEST_PAUSE_S)
+        self._failures += 1
+        self._outbox.doubt()
+        if self._closing.is_set():
+            self._abandoned.wait(min(pause, FIRST_PAUSE_S))
+        else:
+            self._closing.wait(pause)
+
+
+def _parts(entries: Sequence[Entry]) -> list[list[Entry] | Return]:
+    """Split the entries at each return."""
+    parts: list[list[Entry] | Return] = []
+    for entry in entries:
+        if isinstance(entry, Return):
+            parts.append(entry)
+        elif parts and isinstance(parts[-1], list):
+            parts[-1].append(entry)
+        else:
+            parts.append([entry])
+    return parts

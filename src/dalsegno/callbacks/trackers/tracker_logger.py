@@ -1,0 +1,178 @@
+"""TrackerLogger: base class of the loggers that write to an experiment tracker."""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, TypedDict
+
+from dalsegno.callbacks.argument_checks import number
+from dalsegno.distributed import collectives
+from dalsegno.errors import ConfigurationError
+from dalsegno.events.callback import Binder, Callback
+from dalsegno.events.contexts import LogContext, SaveContext, TrainBeginContext, TrainEndContext
+from dalsegno.events.table import Event
+from dalsegno.logs import RunFile
+from dalsegno.logs.values import to_json
+from dalsegno.policies.triggers import SaveTrigger, save_trigger
+from dalsegno.state import Handler
+from dalsegno.stateful import schema
+from dalsegno.system.extras import how_to_install
+
+from .entries import Card, Entry, Histogram, Points, Status, Text, numbers_in
+from .model_card import model_card
+from .outbox import Outbox
+from .privacy import public
+from .provenance import code_versions
+from .sender import Sender
+from .tracker import TrackedRun, Tracker
+
+logger = logging.getLogger("dalsegno")
+
+_STATUS: dict[str, Status] = {"exception": "failed", "interrupted": "killed", "aborted": "failed"}
+
+
+class TrackerState(TypedDict):
+    run_id: str
+    position: schema.Count
+
+
+class TrackerLogger(Callback):
+    """Writes the numbers of each record, model cards, texts and histograms to one run of a tracker.
+
+    A record is first appended to ``logs/trackers/<key>/outbox.jsonl``; a thread of its own hands it to the tracker's
+    client. So training does not wait for the network, and what the tracker does not accept now is sent later, also by a
+    later leg. The tracker's run is the same over all legs. A resumed run does not send again what it replays; if it
+    differs from before, the tracker goes back, or the point of return is marked.
+
+    It may be the ``summary_writer`` of other callbacks: ``TextgenCallback(summary_writer=tracker)``.
+    """
+
+    package: ClassVar[str]
+    extra: ClassVar[str]
+
+    ranks = "zero"
+    sets_control_flags = False
+    state_compared = False  # the length of the outbox, which only rank 0 knows
+    state_schema: Any = TrackerState | None
+
+    def __init__(self, *, cards: SaveTrigger | str | None, wait_s: float, name: str | None) -> None:
+        """
+        Args:
+            cards: of which checkpoints a model card is sent: ``OnBest()``, ``Every(steps=1000)``, or that as text.
+            wait_s: seconds that the end of training waits for the tracker.
+            name: the key of its state in checkpoints; None: the class's name.
+        """
+        self.name = name
+        self._cards = None if cards is None else save_trigger(cards)
+        self._wait_s = number(type(self).__name__, "wait_s", wait_s, least=0)
+        self._check_installed()
+        self._outbox: Outbox | None = None  # on rank 0, while training runs
+        self._sender: Sender | None = None
+        self._saved: TrackerState | None = None
+        self._is_bound = self._has_warned = False
+
+    @abstractmethod
+    def tracker(self) -> Tracker:
+        """Return a new connection to the tracker."""
+
+    def _check_installed(self) -> None:
+        from importlib.util import find_spec
+
+        if find_spec(self.package) is None:
+            raise ConfigurationError(
+                f"{type(self).__name__} needs {self.package}, which is not installed; {how_to_install(self.extra)}"
+            )
+
+    # -- events -----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether it is among the callbacks of a run."""
+        return self._is_bound
+
+    def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
+        self._is_bound = True
+        return super().bound_handlers(binder)
+
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        directory = ctx.args.directory / "logs"
+        run = RunFile(ctx.args.directory).load()
+        if self._saved is not None:
+            run_id = self._saved["run_id"]
+        else:
+            run_id = run.run_id if run is not None else f"{time.time_ns():016x}"
+        position = 0 if self._saved is None else self._saved["position"]
+        self._outbox = Outbox(directory / "trackers" / self.key, position)
+        self._saved = {"run_id": run_id, "position": self._outbox.position}
+        settings = public(to_json(ctx.args.to_dict()))
+        name = ctx.args.run_name or ctx.args.directory.name
+
+        def describe() -> TrackedRun:
+            return TrackedRun(run_id, name, directory, settings, code_versions())
+
+        self._sender = Sender(self.key, self.tracker(), self._outbox, describe)
+
+    def on_log(self, ctx: LogContext) -> None:
+        if values := numbers_in(ctx.logs):
+            self._add(Points(ctx.state.global_step, time.time(), values))
+
+    def on_save(self, ctx: SaveContext) -> None:
+        if self._cards is not None and (self._cards.at_step(ctx.step) or (self._cards.on_best and ctx.is_best)):
+            self._add(Card(ctx.step, time.time(), ctx.path.name, model_card(ctx)))
+
+    def on_train_end(self, ctx: TrainEndContext) -> None:
+        outbox, sender, self._outbox, self._sender = self._outbox, self._sender, None, None
+        if outbox is None or sender is None or self._saved is None:
+            return
+        self._saved = {**self._saved, "position": outbox.position}
+        outbox.make_durable()
+        if sender.close(_STATUS.get(ctx.reason, "finished"), self._wait_s):
+            outbox.close()
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> TrackerState | None:
+        if self._saved is None or self._outbox is None:
+            return self._saved
+        return {**self._saved, "position": self._outbox.position}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Expect what followed once more: at once during training (rollback), else when training begins."""
+        self._saved = state
+        if self._outbox is not None:
+            self._outbox.replay_from(0 if state is None else state["position"])
+
+    def make_durable(self) -> None:
+        """Fsync the outbox: its length in a checkpoint must be on disk before the checkpoint is published."""
+        if self._outbox is not None:
+            self._outbox.make_durable()
+
+    # -- as a summary writer ----------------------------------------------------------------------------------------
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        """Send one point."""
+        self._add(Points(global_step, time.time(), {tag: float(scalar_value)}))
+
+    def add_text(self, tag: str, text_string: str, global_step: int) -> None:
+        """Send a text in Markdown."""
+        self._add(Text(global_step, time.time(), tag, text_string))
+
+    def add_histogram_counts(self, tag: str, edges: Sequence[float], counts: Sequence[float], global_step: int) -> None:
+        """Send a histogram with ``len(counts) + 1`` ascending edges."""
+        self._add(Histogram(global_step, time.time(), tag, [float(each) for each in edges], [*map(float, counts)]))
+
+    def _add(self, entry: Entry) -> None:
+        if collectives.rank() != 0:
+            return
+        if self._outbox is None:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning("%s writes while training runs; what is logged before or after is not kept", self.key)
+            return
+        try:
+            self._outbox.add(entry)
+        except OSError as error:
+            logger.error("%s: the entry of step %d is lost (%s); training continues", self.key, entry.step, error)

@@ -1,0 +1,99 @@
+"""TrackioLogger: writes to Trackio's local store, a server of one's own or a Space."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from dalsegno.policies.triggers import SaveTrigger
+
+from .entries import Card, Entry, Histogram, Points, Status, Text
+from .tracker import TrackedRun, Tracker
+from .tracker_logger import TrackerLogger
+
+
+class TrackioLogger(TrackerLogger):
+    """Writes to one Trackio run, over all legs; see :class:`TrackerLogger`.
+
+    Trackio identifies a run by its name: the run's name and the first digits of its id.
+
+    Args:
+        project: None: ``dalsegno``.
+        space_id: Space that shows the project; None: ``TRACKIO_SPACE_ID``, or the local store, in ``TRACKIO_DIR``.
+        cards: of which checkpoints a model card is logged: ``OnBest()``, ``Every(steps=1000)``, or that as text; None:
+            of none.
+        wait_s: seconds that the end of training waits for Trackio.
+        name: the key of its state in checkpoints; None: the class's name.
+
+    Raises:
+        ConfigurationError: if trackio is not installed, or for an invalid value.
+    """
+
+    package, extra = "trackio", "trackio"
+
+    def __init__(
+        self,
+        project: str | None = None,
+        *,
+        space_id: str | None = None,
+        cards: SaveTrigger | str | None = None,
+        wait_s: float = 30.0,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(cards=cards, wait_s=wait_s, name=name)
+        self._project, self._space_id = project or "dalsegno", space_id
+
+    def tracker(self) -> Tracker:
+        return TrackioTracker(self._project, self._space_id)
+
+
+class TrackioTracker(Tracker):
+    stores_at_once = False  # a thread of Trackio's writes them
+
+    def __init__(self, project: str, space_id: str | None) -> None:
+        self._project, self._space_id = project, space_id
+        self._run: Any = None
+        self._arrived: set[tuple[int, str]] = set()
+        """Step and name of each value in the local store."""
+
+    def open(self, run: TrackedRun) -> None:
+        import trackio
+
+        name = f"{run.name}-{run.id[:6]}"
+        self._run = trackio.init(
+            self._project,
+            name=name,
+            space_id=self._space_id,
+            config={**run.settings, "code": dict(run.code)},
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+        rows = trackio.SQLiteStorage.get_logs(self._project, name, max_points=None)
+        self._arrived = {(row["step"], key) for row in rows for key in row}
+
+    def has(self, entry: Entry) -> bool:
+        return isinstance(entry, Points) and all((entry.step, name) in self._arrived for name in entry.values)
+
+    def send(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            self._run.log(_values(entry), step=entry.step)
+
+    def close(self, status: Status) -> None:
+        self._run.finish()
+
+
+def _values(entry: Entry) -> dict[str, Any]:
+    import trackio
+
+    if isinstance(entry, Points):
+        return dict(entry.values)
+    if isinstance(entry, Text):
+        return {entry.tag: trackio.Markdown(entry.text)}
+    if isinstance(entry, Card):
+        return {f"checkpoints/{entry.name}": trackio.Markdown(entry.text)}
+    assert isinstance(entry, Histogram), "the sender calls return_to for a return"
+    return {entry.tag: trackio.Histogram(np_histogram=(np.array(entry.counts), np.array(entry.edges)))}
