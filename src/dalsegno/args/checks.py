@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from dalsegno.errors import ConfigurationError, UnknownName
@@ -19,6 +20,15 @@ _OTHER_OPTIMIZERS = {
     "adamw_torch": "adamw",
     "adamw_torch_fused": "adamw_fused",
     "rmsprop": "name its class: optim='torch.optim:RMSprop'",
+}
+TRACKERS = ("tensorboard", "wandb", "mlflow", "comet_ml", "trackio")
+_OTHER_TRACKERS = {
+    "all": "name those that you want",
+    "comet": "comet_ml",
+    **dict.fromkeys(
+        ("azure_ml", "clearml", "codecarbon", "dagshub", "dvclive", "flyte", "neptune", "swanlab"),
+        "pass transformers' callback for it: callbacks=[…]",
+    ),
 }
 _AT_LEAST: dict[str, float] = {
     "per_device_train_batch_size": 1,
@@ -60,6 +70,7 @@ def check_each(args: Any) -> None:
             raise ConfigurationError(f"{name}={value!r}; needs a {kind} of at least {least:g}")
     if args.optim not in OPTIMIZERS and ":" not in args.optim:
         raise UnknownName("optimizer in optim=", args.optim, OPTIMIZERS, _OTHER_OPTIMIZERS)
+    args.report_to = _trackers(args.report_to)
     for name in ("optim_args", "gradient_checkpointing_kwargs"):
         if not isinstance(getattr(args, name), dict | None):
             raise ConfigurationError(f"{name}={getattr(args, name)!r}; needs a dict of arguments, or None")
@@ -71,3 +82,14 @@ def check_each(args: Any) -> None:
     seconds = args.max_seconds
     if seconds is not None and (type(seconds) not in (int, float) or not 0 < seconds < math.inf):
         raise ConfigurationError(f"max_seconds={seconds!r}; needs a number over 0, or None for no limit")
+
+
+def _trackers(names: Any) -> list[str]:
+    """Return ``report_to`` as a list, without ``none``."""
+    several = [names] if isinstance(names, str) else names
+    if not isinstance(several, Sequence) or not all(isinstance(name, str) for name in several):
+        raise ConfigurationError(f"report_to={names!r}; needs a name, several, or 'none'")
+    for name in several:
+        if name not in (*TRACKERS, "none"):
+            raise UnknownName("tracker in report_to=", name, (*TRACKERS, "none"), _OTHER_TRACKERS)
+    return [name for name in several if name != "none"]

@@ -118,7 +118,6 @@ HUGGING_FACE = {
     "include_num_input_tokens_seen": "tokens are always counted: state.num_input_tokens_seen",
     "log_level": _LOG_LEVEL,
     "log_level_replica": _LOG_LEVEL,
-    "report_to": "callbacks=[TBLogger()], or another library's callback such as transformers' WandbCallback()",
     "project": _TRACKER,
     "trackio_space_id": _TRACKER,
     "trackio_bucket_id": _TRACKER,

@@ -181,6 +181,9 @@ class TrainingArguments:
     """Take ``output_dir`` from a process on another host without waiting for its lease; only if it is dead."""
     run_name: str | None = None
     """Name of the run for humans; some callbacks show it."""
+    report_to: str | Sequence[str] = "none"
+    """Trackers to write to, one or several: ``tensorboard``, ``wandb``, ``mlflow``, ``comet_ml``, ``trackio``, or
+    ``none``. Each has its logger's defaults, unless that logger is among the callbacks."""
     recovery: RecoveryPolicy | str | None = None
     """What the run does when a callback asks to go back to a checkpoint: ``RecoveryPolicy(margin=100, budget=3)``, or
     that as text. It then also saves its beginning, step 0. None: it cannot go back."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
+
 from dalsegno.distributed import collectives
 from dalsegno.events.callback import Callback
 
@@ -62,6 +64,25 @@ def default_callbacks() -> list[Callback]:
         [GarbageCollection()] if collectives.world_size() > 1 else []
     )  # on a single rank, no other rank waits for the collector
     return [DefaultMetrics(), ProgressCallback(), InfoCallback(), *together]
+
+
+_TRACKERS: dict[str, type[Callback]] = {
+    "tensorboard": TBLogger,
+    "wandb": WandbLogger,
+    "mlflow": MLflowLogger,
+    "comet_ml": CometLogger,
+    "trackio": TrackioLogger,
+}
+
+
+def reporting_callbacks(report_to: Iterable[str], without: Container[str] = ()) -> list[Callback]:
+    """Return the loggers of the trackers in ``TrainingArguments(report_to=…)``, without those with these keys.
+
+    Raises:
+        ConfigurationError: if a tracker's library is not installed.
+    """
+    kinds = [_TRACKERS[name] for name in report_to]
+    return [kind() for kind in kinds if kind.__name__ not in without]
 
 
 __all__ = [

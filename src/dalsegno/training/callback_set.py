@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from dalsegno.callbacks import default_callbacks
+from dalsegno.callbacks import default_callbacks, reporting_callbacks
 from dalsegno.checkpoint import CALLBACKS, CallbackTensors
 from dalsegno.events.adapters import adapt, external_global_callbacks
 from dalsegno.events.callback import Callback, components_of, global_callbacks
@@ -23,6 +23,7 @@ class CallbackSet:
         dispatcher: calls the handlers.
         model: passed to callbacks that hold sharded tensors.
         given: as the user passes them; those of other libraries are adapted.
+        report_to: names of trackers, as in TrainingArguments.
         core: the engine's own.
 
     Raises:
@@ -31,12 +32,18 @@ class CallbackSet:
     """
 
     def __init__(
-        self, dispatcher: Dispatcher, model: nn.Module, given: Iterable[object], *, core: Sequence[Callback] = ()
+        self,
+        dispatcher: Dispatcher,
+        model: nn.Module,
+        given: Iterable[object],
+        *,
+        core: Sequence[Callback] = (),
+        report_to: Iterable[str] = (),
     ) -> None:
         self._dispatcher = dispatcher
         self._model = model
         self._core = core
-        self._users = _with_defaults(check_callbacks(given))
+        self._users = _with_defaults(check_callbacks(given), report_to)
         self._tensors: list[CallbackTensors] = []
         self.rebind()
 
@@ -90,7 +97,8 @@ class CallbackSet:
         return components_of(self.bound)
 
 
-def _with_defaults(users: list[Callback]) -> list[Callback]:
-    """The default callbacks, without those whose key the user's take, then the user's."""
+def _with_defaults(users: list[Callback], report_to: Iterable[str]) -> list[Callback]:
+    """The default callbacks, the user's, then the trackers; without those whose key the user's take."""
     taken = {callback.key for callback in users}
-    return [*(callback for callback in default_callbacks() if callback.key not in taken), *users]
+    trackers = reporting_callbacks(report_to, without=taken)
+    return [*(callback for callback in default_callbacks() if callback.key not in taken), *users, *trackers]

@@ -113,6 +113,6 @@ def build_parts(
         random_state=RandomState(args.seed, layout),
         buffers=SharedBuffers([model] if loss_fn is None else [model, loss_fn]),
         dispatcher=dispatcher,
-        callbacks=CallbackSet(dispatcher, model, callbacks, core=core),
+        callbacks=CallbackSet(dispatcher, model, callbacks, core=core, report_to=args.report_to),
         recoveries=Recoveries(optimizer, loader),
     )

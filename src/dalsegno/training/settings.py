@@ -55,6 +55,7 @@ _NOT_RECORDED = {
     "local_dir",
     "take_over_lock",
     "run_name",
+    "report_to",
     "disable_tqdm",
     "max_seconds",
     "requeue",

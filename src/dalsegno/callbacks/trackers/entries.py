@@ -115,6 +115,6 @@ def from_line(line: bytes) -> Entry:
 
 
 def numbers_in(logs: Mapping[str, Any]) -> dict[str, float]:
-    """Return the entries that are numbers; a list or a text is not a point."""
-    numbers = {name: value for name, value in logs.items() if isinstance(value, (int, float))}
+    """Return the entries that are numbers, without the step; a list or a text is not a point."""
+    numbers = {name: value for name, value in logs.items() if isinstance(value, (int, float)) and name != "step"}
     return {name: float(value) if isinstance(value, float) else int(value) for name, value in numbers.items()}

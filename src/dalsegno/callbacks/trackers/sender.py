@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
-
 from .entries import Entry, Return, Status
 from .outbox import Outbox
 from .privacy import without_secrets

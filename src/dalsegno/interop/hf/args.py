@@ -41,7 +41,6 @@ _FIXED: dict[str, Any] = {
     "project": "huggingface",
     "push_to_hub": False,
     "remove_unused_columns": False,
-    "report_to": [],
     "resume_from_checkpoint": None,
     "save_on_each_node": False,
     "save_only_model": False,
