@@ -105,6 +105,10 @@ READERS: dict[str, Callable[[Path], Points]] = {
 }
 
 
+PLACES = {"wandb": "run/logs/wandb", "mlflow": "mlruns/*/????????????????*", "trackio": "trackio/*.db"}
+"""What ``dalsegno logs`` reads, of those that it does."""
+
+
 @pytest.fixture(params=READERS)
 def tracked(request: pytest.FixtureRequest) -> str:
     name: str = request.param
@@ -125,6 +129,11 @@ def test_a_run_that_is_killed_three_times_has_every_point_once(tracked: str, tmp
     assert {step for name, step in points if name == "loss"} == set(range(1, STEPS + 1))
     assert {step for name, step in points if name == "eval_loss"} == {4, 8, 12}
     assert {key: values for key, values in points.items() if len(values) != 1} == {}
+    if tracked in PLACES:
+        (log,) = ds.open_logs(tmp_path.glob(PLACES[tracked]))
+        assert [record["global_step"] for record in log.records("train")] == list(range(1, STEPS + 1))
+        assert [record["global_step"] for record in log.records("eval")] == [4, 8, 12]
+        assert list(log.series(["loss"])["loss"].values) == [points["loss", step][0] for step in range(1, STEPS + 1)]
 
 
 def test_a_return_to_an_older_checkpoint_is_marked(tracked: str, tmp_path: Path) -> None:

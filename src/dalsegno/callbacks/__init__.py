@@ -35,6 +35,8 @@ from .model_eval_metrics import ModelEvalMetrics
 from .model_merge import ModelMerge
 from .nan_checker import NaNChecker
 from .notify import Notify
+from .optuna_pruning import OptunaPruning
+from .optuna_pruning import resume_killed_trials as resume_killed_trials
 from .parameter_norm_logger import ParameterNormLogger
 from .peak_memory import PeakMemory
 from .profiler_callback import ProfilerCallback
@@ -116,6 +118,7 @@ __all__ = [
     "ModelMerge",
     "NaNChecker",
     "Notify",
+    "OptunaPruning",
     "ParameterNormLogger",
     "PeakMemory",
     "ProfilerCallback",

@@ -9,6 +9,7 @@ from pathlib import Path
 from dalsegno.errors import ConfigurationError
 from dalsegno.logs.formats import numbered
 
+from .databases import SQLITE, Database, MLflowFiles, is_mlflow_run
 from .json_array import JsonArray, decode_array
 from .json_lines import JsonLines, decode_lines
 from .metrics_csv import MetricsCsv
@@ -16,10 +17,11 @@ from .naming import Naming
 from .source import Skipped, Source, Unreadable
 from .tensorboard import EventFiles, event_files
 from .trainer_state import TrainerState
+from .wandb_run import WandbRun, wandb_files
 
 LOOKED_FOR = (
     "logs/train.jsonl, trainer_logs.json, trainer_state.json (also in checkpoint-*), metrics.csv, TensorBoard event "
-    "files, and *.jsonl or *.json whose records have a step"
+    "files, run-*.wandb, a run of MLflow's file store, and *.jsonl or *.json whose records have a step"
 )
 
 BEGINNING = 1 << 16
@@ -44,6 +46,10 @@ def source_of_file(path: Path, step_key: str | None = None) -> Source:
         return Unreadable(path, error)
     if "tfevents" in path.name:
         return EventFiles(path)
+    if path.suffix == ".wandb":
+        return WandbRun(path)
+    if beginning.startswith(SQLITE):
+        return Database(path)
     if path.suffix == ".csv":
         return MetricsCsv(path, step_key)
     if path.name == "trainer_state.json" or (beginning.startswith(b"{") and b'"log_history"' in beginning):
@@ -53,8 +59,8 @@ def source_of_file(path: Path, step_key: str | None = None) -> Source:
     if beginning.startswith(b"{") or not beginning:
         return JsonLines(path, step_key)
     raise ConfigurationError(
-        f"{path}: not a log that dalsegno can read; it reads JSON lines and arrays, trainer_state.json, metrics.csv "
-        "and TensorBoard event files"
+        f"{path}: not a log that dalsegno can read; it reads JSON lines and arrays, trainer_state.json, metrics.csv, "
+        "TensorBoard event files, run-*.wandb, and SQLite databases of MLflow and Trackio"
     )
 
 
@@ -83,7 +89,9 @@ def source_of_run(folder: Path, step_key: str | None = None) -> Source | None:
     for place in (folder, folder / "logs" / "tensorboard"):
         if event_files(place):
             return EventFiles(place)
-    return None
+    if files := [*folder.glob("run-*.wandb"), *wandb_files(folder)]:
+        return WandbRun(files[-1])
+    return MLflowFiles(folder) if is_mlflow_run(folder) else None
 
 
 def _json_files(folder: Path) -> list[Path]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from dalsegno.logs.values import Record
 
-from .naming import kind_of
+from .naming import is_of_evaluation, kind_of
 from .source import Skipped, Source
 
 HEADER = b":W&B"
@@ -37,7 +37,7 @@ class WandbRun(Source):
 
     def records(self, skipped: Skipped) -> Iterator[Record]:
         rows = (row for path in self._files() for row in wandb_rows(path, skipped))
-        return without_old_timelines((_record(row) for row in rows), skipped)
+        return without_old_timelines((record for row in rows for record in _records(row)), skipped)
 
     def stamp(self) -> tuple[int, ...]:
         status = [path.stat() for path in self._files()]
@@ -82,17 +82,29 @@ def without_old_timelines(records: Iterator[Record], skipped: Skipped) -> Iterat
     yield from kept
 
 
-def _record(row: dict[str, Any]) -> Record:
-    """Return a record with dalsegno's names; those of Hugging Face's callback, ``train/loss``, lose their prefix."""
+def _records(row: dict[str, Any]) -> Iterator[Record]:
+    """Yield the records of a step with dalsegno's names: training, evaluation, the end.
+
+    Names of Hugging Face's callback, ``train/loss``, lose their prefix.
+    """
     values = {
         key.removeprefix("train/").replace("eval/", "eval_", 1): value
         for key, value in row.items()
         if not key.startswith("_") and isinstance(value, (int, float, bool))
     }
-    record: Record = {"timestamp": row["_timestamp"]} if "_timestamp" in row else {}
-    record["global_step"] = int(values.pop("global_step", row.get("_step", 0)))
-    record |= values
-    return {**record, "kind": kind_of(record)}
+    place: Record = {"timestamp": row["_timestamp"]} if "_timestamp" in row else {}
+    place["global_step"] = int(values.pop("global_step", row.get("_step", 0)))
+    parts: dict[str, Record] = {"train": {}, "eval": {}, "final": {}}
+    for name, value in values.items():
+        kind = "eval" if is_of_evaluation(name) else "final" if name.startswith(_OF_THE_END) else "train"
+        parts[kind][name] = value
+    for part in parts.values():
+        if part:
+            yield {**place, **part, "kind": kind_of(part)}
+
+
+_OF_THE_END = ("train_", "total_flos")
+"""Names in the final record of dalsegno and Hugging Face."""
 
 
 def _row(history: bytes) -> dict[str, Any]:

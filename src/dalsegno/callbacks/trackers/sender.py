@@ -94,7 +94,7 @@ class Sender:
             logger.warning(
                 "%s: %s; entries wait in %s until the tracker answers", self._name, reason, self._outbox.directory
             )
-        pause = min(FIRST_PAUSE_S * 2**self._failures, LONGEST_PAUSE_S)
+        pause = min(FIRST_PAUSE_S * 2.0 ** min(self._failures, 10), LONGEST_PAUSE_S)
         self._failures += 1
         self._outbox.doubt()
         if self._closing.is_set():

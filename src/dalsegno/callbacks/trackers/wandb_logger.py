@@ -21,6 +21,9 @@ logger = logging.getLogger("dalsegno")
 
 STEP = "global_step"
 
+_SERVICE_WAIT_S = 120
+"""Seconds for W&B's service to start; its default of 30 is short for a machine whose cores are busy."""
+
 
 class WandbLogger(TrackerLogger):
     """Writes to one run of Weights & Biases, over all legs; see :class:`TrackerLogger`.
@@ -73,12 +76,22 @@ class WandbTracker(Tracker):
         """Step and name of each value that earlier processes have written to disk."""
 
     def open(self, run: TrackedRun) -> None:
+        if self._described is not None:
+            self._forget_failed()
         self._described = run
         self._begin(resume="allow")
         if self._run.offline:
             files = wandb_files(run.directory / "wandb", f"run-{run.id}.wandb")
             rows = (row for path in files for row in wandb_rows(path, Skipped()))
             self._arrived = {(row.get(STEP, -1), name) for row in rows for name in row}
+
+    def _forget_failed(self) -> None:
+        """Stop W&B's service, in which a run whose opening failed stays "in use"; not under a run of the user's own."""
+        import wandb
+
+        self._run = None
+        if wandb.run is None:
+            wandb.teardown()
 
     def _begin(self, **how: str) -> None:
         import wandb
@@ -95,7 +108,9 @@ class WandbTracker(Tracker):
             config={**run.settings, "code": dict(run.code)},
             allow_val_change=True,
             reinit="create_new",  # a run of the user's own stays as it is
-            settings=wandb.Settings(console="off", silent=True, finish_timeout=self._wait_s),
+            settings=wandb.Settings(
+                console="off", silent=True, finish_timeout=self._wait_s, x_service_wait=_SERVICE_WAIT_S
+            ),
             **how,  # type: ignore[arg-type]
         )
         self._run.define_metric("*", step_metric=STEP)
