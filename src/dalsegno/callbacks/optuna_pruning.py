@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from dalsegno.errors import ConfigurationError, Locked
 from dalsegno.events.callback import Callback
@@ -13,8 +13,14 @@ from dalsegno.system.extras import how_to_install
 
 from .argument_checks import text
 
-if TYPE_CHECKING:
-    from dalsegno.training.result import TrainResult
+
+class Result(Protocol):
+    """What ``train()`` returns."""
+
+    @property
+    def stopped_by(self) -> str | None: ...
+    @property
+    def why(self) -> str | None: ...
 
 
 class OptunaPruning(Callback):
@@ -67,7 +73,7 @@ class OptunaPruning(Callback):
         values: dict[int, float] = trials[self._trial.number].intermediate_values
         return values
 
-    def raise_if_pruned(self, result: TrainResult) -> None:
+    def raise_if_pruned(self, result: Result) -> None:
         """
         Raises:
             optuna.TrialPruned: if this callback has stopped the run, in this leg or an earlier one.
