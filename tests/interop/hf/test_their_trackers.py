@@ -120,6 +120,7 @@ def test_the_points_of_their_own_trainer_and_of_a_killed_run(name: str, tmp_path
     assert theirs <= whole, "records here have more entries"
     run(name, "here", tmp_path / "killed", killed_at=25)
     resumed = run(name, "here", tmp_path / "killed")
-    assert resumed and resumed <= whole
+    assert resumed
     if TRACKERS[name].has_steps:  # what the killed process has not sent yet is lost with it
+        assert resumed <= whole
         assert resumed >= {(series, step) for series, step in whole if step > 20}
