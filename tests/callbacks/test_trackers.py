@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import importlib
 import json
 import logging
 import sqlite3
@@ -75,6 +76,8 @@ def of_comet(output_dir: Path) -> Points:
     keys = set()
     for archive in sorted((output_dir / "logs" / "comet").glob("*.zip")):
         with zipfile.ZipFile(archive) as opened:
+            if not opened.namelist():  # of a process that was killed
+                continue
             messages = [json.loads(line)["payload"] for line in opened.read("messages.json").splitlines()]
             keys.add(json.loads(opened.read("experiment.json"))["offline_id"])
         for metric in (each["metric"] for each in messages if each.get("metric")):
@@ -86,7 +89,7 @@ def of_comet(output_dir: Path) -> Points:
 
 def of_trackio(output_dir: Path) -> Points:
     points: Points = collections.defaultdict(list)
-    (database,) = (output_dir.parent / "trackio").glob("*.db")
+    (database,) = Path(importlib.import_module("trackio.utils").TRACKIO_DIR).glob("*.db")
     connection = sqlite3.connect(database)
     for step, text in connection.execute("SELECT step, metrics FROM metrics"):
         for name, value in json.loads(text).items():

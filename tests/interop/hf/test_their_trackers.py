@@ -56,8 +56,10 @@ def of_dvclive(folder: Path) -> Points:
 def of_comet(folder: Path) -> Points:
     points: Points = set()
     for archive in (folder / "store").glob("*.zip"):
-        with zipfile.ZipFile(archive) as opened, opened.open("messages.json") as file:
-            messages = [json.loads(line)["payload"] for line in file]
+        with zipfile.ZipFile(archive) as opened:
+            if not opened.namelist():  # of a process that was killed
+                continue
+            messages = [json.loads(line)["payload"] for line in opened.read("messages.json").splitlines()]
         metrics = [each["metric"] for each in messages if each.get("metric")]
         points |= {(each["metricName"], each["step"]) for each in metrics if each.get("step") is not None}
     return {(name, step) for name, step in points if not name.startswith("sys.")}

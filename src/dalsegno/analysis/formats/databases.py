@@ -71,7 +71,8 @@ def _of_trackio(connection: sqlite3.Connection, run: str) -> Iterator[Record]:
         values = from_json(json.loads(text))
         numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
         step = int(numbers.pop("train/global_step", step))  # of transformers' callback, whose own step counts rows
-        yield record_of(datetime.fromisoformat(time).timestamp(), step, numbers)
+        if numbers:  # else a text or a model card
+            yield record_of(datetime.fromisoformat(time).timestamp(), step, numbers)
 
 
 def records_of_points(points: Iterator[tuple[float, int, str, Any]]) -> Iterator[Record]:

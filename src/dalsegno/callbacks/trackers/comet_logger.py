@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import zipfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from dalsegno.policies.triggers import SaveTrigger
@@ -66,7 +68,7 @@ class CometTracker(Tracker):
         archives = run.directory / "comet"
         archives.mkdir(parents=True, exist_ok=True)
         key = hashlib.sha256(run.id.encode()).hexdigest()[:_KEY_LENGTH]
-        is_begun = not self._online and any(archives.glob(f"{key}*.zip"))
+        is_begun = not self._online and any(map(_has_content, archives.glob(f"{key}*.zip")))
         self._experiment = comet_ml.start(
             workspace=self._workspace,
             project_name=self._project,
@@ -110,3 +112,9 @@ class CometTracker(Tracker):
 
     def close(self, status: Status) -> None:
         self._experiment.end()
+
+
+def _has_content(archive: Path) -> bool:
+    """Whether Comet has finished the archive: the one of a process that was killed is empty."""
+    with zipfile.ZipFile(archive) as opened:
+        return "experiment.json" in opened.namelist()
