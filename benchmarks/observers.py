@@ -46,6 +46,11 @@ LEFT_OUT = {
     "ScaleLoss",
     "ScopedFlags",
     "SkipSamples",
+    "CometLogger",  # these need a tracker or a trial
+    "MLflowLogger",
+    "OptunaPruning",
+    "TrackioLogger",
+    "WandbLogger",
 }
 BUILT: dict[str, Callable[[], ds.Callback]] = {
     "ComputeNorm": lambda: callbacks.ComputeNorm(per_layer=True),

@@ -13,18 +13,17 @@ import pytest
 import torch
 
 import dalsegno as ds
-from dalsegno import callbacks
 from dalsegno.events.callback import global_callbacks
 from dalsegno.stateful.component import Stateful
 from dalsegno.testing import compare_runs, tiny_regression_data
-from support.builtins import RECIPES, Model, build
+from support.builtins import NAMES, RECIPES, Model, build
 from support.languages import Letters
 from support.listeners import Listener
 from support.small import same, small_trainer, weights
 
 STEPS = 12
 
-every_builtin = pytest.mark.parametrize("name", sorted({*callbacks.__all__, *RECIPES}))
+every_builtin = pytest.mark.parametrize("name", sorted({*NAMES, *RECIPES}))
 
 
 def trainer(output_dir: Path, *own: ds.Callback, max_steps: int = STEPS, schedule: str = "linear") -> ds.Trainer:

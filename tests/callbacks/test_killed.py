@@ -8,18 +8,17 @@ import pytest
 import torch
 
 import dalsegno as ds
-from dalsegno import callbacks
 from dalsegno.distributed import collectives
 from dalsegno.events.table import Event
 from dalsegno.testing import FaultPlan, assert_resume_equivalent, tiny_regression_data
-from support.builtins import Model, build
+from support.builtins import NAMES, Model, build
 from support.languages import Letters
 from support.small import arguments
 
 # ProfilerCallback reports each leg separately. Notify needs a receiver, HangWatchdog a hang, GradientNoiseScale refuses
 # shards, and TraceMalloc slows all others down: they have tests of their own.
 ALONE = {"ProfilerCallback", "Notify", "HangWatchdog", "GradientNoiseScale", "TraceMalloc"}
-TOGETHER = sorted(set(callbacks.__all__) - ALONE)
+TOGETHER = sorted(set(NAMES) - ALONE)
 
 
 def everything(output_dir: Path) -> ds.Trainer:

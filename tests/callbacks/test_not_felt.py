@@ -14,9 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dalsegno as ds
-from dalsegno import callbacks
 from dalsegno.testing import run_ranks, tiny_regression_data
-from support.builtins import Model, build
+from support.builtins import NAMES, Model, build
 from support.languages import Letters
 from support.listeners import Listener
 from support.small import arguments
@@ -26,7 +25,7 @@ ASK_MORE_OF_THE_TRAINING = {"GradientNoiseScale"}
 """It is refused without gradient accumulation and in shards: test_noise_scale.py shows that it is not felt."""
 SLOW_PYTHON_DOWN = {"TraceMalloc"}
 """Under a tracer of every allocation the profiler's report takes minutes; the contract shows that it is not felt."""
-OBSERVERS = sorted(set(callbacks.__all__) - CHANGE_THE_TRAINING - ASK_MORE_OF_THE_TRAINING - SLOW_PYTHON_DOWN)
+OBSERVERS = sorted(set(NAMES) - CHANGE_THE_TRAINING - ASK_MORE_OF_THE_TRAINING - SLOW_PYTHON_DOWN)
 
 
 def trainer(output_dir: Path, *own: ds.Callback, layout: str = "none", **settings: Any) -> ds.Trainer:

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import dalsegno as ds
-from dalsegno import callbacks
-from support.builtins import build
+from support.builtins import NAMES, build
 
 PAGE = Path(__file__).parents[2] / "docs" / "bridges.md"
 
@@ -27,7 +26,7 @@ def examples(library: str) -> list[str]:
 def refused_builtins(build_bridge: Callable[[list[object]], object]) -> list[str]:
     """The built-in callbacks that a Bridge refuses."""
     refused = []
-    for name in callbacks.__all__:
+    for name in NAMES:
         try:
             build_bridge([build(name)])
         except ds.EventNotFired:

@@ -18,6 +18,7 @@ from dalsegno.config.signature import signature_of
 from dalsegno.launcher.parcel import pack, unpack
 from dalsegno.launcher.private_file import read_private, write_private
 from dalsegno.launcher.sameness import same
+from support.builtins import NAMES
 from support.launched import Stop, half
 
 
@@ -60,7 +61,7 @@ def built_in(name: str) -> ds.Callback | None:
     return kind(**NEEDS.get(name, {}))
 
 
-@pytest.mark.parametrize("name", [name for name in callbacks.__all__ if built_in(name)])
+@pytest.mark.parametrize("name", [name for name in NAMES if built_in(name)])
 def test_every_built_in_callback_arrives(name: str, tmp_path: Path) -> None:
     callback = built_in(name)
     arrived = sent(callback, tmp_path)

@@ -14,12 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import dalsegno as ds
-from dalsegno import callbacks
 from dalsegno.callbacks import JsonLogger
 from dalsegno.distributed import collectives
 from dalsegno.logs import drop_wall_clock, read_records
 from dalsegno.testing import FaultPlan, assert_resume_equivalent, run_ranks, tiny_regression_data
-from support.builtins import build
+from support.builtins import NAMES, build
 from support.own_loops import OwnLoop
 from support.small import Line, rows
 
@@ -255,7 +254,7 @@ def test_without_with_there_are_no_batches(tmp_path: Path) -> None:
 
 def test_the_page_says_which_builtins_are_refused(tmp_path: Path) -> None:
     refused = []
-    for name in callbacks.__all__:
+    for name in NAMES:
         try:
             OwnLoop(tmp_path, build(name)).run()
         except ds.EventNotFired:

@@ -66,13 +66,19 @@ class TrackerLogger(Callback):
             name: the key of its state in checkpoints; None: the class's name.
         """
         self.name = name
-        self._cards = None if cards is None else save_trigger(cards)
+        self._cards = None if cards is None else self._trigger(cards)
         self._wait_s = number(type(self).__name__, "wait_s", wait_s, least=0)
         self._check_installed()
         self._outbox: Outbox | None = None  # on rank 0, while training runs
         self._sender: Sender | None = None
         self._saved: TrackerState | None = None
         self._is_bound = self._has_warned = False
+
+    def _trigger(self, cards: SaveTrigger | str) -> SaveTrigger:
+        try:
+            return save_trigger(cards)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{type(self).__name__}: cards={cards!r}: {error}") from None
 
     @abstractmethod
     def tracker(self) -> Tracker:
