@@ -19,9 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
 
-from dalsegno.logs.line_file import LineFile
-from dalsegno.logs.values import decode
-from dalsegno.stateful.schema import Count, check
+from dalsegno.logs.line_file import LineFile, parser_of
+from dalsegno.stateful.schema import Count
 
 logger = logging.getLogger("dalsegno")
 
@@ -102,7 +101,7 @@ class Journal:
     """
 
     def __init__(self, output_dir: Path) -> None:
-        self._file = LineFile(output_dir / JOURNAL, _parse)
+        self._file = LineFile(output_dir / JOURNAL, parser_of(_FORMS))
         self.path = self._file.path
 
     def read(self) -> list[Entry]:
@@ -163,22 +162,6 @@ class Journal:
 
 def _now(kind: str, **values: Any) -> dict[str, Any]:
     return {"kind": kind, "time": time.time(), **values}
-
-
-def _parse(text: bytes) -> tuple[str, dict[str, Any]]:
-    """Return a line's kind and its fields.
-
-    Raises:
-        ValueError, StateMismatch: if it is not a line of a journal.
-    """
-    record = decode(text)
-    kind = record.get("kind") if isinstance(record, dict) else None
-    form = _FORMS.get(kind) if isinstance(kind, str) else None
-    if kind is None or form is None:
-        raise ValueError(f"not a line of a known kind: {text[:80]!r}")
-    line = {name: record[name] for name in form.__annotations__ if name in record}
-    check(line, form, kind)
-    return kind, line
 
 
 def abandon(entries: Iterable[Entry], step: int) -> None:

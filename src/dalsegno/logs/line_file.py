@@ -12,13 +12,39 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from dalsegno.errors import StateMismatch
+from dalsegno.stateful import schema
 from dalsegno.system import filesystem
 
-from .values import encode
+from .values import decode, encode
 
 logger = logging.getLogger("dalsegno")
 
 T = TypeVar("T")
+
+
+def parser_of(forms: Mapping[str, Any]) -> Callable[[bytes], tuple[str, dict[str, Any]]]:
+    """Return a parser of lines whose ``kind`` determines their other fields.
+
+    Args:
+        forms: a TypedDict for each kind. Fields that it does not have are left out.
+    """
+
+    def parse(text: bytes) -> tuple[str, dict[str, Any]]:
+        """Return a line's kind and its fields.
+
+        Raises:
+            ValueError, StateMismatch: if it is of no known kind, or a field is missing or invalid.
+        """
+        record = decode(text)
+        kind = record.get("kind") if isinstance(record, dict) else None
+        form = forms.get(kind) if isinstance(kind, str) else None
+        if kind is None or form is None:
+            raise ValueError(f"not a line of a known kind: {text[:80]!r}")
+        line = {name: record[name] for name in form.__annotations__ if name in record}
+        schema.check(line, form, kind)
+        return kind, line
+
+    return parse
 
 
 class LineFile(Generic[T]):

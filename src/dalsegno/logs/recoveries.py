@@ -18,10 +18,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
-from dalsegno.stateful.schema import Count, Must, check
+from dalsegno.stateful.schema import Count, Must
 
-from .line_file import LineFile
-from .values import decode
+from .line_file import LineFile, parser_of
 
 RECOVERIES = "recoveries.jsonl"
 
@@ -94,7 +93,7 @@ class RecoveryFile:
     """
 
     def __init__(self, output_dir: str | Path) -> None:
-        self._file = LineFile(Path(output_dir) / RECOVERIES, _parse)
+        self._file = LineFile(Path(output_dir) / RECOVERIES, parser_of(_FORMS))
         self.path = self._file.path
 
     def read(self) -> list[Recovery]:
@@ -135,19 +134,3 @@ class RecoveryFile:
 
 def _place(value: list[int] | None) -> tuple[int, int] | None:
     return None if value is None else (value[0], value[1])
-
-
-def _parse(text: bytes) -> tuple[str, dict[str, Any]]:
-    """Return a line's kind and its fields.
-
-    Raises:
-        ValueError, StateMismatch: if it is not a line of this file.
-    """
-    record = decode(text)
-    kind = record.get("kind") if isinstance(record, dict) else None
-    form = _FORMS.get(kind) if isinstance(kind, str) else None
-    if kind is None or form is None:
-        raise ValueError(f"not a line of a known kind: {text[:80]!r}")
-    line = {name: record[name] for name in form.__annotations__ if name in record}
-    check(line, form, kind)
-    return kind, line

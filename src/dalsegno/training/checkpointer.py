@@ -62,8 +62,9 @@ class Checkpointer:
         self._run_file = run_file
         self._time_limit = time_limit
         args = parts.args
-        self._manager = CheckpointManager(args.directory, keep=args.keeping, layout=parts.layout)
-        self._mirror = mirror_of(args.url, args.directory, args.keeping)
+        self._directory = args.directory
+        self._manager = CheckpointManager(self._directory, keep=args.keeping, layout=parts.layout)
+        self._mirror = mirror_of(args.url, self._directory, args.keeping)
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -80,7 +81,7 @@ class Checkpointer:
 
     def lease_loss(self) -> str | None:
         """Why this process must not write any more: another one has taken over the run. None if it may."""
-        return DirectoryLock.loss(self._parts.args.directory) or self._mirror.loss()
+        return DirectoryLock.loss(self._directory) or self._mirror.loss()
 
     def start_uploads(self, resumed_from: Path | None) -> None:
         """Copy to the URL what is published from now on, and ``resumed_from`` if it is this run's own."""

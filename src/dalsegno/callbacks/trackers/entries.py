@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from dalsegno.errors import StateMismatch
@@ -40,7 +40,7 @@ class Text:
     text: str
 
     def replays(self, other: Entry) -> bool:
-        return isinstance(other, Text) and (self.step, self.tag, self.text) == (other.step, other.tag, other.text)
+        return isinstance(other, Text) and replace(other, time=self.time) == self
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,7 @@ class Histogram:
     counts: list[float]
 
     def replays(self, other: Entry) -> bool:
-        return isinstance(other, Histogram) and (
-            (self.step, self.tag, self.edges, self.counts) == (other.step, other.tag, other.edges, other.counts)
-        )
+        return isinstance(other, Histogram) and replace(other, time=self.time) == self
 
 
 @dataclass(frozen=True, slots=True)
