@@ -37,6 +37,12 @@ def test_a_broken_package_hides_no_other(
     assert "'Gone', provided by beats, cannot be imported: ModuleNotFoundError" in lines[-1]
 
 
+def test_an_argument_is_described_by_the_class_itself_not_by_its_base(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["callbacks", "show", "MLflowLogger", "--json"]) == 0
+    described = {each["name"]: each["doc"] for each in json.loads(capsys.readouterr().out)["arguments"]}
+    assert described["wait_s"] == "seconds that the end of training waits for MLflow."
+
+
 def test_one_is_shown_with_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["callbacks", "show", "DivergenceDetector"]) == 0
     page = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Parse docstrings: the description, and each argument in the ``Args:`` section."""
+"""Docstrings in Google's style, as text: the description, its first sentence, and each argument's description."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-_ARGUMENTS = re.compile(r"^(Args|Arguments|Parameters):$")
+from docstring_parser import ParseError
+from docstring_parser.common import DocstringParam
+from docstring_parser.google import parse
+
+_SECTION = re.compile(r"^(Args|Arguments|Parameters|Raises|Returns|Yields):$", re.MULTILINE)
 _NAME = re.compile(r"`[^`]+`")
-_ENTRY = re.compile(r"^\*{0,2}(\w+)(?:\s*\([^)]*\))?:\s*(.*)$")
 _ROLE = re.compile(r":\w+:(?=`)")
 
 
 def prose(made: Callable[..., Any]) -> str:
-    """The docstring up to its ``Args:``, without reStructuredText roles."""
-    lines = (inspect.getdoc(made) or "").splitlines()
-    end = next((number for number, line in enumerate(lines) if _ARGUMENTS.match(line)), len(lines))
-    return _plain("\n".join(lines[:end]).strip())
+    """The docstring up to its first section, without reStructuredText roles."""
+    # not the parser's description: it unindents the first line of an example that follows the first sentence
+    return _plain(_SECTION.split(inspect.getdoc(made) or "", maxsplit=1)[0].strip())
 
 
 def summary(made: Callable[..., Any]) -> str:
@@ -32,30 +34,20 @@ def summary(made: Callable[..., Any]) -> str:
 
 
 def argument_docs(made: Callable[..., Any]) -> dict[str, str]:
-    """Argument → description, from the ``Args:`` of a function, or of a class and its constructor."""
-    sources = [made, made.__init__] if isinstance(made, type) else [made]  # type: ignore[misc]
-    docs: dict[str, str] = {}
-    for source in sources:
-        docs |= _entries((inspect.getdoc(source) or "").splitlines())
-    return docs
+    """Argument → description, from the ``Args:`` of a function, or of a class and its constructor.
+
+    The class's own description of an argument replaces one of its constructor, which may be inherited.
+    """
+    sources = [made.__init__, made] if isinstance(made, type) else [made]  # type: ignore[misc]
+    params = [param for source in sources for param in _params(inspect.getdoc(source) or "")]
+    return {param.arg_name.lstrip("*"): _plain(" ".join((param.description or "").split())) for param in params}
 
 
-def _entries(lines: list[str]) -> dict[str, str]:
-    docs: dict[str, str] = {}
-    start = next((number for number, line in enumerate(lines) if _ARGUMENTS.match(line)), len(lines))
-    depth, name = 0, ""
-    for line in lines[start + 1 :]:
-        indent = len(line) - len(line.lstrip())
-        if indent == 0:
-            break
-        depth = depth or indent
-        entry = _ENTRY.match(line.strip()) if indent == depth else None
-        if entry:
-            name = entry[1]
-            docs[name] = _plain(entry[2])
-        elif name:
-            docs[name] += f" {_plain(line.strip())}"
-    return docs
+def _params(docstring: str) -> list[DocstringParam]:
+    try:
+        return parse(docstring).params
+    except ParseError:  # another style
+        return []
 
 
 def _plain(text: str) -> str:

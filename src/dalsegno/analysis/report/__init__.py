@@ -10,19 +10,22 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
-from html import escape
 from importlib.resources import files as resources
 from itertools import islice
 from pathlib import Path
-from string import Template
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
 
 from dalsegno.analysis.log import TrainingLog
 from dalsegno.analysis.parameters import WHERE
 from dalsegno.analysis.plotting.heatmap import TITLES
+from dalsegno.analysis.plotting.palette import colour
 from dalsegno.analysis.series import ParameterSeries
 from dalsegno.analysis.stats.detect import DetectorSettings
 from dalsegno.analysis.webpage import inlined
 from dalsegno.errors import ConfigurationError, NotFound
+from dalsegno.logs.values import Record, to_json
 from dalsegno.system import filesystem
 
 from . import tables
@@ -64,40 +67,41 @@ def _page(logs: Sequence[TrainingLog], title: str, settings: DetectorSettings | 
         log.series(log.metrics())  # one pass over the file, cached for all that follows
     heatmaps = list(islice(_heatmaps(logs), MOST_HEATMAPS + 1))
     more, heatmaps = len(heatmaps) > MOST_HEATMAPS, heatmaps[:MOST_HEATMAPS]
-    places = [f"{each.run}: {TITLES[each.name]} of each parameter" for each in heatmaps]
+    settings = settings or DetectorSettings()
     files = resources(__name__)
-    template = files.joinpath("report.html").read_text("utf-8")
-    scripts = [files / "heatmap.js", files / "report.js"]
-    parts = inlined(styles=[files / "report.css"], scripts=scripts) | {
-        "title": escape(title),
-        "subtitle": escape(f"{len(logs)} run{'s' if len(logs) > 1 else ''}, as of {_now()}"),
-        "summary": tables.summary_table([log.summary() for log in logs]),
-        "sections": "".join(
-            [
-                tables.lineage_tables(logs),
-                tables.comparison_table(logs),
-                tables.verdict_table(logs, settings or DetectorSettings()),
-                tables.spikes_table(logs),
-                tables.heatmap_places(places, more=more),
-                tables.headers(logs),
-            ]
-        ),
-    }
+    parts = inlined(styles=[files / "report.css"], scripts=[files / "heatmap.js", files / "report.js"])
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
+    template = environment.from_string(
+        files.joinpath("report.html").read_text("utf-8"),
+        {name: Markup(part) for name, part in parts.items()}
+        | {
+            "title": title,
+            "subtitle": f"{len(logs)} run{'s' if len(logs) > 1 else ''}, as of {_now()}",
+            "colour": colour,
+            "summaries": tables.summary_tables([log.summary() for log in logs]),
+            "lineages": tables.lineage_tables(logs),
+            "first_run": logs[0].name,
+            "comparison": tables.comparison_table(logs),
+            "limits": tables.limits(settings),
+            "verdicts": tables.verdict_table(logs, settings),
+            "spikes": tables.spikes_table(logs),
+            "heatmaps": [f"{each.run}: {TITLES[each.name]} of each parameter" for each in heatmaps],
+            "more_heatmaps": more,
+            "headers": [(log.name, _as_text(log.header)) for log in logs if log.header],
+        },
+    )
     points = POINTS
     while points >= 100:
-        data = json.dumps(payload(logs, heatmaps, points), separators=(",", ":"), allow_nan=False)
-        page = Template(template).substitute(parts, data=_inert(data))
+        page = template.render(data=payload(logs, heatmaps, points))
         if len(page.encode()) <= MOST_BYTES:
             return page
         points //= 4
     raise ConfigurationError(f"{len(logs)} runs do not fit into a report of 5 MB; pass fewer runs")
 
 
-def _inert(data: str) -> str:
-    """JSON escaped so that an HTML parser reads it as text."""
-    for character in "<>&\u2028\u2029":
-        data = data.replace(character, f"\\u{ord(character):04x}")
-    return data
+def _as_text(header: Record) -> str:
+    return json.dumps(to_json(header), indent=2, ensure_ascii=False)
 
 
 def _heatmaps(logs: Sequence[TrainingLog]) -> Iterator[ParameterSeries]:

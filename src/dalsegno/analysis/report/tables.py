@@ -1,22 +1,19 @@
-"""Tables of a report: plain HTML, without scripts."""
+"""Tables of a report: the text of their cells. ``report.html`` has the markup."""
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from collections.abc import Iterable, Sequence
-from html import escape
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from dalsegno.analysis.lineage import LegSummary
 from dalsegno.analysis.log import TrainingLog
-from dalsegno.analysis.plotting.palette import colour
 from dalsegno.analysis.stats.compare import compare_series
 from dalsegno.analysis.stats.detect import DetectorSettings, detect_divergence
 from dalsegno.analysis.stats.spikes import Spike, find_spikes
 from dalsegno.analysis.summary import MetricSummary, Summary
-from dalsegno.logs.values import to_json
 
 LEAST_RECORDS = 2
 """Least common records for a comparison."""
@@ -27,7 +24,15 @@ Cell = str | tuple[str, str]
 """Text, or (text, CSS class): ``number``, ``bad``, ``good``, ``long``."""
 
 
-def summary_table(summaries: Sequence[Summary]) -> str:
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Column titles, and rows of as many cells."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+
+
+def summary_tables(summaries: Sequence[Summary]) -> list[Table]:
     head = ["run", "state", "steps", "loss", "best", "evaluation", "gradient norm", "learning rate"]
     rows: list[list[Cell]] = []
     for summary in summaries:
@@ -60,21 +65,21 @@ def summary_table(summaries: Sequence[Summary]) -> str:
             ]
         )
     more = ["run", "began (UTC)", "training", "lost", "restarts", "steps repeated", "speed", "peak memory"]
-    return _section("Summary", _table(head, rows, coloured=True) + "<p></p>" + _table(more, times, coloured=True))
+    return [Table(head, rows), Table(more, times)]
 
 
-def lineage_tables(logs: Sequence[TrainingLog]) -> str:
-    """The legs of runs that were restarted, or ended for a recorded reason."""
-    parts = []
+def lineage_tables(logs: Sequence[TrainingLog]) -> list[tuple[str, Table]]:
+    """The legs of runs that were restarted, or ended for a recorded reason, by its name."""
+    head = ["leg", "began (UTC)", "from", "steps", "repeated", "ranks", "ended", "requested by"]
+    tables = []
     for log in logs:
         legs = log.lineage()
         if len(legs) > 1 or any(each.leg.why for each in legs):
-            head = ["leg", "began (UTC)", "from", "steps", "repeated", "ranks", "ended", "requested by"]
-            parts += [f"<h3>{escape(log.name)}</h3>", _table(head, [_leg(each) for each in legs])]
-    return _section("Restarts and ends", "".join(parts)) if parts else ""
+            tables.append((log.name, Table(head, [_leg(each) for each in legs])))
+    return tables
 
 
-def comparison_table(logs: Sequence[TrainingLog]) -> str:
+def comparison_table(logs: Sequence[TrainingLog]) -> Table:
     """Each run compared with the first, by the losses of both."""
     first, rows = logs[0], []
     for other in logs[1:]:
@@ -87,15 +92,12 @@ def comparison_table(logs: Sequence[TrainingLog]) -> str:
             differs = "nowhere" if found.differs_at is None else f"step {found.differs_at:,}"
             ends = [(_number(value), "number") for value in (found.first, found.second, found.difference, found.noise)]
             rows.append([other.name, metric, (f"{found.records:,}", "number"), differs, parts, *ends])
-    if not rows:
-        return ""
     head = ["run", "metric", "compared", "differs at", "separates at", f"end of {first.name}", "end of this run"]
-    note = "Curves separate where their mean difference leaves the noise of both for a while. The ends are means."
-    table = _table([*head, "difference", "noise"], rows)
-    return _section(f"Compared with {first.name}", f'<p class="quiet">{note}</p>{table}')
+    return Table([*head, "difference", "noise"], rows)
 
 
-def verdict_table(logs: Sequence[TrainingLog], settings: DetectorSettings) -> str:
+def verdict_table(logs: Sequence[TrainingLog], settings: DetectorSettings) -> Table:
+    """What the divergence detector finds in each run that has a loss."""
     rows: list[list[Cell]] = []
     for log in logs:
         if log.loss is None:
@@ -105,18 +107,21 @@ def verdict_table(logs: Sequence[TrainingLog], settings: DetectorSettings) -> st
         verdict: Cell = ("diverges", "bad") if fired else ("passes", "good") if found.judged else "unknown"
         where = f"step {fired.step:,}" if fired else ""
         rows.append([log.name, log.loss, verdict, where, (found.reason or "", "long")])
-    limits = [
+    return Table(["run", "metric", "verdict", "at", "reason"], rows)
+
+
+def limits(settings: DetectorSettings) -> str:
+    """The detector's settings, in words."""
+    parts = [
         f"threshold {settings.threshold:g}" if settings.threshold is not None else "",
         f"relative threshold {settings.relative_threshold:g}" if settings.relative_threshold is not None else "",
         f"baseline smoothing {settings.baseline_smoothing:g}" if settings.baseline_smoothing is not None else "",
         f"smoothing {settings.smoothing:g}, patience {settings.patience}, warm-up {settings.warmup}",
     ]
-    note = f'<p class="quiet">DivergenceDetector replayed with {", ".join(filter(None, limits))}.</p>'
-    table = _table(["run", "metric", "verdict", "at", "reason"], rows)
-    return _section("Divergence", note + table) if rows else ""
+    return ", ".join(filter(None, parts))
 
 
-def spikes_table(logs: Sequence[TrainingLog]) -> str:
+def spikes_table(logs: Sequence[TrainingLog]) -> Table:
     rows: list[list[Cell]] = []
     for log in logs:
         for metric in [name for name in (log.loss, "grad_norm") if name in log.metrics()]:
@@ -124,25 +129,7 @@ def spikes_table(logs: Sequence[TrainingLog]) -> str:
             tallest = sorted(found, key=lambda spike: -spike.sigmas)[:MOST_SPIKES]
             rows += [_spike(log.name, metric, spike) for spike in sorted(tallest, key=lambda spike: spike.step)]
     head = ["run", "metric", "step", "value", "median", "standard deviations", "records", "recovered"]
-    return _section("Spikes", _table(head, rows)) if rows else ""
-
-
-def headers(logs: Sequence[TrainingLog]) -> str:
-    parts = [
-        f"<h3>{escape(log.name)}</h3><pre>{escape(json.dumps(to_json(log.header), indent=2, ensure_ascii=False))}</pre>"
-        for log in logs
-        if log.header
-    ]
-    return _section("Log headers", "".join(parts)) if parts else ""
-
-
-def heatmap_places(labels: Sequence[str], *, more: bool) -> str:
-    """Elements into which the script draws heatmaps. ``more``: whether there are others, which are left out."""
-    place = '<h3>{}</h3><div class="heat" data-heatmap="{}"></div>'
-    places = [place.format(escape(label), number) for number, label in enumerate(labels)]
-    note = f"The first {len(labels)} are shown; dalsegno logs heatmap RUN draws the others."
-    rest = f'<p class="quiet">{note}</p>' if more else ""
-    return _section("Parameters", rest + "".join(places)) if places else ""
+    return Table(head, rows)
 
 
 def _leg(summary: LegSummary) -> list[Cell]:
@@ -164,32 +151,6 @@ def _spike(run: str, metric: str, spike: Spike) -> list[Cell]:
     back: Cell = "yes" if spike.recovered else ("no", "bad")
     numbers = [f"{spike.step:,}", _number(spike.value), _number(spike.usual), sigmas, f"{spike.records:,}"]
     return [run, metric, *((each, "number") for each in numbers), back]
-
-
-def _section(title: str, content: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>{content}</section>\n"
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[Cell]], *, coloured: bool = False) -> str:
-    """``coloured``: each row starts with the colour of its run."""
-    lines = []
-    first: Sequence[Cell] = ()
-    for number, row in enumerate(rows):
-        first = first or row
-        swatch = f'<span class="swatch" style="background:{colour(number)}"></span>' if coloured else ""
-        lines.append(f"<tr>{''.join(_cell(cell, '' if column else swatch) for column, cell in enumerate(row))}</tr>")
-    kinds = ["number" if not isinstance(cell, str) and cell[1] == "number" else "" for cell in first]
-    titles = "".join(_titled(title, kind) for title, kind in zip(head, kinds or [""] * len(head), strict=True))
-    return f'<div class="wide"><table><thead><tr>{titles}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
-
-
-def _titled(title: str, kind: str) -> str:
-    return f'<th class="{kind}">{escape(title)}</th>' if kind else f"<th>{escape(title)}</th>"
-
-
-def _cell(cell: Cell, before: str) -> str:
-    text, kind = (cell, "") if isinstance(cell, str) else cell
-    return f'<td class="{kind}">{before}{escape(text)}</td>' if kind else f"<td>{before}{escape(text)}</td>"
 
 
 def _number(value: Any) -> str:
