@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .config import load_callbacks as load_callbacks
     from .data.mixture import Mixture as Mixture
     from .distributed.layout import Layout as Layout
+    from .distributed.modes import DDP as DDP
     from .distributed.modes import FSDP as FSDP
     from .distributed.modes import HSDP as HSDP
     from .distributed.modes import Parallelized as Parallelized
@@ -177,7 +178,7 @@ _HOMES = {
     ),
     "distributed.layout": ("Layout",),
     "data.mixture": ("Mixture",),
-    "distributed.modes": ("FSDP", "HSDP", "Parallelized", "Pipeline", "TensorParallel"),
+    "distributed.modes": ("DDP", "FSDP", "HSDP", "Parallelized", "Pipeline", "TensorParallel"),
     "interop.hf.base": ("TrainerCallback",),
     "interop.instructlab.functions": ("functions",),
     "launcher.launch": ("launch",),

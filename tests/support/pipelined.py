@@ -9,8 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import dalsegno as ds
 from dalsegno.callbacks import (
@@ -123,17 +125,18 @@ def resume(folder: Path, parallel: Any, steps: int, **settings: Any) -> tuple[di
     return recorded.loaded, state
 
 
-def resume_until_killed(folder: Path, parallel: Any, rank: int | None, step: int) -> tuple[Any, Any]:
+def resume_until_killed(folder: Path, parallel: Any, rank: int | None, step: int) -> dict[str, Any]:
     """Train to step 6, saving every second one; ``rank`` is killed in ``step``."""
     if rank is not None and dist.get_rank() == rank:
         FaultPlan(event=ds.Event.OPTIMIZER_STEP, count=step).arm()
     log = JsonLogger()
     trainer = build(folder, log, EMA(), parallel=parallel, max_steps=6, save_steps=2, logging_steps=1, dropout=0.1)
     trainer.train()
-    return weights_of(trainer.model), _records(folder)
+    return weights_of(trainer.model)
 
 
-def _records(folder: Path) -> list[Any]:
+def records(folder: Path) -> list[Any]:
+    """Of a run that has ended, without what depends on clocks."""
     clock = ("timestamp", "runtime", "per_sec", "peak_mem", "mfu")
     return [
         {key: value for key, value in record.items() if not any(each in key for each in clock)}
@@ -227,36 +230,51 @@ def straight_batches() -> list[dict[str, Tensor]]:
     ]
 
 
-def by_hand(schedule: str) -> tuple[list[float], dict[str, Any]]:
+def split_in_pairs() -> dict[str, Any]:
+    """The plan of the second to fifth layer: what is between the two of a pair is split."""
+    return {"layers.[14]": ColwiseParallel(), "layers.[25]": RowwiseParallel()}
+
+
+def by_hand(tensor_parallel: int) -> tuple[list[float], dict[str, Any]]:
     """Three steps of four micro-batches with torch alone: losses, on the last rank, and this rank's weights."""
     layers = Straight().layers
-    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, tensor_parallel), mesh_dim_names=("pp", "tp"))
+    rank = mesh.get_local_rank("pp")
     half = Half(layers[3 * rank : 3 * rank + 3])
+    if tensor_parallel > 1:
+        parallelize_module(half, mesh["tp"], {"layers.1": ColwiseParallel(), "layers.2": RowwiseParallel()})
     optimizer = torch.optim.AdamW(half.parameters(), lr=0.01, weight_decay=0.0)
-    stage = PipelineStage(half, rank, 2, torch.device("cpu"))
+    stage = PipelineStage(half, rank, 2, torch.device("cpu"), group=mesh.get_group("pp"))
     pipeline = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
     seen = []
     for batch in straight_batches():
         losses: list[Tensor] = []
         pipeline.step(*([batch["x"]] if rank == 0 else []), target=batch["y"], losses=losses)
-        torch.nn.utils.clip_grads_with_norm_(half.parameters(), 0.1, _norm_of_both(half))
+        _clip(half, 0.1, mesh.get_group("pp"))
         optimizer.step()
         optimizer.zero_grad()
         seen.append(float(torch.stack(losses).detach().mean()) if losses else 0.0)
     own = {f"layers.{3 * rank + number}.weight": each.weight for number, each in enumerate(half.layers)}
-    return seen, {name: weight.detach().numpy() for name, weight in own.items()}  # type: ignore[operator]
+    return seen, {name: _whole(weight.detach()) for name, weight in own.items()}  # type: ignore[operator]
 
 
-def _norm_of_both(half: nn.Module) -> Tensor:
-    square = torch.stack([each.grad.norm() for each in half.parameters() if each.grad is not None]).square().sum()
-    dist.all_reduce(square)
-    return square.sqrt()
+def _clip(half: nn.Module, max_norm: float, stages: Any) -> None:
+    """By the norm of both halves."""
+    gradients = [each.grad for each in half.parameters() if each.grad is not None]
+    whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in gradients]
+    square = torch.stack([each.norm() for each in whole]).square().sum()
+    dist.all_reduce(square, group=stages)
+    for each in gradients:
+        each.mul_(min(1.0, max_norm / (float(square.sqrt()) + 1e-6)))
 
 
-def by_trainer(folder: Path, schedule: str) -> tuple[list[float], dict[str, Any]]:
+def by_trainer(folder: Path, tensor_parallel: int) -> tuple[list[float], dict[str, Any]]:
     steps = Steps()
     settings = {"max_steps": 3, "lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": 0.1}
-    parallel = ds.Pipeline(2, schedule, microbatches=4)
+    pipeline = ds.Pipeline(2, "1f1b", microbatches=4)
+    parallel: Any = pipeline
+    if tensor_parallel > 1:
+        parallel = [pipeline, ds.TensorParallel(split_in_pairs(), size=tensor_parallel)]
     trainer = ds.Trainer(
         Straight(),
         arguments(folder, parallel=parallel, **settings),
@@ -430,6 +448,47 @@ class Backward(ds.Callback):
     def on_before_backward(self, ctx: Any) -> None: ...
 
 
+class Stacked(nn.Module):
+    """Two layers, each a stack of three matrices, as experts are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Experts() for _ in range(2))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """x, y: (batch, 8)."""
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.mse_loss(x, y)
+
+
+class Experts(nn.Module):
+    """The sum of three matrices' outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (batch, 8)."""
+        return torch.einsum("bi,eij->bj", x, self.weight)
+
+
+def spectral_norms(folder: Path, parallel: Any) -> dict[str, float]:
+    """Of a model of stacked matrices, after a step."""
+    args = arguments(folder, parallel=parallel, max_steps=1, eval_steps=1)
+    batches = straight_batches()
+    logger = ParameterNormLogger()
+    ds.Trainer(
+        Stacked(), args, train_dataloader=batches, eval_dataloader=batches, callbacks=[logger, JsonLogger()]
+    ).train()
+    if dist.get_rank():
+        return {}
+    *_, record = read_records(folder / "logs/parameter_norms.jsonl")
+    return record["spectral_norms"]  # type: ignore[no-any-return]
+
+
 def _three(model: nn.Module) -> int:
     return 3
 
@@ -445,6 +504,12 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], Any]] = {
     "a batch that does not divide": (Straight, ds.Pipeline(2, microbatches=3), {}, ()),
     "too many stages for the ranks": (Straight, ds.Pipeline(3, "gpipe"), {}, ()),
     "one stage on each rank": (Straight, ds.Pipeline(2, "interleaved"), {}, ()),
+    "a split module in several stages": (
+        Straight,
+        [ds.Pipeline(2, "gpipe"), ds.TensorParallel({"layers": SequenceParallel()}, size=1)],
+        {},
+        (),
+    ),
     "more stages than ranks by a function": (Straight, ds.Pipeline(_three, "gpipe"), {}, ()),
 }
 

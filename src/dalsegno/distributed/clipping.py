@@ -37,24 +37,24 @@ def clip_to_norm(parameters: Sequence[nn.Parameter], max_norm: float, norm: Tens
         torch.nn.utils.clip_grads_with_norm_(alike, max_norm, norm)
 
 
+def complete(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+    """Sum a gradient that is spread as partial sums, as that of a norm under sequence parallelism is."""
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+        parameter.grad = gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
+    return gradient
+
+
 def _by_kind(parameters: Sequence[nn.Parameter], kind: Callable[[Tensor], K]) -> dict[K, list[nn.Parameter]]:
     """Group the parameters that have a gradient by a property of that."""
     kinds: dict[K, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
-            kinds[kind(_complete(parameter, parameter.grad))].append(parameter)
+            kinds[kind(complete(parameter, parameter.grad))].append(parameter)
     return kinds
 
 
 def _mesh_of(gradient: Tensor) -> DeviceMesh | None:
     return gradient.device_mesh if isinstance(gradient, DTensor) else None
-
-
-def _complete(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-    """Sum a gradient that is spread as partial sums, as that of a norm under sequence parallelism is."""
-    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
-        parameter.grad = gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
-    return gradient
 
 
 def _elements(parameter: nn.Parameter) -> Tensor:

@@ -23,6 +23,7 @@ from .modes import (
     REPLICATE,
     SHARD,
     STAGES,
+    Mode,
     Parallelized,
     Pipeline,
     Setting,
@@ -89,11 +90,11 @@ class Layout:
         modes = modes_of(checked(parallel))
         if modes and isinstance(modes[0], Parallelized):
             return cls.of_mesh(modes[0].mesh, modes[0].data)
-        if not modes or isinstance(modes[0], DDP):
+        if _are_copies(modes):
             return cls.flat()
         sizes = mesh_dimensions(modes, collectives.world_size())
         ranks = torch.arange(collectives.world_size()).view(tuple(sizes.values()))
-        return cls(None, _data_ranks(ranks, tuple(sizes), _data_dimensions(sizes)))
+        return cls(None, _data_ranks(ranks, tuple(sizes), data_dimensions(sizes)))
 
     @property
     def data_rank(self) -> int:
@@ -158,7 +159,13 @@ def _data_ranks(ranks: torch.Tensor, names: Sequence[str], data: Sequence[str]) 
     return tuple(numbers[rank] for rank in sorted(numbers))
 
 
-def _data_dimensions(sizes: Mapping[str, int]) -> list[str]:
+def _are_copies(modes: Sequence[Mode]) -> bool:
+    """Whether every rank has the whole model."""
+    return all(isinstance(mode, DDP) for mode in modes)
+
+
+def data_dimensions(sizes: Mapping[str, int]) -> list[str]:
+    """Names, of those of a mesh's dimensions, over which the data are split."""
     return [name for name in (REPLICATE, SHARD) if name in sizes]
 
 
@@ -183,13 +190,13 @@ def build_layout(parallel: Setting, device: torch.device) -> Layout:
     modes = modes_of(parallel)
     if modes and isinstance(modes[0], Parallelized):
         return Layout.of_mesh(modes[0].mesh, modes[0].data)
-    if not modes or isinstance(modes[0], DDP):
+    if _are_copies(modes):
         return Layout.flat()
     dimensions = mesh_dimensions(modes, collectives.world_size())
     if collectives.world_size() == 1:
         return Layout.flat()
     mesh = init_device_mesh(device.type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
-    return Layout.of_mesh(mesh, _data_dimensions(dimensions))
+    return Layout.of_mesh(mesh, data_dimensions(dimensions))
 
 
 def layout_of_own_loop(parallel: Setting) -> Layout:

@@ -33,7 +33,10 @@ class Mode(Policy):
 
 @dataclass(frozen=True, repr=False)
 class DDP(Mode):
-    """A copy of the model on each rank (DistributedDataParallel)."""
+    """A copy of the model on each rank (DistributedDataParallel).
+
+    Composes with TensorParallel and Pipeline, in a list: a copy of their part of the model on each group of ranks.
+    """
 
 
 @dataclass(frozen=True, repr=False)
@@ -76,7 +79,8 @@ class HSDP(FSDP):
 class TensorParallel(Mode):
     """Layers split over ``size`` neighbouring ranks, which read the same data (``torch.distributed.tensor.parallel``).
 
-    Composes with FSDP or HSDP, in a list: the parts of each layer are then sharded over the other ranks.
+    Composes, in a list, with FSDP, HSDP or DDP: the parts of each layer are then sharded over the other ranks, or
+    copied; and with Pipeline: the layers of each stage are split.
     """
 
     plan: str | Mapping[str, ParallelStyle] = "auto"
@@ -105,7 +109,8 @@ class TensorParallel(Mode):
 class Pipeline(Mode):
     """A model cut into stages, each on other ranks (``torch.distributed.pipelining``).
 
-    Composes with FSDP or HSDP, in a list: each stage is then sharded over the ranks that read different data.
+    Composes, in a list, with FSDP, HSDP or DDP: each stage is then sharded over the ranks that read different data, or
+    copied; and with TensorParallel, which splits the layers of each stage.
     """
 
     stages: int | Sequence[str] | Sequence[Sequence[str]] | Callable[[nn.Module], Any]
@@ -257,25 +262,30 @@ def mesh_dimensions(modes: Sequence[Mode], ranks: int) -> dict[str, int]:
     """
     pipeline = next((mode for mode in modes if isinstance(mode, Pipeline)), None)
     tensor = next((mode for mode in modes if isinstance(mode, TensorParallel)), None)
-    data = next((mode for mode in modes if isinstance(mode, FSDP)), None)
-    size = pipeline.ranks(of=ranks) if pipeline else 1 if tensor is None else tensor.size or ranks
+    data = next((mode for mode in modes if isinstance(mode, (DDP, FSDP))), None)
+    parts = 1 if tensor is None else tensor.size or ranks
+    stages = 1 if pipeline is None else pipeline.ranks(of=max(ranks // parts, 1))
     replicate = data.replicate if isinstance(data, HSDP) else 1
-    shards, rest = divmod(ranks, size * replicate)
-    if rest or not shards:
-        sizes = " · ".join(str(each) for each in (replicate, size) if each > 1)
+    groups, rest = divmod(ranks, stages * replicate * parts)
+    if rest or not groups:
+        sizes = " · ".join(str(each) for each in (stages, replicate, parts) if each > 1)
         raise ConfigurationError(
             f"parallel={text_of(tuple(modes))}: {sizes} does not divide the {ranks} ranks of this job; start a "
-            f"multiple of {size * replicate} ranks, or choose sizes whose product divides {ranks}"
+            f"multiple of {stages * replicate * parts} ranks, or choose sizes whose product divides {ranks}"
         )
-    if data is None and shards > 1:
+    if data is None and groups > 1:
+        shown = ", ".join(map(str, modes))
         raise ConfigurationError(
-            f"parallel={pipeline or tensor}: leaves {shards} groups of ranks with different data and no mode that "
-            f"averages their gradients; compose it, parallel=[{pipeline or tensor}, FSDP()], or use all {ranks} ranks"
+            f"parallel={shown}: leaves {groups} groups of ranks with different data and no mode that "
+            f"averages their gradients; compose it, parallel=[{shown}, FSDP()], or use all {ranks} ranks"
         )
-    dimensions = {} if pipeline is None else {STAGES: size}
-    dimensions |= {REPLICATE: replicate} if isinstance(data, HSDP) else {}
-    dimensions |= {} if data is None else {SHARD: shards}
-    return dimensions | ({} if tensor is None else {TENSOR: size})
+    dimensions = {} if pipeline is None else {STAGES: stages}
+    if isinstance(data, DDP):
+        dimensions |= {REPLICATE: groups, SHARD: 1}
+    elif data is not None:
+        dimensions |= {REPLICATE: replicate} if isinstance(data, HSDP) else {}
+        dimensions |= {SHARD: groups}
+    return dimensions | ({} if tensor is None else {TENSOR: parts})
 
 
 def _parsed(each: object) -> list[Mode]:
@@ -283,11 +293,11 @@ def _parsed(each: object) -> list[Mode]:
         return [each]
     if not isinstance(each, str):
         raise _not_a_mode(each)
-    if each == "fsdp":
-        return [FSDP()]
+    if each in ("ddp", "fsdp"):
+        return [*modes_of(each)]
     if "(" not in each:
         raise _not_a_mode(each)
-    return [mode for mode in read_policies(each, [FSDP, HSDP, TensorParallel, Pipeline]) if isinstance(mode, Mode)]
+    return [mode for mode in read_policies(each, [DDP, FSDP, HSDP, TensorParallel, Pipeline]) if isinstance(mode, Mode)]
 
 
 def _not_a_mode(value: object) -> ConfigurationError:
@@ -298,19 +308,20 @@ def _not_a_mode(value: object) -> ConfigurationError:
 
 
 def _check_composition(modes: Sequence[Mode]) -> None:
-    kinds = [FSDP if isinstance(mode, FSDP) else type(mode) for mode in modes]
-    composable: list[set[type]] = [{FSDP, TensorParallel}, {FSDP, Pipeline}]
-    if not modes or len({*kinds}) < len(kinds) or (len(kinds) > 1 and {*kinds} not in composable):
+    kinds = ["data" if isinstance(mode, (DDP, FSDP)) else type(mode).__name__ for mode in modes]
+    composable = {"data", TensorParallel.__name__, Pipeline.__name__}
+    if not modes or len({*kinds}) < len(kinds) or (len(kinds) > 1 and not {*kinds} <= composable):
         raise ConfigurationError(
-            f"parallel={[*modes]}: these cannot be composed; TensorParallel or Pipeline can, with FSDP or HSDP"
+            f"parallel={[*modes]}: these cannot be composed; TensorParallel and Pipeline can, with each other and with "
+            "one of FSDP, HSDP and DDP"
         )
     if len(modes) > 1 and any(isinstance(m, Pipeline) and callable(m.stages) and m.size is None for m in modes):
         raise ConfigurationError(
             f"parallel={[*modes]}: Pipeline needs size= here, the number of ranks with different stages; the others "
-            "shard each stage"
+            "share each stage"
         )
     if len(modes) > 1 and any(isinstance(mode, TensorParallel) and mode.size is None for mode in modes):
         raise ConfigurationError(
             f"parallel={[*modes]}: TensorParallel needs size= here, the number of ranks that split each layer; the "
-            "others shard its parts"
+            "others share its parts"
         )

@@ -28,15 +28,22 @@ class StagePlace:
     shape``). One mesh for each rank of the pipeline that stores the tensor: several for a tied one."""
     placements: tuple[Placement, ...]
     """Placement on each dimension of a mesh."""
-    groups: tuple[ProcessGroup, ...]
-    """This rank's process groups over which measurements of the tensor are summed."""
+    shards: tuple[ProcessGroup, ...]
+    """This rank's process groups over which the tensor is sharded, in its stage."""
+    pipeline: ProcessGroup
+    """The ranks that have this rank's place in the other stages."""
     copies: ProcessGroup | None
-    """The ranks that run the same stage on different data, and have a copy of the tensor if it is not sharded; None if
-    there is no other."""
+    """The ranks that run the same stage, and have a copy of the tensor if it is not sharded; None if there is no
+    other."""
     counts: bool
     """Whether this rank's part counts in a sum over the ranks; not if it is elsewhere, or a tied tensor's copy."""
     device: torch.device
     """This rank's device."""
+
+    @property
+    def groups(self) -> tuple[ProcessGroup, ...]:
+        """This rank's process groups over which measurements of the tensor are summed."""
+        return (*self.shards, self.pipeline)
 
 
 _places: WeakIdKeyDictionary = WeakIdKeyDictionary()

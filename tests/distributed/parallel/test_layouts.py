@@ -40,8 +40,8 @@ def test_a_layout_trains_and_measures_what_one_process_does(tmp_path: Path, layo
     assert_same_records(logs, alone["logs"])
 
 
-@pytest.mark.parametrize("layout", ["pp", "pp x fsdp"])
-def test_a_pipeline_measures_what_one_process_does(tmp_path: Path, layout: str, alone: dict[str, Any]) -> None:
+@pytest.mark.parametrize("layout", ["pp", "pp x fsdp", "pp x ddp", "pp x tp", "tp x ddp"])
+def test_a_composition_measures_what_one_process_does(tmp_path: Path, layout: str, alone: dict[str, Any]) -> None:
     ranks = run_ranks(layouts.measured, layouts.LAYOUTS[layout][0], tmp_path, layout)
     assert {name for each in ranks for name in each["weights"]} == alone["weights"].keys()
     for each in ranks:
@@ -81,7 +81,13 @@ def numbers(records: list[dict[str, Any]]) -> dict[str, float]:
 
 def test_a_checkpoint_of_any_layout_resumes_under_any_other(tmp_path: Path) -> None:
     """Bit by bit; and the losses are those of one process."""
-    parts = [["one"], ["ddp", "fsdp", "tp"], ["fsdp 4", "hsdp", "tp x fsdp"], ["tp"], ["one"]]
+    parts = [
+        ["one"],
+        ["ddp", "fsdp", "tp", "pp"],
+        ["pp x tp", "fsdp 4", "pp x ddp", "hsdp", "tp x fsdp", "pp x tp"],
+        ["tp"],
+        ["one"],
+    ]
     step = 1
     for part in parts:
         run_ranks(layouts.chain, layouts.LAYOUTS[part[0]][0], tmp_path / "chain", part, step)
@@ -92,15 +98,18 @@ def test_a_checkpoint_of_any_layout_resumes_under_any_other(tmp_path: Path) -> N
         torch.testing.assert_close(tensor, alone[name], rtol=1e-3, atol=1e-5)
     legs = RunFile(tmp_path / "chain").load().legs
     assert legs[3].parallel == "TensorParallel({'layers.*.up': 'ColwiseParallel', 'layers.*.down': 'RowwiseParallel'})"
-    assert [leg.mesh for leg in legs[3:7]] == [
+    assert [leg.mesh for leg in legs[3:10]] == [
         {"tp": 2},
+        {"pp": 2},
+        {"pp": 2, "tp": 2},
         {"dp_shard": 4},
+        {"pp": 2, "dp_replicate": 2, "dp_shard": 1},
         {"dp_replicate": 2, "dp_shard": 2},
         {"dp_shard": 2, "tp": 2},
     ]
 
 
-@SPREAD
+@pytest.mark.parametrize("layout", ["tp", "hsdp", "tp x fsdp", "pp x tp"])
 def test_a_killed_run_resumes_on_its_layout_bit_by_bit(tmp_path: Path, layout: str) -> None:
     """With dropout: its random numbers are those of the data rank."""
     factory = partial(layouts.trainer, layout=layout, dropout=0.3, save_steps=1, max_steps=4)

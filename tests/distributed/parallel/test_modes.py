@@ -30,6 +30,7 @@ AUTO = ds.TensorParallel("auto", size=2)
         ("FSDP(reshard_after_forward=True, units='layers.*')", ds.FSDP(reshard_after_forward=True, units="layers.*")),
         (["TensorParallel(auto, size=2)", "fsdp"], (AUTO, ds.FSDP())),
         ([AUTO, ds.HSDP(2)], (AUTO, ds.HSDP(2))),
+        (["Pipeline(4, microbatches=8)", AUTO, "ddp"], (ds.Pipeline(4, microbatches=8), AUTO, ds.DDP())),
     ],
 )
 def test_text_and_objects_are_the_same_setting(tmp_path: Path, text: Any, mode: Any) -> None:
@@ -87,6 +88,12 @@ def test_a_mode_checks_its_arguments(build: Any, message: str) -> None:
         ([ds.HSDP(3)], 4, "3 does not divide the 4 ranks of this job; start a multiple of 3 ranks"),
         ([ds.HSDP(2), AUTO], 2, "2 · 2 does not divide the 2 ranks"),
         ([AUTO], 4, "leaves 2 groups of ranks with different data"),
+        ([ds.Pipeline(2), AUTO], 4, {"pp": 2, "tp": 2}),
+        ([ds.Pipeline(4, "interleaved"), AUTO], 4, {"pp": 2, "tp": 2}),
+        ([AUTO, ds.Pipeline(2), ds.HSDP(2)], 16, {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "tp": 2}),
+        ([ds.Pipeline(2), ds.DDP()], 6, {"pp": 2, "dp_replicate": 3, "dp_shard": 1}),
+        ([ds.Pipeline(2), AUTO], 6, "2 · 2 does not divide the 6 ranks of this job; start a multiple of 4 ranks"),
+        ([ds.Pipeline(2), AUTO], 8, "leaves 2 groups of ranks with different data"),
     ],
 )
 def test_sizes_fit_the_number_of_ranks_or_the_error_says_what_does(modes: Any, ranks: int, expected: Any) -> None:

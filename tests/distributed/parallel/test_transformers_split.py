@@ -1,4 +1,5 @@
-"""Models of transformers with split layers: a Llama by its own plan, a mixture of experts by one for its attention."""
+"""Models of transformers with split layers, also under a pipeline: a Llama by its own plan, a mixture of experts by one
+for its attention."""
 
 from __future__ import annotations
 
@@ -36,11 +37,12 @@ class Sentences:
 
 
 def model(kind: str) -> nn.Module:
+    """The Llama has tied embeddings, which a pipeline's first and last stage share."""
     from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)
     if kind == "llama":
-        return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False))
+        return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True))
     return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2))
 
 
@@ -49,10 +51,12 @@ def attention() -> dict[str, Any]:
     return {**rows, "model.layers.*.self_attn.o_proj": RowwiseParallel()}
 
 
-def train(output_dir: Path, is_split: bool) -> list[dict[str, float]]:
+def train(output_dir: Path, spread: str) -> list[dict[str, float]]:
     """The numbers of both models' records: losses, norms, FLOPs, loads of experts."""
     records = []
     for kind, plan in (("llama", "auto"), ("mixtral", attention())):
+        split = ds.TensorParallel(plan, size=2)
+        modes = {"none": "none", "tp": split, "pp x tp": [ds.Pipeline(2, "gpipe", microbatches=2), split]}
         args = ds.TrainingArguments(
             output_dir / kind,
             max_steps=2,
@@ -61,7 +65,7 @@ def train(output_dir: Path, is_split: bool) -> list[dict[str, float]]:
             learning_rate=1e-3,
             disable_tqdm=True,
             use_cpu=True,
-            parallel=ds.TensorParallel(plan) if is_split else "none",
+            parallel=modes[spread],  # type: ignore[arg-type]
         )
         measuring = [callbacks.JsonLogger(), callbacks.ComputeBudget()]
         measuring += [callbacks.ExpertLoadBalance(every=1)] if kind == "mixtral" else []
@@ -77,10 +81,11 @@ def train(output_dir: Path, is_split: bool) -> list[dict[str, float]]:
 
 def test_they_train_as_one_process_does(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    [alone] = run_ranks(train, 1, tmp_path / "one", False)
-    ranks = run_ranks(train, 2, tmp_path / "split", True)
-    assert ranks[0] == ranks[1]
-    assert len(alone) == len(ranks[0]) == 4
+    [alone] = run_ranks(train, 1, tmp_path / "one", "none")
     assert {"loss", "grad_norm", "total_petaflops"} <= alone[0].keys()
-    for ours, expected in zip(ranks[0], alone, strict=True):
-        assert ours == pytest.approx(expected, rel=1e-4)
+    for spread, number in (("tp", 2), ("pp x tp", 4)):
+        ranks = run_ranks(train, number, tmp_path / spread.replace(" ", "_"), spread)
+        assert all(each == ranks[0] for each in ranks)
+        assert len(alone) == len(ranks[0]) == 4
+        for ours, expected in zip(ranks[0], alone, strict=True):
+            assert ours == pytest.approx(expected, rel=1e-4)

@@ -23,6 +23,7 @@ from dalsegno.distributed.sharded_tensors import (
     parameter_shards,
     strip_wrappers,
 )
+from dalsegno.distributed.stage_places import place_of
 from dalsegno.stateful.schema import Must
 
 TOLERANCE = 1e-3
@@ -145,25 +146,28 @@ def _measured(model: nn.Module) -> Iterator[LocalShard]:
         if parameter.dim() != 3 or piece.name in convolved:
             yield _by_rows(parameter, piece)
             continue
-        for number, matrix in enumerate(_whole(parameter, piece).local):
-            yield LocalShard(f"{piece.name}.{number}", matrix, ())
+        whole = _whole(parameter, piece)
+        for number in range(len(parameter)):
+            matrix = whole.local[number] if len(whole.local) else whole.local.flatten(0, 1)  # of another stage: no rows
+            yield LocalShard(f"{piece.name}.{number}", matrix, whole.groups)
 
 
 def _by_rows(parameter: Tensor, piece: LocalShard) -> LocalShard:
     """Return the shard if it consists of whole rows of the parameter; else gather the parameter."""
-    is_by_rows = not isinstance(parameter, DTensor) or not any(
-        getattr(placement, "dim", 0)
-        for placement in parameter.placements  # of a shard, strided or not
-    )
+    place = place_of(parameter)
+    placements = parameter.placements if isinstance(parameter, DTensor) else () if place is None else place.placements
+    is_by_rows = not any(getattr(placement, "dim", 0) for placement in placements)  # of a shard, strided or not
     return piece if is_by_rows else _whole(parameter, piece)
 
 
 def _whole(parameter: Tensor, piece: LocalShard) -> LocalShard:
-    """Gather the whole parameter."""
-    if not isinstance(parameter, DTensor):
-        return piece
+    """Gather the whole parameter on each rank; under a pipeline, on those of one stage."""
+    place = place_of(parameter)
+    groups = () if place is None else (place.pipeline,)
+    if not isinstance(parameter, DTensor) or (place is not None and not place.counts):
+        return LocalShard(piece.name, piece.local, groups)
     whole = parameter.full_tensor().detach()
-    return LocalShard(piece.name, torch.view_as_real(whole) if whole.is_complex() else whole, ())
+    return LocalShard(piece.name, torch.view_as_real(whole) if whole.is_complex() else whole, groups)
 
 
 def _matrix(piece: LocalShard) -> Tensor:

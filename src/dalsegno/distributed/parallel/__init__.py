@@ -9,11 +9,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dalsegno.distributed import collectives
-from dalsegno.distributed.layout import Layout
+from dalsegno.distributed.layout import Layout, data_dimensions
 from dalsegno.distributed.modes import (
+    DDP,
     FSDP,
-    REPLICATE,
-    SHARD,
     TENSOR,
     Mode,
     Parallelized,
@@ -37,6 +36,9 @@ from .torchrun import require_launch
 from .trained_loss import WithTrainedLoss, has_own_parameters
 
 __all__ = ["DataParallel", "FullySharded", "FusedBackward", "Parallel", "Pipelined", "Single", "parallelize"]
+
+_COPIES = FSDP(reshard_after_forward=False)
+"""DDP in a composition: ``fully_shard`` over groups of one rank, which average their gradients."""
 
 
 def parallelize(
@@ -78,6 +80,8 @@ def _spread(model: nn.Module, modes: Sequence[Mode], layout: Layout, device: tor
     tensor = next((mode for mode in modes if isinstance(mode, TensorParallel)), None)
     pipeline = next((mode for mode in modes if isinstance(mode, Pipeline)), None)
     sharding = next((mode for mode in modes if isinstance(mode, FSDP)), None)
+    if sharding is None and any(isinstance(mode, DDP) for mode in modes):
+        sharding = _COPIES
     mesh = layout.mesh
     if not modes:
         return Single(model)
@@ -86,11 +90,10 @@ def _spread(model: nn.Module, modes: Sequence[Mode], layout: Layout, device: tor
     if isinstance(modes[0], Parallelized):
         return Spread(model)
     if pipeline is not None:
-        return Pipelined(model, pipeline, mesh, device, sharding, gathered_dtype(model, modes, bf16=bf16))
-    names = layout.dimensions
+        return Pipelined(model, pipeline, mesh, device, sharding, tensor, gathered_dtype(model, modes, bf16=bf16))
     layers = None if tensor is None else mesh[TENSOR]
     if sharding is not None:
-        data = tuple(name for name in (REPLICATE, SHARD) if name in names)
+        data = tuple(data_dimensions(layout.dimensions))
         return FullySharded(model, sharding, mesh[data], tensor, layers, dtype=gathered_dtype(model, modes, bf16=bf16))
     assert tensor is not None and layers is not None, "these are all modes that have a mesh"
     return TensorSharded(model, tensor, layers)

@@ -6,7 +6,8 @@ So optimizer groups, checkpoints and measurements have the names of the whole mo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,17 +19,20 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from dalsegno.distributed import collectives
-from dalsegno.distributed.clipping import clip_to_norm, gradient_norm
+from dalsegno.distributed.clipping import clip_to_norm, complete, gradient_norm
 from dalsegno.distributed.inference import run_stages_of
-from dalsegno.distributed.modes import FSDP, STAGES, Pipeline
+from dalsegno.distributed.layout import data_dimensions
+from dalsegno.distributed.modes import FSDP, STAGES, TENSOR, Pipeline, TensorParallel
 from dalsegno.distributed.pipeline.cut import Cut, cut
 from dalsegno.distributed.pipeline.runner import PipelineRunner
 from dalsegno.distributed.pipeline.stage import StageModule
 from dalsegno.distributed.sharded_tensors import once
 from dalsegno.distributed.stage_places import StagePlace, place_of, set_place
+from dalsegno.errors import ConfigurationError
 
 from .base import ReplacedParameters
 from .fsdp import shard, unit_names
+from .tensor import split_layers
 
 Stores = dict[str, tuple[int, ...]]
 """Coordinates, in the pipeline, of the ranks that store each parameter and buffer, by its first name."""
@@ -43,6 +47,7 @@ class Pipelined(ReplacedParameters):
         mesh: of all ranks; its first dimension has the stages.
         device: of this rank.
         sharding: shards each stage over the ranks that read different data; None: there is one such rank.
+        layers: splits layers over the ranks that read the same data; None: there is one such rank in each stage.
         dtype: in which sharded parameters are gathered; None: their own.
 
     Raises:
@@ -57,13 +62,15 @@ class Pipelined(ReplacedParameters):
         mesh: DeviceMesh,
         device: torch.device,
         sharding: FSDP | None,
+        layers: TensorParallel | None,
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__(model)
         self._mesh = mesh
         self._group = mesh.get_group(STAGES)
-        data = (mesh.mesh_dim_names or ())[1:]
-        self._copies = mesh[data]._flatten().get_group() if data else None
+        names = mesh.mesh_dim_names or ()
+        data = tuple(data_dimensions(dict(zip(names, mesh.shape, strict=True))))
+        self._same_stage = mesh[names[1:]]._flatten().get_group() if names[1:] else None
         ranks, here = mesh.size(0), mesh.get_local_rank(STAGES)
         mode = replace(mode.of_model(model), size=ranks)
         mode.ranks(of=ranks)  # raises if this many stages do not fit
@@ -72,9 +79,12 @@ class Pipelined(ReplacedParameters):
         stores = _stores(stages, ranks)
         collectives.broadcast_tensors([*model.parameters(), *map(once, model.buffers())])
         _leave_to_others(model, stores, here, device)
+        if layers is not None:
+            _expect_in_stages(split_layers(model, layers, mesh[TENSOR]), stages)
+            _leave_whole(model)
         modules = {number: StageModule(stages, number) for number in range(here, len(stages.stages), ranks)}
         if sharding is not None:
-            tied, chosen = _tied_places(model), unit_names(model, sharding)
+            tied, chosen = _tied_parameters(model), unit_names(model, sharding)
             for module in modules.values():
                 # Gathered once a step: a schedule has many micro-batches.
                 shard(module, _names_in(module, model, chosen), sharding, mesh[data], dtype, False)
@@ -95,7 +105,7 @@ class Pipelined(ReplacedParameters):
             schedule=mode.schedule,
             group=self._group,
             last=(len(stages.stages) - 1) % ranks,
-            copies=self._copies,
+            copies=mesh[data]._flatten().get_group() if data else None,
             device=device,
         )
         run_stages_of(model, self.runner)
@@ -105,9 +115,8 @@ class Pipelined(ReplacedParameters):
         for module, key, place in self._buffers:
             set_place(module._buffers[key], place)  # the forward may have replaced the tensor
         for parameter, group in self._tied:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            gradient = parameter.grad
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else complete(parameter, parameter.grad)
+            parameter.grad = gradient
             dist.all_reduce(gradient.to_local() if isinstance(gradient, DTensor) else gradient, group=group)
 
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
@@ -140,8 +149,9 @@ class Pipelined(ReplacedParameters):
             place = StagePlace(
                 meshes=(tuple(several.flatten().tolist()), (len(stores[name]), *rest)),
                 placements=placements[name],
-                groups=(*groups, self._group),
-                copies=self._copies,
+                shards=tuple(groups),
+                pipeline=self._group,
+                copies=self._same_stage,
                 counts=here == stores[name][0],
                 device=device,
             )
@@ -200,6 +210,22 @@ def _leave_to_others(model: nn.Module, stores: Stores, here: int, device: torch.
                 moved = nn.Parameter(moved, requires_grad=tensor.requires_grad)
             moved.__dict__.update(tensor.__dict__)
             replaced[id(tensor)] = moved
+    _replace(model, replaced)
+
+
+def _leave_whole(model: nn.Module) -> None:
+    """Replace the parts of other stages' tensors, which have no data, by whole ones without data."""
+    replaced: dict[int, Tensor] = {}
+    for tensor in _tensors(model).values():
+        if isinstance(tensor, DTensor) and tensor.is_meta:
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            replaced[id(tensor)] = nn.Parameter(whole, requires_grad=tensor.requires_grad) if is_parameter else whole
+    _replace(model, replaced)
+
+
+def _replace(model: nn.Module, replaced: Mapping[int, Tensor]) -> None:
+    """Put other tensors in place of the model's, by their ``id``."""
     for module in model.modules():
         for own in (module._parameters, module._buffers):
             for key, present in own.items():
@@ -207,23 +233,37 @@ def _leave_to_others(model: nn.Module, stores: Stores, here: int, device: torch.
                     own[key] = replaced[id(present)]  # type: ignore[assignment]
 
 
-def _tied_places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Modules and keys of each tied parameter."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
+def _tied_parameters(model: nn.Module) -> list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:
+    """Each tied parameter, with its modules and keys."""
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if parameter is not None:
-                places.setdefault(id(parameter), []).append((module, key))
-    return [each for each in places.values() if len(each) > 1]
+                places[parameter].append((module, key))
+    return [(parameter, its) for parameter, its in places.items() if len(its) > 1]
 
 
-def _tie_again(tied: list[list[tuple[nn.Module, str]]]) -> None:
-    """Put the sharded parameter in the places that belong to modules of other stages, too."""
-    for places in tied:
+def _tie_again(tied: list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]]) -> None:
+    """Put what has replaced a parameter in the places that belong to modules of other stages, too."""
+    for before, places in tied:
         found = [module._parameters[key] for module, key in places]
-        sharded = next((each for each in found if isinstance(each, DTensor)), found[0])
+        sharded = next((each for each in found if each is not before), before)
         for module, key in places:
             module._parameters[key] = sharded
+
+
+def _expect_in_stages(names: Iterable[str], stages: Cut) -> None:
+    """
+    Raises:
+        ConfigurationError: for the name of a split module that several stages run.
+    """
+    units = [unit for modules in stages.stages for unit in modules]
+    for name in names:
+        if not any(name == unit or name.startswith(f"{unit}.") for unit in units):
+            raise ConfigurationError(
+                f"TensorParallel: the plan has {name!r}, parts of which are in several stages of the pipeline; name "
+                "modules inside it"
+            )
 
 
 def _names_in(stage: nn.Module, model: nn.Module, names: list[str] | None) -> list[str] | None:

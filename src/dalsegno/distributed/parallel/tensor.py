@@ -37,11 +37,15 @@ class TensorSharded(ReplacedParameters):
     def __init__(self, model: nn.Module, mode: TensorParallel, mesh: DeviceMesh) -> None:
         """``mesh``: of one dimension."""
         super().__init__(model)
+        # each rank keeps a part of its own copy, so the copies must be equal
+        collectives.broadcast_tensors([*model.parameters(), *map(once, model.buffers())])
         split_layers(model, mode, mesh)
 
 
-def split_layers(model: nn.Module, mode: TensorParallel, mesh: DeviceMesh) -> None:
-    """Replace the parameters of the modules in the plan by DTensors on ``mesh``, which has one dimension. Collective.
+def split_layers(model: nn.Module, mode: TensorParallel, mesh: DeviceMesh) -> list[str]:
+    """Replace the parameters of the modules in the plan by DTensors on ``mesh``, which has one dimension.
+
+    Each rank keeps a part of its own copy, so the copies must be equal. Returns the names of these modules.
 
     Raises:
         UnknownName: for a name in the plan that no module has; the message suggests the nearest.
@@ -50,12 +54,11 @@ def split_layers(model: nn.Module, mode: TensorParallel, mesh: DeviceMesh) -> No
     plan = _plan_of_transformers(model) if isinstance(mode.plan, str) else mode.plan
     styles = _styles(model, plan)
     tied = _tied_names(model)
-    # each rank keeps a part of its own copy, so the copies must be equal
-    collectives.broadcast_tensors([*model.parameters(), *map(once, model.buffers())])
     for name, style in styles.items():
         parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
     for names in tied:
         _tie_again(model, names)
+    return [*styles]
 
 
 def _styles(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]:

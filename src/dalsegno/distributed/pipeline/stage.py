@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from dalsegno.distributed.rng import preserved_generators
@@ -233,12 +234,15 @@ class _Absent(_Substitute):
 
 def _activation(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, str | None, Tensor]:
     """Position or keyword of the first tensor among the arguments of a stage's first module, and the tensor."""
-    for position, value in enumerate(args):
+    named: list[tuple[int, str | None, Any]] = [(position, None, value) for position, value in enumerate(args)]
+    for position, key, value in [*named, *((-1, key, value) for key, value in kwargs.items())]:
+        if isinstance(value, DTensor):
+            raise ConfigurationError(
+                "Pipeline: a stage's first module is called with a DTensor, and stages send plain tensors; let the "
+                "module before it return one (use_local_output=True in its style), or begin the stage elsewhere"
+            )
         if isinstance(value, Tensor):
-            return position, None, value
-    for key, value in kwargs.items():
-        if isinstance(value, Tensor):
-            return -1, key, value
+            return position, key, value
     raise ConfigurationError("Pipeline: a stage's first module is called without a tensor; begin the stage elsewhere")
 
 
