@@ -72,7 +72,6 @@ LAYOUTS: dict[str, tuple[int, int]] = {
     "pp x ddp": (4, 2),
     "pp x tp": (4, 1),
     "tp x ddp": (4, 2),
-    "pp x fsdp x tp": (8, 2),
 }
 """Number of ranks, and of those with different data, by layout."""
 
@@ -88,7 +87,6 @@ def mode(layout: str) -> Any:
         "pp x ddp": [ds.Pipeline(2, "gpipe"), ds.DDP()],
         "pp x tp": [ds.Pipeline(2, "gpipe"), ds.TensorParallel(plan(), size=2)],
         "tp x ddp": [ds.TensorParallel(plan(), size=2), ds.DDP()],
-        "pp x fsdp x tp": [ds.Pipeline(2, "gpipe"), ds.FSDP(units="layers.*"), ds.TensorParallel(plan(), size=2)],
     }
     return modes.get(layout, layout.split()[0])
 

@@ -483,7 +483,7 @@ def spectral_norms(folder: Path, parallel: Any) -> dict[str, float]:
     ds.Trainer(
         Stacked(), args, train_dataloader=batches, eval_dataloader=batches, callbacks=[logger, JsonLogger()]
     ).train()
-    if dist.get_rank():
+    if dist.is_initialized() and dist.get_rank():
         return {}
     *_, record = read_records(folder / "logs/parameter_norms.jsonl")
     return record["spectral_norms"]  # type: ignore[no-any-return]

@@ -19,7 +19,7 @@ from dalsegno.distributed.sharded_tensors import once
 from dalsegno.errors import ConfigurationError
 
 from .base import ReplacedParameters
-from .tensor import split_layers
+from .tensor import planned_styles, split_layers
 
 
 class FullySharded(ReplacedParameters):
@@ -55,7 +55,7 @@ class FullySharded(ReplacedParameters):
         # each rank keeps a shard of its own copy, so the copies must be equal
         collectives.broadcast_tensors([*model.parameters(), *map(once, model.buffers())])
         if layers is not None and layer_mesh is not None:
-            split_layers(model, layers, layer_mesh)
+            split_layers(model, planned_styles(model, layers), layer_mesh)
         shard(model, unit_names(model, mode), mode, mesh, dtype)
 
     def synchronize(self, wanted: bool) -> None:

@@ -32,7 +32,7 @@ from dalsegno.errors import ConfigurationError
 
 from .base import ReplacedParameters
 from .fsdp import shard, unit_names
-from .tensor import split_layers
+from .tensor import planned_styles, split_layers
 
 Stores = dict[str, tuple[int, ...]]
 """Coordinates, in the pipeline, of the ranks that store each parameter and buffer, by its first name."""
@@ -80,7 +80,9 @@ class Pipelined(ReplacedParameters):
         collectives.broadcast_tensors([*model.parameters(), *map(once, model.buffers())])
         _leave_to_others(model, stores, here, device)
         if layers is not None:
-            _expect_in_stages(split_layers(model, layers, mesh[TENSOR]), stages)
+            styles = planned_styles(model, layers)
+            _expect_in_stages(styles, stages)
+            split_layers(model, styles, mesh[TENSOR])
             _leave_whole(model)
         modules = {number: StageModule(stages, number) for number in range(here, len(stages.stages), ranks)}
         if sharding is not None:

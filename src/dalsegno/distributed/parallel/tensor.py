@@ -39,30 +39,32 @@ class TensorSharded(ReplacedParameters):
         super().__init__(model)
         # each rank keeps a part of its own copy, so the copies must be equal
         collectives.broadcast_tensors([*model.parameters(), *map(once, model.buffers())])
-        split_layers(model, mode, mesh)
+        split_layers(model, planned_styles(model, mode), mesh)
 
 
-def split_layers(model: nn.Module, mode: TensorParallel, mesh: DeviceMesh) -> list[str]:
-    """Replace the parameters of the modules in the plan by DTensors on ``mesh``, which has one dimension.
+def split_layers(model: nn.Module, styles: Mapping[str, ParallelStyle], mesh: DeviceMesh) -> None:
+    """Replace the parameters of the modules in ``styles`` by DTensors on ``mesh``, which has one dimension.
 
-    Each rank keeps a part of its own copy, so the copies must be equal. Returns the names of these modules.
+    Each rank keeps a part of its own copy, so the copies must be equal.
 
     Raises:
-        UnknownName: for a name in the plan that no module has; the message suggests the nearest.
-        ConfigurationError: for a plan that is not supported, or one that would untie weights.
+        ConfigurationError: for styles that would untie weights.
     """
-    plan = _plan_of_transformers(model) if isinstance(mode.plan, str) else mode.plan
-    styles = _styles(model, plan)
     tied = _tied_names(model)
     for name, style in styles.items():
         parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
     for names in tied:
         _tie_again(model, names)
-    return [*styles]
 
 
-def _styles(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]:
-    """The style of each split module, by its name."""
+def planned_styles(model: nn.Module, mode: TensorParallel) -> dict[str, ParallelStyle]:
+    """Return the style of each split module, by its name.
+
+    Raises:
+        UnknownName: for a name in the plan that no module has; the message suggests the nearest.
+        ConfigurationError: for a plan that is not supported.
+    """
+    plan = _plan_of_transformers(model) if isinstance(mode.plan, str) else mode.plan
     styles: dict[str, ParallelStyle] = {}
     for pattern, style in plan.items():
         if not isinstance(style, ParallelStyle):
