@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PEERS  := .venv-peers
 
-.PHONY: demo test check docs dist bench soak diloco lies requests peers clean
+.PHONY: demo test check docs dist bench soak memory diloco lies requests peers clean
 
 demo: $(READY)
 	$(BIN)/dalsegno demo
@@ -41,6 +41,10 @@ soak: $(READY)
 # A hundred kills of the workers and the server of DiLoCo runs: ten minutes or so. `make diloco KILLS=10` is shorter.
 diloco: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m durability.diloco --kills $(or $(KILLS),100)
+
+# Three hundred kills of runs that also save in memory: five minutes or so. `make memory KILLS=30` is shorter.
+memory: $(READY)
+	PYTHONPATH=tests $(BIN)/python -m durability.memory --kills $(or $(KILLS),300)
 
 # Ten thousand forged checkpoints, loaded: an hour or so. `make lies LIES=500` is shorter.
 lies: $(READY)

@@ -34,6 +34,13 @@ os.environ["DALSEGNO_FULL_TRACEBACK"] = "1"
 _state_home = tempfile.TemporaryDirectory(prefix="dalsegno-state-", ignore_cleanup_errors=True)
 os.environ["XDG_STATE_HOME"] = _state_home.name
 
+# Memory checkpoints of killed runs are removed with the tests.
+_memory_of_the_host = Path("/dev/shm")
+_shared_memory = tempfile.TemporaryDirectory(
+    prefix="dalsegno-tests-", dir=_memory_of_the_host if _memory_of_the_host.is_dir() else None
+)
+os.environ["DALSEGNO_SHARED_MEMORY"] = _shared_memory.name
+
 # A proxy would be asked for what lies on this machine.
 os.environ["no_proxy"] = os.environ["NO_PROXY"] = "127.0.0.1,localhost"
 

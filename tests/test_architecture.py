@@ -43,7 +43,15 @@ FLOORS = [
 ]
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 FLOORS_WITHIN = {
-    "checkpoint": [["format"], ["state"], ["save", "load"], ["inspect"], ["interchange", "remote"], ["manager"]],
+    "checkpoint": [
+        ["format"],
+        ["state"],
+        ["save", "load"],
+        ["inspect"],
+        ["interchange", "remote"],
+        ["manager"],
+        ["memory"],
+    ],
 }
 MODULES_AT_THE_TOP = {"errors", "state"}
 

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,6 +39,8 @@ class Tally:
     world_size: int
     places: Counter[str] = field(default_factory=Counter)
     resumes: int = 0
+    from_memory: int = 0
+    """Of the resumes."""
     runs: int = 0
     lost_records: int = 0
     differing_bits: int = 0
@@ -50,6 +52,10 @@ class Tally:
         return self.places.total()
 
 
+Leg = Callable[[Path, FaultPlan | None, int], None]
+"""One process life of a run, on each rank: its directory, when it is killed, and which rank is."""
+
+
 def leg(output_dir: Path, plan: FaultPlan | None, victim: int) -> None:
     """One process life of the run on each rank; one of them may be going to die."""
     if plan is not None and collectives.rank() == victim:
@@ -57,25 +63,38 @@ def leg(output_dir: Path, plan: FaultPlan | None, victim: int) -> None:
     busy_trainer(output_dir, "none" if collectives.world_size() == 1 else "fsdp", STEPS).train()
 
 
-def plans(dice: random.Random, longest: float) -> Iterator[FaultPlan]:
+FILES = ((".partial", 60), ("logs/", 12), ("run.json", 8), ("checkpoints/", 90))
+"""Parts of paths, and up to which of their operations a run is killed."""
+
+
+def plans(dice: random.Random, longest: float, files: Sequence[tuple[str, int]] = FILES) -> Iterator[FaultPlan]:
     """Moments to die at, without end. ``longest``: seconds that a whole run takes."""
     while True:
         yield FaultPlan(seconds=dice.uniform(0.0, longest))
-        path, often = dice.choice([(".partial", 60), ("logs/", 12), ("run.json", 8), ("checkpoints/", 90)])
+        path, often = dice.choice(files)
         yield FaultPlan(operation="any", path=path, count=dice.randint(1, often))
 
 
-def soak(kills: int, world_size: int, folder: Path, seed: int, say: Callable[[Tally], object]) -> Tally:
+def soak(
+    kills: int,
+    world_size: int,
+    folder: Path,
+    seed: int,
+    say: Callable[[Tally], object],
+    *,
+    leg: Leg = leg,
+    files: Sequence[tuple[str, int]] = FILES,
+) -> Tally:
     """Kill runs until that many kills are done and the last run has come to its end."""
     tally, dice = Tally(world_size), random.Random(seed)
     began = time.monotonic()
-    survive(folder / "reference", None, world_size, 0)
-    moments = plans(dice, time.monotonic() - began)
+    survive(folder / "reference", None, world_size, 0, leg)
+    moments = plans(dice, time.monotonic() - began, files)
     while tally.kills < kills:
         output_dir = folder / f"run-{tally.runs}"
         while True:
             plan = next(moments) if tally.kills < kills else None
-            if survive(output_dir, plan, world_size, dice.randrange(world_size)):
+            if survive(output_dir, plan, world_size, dice.randrange(world_size), leg):
                 break
             tally.places[place_of(output_dir, plan)] += 1
             say(tally)
@@ -84,7 +103,7 @@ def soak(kills: int, world_size: int, folder: Path, seed: int, say: Callable[[Ta
     return tally
 
 
-def survive(output_dir: Path, plan: FaultPlan | None, world_size: int, victim: int) -> bool:
+def survive(output_dir: Path, plan: FaultPlan | None, world_size: int, victim: int, leg: Leg) -> bool:
     """Whether that leg came to the run's end, rather than to its own."""
     outcomes = start_ranks(leg, world_size, output_dir, plan, victim).wait()
     if plan is not None and outcomes[victim].was_killed:
@@ -109,6 +128,7 @@ def hold_against(reference: Path, run: Path, tally: Tally) -> None:
     legs = RunFile(run).load()
     assert legs is not None
     tally.resumes += len(legs.legs) - 1
+    tally.from_memory += sum((each.from_checkpoint or "").startswith("/") for each in legs.legs)
     tally.lost_records += sum((records(reference) - records(run)).values()) + sum(
         (records(run) - records(reference)).values()
     )
@@ -154,6 +174,8 @@ def table(tallies: list[Tally]) -> str:
     for place in PLACES:
         row(f"  {place}", lambda tally, place=place: tally.places[place])  # type: ignore[misc]
     row("resumes", lambda tally: tally.resumes)
+    if any(tally.from_memory for tally in tallies):
+        row("  from memory", lambda tally: tally.from_memory)
     row("runs brought to their end", lambda tally: tally.runs)
     row("lost records", lambda tally: tally.lost_records)
     row("differing bits", lambda tally: tally.differing_bits)
@@ -161,9 +183,9 @@ def table(tallies: list[Tally]) -> str:
     return "\n".join(f"{first:<28}" + "".join(f"{each:>10}" for each in rest) for first, *rest in rows)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--kills", type=int, default=1000, help="in all; a quarter of them with two ranks")
+def main(description: str | None = __doc__, soak: Callable[..., Tally] = soak, kills: int = 1000) -> int:
+    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    parser.add_argument("--kills", type=int, default=kills, help="in all; a quarter of them with two ranks")
     parser.add_argument("--seed", type=int, default=2026)
     arguments = parser.parse_args()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from durability import diloco
+from durability import diloco, memory
 from durability.soak import soak
 
 
@@ -15,6 +15,15 @@ def test_workers_and_server_of_diloco_lose_nothing(tmp_path: Path) -> None:
     kills, differences = diloco.soak(4, tmp_path, seed=3, by_clock=False)
     assert kills >= 4
     assert differences == []
+
+
+@pytest.mark.parametrize(("world_size", "kills"), [(1, 7), (2, 4)])
+def test_nothing_is_lost_in_memory(tmp_path: Path, world_size: int, kills: int) -> None:
+    """A small share of ``make memory``."""
+    tally = memory.soak(kills, world_size, tmp_path, seed=5, say=lambda tally: None)
+    assert tally.kills >= kills and tally.from_memory > 0
+    assert tally.differences == []
+    assert (tally.lost_records, tally.differing_bits) == (0, 0)
 
 
 @pytest.mark.parametrize(("world_size", "kills"), [(1, 18), (2, 7)])

@@ -78,27 +78,32 @@ class ForgetfulLoss(RunningLoss):
 
 
 def busy_trainer(
-    output_dir: Path, parallel: str = "none", max_steps: int = 100, own: type[RunningLoss] = RunningLoss
+    output_dir: Path,
+    parallel: str = "none",
+    max_steps: int = 100,
+    own: type[RunningLoss] = RunningLoss,
+    **changes: Any,
 ) -> ds.Trainer:
     """Everything at once: dropout, accumulation with a smaller last step, evaluation, two logs, pruned checkpoints.
 
-    Six steps an epoch; a checkpoint every two, a record every three, an evaluation every four.
+    Six steps an epoch; a checkpoint every two, a record every three, an evaluation every four. ``changes``: of these
+    settings.
     """
     torch.manual_seed(0)
-    args = ds.TrainingArguments(
-        output_dir,
-        max_steps=max_steps,
-        per_device_train_batch_size=4 if parallel == "none" else 2,
-        gradient_accumulation_steps=2,
-        learning_rate=0.01,
-        logging_steps=3,
-        eval_steps=4,
-        save_steps=2,
-        save_total_limit=3,
-        parallel=parallel,
-        use_cpu=True,
-        disable_tqdm=True,
-    )
+    settings: dict[str, Any] = {
+        "max_steps": max_steps,
+        "per_device_train_batch_size": 4 if parallel == "none" else 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 0.01,
+        "logging_steps": 3,
+        "eval_steps": 4,
+        "save_steps": 2,
+        "save_total_limit": 3,
+        "parallel": parallel,
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    args = ds.TrainingArguments(output_dir, **settings | changes)
     return ds.Trainer(
         TinyRegression(),
         args,

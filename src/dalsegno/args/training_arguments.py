@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields
@@ -26,6 +27,7 @@ _AS_TEXT = (
     "output_dir",
     "local_dir",
     "save",
+    "save_in_memory",
     "keep",
     "gradient_accumulation_schedule",
     "sequence_length_schedule",
@@ -150,6 +152,9 @@ class TrainingArguments:
 
     save_in_background: bool = True
     """Continue training while a checkpoint is written; needs memory for a copy of the state. False: wait for it."""
+    save_in_memory: SaveTrigger | str | None = None
+    """When to also save into shared memory: ``Every(steps=10)``, or that as text. It outlives a crash of the process,
+    not of the host. The next leg resumes from there if that is newer than all checkpoints on disk. None: never."""
     max_failed_saves: int = 3
     """Number of consecutive failed saves (e.g. on a full disk) that raises an error; fewer are only logged."""
 
@@ -254,10 +259,24 @@ class TrainingArguments:
                 raise ConfigurationError(f"save={self.save!r}, and save_steps= or save_strategy= too; give only one")
             if self.save.on_best and not self.evaluation:
                 raise ConfigurationError(f"save={self.save!r} needs evaluations; see eval_steps")
+        if self.save_in_memory is not None:
+            self._check_saving_in_memory()
         if self.keep is not None:
             self.keep = retention_of(self.keep)
             if self.save_total_limit is not None:
                 raise ConfigurationError(f"keep={self.keep!r}, and save_total_limit= too; give only one")
+
+    def _check_saving_in_memory(self) -> None:
+        self.save_in_memory = self.saving_in_memory
+        if type(self.save_in_memory) is not Every or self.save_in_memory.interval_s < math.inf:
+            raise ConfigurationError(
+                f"save_in_memory={self.save_in_memory!r}: needs steps or epochs, such as Every(steps=10)"
+            )
+        if self.save_in_memory and not self.saving:
+            raise ConfigurationError(
+                f"save_in_memory={self.save_in_memory!r} needs checkpoints on disk, too, for when the host is lost; "
+                "see save_steps"
+            )
 
     def _check_recovery(self) -> None:
         self.recovery = recovery_of(self.recovery)
@@ -332,6 +351,11 @@ class TrainingArguments:
         """When to save, from ``save`` or the other settings; false if never."""
         saving = _every(self.save_strategy, self.save_steps) if self.save is None else save_trigger(self.save)
         return saving | OnBest() if saving and self.load_best_model_at_end else saving
+
+    @property
+    def saving_in_memory(self) -> SaveTrigger:
+        """When to save into shared memory; false if never."""
+        return Every() if self.save_in_memory is None else save_trigger(self.save_in_memory)
 
     @property
     def keeping(self) -> Retention | None:

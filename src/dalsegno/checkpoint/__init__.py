@@ -7,7 +7,7 @@ Each package imports only from those above it::
     save/   load/         one checkpoint to disk, and back into a run
     inspect/              list, read and compare checkpoints, without a model
     interchange/ remote/  checkpoints and weights of other programs; a copy of the run at a URL
-    manager               the checkpoints of a run: what the training engine uses
+    manager, memory       the checkpoints of a run on disk, and in shared memory: what the training engine uses
 
 A save: :meth:`CheckpointManager.save_async` → ``save/snapshot`` captures the states that ``save/planning`` assigned to
 this rank → ``save/staging`` copies tensors into buffers laid out as the files → ``save/async_save`` writes them on a
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .load.restore import load_parts
     from .load.states import LoadReport
     from .manager import CheckpointManager
+    from .memory import MemoryCheckpoints
     from .state.callback_tensors import CallbackTensors
     from .state.sharded import ModelState, OptimizerState, ShardedState, unwrapped
 
@@ -49,6 +50,7 @@ _HOMES = {
     "format.keys": ("CALLBACKS", "LOSS", "SETTINGS"),
     "load.states": ("LoadReport",),
     "manager": ("CheckpointManager",),
+    "memory": ("MemoryCheckpoints",),
     "format.manifest": ("Checkpoint", "Manifest"),
     "load.restore": ("load_parts",),
     "state.sharded": ("ModelState", "OptimizerState", "ShardedState", "unwrapped"),
@@ -67,6 +69,7 @@ __all__ = [
     "Imported",
     "LoadReport",
     "Manifest",
+    "MemoryCheckpoints",
     "ModelState",
     "OptimizerState",
     "ShardedState",

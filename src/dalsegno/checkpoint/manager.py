@@ -23,6 +23,7 @@ from .load.compatibility import Value
 from .load.restore import restore
 from .load.states import LoadReport, SavedStates, unclaimed_states
 from .save.async_save import AsyncSave, BufferPrefault
+from .save.destination import NewDirectory
 from .save.snapshot import Snapshotter
 from .state.sharded import ShardedState
 
@@ -58,6 +59,11 @@ class CheckpointManager:
         self._trusted: Path | None = None  # the checkpoint that this process verified or wrote last
         self._newest_save: AsyncSave | None = None
         self._prefault: BufferPrefault | None = None
+
+    @property
+    def carried(self) -> Mapping[str, SavedState]:
+        """States of the loaded checkpoint that no component claimed; they go into every later checkpoint."""
+        return self._carried
 
     def path_of(self, step: int) -> Path:
         """Path of the checkpoint of ``step``, whether it exists or not."""
@@ -147,7 +153,7 @@ class CheckpointManager:
 
         self._newest_save = AsyncSave(
             snapshot,
-            final,
+            NewDirectory(final),
             step=step,
             is_best=is_best,
             manifest_of=functools.partial(snapshot.manifest, step, metrics or {}, is_best, not is_nonfinite),
@@ -264,6 +270,13 @@ class CheckpointManager:
         )
         self._carried = unclaimed_states(saved, components, report)
         return report
+
+    def newest_published(self, until: int | None = None) -> tuple[Path | None, int]:
+        """The newest published checkpoint of step ``until`` (None: any) or before, verified or not, and its step; None
+        and 0 if there is none."""
+        newest_first = functools.partial(checkpoint_dir.newest_first, self.directory, until=until)
+        paths = collectives.from_rank_zero(newest_first)
+        return (paths[0], names.step_of(paths[0]) or 0) if paths else (None, 0)
 
     def entries(self) -> list[Entry]:
         """Valid checkpoints, by file sizes alone, oldest first, as policies see them. Logs and skips others."""

@@ -50,12 +50,16 @@ class Leg:
     ended: float | None = None
     """None while the leg is running, and permanently if it was killed."""
     from_checkpoint: str | None
-    """The checkpoint that it resumed from, relative to ``output_dir``; None if it started from scratch."""
+    """The checkpoint that it resumed from, relative to ``output_dir`` unless it was in shared memory; None if it
+    started from scratch."""
     world_size: int
     parallel: str | list[str] | None = None
     """The ``parallel`` setting, as text; a list if several modes are composed."""
     mesh: dict[str, int] = field(default_factory=dict)
     """Number of ranks in each dimension of the mesh, by name; empty if every rank has the whole model."""
+    memory: str | None = None
+    """Name of the directory of its memory checkpoints, on its host; None if it had none. Only the last leg's is in
+    force."""
     host: str
     pid: int
     first_step: int
@@ -138,6 +142,7 @@ class RunFile:
         *,
         parallel: str | list[str] | None = None,
         mesh: Mapping[str, int] | None = None,
+        memory: str | None = None,
     ) -> RunRecord:
         """Append a leg that starts now, after ``first_step`` steps. Earlier legs without an end are marked ``died``.
 
@@ -148,6 +153,7 @@ class RunFile:
             previous: what the launcher knows about the end of the leg before, if that was its.
             parallel: the setting, as text.
             mesh: sizes of its dimensions.
+            memory: name of the directory of its memory checkpoints.
         """
         run = self._load_or_renew()
         last = run.legs[-1] if run.legs else None
@@ -163,6 +169,7 @@ class RunFile:
                 world_size=world_size,
                 parallel=parallel,
                 mesh=dict(mesh or {}),
+                memory=memory,
                 host=host_name(),
                 pid=os.getpid(),
                 first_step=first_step,

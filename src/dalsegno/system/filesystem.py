@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
 import shutil
 import stat
@@ -291,6 +292,35 @@ def _open_direct(path: Path) -> int:
         if error.errno != errno.EINVAL:
             raise
         return open_own(path, flags)
+
+
+def map_new(path: Path, length: int) -> mmap.mmap:
+    """Create ``path`` with ``length`` zero bytes, for this user alone, and map it shared: what is written to the
+    mapping, which has whole pages, is in the file at once.
+
+    The memory is reserved here: a write to a mapping cannot report that there is none left, the process is killed.
+
+    Raises:
+        OSError: if there is not enough room, or ``path`` exists. No file remains.
+    """
+    notify_watcher("write", path)
+    descriptor = open_own(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, whole_pages(length))
+        memory = mmap.mmap(descriptor, whole_pages(length))
+        os.ftruncate(descriptor, length)
+    except OSError as error:
+        path.unlink()
+        error.filename = error.filename or str(path)
+        raise
+    finally:
+        os.close(descriptor)
+    return memory
+
+
+def whole_pages(length: int) -> int:
+    """``length`` bytes, rounded up to whole pages."""
+    return -(-length // PAGE) * PAGE
 
 
 def replace_durably(path: Path, data: Buffer, mode: int = 0o644) -> None:

@@ -30,6 +30,7 @@ from dalsegno.system.lock import DirectoryLock
 
 from .contents import PROGRESS, CheckpointContents
 from .imported_run import ImportedRun
+from .memory_saves import MemorySaves
 from .parts import RunParts
 from .settings import RecordedSettings
 from .time_limit import TimeLimit
@@ -38,7 +39,7 @@ logger = logging.getLogger("dalsegno")
 
 
 class Checkpointer:
-    """The checkpoints under ``output_dir``, and their copies at its URL.
+    """The checkpoints under ``output_dir``, their copies at its URL, and the newest state in shared memory.
 
     Args:
         parts: of the run.
@@ -65,6 +66,7 @@ class Checkpointer:
         self._directory = args.directory
         self._manager = CheckpointManager(self._directory, keep=args.keeping, layout=parts.layout)
         self._mirror = mirror_of(args.url, self._directory, args.keeping)
+        self.memory = MemorySaves(parts, contents, self._manager, run_file)
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -118,6 +120,7 @@ class Checkpointer:
         Raises:
             CannotSave: on every rank, if a state contains what cannot be saved.
         """
+        self.memory.checkpoints.settle()  # its thread uses the same process group
         parts = self._parts
         parts.random_state.step = step  # part of the captured state
         return self._manager.save_async(
@@ -144,11 +147,18 @@ class Checkpointer:
     # -- find ---------------------------------------------------------------------------------------------------
 
     def newest(self, *, strict: bool) -> Checkpoint | None:
-        """The newest checkpoint that verifies, here or at the URL; None if there is none at all.
+        """The newest checkpoint that verifies, in memory, here or at the URL; None if there is none at all.
 
         Raises:
             DamagedCheckpoint: if none verifies, or ``strict`` and the newest does not.
         """
+        in_memory = self.memory.newest()
+        if in_memory is not None and not self._mirror.fetch_newer(in_memory.step):
+            return in_memory
+        self.memory.end_leg(is_needed=False)
+        return self._newest_on_disk(strict=strict)
+
+    def _newest_on_disk(self, *, strict: bool) -> Checkpoint | None:
         try:
             checkpoint = self._manager.find(strict=strict)
         except DamagedCheckpoint as error:
@@ -159,6 +169,14 @@ class Checkpointer:
         if self._mirror.fetch_newer(None if checkpoint is None else checkpoint.step):
             checkpoint = self._manager.find(strict=strict)
         return checkpoint
+
+    def latest_on_disk(self, checkpoint: Checkpoint) -> tuple[Path | None, int]:
+        """``checkpoint``, which this run owns, and its step; for one in memory, those of the newest before it on disk,
+        None and 0 if there is none."""
+        path = self.path_of(checkpoint.step)
+        if checkpoint.path.resolve() == path.resolve():
+            return path, checkpoint.step
+        return self._manager.newest_published(until=checkpoint.step)
 
     def newest_until(self, step: int) -> Checkpoint | None:
         """The newest checkpoint of ``step`` or before that verifies and has finite weights; None if there is none."""
@@ -195,11 +213,13 @@ class Checkpointer:
         return checkpoint
 
     def owns(self, path: Path, step: int) -> bool:
-        """Whether ``path`` is where this run saves ``step``."""
-        return path.resolve() == self.path_of(step).resolve()
+        """Whether ``path`` is where this run saves ``step``, on disk or in memory."""
+        return path.resolve() == self.path_of(step).resolve() or self.memory.checkpoints.owns(path)
 
     def archive_after(self, step: int | None, into: Path) -> list[Path]:
-        """Move the checkpoints later than ``step`` (None: all) into that folder; their new paths."""
+        """Move the checkpoints later than ``step`` (None: all) into that folder; their new paths. Those in memory are
+        removed."""
+        self.memory.discard()
         return self._manager.archive_after(step, into)
 
     # -- load ---------------------------------------------------------------------------------------------------

@@ -22,7 +22,9 @@ class LegRecorder:
     Every method raises SaveFailed if ``run.json`` cannot be written, say on a full disk.
     """
 
-    def __init__(self, parts: RunParts, run_file: RunFile) -> None:
+    def __init__(self, parts: RunParts, run_file: RunFile, memory: str | None) -> None:
+        """``memory``: name of the directory of its memory checkpoints."""
+        self._memory = memory
         self._args = parts.args
         self._layout = parts.layout
         self._state = parts.state
@@ -41,6 +43,7 @@ class LegRecorder:
                     PreviousLeg.from_environment(),
                     parallel=text_of(self._args.parallel),
                     mesh=self._layout.dimensions,
+                    memory=self._memory,
                 )
 
     def roll_back(self, recovery: Recovery) -> None:

@@ -165,8 +165,10 @@ class RunLifecycle:
 
         Raises:
             CannotSave: if the first checkpoint would fail, because a state contains what cannot be saved.
+            ConfigurationError: if memory checkpoints would not fit into memory.
         """
         self._checkpointer.check_serializable()
+        self._checkpointer.memory.begin_leg()
         is_finite = are_finite(self._parts.model)  # collective
         if not is_finite and self._parts.state.is_world_process_zero:
             logger.warning(
@@ -183,7 +185,7 @@ class RunLifecycle:
             self._parts,
             self.boundary,
             self._checkpointer,
-            LegRecorder(self._parts, self._run_file),
+            LegRecorder(self._parts, self._run_file, self._checkpointer.memory.checkpoints.name),
             roll_back=self._resumer.roll_back,
             loss_weight=self._loss_weight,
             resumed_from=resumed_from,

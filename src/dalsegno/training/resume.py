@@ -208,7 +208,7 @@ class Resumer:
 
     def _continue_from(self, checkpoint: Checkpoint, *, is_own: bool) -> None:
         """Set what the leg knows of the checkpoint: nothing of its path and metrics, if it is another run's."""
-        self._boundary.saves.set_latest(checkpoint.path if is_own else None, checkpoint.step)
+        self._boundary.saves.set_latest(*(self._checkpointer.latest_on_disk(checkpoint) if is_own else (None, 0)))
         self._boundary.evaluations.set_metrics(checkpoint.manifest.metrics if is_own else {})
         if not is_own:
             state = self._state

@@ -47,6 +47,7 @@ class SaveCoordinator:
         self._failures: list[SaveFailed] = []  # consecutive
         self._must_succeed = True
         self._is_prepared = not (self._args.saving and self._args.save_in_background)
+        self._memory_is_prepared = not self._args.saving_in_memory
 
     def set_latest(self, checkpoint: Path | None, step: int = 0) -> None:
         """Set the run's newest checkpoint."""
@@ -63,6 +64,23 @@ class SaveCoordinator:
         if not self._is_prepared:
             self._is_prepared = True
             self._checkpointer.prepare()
+        if not self._memory_is_prepared:
+            self._memory_is_prepared = True
+            self._checkpointer.memory.prepare()
+
+    def save_in_memory(self, metrics: Mapping[str, float]) -> None:
+        """Save this step in shared memory, unless a save to disk is in progress. Collective.
+
+        So all earlier saves to disk are published, or have failed and are counted, and a leg that resumes from this
+        step finds the same checkpoints as an uninterrupted run.
+
+        Args:
+            metrics: of the evaluation at this step.
+        """
+        step = self._state.global_step
+        if self._current is None and self._requested_step != step:
+            self._memory_is_prepared = True
+            self._checkpointer.memory.save(step, metrics=metrics)
 
     def save(self, metrics: Mapping[str, float]) -> ControlRequests:
         """Save this step, unless that was requested before or a handler of on_before_save calls it off. Collective.

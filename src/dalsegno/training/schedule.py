@@ -15,6 +15,12 @@ class DueActions(NamedTuple):
     log: bool = False
     evaluate: bool = False
     save: bool = False
+    save_in_memory: bool = False
+
+    @property
+    def acts(self) -> bool:
+        """Whether any of them lets callbacks, or other processes, take part: the ranks agree on requests there."""
+        return self.log or self.evaluate or self.save
 
 
 class ActionSchedule:
@@ -26,6 +32,7 @@ class ActionSchedule:
     def __init__(self, args: TrainingArguments) -> None:
         self._args = args
         self._logging, self._evaluation, self._saving = args.logging, args.evaluation, args.saving
+        self._saving_in_memory = args.saving_in_memory
 
     def is_last(self, step: int, position: float) -> bool:
         """Whether the run ends at ``step``, or at ``position`` if ``max_steps`` is not set."""
@@ -40,6 +47,7 @@ class ActionSchedule:
             log=self._logging.at_step(step) or (step == 1 and self._args.logging_first_step and bool(self._logging)),
             evaluate=self._evaluation.at_step(step),
             save=self._saving.at_step(step) or (is_final and bool(self._saving)),
+            save_in_memory=self._saving_in_memory.at_step(step),
         )
 
     def at_epoch_end(self, epochs: int, step: int) -> DueActions:
@@ -48,6 +56,7 @@ class ActionSchedule:
             log=self._logging.at_epoch(epochs),
             evaluate=self._evaluation.at_epoch(epochs),
             save=self._saving.at_epoch(epochs) or (self.is_last(step, epochs) and bool(self._saving)),
+            save_in_memory=self._saving_in_memory.at_epoch(epochs) or self._saving_in_memory.at_step(step),
         )
 
     def at_data_end(self) -> DueActions:

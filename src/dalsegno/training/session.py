@@ -152,6 +152,7 @@ class Session:
             checkpoint=self._boundary.saves.newest,
             diverged=error is None and request is not None and request.diverged,
         ).with_best(self._state, self._checkpointer.path_of)
+        failures += _failures(partial(self._checkpointer.memory.end_leg, is_needed=error is not None))
         failures += _failures(self._loader.close)
         if error is not None and dispatcher.exception:
             dispatcher.exception.fill(error)

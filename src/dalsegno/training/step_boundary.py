@@ -115,7 +115,7 @@ class StepBoundary:
                 leg could not repeat it at the same place.
         """
         control_sync = self._control_sync
-        requests = control_sync.sync() if any(due) or epoch_ends else control_sync.poll()
+        requests = control_sync.sync() if due.acts or epoch_ends else control_sync.poll()
         if replan is not None and self.commands.are_due(requests):
             requests = requests.merge(self.commands.act(requests))
             due = replan()
@@ -145,6 +145,8 @@ class StepBoundary:
             self._save()
         elif not self.stopping:
             self.saves.prepare()
+            if due.save_in_memory and not epoch_ends:
+                self.saves.save_in_memory(self.evaluations.metrics())
 
     def _recover(self, requests: ControlRequests, *, may_save: bool = True) -> ControlRequests:
         """Decide about a request to go back. Collective, if there is one.

@@ -18,6 +18,7 @@ from dalsegno.checkpoint.format.sidecar import SavedState
 from dalsegno.checkpoint.inspect.contents import read_tensors
 from dalsegno.checkpoint.load.states import SavedStates
 from dalsegno.checkpoint.save.async_save import AsyncSave
+from dalsegno.checkpoint.save.destination import NewDirectory
 from dalsegno.checkpoint.save.snapshot import Snapshotter
 from dalsegno.data.loader import IMPORTED
 from dalsegno.distributed.rng import RANK, capture_generators, mix, preserved_generators, seed_generators
@@ -61,7 +62,7 @@ def write(run: RunState, output_dir: Path) -> Path:
     snapshot = Snapshotter().capture(sharded, (), states, copy=False)
     save = AsyncSave(
         snapshot,
-        names.checkpoint_path(output_dir / names.CHECKPOINTS, run.step),
+        NewDirectory(names.checkpoint_path(output_dir / names.CHECKPOINTS, run.step)),
         step=run.step,
         is_best=False,
         manifest_of=partial(snapshot.manifest, run.step, run.metrics, False, True),

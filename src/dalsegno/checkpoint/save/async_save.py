@@ -14,18 +14,15 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 
-from dalsegno.checkpoint.format import checkpoint_dir, names
 from dalsegno.checkpoint.format.manifest import FileRecord, Manifest
 from dalsegno.distributed import collectives
 from dalsegno.errors import SaveFailed
-from dalsegno.system import filesystem
 from dalsegno.system.byte_sizes import format_bytes
 from dalsegno.system.progress import Progress
 from dalsegno.system.worker import lower_thread_priority
 
-from .resources import free_disk
+from .destination import Destination
 from .snapshot import Snapshot
 
 logger = logging.getLogger("dalsegno")
@@ -53,7 +50,7 @@ class AsyncSave:
     def __init__(
         self,
         snapshot: Snapshot,
-        path: Path,
+        destination: Destination,
         *,
         step: int,
         is_best: bool,
@@ -65,15 +62,15 @@ class AsyncSave:
 
         Args:
             snapshot: this rank's part.
-            path: directory of the checkpoint.
+            destination: of the checkpoint.
             manifest_of: builds the manifest from all ranks' records; called on rank 0.
             published: called on rank 0 after publication, before the ranks receive the outcome.
             afterwards: called on rank 0 after the ranks have received the outcome.
         """
-        self.step, self.path, self.is_best = step, path, is_best
+        self.step, self.path, self.is_best = step, destination.path, is_best
         self.failure: SaveFailed | None = None
         self._snapshot = snapshot
-        self._partial = names.partial_path(path)
+        self._destination = destination
         self._manifest_of, self._published, self._afterwards = manifest_of, published, afterwards
         self._group = collectives.background_group()
         self._is_rank_zero = collectives.rank() == 0
@@ -145,7 +142,7 @@ class AsyncSave:
 
     def _write(self) -> Report:
         try:
-            return self._snapshot.write_to(self._partial, self._advance), None
+            return self._snapshot.write_to(self._destination.partial, self._advance), None
         except BaseException as error:  # the other ranks wait for this report
             return {}, _described(error)
         finally:
@@ -160,14 +157,9 @@ class AsyncSave:
 
     def _make_room(self, lengths: Sequence[int]) -> str | None:
         try:
-            filesystem.remove(self._partial)
-            filesystem.make_directory(self._partial.parent)
-            filesystem.mkdir_nosync(self._partial)
-            needed, free = sum(lengths), free_disk(self._partial)
-            if needed <= free:
+            reason = self._destination.make_room(sum(lengths))
+            if reason is None:
                 return None
-            disk = f"the disk of {self._partial.parent}"
-            reason = f"it takes {format_bytes(needed)}, and {format_bytes(free)} are free on {disk}"
         except Exception as error:
             reason = _described(error)
         self._remove_partial()
@@ -184,7 +176,7 @@ class AsyncSave:
         if not reasons:
             try:
                 manifest = self._manifest_of([records for records, _ in reports])
-                checkpoint_dir.publish(manifest, self._partial, self.path)
+                self._destination.publish(manifest)
                 self._is_published = True
             except Exception as error:
                 reasons = [_described(error)]
@@ -196,8 +188,8 @@ class AsyncSave:
         return None
 
     def _remove_partial(self) -> None:
-        with _logged(f"{self._partial.name} could not be removed"):
-            filesystem.remove(self._partial)
+        with _logged(f"{self._destination.partial.name} could not be removed"):
+            self._destination.discard()
 
 
 class BufferPrefault:

@@ -30,6 +30,7 @@ from . import planning
 from .cuda_copies import CudaCopies
 from .planning import FilePlan, Plan
 from .resources import available_memory, has_memory_for
+from .shared_files import SharedFiles
 from .staging import Advance, BounceBuffers, Buffer, InlineFile, PendingFile, TensorFile
 
 logger = logging.getLogger("dalsegno")
@@ -119,9 +120,14 @@ class _FileOfTensors:
 class Snapshotter:
     """Captures snapshots. Keeps its buffers, and the plan of which rank writes what, between saves."""
 
-    def __init__(self, layout: Layout | None = None) -> None:
-        """``layout``: which ranks read the same data; None: each its own."""
+    def __init__(self, layout: Layout | None = None, *, shared: SharedFiles | None = None) -> None:
+        """
+        Args:
+            layout: which ranks read the same data; None: each its own.
+            shared: files in shared memory that tensors are copied to, in place of buffers that are then written.
+        """
         self._layout = layout or Layout.flat()
+        self._shared = shared
         self._buffers: dict[str, Buffer] = {}
         self._bounce = BounceBuffers()
         self._cuda = CudaCopies()
@@ -151,6 +157,9 @@ class Snapshotter:
             CannotSave: as :meth:`check_serializable`: the first step has created the optimizer's state.
         """
         self.check_serializable(sharded, ())
+        if self._shared is not None:
+            self._lay_out_shared(self._shared)
+            return self._shared.prefault()
         if self._memory_shortage(self._plan.files):
             return iter(())
         buffers = [self._laid_out(file.name, file.layout) for file in self._plan.files]
@@ -175,6 +184,7 @@ class Snapshotter:
 
         Raises:
             CannotSave: on every rank, if a state on any rank cannot be saved.
+            OSError, RankFailed: on every rank, if shared files do not fit into memory.
         """
         states, failure = _encode_all(sharded, components, carried)
         sidecars = list(_sidecar_files(states))
@@ -192,6 +202,8 @@ class Snapshotter:
             self._replan(states.tensors, signature)
             shortage = self._memory_shortage([*self._plan.files, *sidecars])
             (is_short,) = collectives.all_reduce_max([shortage > 0], "room for a save in memory")
+        if self._shared is not None:
+            self._lay_out_shared(self._shared)
         planned = [_FileOfTensors(file.name, file.layout, file.tensors(states.tensors)) for file in self._plan.files]
         inline = self._inline_files(states)
         records = {key: each.record for key, each in (states.shared | states.own).items()}
@@ -215,18 +227,30 @@ class Snapshotter:
         self._plan = collectives.run_on_all_ranks(lambda: planning.plan(tensors))
         self._planned_for = signature
 
+    def planned_bytes(self, component: str | None = None) -> int:
+        """Bytes of tensors that this rank writes of a sharded component, or of all, as last planned."""
+        return sum(file.layout.length for file in self._plan.files if component in (None, file.component))
+
+    def _lay_out_shared(self, shared: SharedFiles) -> None:
+        if not shared.fits(self._plan.files):
+            collectives.run_on_all_ranks(lambda: shared.lay_out(self._plan.files))
+
     def _laid_out(self, name: str, layout: FileLayout) -> Buffer:
         buffer = self._buffers.setdefault(name, Buffer())
         buffer.lay_out(layout)
         return buffer
 
     def _copied(self, file: _FileOfTensors) -> PendingFile:
+        if self._shared is not None and file.name in self._shared:
+            return self._shared.copied(file.name, file.layout, file.tensors, self._cuda)
         buffer = self._laid_out(file.name, file.layout)
         buffer.copy(file.tensors, self._cuda)
         return TensorFile(file.name, file.layout.length, buffer.blocks)
 
     def _memory_shortage(self, wanted: Iterable[FilePlan | _FileOfTensors]) -> int:
         """Bytes of fresh memory that copies of these files need if that much is not available; else 0."""
+        if self._shared is not None:  # which reserves it
+            return 0
         empty = Buffer()
         fresh = sum(self._buffers.get(each.name, empty).missing(each.layout) for each in wanted)
         return 0 if has_memory_for(fresh) else fresh

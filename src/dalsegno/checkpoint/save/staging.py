@@ -93,9 +93,14 @@ class TensorFile:
 
 
 class Buffer:
-    """Memory that holds a whole file as it will be on disk."""
+    """Memory that holds a whole file as it will be on disk.
 
-    def __init__(self) -> None:
+    Args:
+        allocate: returns at least that many bytes of memory, in whole pages.
+    """
+
+    def __init__(self, allocate: Callable[[int], mmap.mmap] | None = None) -> None:
+        self._allocate = allocate or _anonymous
         self._memory = memoryview(b"")
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._layout: FileLayout | None = None
@@ -156,7 +161,7 @@ class Buffer:
     def blocks(self) -> Iterator[memoryview]:
         """The file, for a direct write."""
         assert self._layout is not None
-        end = _whole_pages(self._layout.length)
+        end = filesystem.whole_pages(self._layout.length)
         for begin in range(0, end, filesystem.DIRECT_PIECE):
             yield self._memory[begin : min(begin + filesystem.DIRECT_PIECE, end)]
 
@@ -164,7 +169,7 @@ class Buffer:
         if self._pinned is not None:
             self._pinned()
         self._memory, self._bytes = memoryview(b""), torch.empty(0, dtype=torch.uint8)  # free before allocating
-        self._memory, self._bytes = _fresh(length)
+        self._memory, self._bytes = _views(self._allocate(length))
         self._touched, self._pinned = 0, None
 
     def _pin(self) -> None:
@@ -181,7 +186,7 @@ class BounceBuffers:
 
     def blocks(self, layout: FileLayout, tensors: Sequence[torch.Tensor]) -> Iterator[memoryview]:
         """The file of ``tensors``, for a direct write. One file at a time."""
-        self._bounces = self._bounces or [_fresh(filesystem.DIRECT_PIECE) for _ in range(2)]
+        self._bounces = self._bounces or [_views(_anonymous(filesystem.DIRECT_PIECE)) for _ in range(2)]
         number, filled = 0, 0
         for raw in _in_file_order(layout, tensors):
             begin = 0
@@ -198,7 +203,7 @@ class BounceBuffers:
                     yield memory
                     number, filled = number + 1, 0
         if filled:
-            yield self._bounces[number % 2][0][: _whole_pages(filled)]
+            yield self._bounces[number % 2][0][: filesystem.whole_pages(filled)]
 
 
 def _in_file_order(layout: FileLayout, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -242,12 +247,12 @@ def _move(place: torch.Tensor, tensor: torch.Tensor) -> None:
         ctypes.memmove(place.data_ptr(), tensor.data_ptr(), tensor.numel())  # releases the GIL
 
 
-def _fresh(length: int) -> tuple[memoryview, torch.Tensor]:
-    memory = mmap.mmap(-1, _whole_pages(length))
+def _anonymous(length: int) -> mmap.mmap:
+    memory = mmap.mmap(-1, filesystem.whole_pages(length))
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def _views(memory: mmap.mmap) -> tuple[memoryview, torch.Tensor]:
     return memoryview(memory), torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def _whole_pages(length: int) -> int:
-    return -(-length // filesystem.PAGE) * filesystem.PAGE

@@ -1,0 +1,147 @@
+"""Directories of memory checkpoints: files in shared memory, which outlive a process but not its host. Needs no torch.
+
+::
+
+    /dev/shm/dalsegno-1000/             of this user only (mode 0700)
+      9f86d081884c7d65/                 of one run; each leg in its run.json records the name
+        owner.json                      output_dir of the run, and the boot of the host
+        checkpoints/
+          step-00000490/                a published checkpoint
+          slot-3b0a-0/  slot-3b0a-1/    hidden: being written, or kept to be written again
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from dalsegno.errors import ConfigurationError
+from dalsegno.system import filesystem
+
+from . import checkpoint_dir, names
+
+PLACE_VARIABLE = "DALSEGNO_SHARED_MEMORY"
+"""Environment variable: a directory in memory (tmpfs) to use instead of ``/dev/shm``."""
+
+_OWNER = "owner.json"
+_NAME = re.compile(r"[0-9a-f]{16}")
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryDir:
+    """The directory ``path`` of the run in ``output_dir``."""
+
+    path: Path
+    output_dir: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / names.CHECKPOINTS
+
+    @property
+    def newest_step(self) -> int | None:
+        """Step of its newest checkpoint, which need not be valid; None if it has none."""
+        published = checkpoint_dir.newest_first(self.checkpoints)
+        return names.step_of(published[0]) if published else None
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory that its files take."""
+        total = 0
+        for directory, _, files in os.walk(self.path):
+            for name in files:
+                with contextlib.suppress(FileNotFoundError):  # a live run renames and removes
+                    total += Path(directory, name).lstat().st_blocks * 512
+        return total
+
+
+def root() -> Path:
+    """Directory that contains all of this user's."""
+    return Path(os.environ.get(PLACE_VARIABLE) or "/dev/shm") / f"dalsegno-{os.geteuid()}"
+
+
+def create(output_dir: Path) -> MemoryDir:
+    """Create a directory for the run in ``output_dir``.
+
+    Raises:
+        ConfigurationError: if this host has no shared memory that this user can write to.
+    """
+    created = MemoryDir(root() / os.urandom(8).hex(), output_dir.resolve())
+    try:
+        if not root().parent.is_dir():
+            raise FileNotFoundError(f"{root().parent} does not exist")
+        filesystem.make_private_directory(root())
+        filesystem.make_private_directory(created.path)
+        filesystem.make_private_directory(created.checkpoints)
+        content = {"output_dir": str(created.output_dir), "boot": _boot()}
+        filesystem.write_durably(created.path / _OWNER, json.dumps(content).encode())
+    except OSError as error:
+        raise ConfigurationError(
+            f"save_in_memory=: no memory checkpoints can be kept below {root().parent}: {error}; name another "
+            f"directory in memory by the environment variable {PLACE_VARIABLE}, or leave save_in_memory out"
+        ) from error
+    return created
+
+
+def find(name: str, output_dir: Path) -> MemoryDir | None:
+    """The directory ``name``; None if it is gone, or is not that of the run in ``output_dir``."""
+    if _NAME.fullmatch(name) is None or not _is_own(root()):
+        return None
+    found = _opened(root() / name)
+    return found if found is not None and found.output_dir == output_dir.resolve() else None
+
+
+def find_all() -> list[MemoryDir]:
+    """This user's directories on this host, in any order."""
+    if not _is_own(root()):
+        return []
+    opened = [_opened(path) for path in root().iterdir() if _NAME.fullmatch(path.name)]
+    return [each for each in opened if each is not None]
+
+
+def remove(directory: MemoryDir) -> None:
+    """Free the memory of a directory."""
+    filesystem.remove(directory.path)
+
+
+def remove_others(output_dir: Path, keep: MemoryDir | None) -> None:
+    """Remove all directories of the run in ``output_dir`` but ``keep``: no leg resumes from them any more."""
+    for each in find_all():
+        if each.output_dir == output_dir.resolve() and (keep is None or each.path != keep.path):
+            remove(each)
+
+
+def _is_own(path: Path) -> bool:
+    """Whether ``path`` is a directory that only this user can write to."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
+
+
+def _opened(path: Path) -> MemoryDir | None:
+    try:
+        content = json.loads((path / _OWNER).read_bytes())
+        if content["boot"] != _boot():  # in a directory that is not in memory
+            return None
+        return MemoryDir(path, Path(content["output_dir"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _boot() -> str:
+    try:
+        return _BOOT.read_text().strip()
+    except OSError:
+        return ""

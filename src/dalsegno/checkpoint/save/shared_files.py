@@ -1,0 +1,93 @@
+"""SharedFiles: files in shared memory whose pages are written in place, save after save."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import xxhash
+
+from dalsegno.checkpoint.format.layout import FileLayout
+from dalsegno.checkpoint.format.manifest import FileRecord
+from dalsegno.system import filesystem
+
+from .cuda_copies import CudaCopies
+from .planning import FilePlan
+from .staging import Advance, Buffer
+
+
+class SharedFiles:
+    """The tensor files of one slot. The files stay mapped when the directory is renamed: a save costs a copy.
+
+    Args:
+        directory: in which the files are created.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._buffers: dict[str, Buffer] = {}
+        self._planned: Sequence[FilePlan] | None = None
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._buffers
+
+    def fits(self, files: Sequence[FilePlan]) -> bool:
+        """Whether the files are laid out as planned. The same on all ranks, if the plans are."""
+        return files is self._planned
+
+    def lay_out(self, files: Sequence[FilePlan]) -> None:
+        """Create the files, and reserve their memory.
+
+        Raises:
+            OSError: if there is not enough memory. No file remains.
+        """
+        self.clear()
+        try:
+            for file in files:
+                path = self._directory / file.name
+                filesystem.mkdir_nosync(path.parent)
+                self._buffers[file.name] = Buffer(partial(filesystem.map_new, path))
+                self._buffers[file.name].lay_out(file.layout)
+        except BaseException:
+            self.clear()
+            raise
+        self._planned = files
+
+    def clear(self) -> None:
+        """Remove the files."""
+        self._planned = None
+        for name in [*self._buffers]:
+            del self._buffers[name]
+            filesystem.remove(self._directory / name)
+
+    def prefault(self) -> Iterator[None]:
+        """Map the memory, about a millisecond at each turn."""
+        for buffer in [*self._buffers.values()]:
+            yield from buffer.prefault()
+
+    def copied(self, name: str, layout: FileLayout, tensors: Sequence[torch.Tensor], cuda: CudaCopies) -> MappedFile:
+        """The file ``name``, once it contains the values of ``tensors``."""
+        buffer = self._buffers[name]
+        buffer.copy(tensors, cuda)
+        return MappedFile(name, layout.length, buffer)
+
+
+@dataclass(frozen=True, slots=True)
+class MappedFile:
+    """A file whose bytes are in place already; what remains is its checksum."""
+
+    name: str
+    length: int
+    buffer: Buffer
+
+    def write_to(self, directory: Path, advance: Advance) -> FileRecord:
+        checksum, left = xxhash.xxh3_128(), self.length
+        for block in self.buffer.blocks():
+            content = block[:left]
+            advance(len(content))
+            checksum.update(content)
+            left -= len(content)
+        return FileRecord(self.length, checksum.hexdigest())

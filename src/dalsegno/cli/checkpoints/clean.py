@@ -1,0 +1,92 @@
+"""Free the shared memory that runs on this host have left for their next leg.
+
+Lists the memory checkpoints of this user's runs; with --yes, removes them. Those of a run that is training stay. Use it
+for runs that will not be resumed on this host: a resumed run cleans up by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .arguments import add_json
+
+if TYPE_CHECKING:
+    from dalsegno.checkpoint.format.memory_dir import MemoryDir
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("runs", metavar="DIR", nargs="*", type=Path, help="only of these runs; default: of all")
+    parser.add_argument("--yes", action="store_true", help="remove them")
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """
+    Raises:
+        OSError: if one cannot be removed.
+    """
+    from dalsegno.checkpoint.format import memory_dir
+
+    wanted = [path.resolve() for path in arguments.runs]
+    found = [each for each in memory_dir.find_all() if not wanted or each.output_dir in wanted]
+    rows = []
+    for each in sorted(found, key=lambda each: str(each.output_dir)):
+        rows.append(_row(each))
+        if arguments.yes and rows[-1]["state"] != _IN_USE:
+            memory_dir.remove(each)
+            rows[-1]["removed"] = True
+    _print(rows, arguments)
+    return 0
+
+
+_IN_USE = "in use"
+_RESUMABLE = "of the last leg"
+_LEFT_OVER = "left over"
+
+
+def _row(directory: MemoryDir) -> dict[str, Any]:
+    return {
+        "run": str(directory.output_dir),
+        "path": str(directory.path),
+        "step": directory.newest_step,
+        "size": directory.size,
+        "state": _state(directory),
+        "removed": False,
+    }
+
+
+def _state(directory: MemoryDir) -> str:
+    """Whether a process writes to it, the run's next leg can resume from it, or neither."""
+    from dalsegno.logs import RunFile
+    from dalsegno.system.lock import DirectoryLock
+
+    if DirectoryLock.is_held(directory.output_dir):
+        return _IN_USE
+    last = RunFile(directory.output_dir).last_leg()
+    is_last = last is not None and last.memory == directory.name and directory.newest_step is not None
+    return _RESUMABLE if is_last else _LEFT_OVER
+
+
+def _print(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
+    from dalsegno.cli.tables import Column, number, print_json, print_table, size
+
+    if arguments.json:
+        print_json(rows)
+        return
+    if not rows:
+        print("no memory checkpoints on this host")
+        return
+    print_table(
+        [
+            Column("run", "run"),
+            Column("step", "step", number, right=True),
+            Column("size", "size", size, right=True),
+            Column("state", "state"),
+        ],
+        rows,
+    )
+    freed = size(sum(row["size"] for row in rows if row["state"] != _IN_USE))
+    print(f"{freed} freed" if arguments.yes else f"{freed} would be freed: add --yes")

@@ -1,0 +1,88 @@
+"""MemorySaves: the run's newest state in shared memory, beside its checkpoints on disk.
+
+They serve one purpose: a leg resumes from them if they are newer than all on disk. Whatever else selects a checkpoint
+(a path, retention, a rollback, the best model) sees those on disk only: which steps memory has depends on how long
+saves to disk took.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dalsegno.checkpoint import Checkpoint, CheckpointManager, MemoryCheckpoints
+from dalsegno.distributed import collectives
+from dalsegno.distributed.sharded_tensors import are_finite
+from dalsegno.logs import RunFile
+
+from .contents import CheckpointContents
+from .parts import RunParts
+
+
+class MemorySaves:
+    """All ranks call every method but :meth:`end_leg`.
+
+    Args:
+        parts: of the run.
+        contents: what is saved.
+        manager: of the checkpoints on disk.
+        run_file: its last leg names the run's directory in shared memory.
+    """
+
+    def __init__(
+        self, parts: RunParts, contents: CheckpointContents, manager: CheckpointManager, run_file: RunFile
+    ) -> None:
+        self._parts = parts
+        self._contents = contents
+        self._manager = manager
+        self._run_file = run_file
+        self.checkpoints = MemoryCheckpoints(parts.args.directory, parts.layout)
+
+    def newest(self) -> Checkpoint | None:
+        """The newest checkpoint in memory that verifies; None if there is none, or one on disk is as new."""
+        on_disk, step = self._manager.newest_published()
+        return self.checkpoints.find(self._last_name(), after=-1 if on_disk is None else step)
+
+    def begin_leg(self) -> None:
+        """Free what no leg resumes from any more; make room, if this leg saves in memory.
+
+        Raises:
+            ConfigurationError: on all ranks, if the state does not fit into memory.
+        """
+        self.checkpoints.begin_leg(self._contents.sharded(), saving=bool(self._parts.args.saving_in_memory))
+
+    def prepare(self) -> None:
+        """Reserve the memory. To be called after the first step, when the optimizer has its state.
+
+        Raises:
+            ConfigurationError: on all ranks, if the state does not fit into memory.
+        """
+        self.checkpoints.prepare(self._contents.sharded())
+
+    def save(self, step: int, *, metrics: Mapping[str, float]) -> None:
+        """Copy every state into shared memory. A failure is logged, and training continues.
+
+        Raises:
+            CannotSave: on all ranks, if a state contains what cannot be saved.
+        """
+        parts = self._parts
+        parts.random_state.step = step  # part of the captured state
+        self.checkpoints.save(
+            step,
+            self._contents.sharded(),
+            self._contents.components(),
+            self._manager.carried,
+            metrics=metrics,
+            is_finite=not parts.metrics.is_broken() or are_finite(parts.model),
+        )
+
+    def end_leg(self, *, is_needed: bool) -> None:
+        """Free the memory, unless the next leg needs what is in there. Not collective."""
+        self.checkpoints.close(remove=not is_needed)
+
+    def discard(self) -> None:
+        """Give up what is in memory, also of the leg before: the run goes back, or begins elsewhere."""
+        self.checkpoints.discard(self._last_name())
+
+    def _last_name(self) -> str | None:
+        last = collectives.from_rank_zero(self._run_file.last_leg)
+        return None if last is None else last.memory
