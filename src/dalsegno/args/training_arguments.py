@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields
@@ -14,7 +13,7 @@ from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.policies.recovery import RecoveryPolicy, recovery_of
 from dalsegno.policies.retention import Best, Latest, Retention, retention_of
 from dalsegno.policies.step_schedule import StepSchedule, StepValues
-from dalsegno.policies.triggers import Every, OnBest, SaveTrigger, save_trigger
+from dalsegno.policies.triggers import Every, OnBest, SaveTrigger, memory_trigger, save_trigger
 from dalsegno.system.tracebacks import short_traceback
 from dalsegno.system.urls import cache_dir, is_mangled_url, is_url
 
@@ -259,24 +258,15 @@ class TrainingArguments:
                 raise ConfigurationError(f"save={self.save!r}, and save_steps= or save_strategy= too; give only one")
             if self.save.on_best and not self.evaluation:
                 raise ConfigurationError(f"save={self.save!r} needs evaluations; see eval_steps")
-        if self.save_in_memory is not None:
-            self._check_saving_in_memory()
+        self.save_in_memory = self.saving_in_memory if self.save_in_memory is not None else None
+        if self.saving_in_memory and not self.saving:
+            raise ConfigurationError(
+                f"save_in_memory={self.save_in_memory!r} needs checkpoints on disk too, for a lost host; see save_steps"
+            )
         if self.keep is not None:
             self.keep = retention_of(self.keep)
             if self.save_total_limit is not None:
                 raise ConfigurationError(f"keep={self.keep!r}, and save_total_limit= too; give only one")
-
-    def _check_saving_in_memory(self) -> None:
-        self.save_in_memory = self.saving_in_memory
-        if type(self.save_in_memory) is not Every or self.save_in_memory.interval_s < math.inf:
-            raise ConfigurationError(
-                f"save_in_memory={self.save_in_memory!r}: needs steps or epochs, such as Every(steps=10)"
-            )
-        if self.save_in_memory and not self.saving:
-            raise ConfigurationError(
-                f"save_in_memory={self.save_in_memory!r} needs checkpoints on disk, too, for when the host is lost; "
-                "see save_steps"
-            )
 
     def _check_recovery(self) -> None:
         self.recovery = recovery_of(self.recovery)
@@ -353,9 +343,9 @@ class TrainingArguments:
         return saving | OnBest() if saving and self.load_best_model_at_end else saving
 
     @property
-    def saving_in_memory(self) -> SaveTrigger:
+    def saving_in_memory(self) -> Every:
         """When to save into shared memory; false if never."""
-        return Every() if self.save_in_memory is None else save_trigger(self.save_in_memory)
+        return Every() if self.save_in_memory is None else memory_trigger(self.save_in_memory)
 
     @property
     def keeping(self) -> Retention | None:

@@ -161,6 +161,18 @@ def save_trigger(given: SaveTrigger | str | Sequence[SaveTrigger | str]) -> Save
     return parts[0] if len(parts) == 1 else AnyTrigger(parts)
 
 
+def memory_trigger(given: SaveTrigger | str) -> Every:
+    """Convert user input to a trigger by steps and epochs alone, which all ranks know without asking each other.
+
+    Raises:
+        ConfigurationError: for any other trigger.
+    """
+    when = save_trigger(given)
+    if not isinstance(when, Every) or when.interval_s < math.inf:
+        raise ConfigurationError(f"save_in_memory={when!r}: needs steps or epochs, such as Every(steps=10)")
+    return when
+
+
 def _parts(when: SaveTrigger) -> tuple[SaveTrigger, ...]:
     if not isinstance(when, SaveTrigger):
         raise ConfigurationError(f"{when!r} is not a save trigger; use Every(…), AtSteps(…), OnBest() or AtEnd()")

@@ -24,7 +24,7 @@ attributes of the object control how its state is saved and loaded:
                      training to find out whether the state can be saved.
 ``make_durable``     ``make_durable()``: fsyncs what the state refers to, such as a file that the object wrote.
                      Called on another thread, after ``state_dict`` and before the checkpoint is published; training
-                     does not wait for it.
+                     does not wait for it. Not called for a memory checkpoint: ``state_dict`` flushes to the kernel.
 ===================  ===============================================================================================
 """
 
