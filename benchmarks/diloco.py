@@ -6,30 +6,28 @@ trains on. One that steps with the gradients of all workers at every step stands
 
 from __future__ import annotations
 
-import io
 import math
-import socket
+import os
 import statistics
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import dalsegno
-from dalsegno.diloco import DiLoCoClient, DiLoCoServer, DiLoCoWorker, Rules, WorkerOptions
+from dalsegno.diloco import DiLoCoServer, DiLoCoWorker, Rules, WorkerOptions
 from dalsegno.diloco.frames import file_pieces
 from dalsegno.diloco.outer import nesterov
 from dalsegno.diloco.run import OuterRun
-from dalsegno.diloco.signature import Specs, TensorSpec, as_sent
+from dalsegno.diloco.signature import TensorSpec
 from dalsegno.diloco.state import Accepted, Applied, Joined, Settings, Submission
 from dalsegno.system import filesystem
 from dalsegno.testing import start_ranks
 from dalsegno.testing.tiny import TinyLanguageModel
 
+from .diloco_rounds import server_rounds
 from .row import Row, count, duration, three_digits
 
 STEPS = 3000
@@ -121,33 +119,6 @@ def losses(
     return rows
 
 
-def server_rounds(size: int = SIZE, repeats: int = REPEATS) -> list[Row]:
-    """A round of two workers with so many bytes each: sent, applied, and fetched again."""
-    specs = tuple(TensorSpec(f"p.{each}", torch.bfloat16, (size // 16 // 2,)) for each in range(16))
-    tensors = [torch.full(spec.shape, 1e-3, dtype=spec.dtype) for spec in specs]
-    ours = statistics.median(_round(specs, tensors) for _ in range(repeats))
-    plain = statistics.median(_through_sockets(4 * size) for _ in range(repeats))
-    pickled = statistics.median(_pickled(tensors) for _ in range(repeats)) + plain
-    return [
-        Row(
-            f"a round of 2 workers with {count(size)}B each, both ways",
-            duration(ours),
-            f"the same bytes through a socket: {duration(plain)}",
-            f"{three_digits(ours / plain)} ×",
-            "≤ 2 ×",
-            ours <= 2 * plain,
-        ),
-        Row(
-            "the same",
-            duration(ours),
-            f"with torch.save to a BytesIO and torch.load: {duration(pickled)}",
-            f"{three_digits(ours / pickled)} ×",
-            "≤ 0.33 ×",
-            ours <= pickled / 3,
-        ),
-    ]
-
-
 def server_memory(size: int = SIZE) -> Row:
     """What an outer step of two workers takes beside the global parameters and their momentum."""
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
@@ -217,6 +188,7 @@ def overlapped_steps(size: int = SIZE // 8, repeats: int = REPEATS) -> Row:
 
 
 def _serve(folder: Path) -> None:
+    os.nice(19)  # it stands for another machine, and shall not take this one's processors
     with DiLoCoServer(folder, 1, rules=_rules(1)) as server:
         (folder / "address.part").write_text(f"{server.address} {server.token}")
         (folder / "address.part").rename(folder / "address")
@@ -344,65 +316,3 @@ def _work(
 
 def _rules(workers: int) -> Rules:
     return Rules(workers, heartbeat_timeout=0.0, save_every=1000)
-
-
-def _together(jobs: list[Callable[[], Any]]) -> None:
-    threads = [threading.Thread(target=job) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-def _round(specs: Specs, tensors: list[torch.Tensor]) -> float:
-    settings = Settings([spec.to_json() for spec in specs], 1)
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder, DiLoCoServer(folder, 2, rules=_rules(2)) as server:
-        clients = [DiLoCoClient(server.address, token=server.token) for _ in range(2)]
-        clients[0].register("w0", settings, count=None, run_id=None, dylu=False)
-        clients[0].initialize("w0", specs, tensors)
-        for number, client in enumerate(clients):
-            client.register(f"w{number}", settings, count=None, run_id=None, dylu=False)
-
-        def work(number: int) -> None:
-            client, name = clients[number], f"w{number}"
-            submission = Submission(name, 1, 0, 0, True, 1, 1, 1.0, None, 0)
-            client.offer(submission)
-            client.submit(submission, as_sent(specs, bf16=True), tensors)
-            result = client.result(name, 1, wait=60)
-            assert result is not None, "the round ends"
-            target = torch.empty(specs[0].shape, dtype=specs[0].dtype)
-            client.fetch(result, specs, lambda reader: [reader.tensor(target) for _ in reader.order])
-
-        began = time.perf_counter()
-        _together([lambda each=number: work(each) for number in range(2)])
-        return time.perf_counter() - began
-
-
-def _through_sockets(size: int) -> float:
-    """Seconds for so many bytes through a socket on loopback."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    piece, target = bytes(1 << 20), bytearray(1 << 20)
-
-    def send() -> None:
-        with socket.create_connection(listener.getsockname()) as connection:
-            for _ in range(size >> 20):
-                connection.sendall(piece)
-
-    thread = threading.Thread(target=send)
-    began = time.perf_counter()
-    thread.start()
-    with listener, listener.accept()[0] as connection:
-        while connection.recv_into(target):
-            pass
-    thread.join()
-    return time.perf_counter() - began
-
-
-def _pickled(tensors: list[torch.Tensor]) -> float:
-    """Seconds to pack and unpack what two workers send and receive, as with torch.save."""
-    began = time.perf_counter()
-    for _ in range(4):
-        buffer = io.BytesIO()
-        torch.save(dict(enumerate(tensors)), buffer)
-        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-    return time.perf_counter() - began

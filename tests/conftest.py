@@ -6,6 +6,7 @@ import compileall
 import gc
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -81,3 +82,17 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     if processes := sys.modules.get("dalsegno.testing.processes"):
         processes.PRELOADED.extend(name for name in SLOW_TO_IMPORT if name.partition(".")[0] in sys.modules)
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A TLS certificate that is its own authority, and its key."""
+    folder = tmp_path_factory.mktemp("tls")
+    made = [folder / "cert.pem", folder / "key.pem"]
+    kind = ["-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=node-7", "-days", "2"]
+    subprocess.run(
+        ["openssl", "req", *kind, "-out", made[0], "-keyout", made[1]],
+        check=True,
+        capture_output=True,
+    )
+    return made[0], made[1]

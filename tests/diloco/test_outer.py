@@ -97,7 +97,9 @@ def test_narrow_parameters_are_kept_in_float32() -> None:
     spec = TensorSpec("w", torch.bfloat16, (2,))
     model = GlobalModel((spec,))
     assert model.by_name["w"].dtype == torch.float32
-    assert model.as_trained(spec).dtype == torch.bfloat16
+    model.by_name["w"].data.copy_(torch.tensor([1.5, -2.0]))
+    (piece,) = model.bytes_as_trained((spec,))
+    assert bytes(piece) == torch.tensor([1.5, -2.0], dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()
 
 
 @pytest.mark.parametrize("name", ["", "a..b", "training", "a.weight.", ".a"])

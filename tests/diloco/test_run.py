@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dalsegno.diloco import delayed_nesterov, nesterov
+from dalsegno.diloco import delayed_nesterov, nesterov, run
 from dalsegno.diloco.run import OuterRun
 from dalsegno.errors import StateMismatch
 from dalsegno.logs import drop_wall_clock, read_records
@@ -72,3 +72,15 @@ def test_another_outer_optimizer_is_refused(tmp_path: Path, other: Any) -> None:
     play(tmp_path, versions=1)
     with pytest.raises(StateMismatch, match="its outer optimizer is SGD"):
         OuterRun(tmp_path, other, save_every=2)
+
+
+def test_an_optimizer_that_was_saved_with_other_kernels_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Earlier versions saved the choice of kernels with its hyperparameters."""
+    saved = "SGD(lr=0.7, momentum=0.9, dampening=0, weight_decay=0, nesterov=True, maximize=False, "
+    monkeypatch.setattr(run, "describe", lambda _: f"{saved}foreach=None, differentiable=False, fused=None)")
+    assert play(tmp_path, versions=1)["state"]["optimizer"].endswith("fused=None)")
+    monkeypatch.undo()
+    assert equal(play(tmp_path, versions=3), play(tmp_path, versions=3))
+    assert OuterRun(tmp_path, nesterov(), save_every=2).state.version == 3

@@ -19,6 +19,7 @@ from dalsegno.diloco.signature import Specs, TensorSpec
 from dalsegno.diloco.state import Settings, Submission
 from dalsegno.errors import ConfigurationError, Locked, NotFound, NotRunning, StateMismatch
 from dalsegno.web import uploads
+from dalsegno.web.security import trusting
 from diloco.scenes import SPECS, Line, rules, submission_of, values
 
 SETTINGS = Settings([spec.to_json() for spec in SPECS], 1)
@@ -187,27 +188,43 @@ def test_a_connection_that_is_cut_in_mid_body(scene: Scene, tmp_path: Path) -> N
     scene.finish_round()
 
 
-def test_a_body_of_several_buffers(tmp_path: Path) -> None:
-    """As large as several of the server's buffers, and a connection that is cut in the midst of them; the parameters
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_bodies_of_several_buffers(tmp_path: Path, certificate: tuple[Path, Path], encrypted: bool) -> None:
+    """As large as several of the server's buffers, and connections that are cut in the midst of them; the parameters
     come back as they were sent."""
     specs = (TensorSpec("w", torch.float32, (5 * uploads.PIECE // 8,)), TensorSpec("b", torch.float32, (3,)))
     settings = Settings([spec.to_json() for spec in specs], 1)
     sent = values(specs, 0)
+    files = dict(zip(("certfile", "keyfile"), certificate, strict=True)) if encrypted else {}
+    trusted = certificate[0].read_text() if encrypted else None
     with (
-        DiLoCoServer(tmp_path, 1, rules=rules(1)) as server,
-        DiLoCoClient(server.address, token=server.token) as client,
+        DiLoCoServer(tmp_path, 1, rules=rules(1), **files) as server,
+        DiLoCoClient(server.address, token=server.token, certificate=trusted) as client,
     ):
+
+        def begin(request: str, length: int = 0) -> socket.socket:
+            connection = socket.create_connection(server._bound or ("", 0))
+            if trusted is not None:
+                connection = trusting(trusted).wrap_socket(connection)
+            head = f"Host: 127.0.0.1\r\nAuthorization: Bearer {server.token}\r\nContent-Length: {length}\r\n"
+            connection.sendall(f"{request} HTTP/1.1\r\n{head}\r\n".encode())
+            return connection
+
         assert client.register("w0", settings, count=None, run_id=None, dylu=False)["needs_parameters"]
         body = frame({}, specs, sent)
-        with socket.create_connection(server._bound or ("", 0)) as connection:
-            head = f"PUT /parameters/w0 HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {server.token}\r\n"
-            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body[: len(body) // 2])
+        with begin("PUT /parameters/w0", len(body)) as connection:
+            connection.sendall(body[: len(body) // 2])
         client.initialize("w0", specs, [sent[spec.name] for spec in in_file_order(specs)])
         answer = client.register("w0", settings, count=None, run_id=None, dylu=False)
         result = client.result("w0", answer["adopt"])
         assert result is not None
+        with begin("GET /parameters/0") as connection:
+            assert connection.recv(12) == b"HTTP/1.1 200"
+        with begin("HEAD /parameters/0") as connection:
+            assert connection.recv(12) == b"HTTP/1.1 200"
         fetched = {spec.name: torch.empty(spec.shape) for spec in specs}
-        client.fetch(result, specs, lambda reader: [reader.tensor(fetched[spec.name]) for spec in reader.order])
+        for _ in range(2):  # on one connection
+            client.fetch(result, specs, lambda reader: [reader.tensor(fetched[spec.name]) for spec in reader.order])
         assert all(torch.equal(fetched[name], tensor) for name, tensor in sent.items())
 
 

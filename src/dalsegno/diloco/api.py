@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -31,19 +31,20 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from dalsegno.errors import ConfigurationError, NotFound, NotRunning, StateMismatch
 from dalsegno.stateful.schema import Count, check
 from dalsegno.system import filesystem
-from dalsegno.web.answers import Answer, answer_error, off_loop, read_json
+from dalsegno.web.answers import Answer, answer_error, off_loop, read_json, together
+from dalsegno.web.downloads import FileAnswer
 from dalsegno.web.security import Gate
 from dalsegno.web.uploads import UPLOADS
 
 from .coordinator import Coordinator
-from .frames import FrameLayout, FrameParser, frame_of_file, length_limits
+from .frames import FrameParser, length_limits
 from .signature import Specs
 from .state import Settings, Submission, check_worker_id, submission_from_json
 from .store import check_finite
@@ -198,15 +199,8 @@ class _Api:
         if fragment is not None and not (fragment.isdecimal() and len(fragment) < 9):
             raise ConfigurationError("fragment: a whole number")
         version = request.path_params["version"]
-        path, specs = await off_loop(
-            partial(self._coordinator.parameters, version, None if fragment is None else int(fragment))
-        )
-        layout = FrameLayout({"version": version}, specs)
-        return StreamingResponse(
-            _pieces(layout, path),
-            headers={"Content-Length": str(layout.length), "Cache-Control": "no-store"},
-            media_type="application/octet-stream",
-        )
+        find = partial(self._coordinator.parameters, version, None if fragment is None else int(fragment))
+        return FileAnswer(await off_loop(lambda: find().open("rb", buffering=0)))
 
     async def offer(self, request: Request) -> Response:
         submission = submission_from_json(await read_json(request))
@@ -226,7 +220,6 @@ class _Api:
                 raise ConfigurationError("the frame's head describes another submission than the one that was offered")
 
         def finish(path: Path) -> None:
-            check_finite(path, specs)
             self._coordinator.accept(submission, path)
 
         return await self._receive(request, specs, check_head, finish)
@@ -258,7 +251,7 @@ class _Api:
         """Write the tensors of a frame to a new file, call ``finish`` with it, and answer.
 
         Raises:
-            ConfigurationError: if it is not a complete frame with these tensors.
+            ConfigurationError: if it is not a complete frame with these tensors, or has a NaN or an infinity.
         """
         least, most = length_limits(specs)
         length = request.headers.get("content-length", "")
@@ -275,15 +268,11 @@ class _Api:
                 raise ConfigurationError("the frame is incomplete: the connection was cut") from None
             parser.end()
             check_head(parser.head)
-            await off_loop(lambda: filesystem.fsync(descriptor, path))
+            await together(
+                off_loop(lambda: filesystem.fsync(descriptor, path)), off_loop(lambda: check_finite(path, specs))
+            )
             await off_loop(lambda: finish(path))
             return Answer({}, headers={"Connection": "close"})
         finally:
             os.close(descriptor)
             path.unlink(missing_ok=True)
-
-
-async def _pieces(layout: FrameLayout, path: Path) -> AsyncIterator[bytes]:
-    with path.open("rb") as file:
-        for piece in frame_of_file(layout, file):
-            yield piece

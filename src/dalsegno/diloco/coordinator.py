@@ -215,14 +215,14 @@ class Coordinator:
                 raise StateMismatch("this run has parameters already; register again")
             self._run.begin(settings, spooled)
 
-    def parameters(self, version: int, fragment: int | None) -> tuple[Path, Specs]:
-        """The file of a version, and what it has.
+    def parameters(self, version: int, fragment: int | None) -> Path:
+        """The file of a version: a frame.
 
         Raises:
             NotFound: if it is not kept.
         """
         with self._lock:
-            return self._run.parameters(version, fragment), self._run.specs(fragment)
+            return self._run.parameters(version, fragment)
 
     # -- submissions ------------------------------------------------------------------------------------------------
 

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator, Mapping
-from typing import IO, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any
 
 import torch
 import xxhash
@@ -213,14 +214,13 @@ class FrameParser:
         yield 0
 
 
-def frame_of_file(layout: FrameLayout, file: IO[bytes]) -> Iterator[bytes]:
-    """A frame around a file of :func:`file_pieces`, or that :class:`FrameParser` has written, in pieces."""
-    digest = xxhash.xxh3_128(layout.begin)
-    yield layout.begin
-    while piece := file.read(PIECE):
+def frame_pieces(layout: FrameLayout, tensors: Iterable[memoryview]) -> Iterator[memoryview]:
+    """A frame, from the bytes of its tensors in its order."""
+    digest = xxhash.xxh3_128()
+    for piece in chain((memoryview(layout.begin), memoryview(layout.header)), tensors):
         digest.update(piece)
         yield piece
-    yield digest.digest()
+    yield memoryview(digest.digest())
 
 
 def file_pieces(specs: Specs, tensor_of: Callable[[TensorSpec], torch.Tensor]) -> Iterator[memoryview]:

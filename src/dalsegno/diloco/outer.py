@@ -6,7 +6,8 @@ after its local steps (DiLoCo, Douillard et al. 2023, arXiv:2311.08105). The out
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,12 @@ from dalsegno.errors import ConfigurationError
 from .signature import Specs, TensorSpec, master_dtype
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+BLOCK = 1 << 18
+"""Elements of a tensor that are worked on at a time: few enough for the processor's cache."""
+
+_LINE = 64  # bytes to which gradients are aligned
+_KERNELS = re.compile(r", (foreach|fused)=\w+")
 
 
 class GlobalModel(nn.Module):
@@ -44,10 +51,30 @@ class GlobalModel(nn.Module):
             except (KeyError, TypeError, AttributeError) as error:
                 raise ConfigurationError(f"{spec.name!r}: no module has a parameter of this name ({error})") from error
             self.by_name[spec.name] = parameter
+        self._gradients = torch.empty(0, dtype=torch.uint8)
 
-    def as_trained(self, spec: TensorSpec) -> Tensor:
-        """A parameter in the dtype that the workers train."""
-        return self.by_name[spec.name].detach().to(spec.dtype)
+    def bytes_as_trained(self, specs: Specs) -> Iterator[memoryview]:
+        """Parameters in the dtypes that the workers train, one after the other, in pieces; the next piece overwrites
+        one."""
+        for spec in specs:
+            flat = self.by_name[spec.name].detach().view(-1)
+            scratch = torch.empty(min(BLOCK, len(flat)), dtype=spec.dtype)
+            for begin in range(0, len(flat), BLOCK):
+                part = flat[begin : begin + BLOCK]
+                yield scratch[: len(part)].copy_(part).view(torch.uint8).numpy().data
+
+    def allot_gradients(self, specs: Specs) -> None:
+        """Give parameters gradients without values. All outer steps use the same memory: new memory costs more than the
+        step itself."""
+        parameters = [self.by_name[spec.name] for spec in specs]
+        sizes = [-(-each.nbytes // _LINE) * _LINE for each in parameters]
+        if sum(sizes) > len(self._gradients):
+            self._gradients = torch.empty(sum(sizes), dtype=torch.uint8)
+        begin = 0
+        for parameter, size in zip(parameters, sizes, strict=True):
+            memory = self._gradients[begin : begin + parameter.nbytes]
+            parameter.grad = memory.view(parameter.dtype).view(parameter.shape)
+            begin += size
 
 
 class DelayedNesterov(Optimizer):
@@ -93,7 +120,7 @@ class DelayedNesterov(Optimizer):
 def nesterov(lr: float = 0.7, momentum: float = 0.9, *, is_nesterov: bool = True) -> MakeOptimizer:
     """The outer optimizer of the DiLoCo paper, with its hyperparameters."""
     return lambda parameters: torch.optim.SGD(
-        parameters, lr=lr, momentum=momentum, nesterov=is_nesterov and momentum > 0
+        parameters, lr=lr, momentum=momentum, nesterov=is_nesterov and momentum > 0, fused=True
     )
 
 
@@ -102,8 +129,19 @@ def delayed_nesterov(lr: float = 0.7, momentum: float = 0.9, *, buffer_size: int
     return lambda parameters: DelayedNesterov(parameters, lr, momentum, buffer_size)
 
 
-BLOCK = 1 << 18
-"""Elements of a tensor that are worked on at a time: few enough for the processor's cache."""
+def describe(optimizer: Optimizer) -> str:
+    """The optimizer's class and hyperparameters."""
+    group = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+    return without_kernels(
+        f"{type(optimizer).__name__}({', '.join(f'{name}={value!r}' for name, value in group.items())})"
+    )
+
+
+def without_kernels(description: str) -> str:
+    """A description without the choice of kernels, which servers before recorded: with others, it is the same optimizer
+    but for rounding."""
+    return _KERNELS.sub("", description)
+
 
 ReadBlock = Callable[[int, TensorSpec, int, int], Tensor]
 """Returns a worker's pseudo-gradient, flat: of the worker at this place, of a parameter, from this element on, so many
@@ -125,10 +163,9 @@ def outer_step(
     """
     total = sum(weights)
     shares = [weight / total for weight in weights]
+    model.allot_gradients(specs)
     for spec in specs:
-        parameter = model.by_name[spec.name]
-        parameter.grad = torch.empty_like(parameter)
-        flat = parameter.grad.view(-1)
+        flat = _gradient(model.by_name[spec.name]).view(-1)
         scratch = torch.empty(min(BLOCK, len(flat)), dtype=flat.dtype)
         for begin in range(0, len(flat), BLOCK):
             mean = flat[begin : begin + BLOCK]
@@ -138,3 +175,8 @@ def outer_step(
                 mean.add_(share.mul_(shares[number]))
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None, "it was allotted"
+    return parameter.grad

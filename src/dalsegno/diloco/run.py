@@ -17,7 +17,7 @@ import torch
 
 from dalsegno.errors import NotFound, SaveFailed, StateMismatch
 
-from .outer import BLOCK, MakeOptimizer, outer_step
+from .outer import BLOCK, MakeOptimizer, describe, outer_step, without_kernels
 from .signature import Specs, TensorSpec
 from .state import Accepted, Applied, Event, Result, ServerState, Settings, Submission
 from .store import Globals, ServerStore, TensorFile, check_finite
@@ -85,7 +85,7 @@ class OuterRun:
             for begin in range(0, spec.count, BLOCK):
                 part = flat[begin : begin + BLOCK]
                 part.copy_(file.block(spec.name, begin, len(part)))
-        state = ServerState(uuid.uuid4().hex, settings, parts.optimizer_description)
+        state = ServerState(uuid.uuid4().hex, settings, describe(parts.optimizer))
         self.store.save(state, parts)
         self._take(state, parts)
         logger.info("DiLoCo run %s begins, with %d tensors", state.run_id, len(specs))
@@ -97,10 +97,11 @@ class OuterRun:
             return
         checkpoint, state = found
         parts = Globals.of(state.settings.specs(), self._make_optimizer)
-        if state.optimizer != parts.optimizer_description:
+        before, now = without_kernels(state.optimizer), describe(parts.optimizer)
+        if before != now:
             raise StateMismatch(
-                f"{self.store.folder}: its outer optimizer is {state.optimizer}, now it is "
-                f"{parts.optimizer_description}; start the server as before, or with a new folder"
+                f"{self.store.folder}: its outer optimizer is {before}, now it is {now}; start the server as before, "
+                "or with a new folder"
             )
         self._take(state, parts)
         self.store.load(checkpoint, parts)

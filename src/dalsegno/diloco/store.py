@@ -7,8 +7,8 @@
       logs/train.jsonl                     a record of each outer step
       diloco/journal.jsonl                 events after the newest checkpoint, and before it a few
       diloco/submissions/w0-00000012.safetensors
-      diloco/versions/00000012-all.safetensors      parameters as workers fetch them: all,
-      diloco/versions/00000012-3.safetensors        or those of a fragment
+      diloco/versions/00000012-all.frame   parameters as workers fetch them: all,
+      diloco/versions/00000012-3.frame     or those of a fragment
 
 A submission is deleted once a checkpoint contains it, a version once no worker may ask for it again.
 """
@@ -37,7 +37,7 @@ from dalsegno.policies.retention import Latest
 from dalsegno.stateful.component import Component
 from dalsegno.system import filesystem
 
-from .frames import file_pieces
+from .frames import FrameLayout, frame_pieces
 from .outer import BLOCK, GlobalModel, MakeOptimizer
 from .quantization import GROUP, dequantize, element_count
 from .signature import Specs, file_layout
@@ -58,12 +58,6 @@ class Globals:
     def of(cls, specs: Specs, make_optimizer: MakeOptimizer) -> Globals:
         model = GlobalModel(specs)
         return cls(model, make_optimizer(model.by_name.values()))
-
-    @property
-    def optimizer_description(self) -> str:
-        """The optimizer's class and hyperparameters."""
-        group = {name: value for name, value in self.optimizer.param_groups[0].items() if name != "params"}
-        return f"{type(self.optimizer).__name__}({', '.join(f'{name}={value!r}' for name, value in group.items())})"
 
 
 class ServerStore:
@@ -189,13 +183,14 @@ class ServerStore:
 
     def version_path(self, version: int, fragment: int | None) -> Path:
         """``fragment``: None for all parameters."""
-        return self._versions / f"{version:08d}-{'all' if fragment is None else fragment}.safetensors"
+        return self._versions / f"{version:08d}-{'all' if fragment is None else fragment}.frame"
 
     def write_version(self, version: int, fragment: int | None, specs: Specs, model: GlobalModel) -> None:
         """Write parameters for workers to fetch. Without fsync: the journal can make them again."""
         path = self.version_path(version, fragment)
         temporary = path.with_suffix(".tmp")
-        filesystem.write_pieces(temporary, file_pieces(specs, model.as_trained))
+        layout = FrameLayout({"version": version}, specs)
+        filesystem.write_pieces(temporary, frame_pieces(layout, model.bytes_as_trained(layout.order)))
         temporary.replace(path)
 
     def delete_versions(self, *, except_for: Collection[Path]) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dalsegno.distributed import collectives
 from dalsegno.errors import DalsegnoError, StateMismatch
+from dalsegno.system.worker import lower_thread_priority
 
 from .client import DiLoCoClient
 from .frames import FrameReader, in_file_order
@@ -122,6 +123,7 @@ class Transfer:
         self._abandoned.set()
 
     def _run(self) -> None:
+        lower_thread_priority()  # the training goes first
         try:
             with connect(self._options) as client:
                 for number in range(1 + self._options.max_sync_retries):

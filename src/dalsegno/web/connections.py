@@ -12,6 +12,7 @@ import socket
 import ssl
 import time
 from dataclasses import dataclass
+from io import FileIO
 from typing import Any
 
 import h11
@@ -19,6 +20,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from .downloads import DOWNLOADS, send_file
 from .uploads import UPLOADS, Upload
 
 KEEP_ALIVE = 8
@@ -158,7 +160,8 @@ class _Protocol(H11Protocol):
         self._app, self.app = self.app, self._answer
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
-        scope["extensions"] = {UPLOADS: self.open_upload}
+        is_plain = self._connections._tls is None
+        scope["extensions"] = {UPLOADS: self.open_upload, DOWNLOADS: self.send_file if is_plain else None}
         await self._app(scope, receive, send)
 
     def open_upload(self, length: int) -> Upload:
@@ -175,6 +178,12 @@ class _Protocol(H11Protocol):
         self.flow.resume_reading()
         self._watch()
         return self._upload
+
+    async def send_file(self, file: FileIO, length: int) -> None:
+        """Send a file as the body of the answer that has begun. Closes the connection if the client takes nothing."""
+        if await send_file(self.transport, file, length, self._limits.write_timeout):
+            body: Any = range(length)  # the parser only counts a body's bytes
+            self.conn.send_with_data_passthrough(h11.Data(data=body))
 
     @property
     def is_waiting(self) -> bool:

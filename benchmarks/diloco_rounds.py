@@ -1,0 +1,215 @@
+"""A round of a DiLoCo server, beside the same bytes through plain sockets, and beside torch.save.
+
+Each of the two workers is a process that sends a submission of bfloat16, waits for the other worker's, and receives as
+many bytes of parameters. The first round, which touches all memory for the first time, does not count.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import socket
+import statistics
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dalsegno.diloco import DiLoCoClient, DiLoCoServer, Rules
+from dalsegno.diloco.outer import nesterov
+from dalsegno.diloco.signature import Specs, TensorSpec, as_sent
+from dalsegno.diloco.state import Settings, Submission
+from dalsegno.testing import start_ranks
+
+from .row import Row, count, duration, three_digits
+
+WORKERS = 2
+TENSORS = 16
+
+
+def server_rounds(size: int, repeats: int) -> list[Row]:
+    """Rounds of two workers with ``size`` bytes each: sent, applied, and received again."""
+    ways: dict[str, Callable[[int, int], list[float]]] = {"ours": _ours, "sockets": _sockets, "saved": _saved}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(2):  # in turns, since the disk's and the machine's speed change
+        for name, way in ways.items():
+            seconds[name] += way(size, repeats)
+    ours, sockets, saved = (statistics.median(each) for each in seconds.values())
+    return [
+        Row(
+            f"a round of {WORKERS} workers with {count(size)}B each, both ways",
+            duration(ours),
+            f"the same bytes both ways through sockets: {duration(sockets)}",
+            f"{three_digits(ours / sockets)} ×",
+            "≤ 2 ×",
+            ours <= 2 * sockets,
+        ),
+        Row(
+            "the same",
+            duration(ours),
+            f"torch.save to a BytesIO, HTTP, torch.load, mean and step: {duration(saved)}",
+            f"{three_digits(ours / saved)} ×",
+            "≤ 0.33 ×",
+            ours <= saved / 3,
+        ),
+    ]
+
+
+def _seconds_per_round(work: Callable[..., list[float]], repeats: int, *arguments: Any) -> list[float]:
+    """Of each round after the first one, from the end of the round before. ``work``: returns when its rounds ended."""
+    running = [start_ranks(work, 1, number, repeats + 1, *arguments) for number in range(WORKERS)]
+    outcomes = [outcome for ranks in running for outcome in ranks.wait(3600)]
+    if failed := [outcome.error for outcome in outcomes if outcome.exit_code]:
+        raise RuntimeError(failed[0])
+    ends = [max(each) for each in zip(*(outcome.value for outcome in outcomes), strict=True)]
+    return [end - before for before, end in itertools.pairwise(ends)]
+
+
+def _specs(size: int) -> Specs:
+    return tuple(TensorSpec(f"p.{each}", torch.bfloat16, (size // TENSORS // 2,)) for each in range(TENSORS))
+
+
+def _tensors(specs: Specs) -> list[torch.Tensor]:
+    return [torch.full(spec.shape, 1e-3, dtype=spec.dtype) for spec in specs]
+
+
+# -- this package -----------------------------------------------------------------------------------------------------
+
+
+def _ours(size: int, repeats: int) -> list[float]:
+    specs = _specs(size)
+    settings = Settings([spec.to_json() for spec in specs], 1)
+    rules = Rules(WORKERS, heartbeat_timeout=0.0, save_every=1000)
+    with (
+        tempfile.TemporaryDirectory(dir=Path.cwd()) as folder,
+        DiLoCoServer(folder, WORKERS, rules=rules) as server,
+        DiLoCoClient(server.address, token=server.token) as client,
+    ):
+        client.register("w0", settings, count=None, run_id=None, dylu=False)
+        client.initialize("w0", specs, _tensors(specs))
+        for number in range(WORKERS):
+            client.register(f"w{number}", settings, count=None, run_id=None, dylu=False)
+        return _seconds_per_round(_submit_and_fetch, repeats, size, server.address, server.token)
+
+
+def _submit_and_fetch(worker: int, rounds: int, size: int, address: str, token: str) -> list[float]:
+    specs, name, ends = _specs(size), f"w{worker}", []
+    tensors = _tensors(specs)
+    targets = _tensors(specs)
+    with DiLoCoClient(address, token=token) as client:
+        for number in range(1, rounds + 1):
+            submission = Submission(name, number, number - 1, 0, True, 1, 1, 1.0, None, number - 1)
+            client.offer(submission)
+            client.submit(submission, as_sent(specs, bf16=True), tensors)
+            result = client.result(name, number, wait=60)
+            assert result is not None, "the round ends"
+            client.fetch(result, specs, lambda reader: [reader.tensor(target) for target in targets])
+            ends.append(time.monotonic())
+    return ends
+
+
+# -- plain sockets ----------------------------------------------------------------------------------------------------
+
+
+def _sockets(size: int, repeats: int) -> list[float]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        everyone = threading.Barrier(WORKERS)
+        threads = [
+            threading.Thread(target=_serve_socket, args=(listener, everyone, size, repeats + 1), daemon=True)
+            for _ in range(WORKERS)
+        ]
+        for thread in threads:
+            thread.start()
+        seconds = _seconds_per_round(_use_socket, repeats, size, listener.getsockname())
+        for thread in threads:
+            thread.join()
+    return seconds
+
+
+def _serve_socket(listener: socket.socket, everyone: threading.Barrier, size: int, rounds: int) -> None:
+    memory = memoryview(bytearray(size))
+    with listener.accept()[0] as connection:
+        for _ in range(rounds):
+            _receive(connection, memory)
+            everyone.wait()
+            connection.sendall(memory)
+
+
+def _use_socket(worker: int, rounds: int, size: int, address: tuple[str, int]) -> list[float]:
+    sent, received, ends = memoryview(bytearray(b"\1" * size)), memoryview(bytearray(b"\1" * size)), []
+    with socket.create_connection(address) as connection:
+        for _ in range(rounds):
+            connection.sendall(sent)
+            _receive(connection, received)
+            ends.append(time.monotonic())
+    return ends
+
+
+def _receive(connection: socket.socket, memory: memoryview) -> None:
+    while memory:
+        memory = memory[connection.recv_into(memory) :]
+
+
+# -- torch.save -------------------------------------------------------------------------------------------------------
+
+
+def _saved(size: int, repeats: int) -> list[float]:
+    """As Forgather's server does it: bodies in memory, pickled; a thread for each worker; the last one to arrive makes
+    the outer step."""
+    specs = _specs(size)
+    parameters = {spec.name: torch.nn.Parameter(torch.zeros(spec.shape)) for spec in specs}
+    optimizer = nesterov()(parameters.values())
+    arrived: list[dict[str, torch.Tensor]] = []
+
+    def step() -> None:
+        for name, parameter in parameters.items():
+            parameter.grad = torch.stack([each[name].float() for each in arrived]).mean(0)
+        optimizer.step()
+        arrived.clear()
+
+    everyone = threading.Barrier(WORKERS, action=step)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            arrived.append(torch.load(io.BytesIO(body), weights_only=True))
+            everyone.wait()
+            answer = _packed({spec.name: parameters[spec.name].detach().to(spec.dtype) for spec in specs})
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ExitStack() as held:
+        server = held.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        held.callback(thread.join)
+        held.callback(server.shutdown)
+        return _seconds_per_round(_post, repeats, size, f"http://127.0.0.1:{server.server_port}/")
+
+
+def _post(worker: int, rounds: int, size: int, address: str) -> list[float]:
+    ends = []
+    specs = _specs(size)
+    named = {spec.name: tensor for spec, tensor in zip(specs, _tensors(specs), strict=True)}
+    for _ in range(rounds):
+        with urllib.request.urlopen(address, _packed(named), timeout=600) as answer:
+            torch.load(io.BytesIO(answer.read()), weights_only=True)
+        ends.append(time.monotonic())
+    return ends
+
+
+def _packed(tensors: dict[str, torch.Tensor]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(tensors, buffer)
+    return buffer.getvalue()

@@ -1,0 +1,74 @@
+"""Files as answers, sent by the kernel."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from dalsegno.web.downloads import send_file
+
+SIZE = 9 << 20
+"""More than is sent at a time, and than the system's buffers take."""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "file"
+    path.write_bytes(os.urandom(SIZE))
+    return path
+
+
+async def transport_of(ours: socket.socket) -> asyncio.Transport:
+    return cast(asyncio.Transport, (await asyncio.get_running_loop().create_connection(asyncio.Protocol, sock=ours))[0])
+
+
+def test_a_file_arrives_after_what_was_written_before(path: Path) -> None:
+    async def send() -> tuple[bool, bytes]:
+        ours, theirs = socket.socketpair()
+        transport = await transport_of(ours)
+        reader, writer = await asyncio.open_connection(sock=theirs)
+        transport.write(b"head")
+        reading = asyncio.create_task(reader.readexactly(4 + SIZE))
+        with path.open("rb", buffering=0) as file:
+            is_sent = await send_file(transport, file, SIZE, 60.0)
+        received = await reading
+        transport.close()
+        writer.close()
+        return is_sent, received
+
+    assert asyncio.run(send()) == (True, b"head" + path.read_bytes())
+
+
+@pytest.mark.parametrize("goes", [False, True])
+def test_a_client_that_does_not_read_is_cut_off(path: Path, goes: bool) -> None:
+    async def send() -> tuple[bool, bool]:
+        ours, theirs = socket.socketpair()
+        transport = await transport_of(ours)
+        if goes:
+            theirs.close()
+        with path.open("rb", buffering=0) as file:
+            is_sent = await send_file(transport, file, SIZE, 60.0 if goes else 0.1)
+        theirs.close()
+        return is_sent, transport.is_closing()
+
+    assert asyncio.run(send()) == (False, True)
+
+
+def test_a_file_that_is_shorter_than_was_announced_ends_the_connection(path: Path) -> None:
+    async def send() -> bool:
+        ours, theirs = socket.socketpair()
+        transport = await transport_of(ours)
+        reader, writer = await asyncio.open_connection(sock=theirs)
+        reading = asyncio.create_task(reader.read())
+        with path.open("rb", buffering=0) as file:
+            is_sent = await send_file(transport, file, SIZE + 1, 60.0)
+        await reading
+        writer.close()
+        return is_sent
+
+    assert not asyncio.run(send())
