@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dalsegno.checkpoint.save import planning
-from dalsegno.checkpoint.state.sharded import TensorsByComponent
+from dalsegno.checkpoint.state.contract import TensorsByComponent
 from dalsegno.testing import run_ranks
 
 from .row import Row, duration
@@ -65,11 +65,11 @@ def run(world: int = WORLD, tensors: int = TENSORS, part: int = PART, rounds: in
 
 def _ours(world: int, tensors: int, part: int, rounds: int) -> dict[str, float]:
     all_of_them, some = _as_rank(5, world, tensors), _as_rank(0, world, part)
-    before = planning.signature(all_of_them(dict))
+    before = planning.signature(all_of_them(dict), {})
     return {
-        "rank": all_of_them(lambda state: _median(lambda: planning.plan(state), rounds)),
-        "rank 0": some(lambda state: _median(lambda: planning.plan(state), rounds)) * tensors / part,
-        "kept": all_of_them(lambda state: _median(lambda: planning.signature(state) == before, rounds)),
+        "rank": all_of_them(lambda state: _median(lambda: planning.plan(state, {}), rounds)),
+        "rank 0": some(lambda state: _median(lambda: planning.plan(state, {}), rounds)) * tensors / part,
+        "kept": all_of_them(lambda state: _median(lambda: planning.signature(state, {}) == before, rounds)),
     }
 
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .analysis import sweep_settings as sweep_settings
     from .analysis import write_report as write_report
     from .args import TrainingArguments as TrainingArguments
+    from .checkpoint import export_adapters as export_adapters
     from .checkpoint import export_checkpoint as export_checkpoint
     from .checkpoint import export_model as export_model
     from .checkpoint import import_checkpoint as import_checkpoint
@@ -142,7 +143,7 @@ _HOMES = {
         "Callback",
         "global_callbacks",
     ),
-    "checkpoint": ("export_checkpoint", "export_model", "import_checkpoint"),
+    "checkpoint": ("export_adapters", "export_checkpoint", "export_model", "import_checkpoint"),
     "stateful.component": ("Stateful",),
     "config": (
         "RunConfig",

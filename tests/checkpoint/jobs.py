@@ -289,7 +289,7 @@ def save_notes_of(directory: Path, size: int) -> str:
 def save_where_one_rank_begins_anew(directory: Path) -> list[int]:
     """How often this rank planned after each of three saves, the last one with a new manager on rank 1."""
     original, asked, counts = planning.plan, itertools.count(1), []
-    planning.plan = lambda tensors: (next(asked), original(tensors))[1]
+    planning.plan = lambda *them: (next(asked), original(*them))[1]
     saved, manager = Saved(), CheckpointManager(directory)
     for step in (1, 2, 3):
         if step == 3 and collectives.rank() == 1:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from dalsegno.checkpoint import CheckpointManager
 from dalsegno.checkpoint.format.index import Index
 from dalsegno.checkpoint.load.dcp_reader import load
 from dalsegno.checkpoint.save.planning import box_at
+from dalsegno.checkpoint.state.contract import Captured
 from dalsegno.errors import CannotSave
 from dalsegno.testing import run_ranks
 
@@ -75,8 +75,8 @@ class Tensors:
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self.tensors = tensors
 
-    def capture(self) -> tuple[dict[str, torch.Tensor], Any]:
-        return self.tensors, {}
+    def capture(self) -> Captured:
+        return Captured(self.tensors, {})
 
 
 def save_many_kinds(directory: Path) -> None:

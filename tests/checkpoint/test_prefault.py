@@ -13,7 +13,7 @@ from checkpoint import jobs
 from checkpoint.parts import Saved
 from dalsegno.checkpoint import Checkpoint, CheckpointManager, read_tensors
 from dalsegno.checkpoint.save import planning
-from dalsegno.checkpoint.state.sharded import TensorsByComponent
+from dalsegno.checkpoint.state.contract import TensorsByComponent
 from dalsegno.testing import run_ranks
 from support.heavy import MB, growth_in_the_first_save
 from support.listeners import Listener
@@ -34,9 +34,9 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     asked: list[int] = []
     original = planning.plan
 
-    def counted(tensors: TensorsByComponent) -> planning.Plan:
+    def counted(tensors: TensorsByComponent, frozen: planning.FrozenNames) -> planning.Plan:
         asked.append(1)
-        return original(tensors)
+        return original(tensors, frozen)
 
     monkeypatch.setattr(planning, "plan", counted)
     return asked

@@ -85,9 +85,10 @@ def test_list_tells_of_each(trained: Path, checkpoints: Command) -> None:
         assert row["size"] == sum(
             path.stat().st_size for path in Path(row["path"]).rglob("*.*") if path.name != "manifest.json"
         )
+        assert row["on_disk"] == row["size"]
         assert ("eval_loss" in row["metrics"]) is (row["step"] in (4, 8))
     header, *lines = checkpoints("list", trained).splitlines()
-    assert header.split()[:5] == ["step", "saved", "size", "ranks", "metrics"]
+    assert header.split()[:7] == ["step", "saved", "size", "on", "disk", "ranks", "metrics"]
     assert ["eval_loss" in line for line in lines] == [True, False, True]
     assert not any("_per_second" in line for line in lines)
 

@@ -194,6 +194,16 @@ def _mkdir(recorder: Recorder, real: Callable[..., None]) -> Callable[..., None]
     return mkdir
 
 
+def _link(recorder: Recorder, real: Callable[..., None]) -> Callable[..., None]:
+    def link(source: Any, target: Any) -> None:
+        with recorder._guard:
+            real(source, target)
+            if (place := recorder.place(target)) is not None:
+                recorder.note(Enter(*place, recorder._ids[recorder._inode(Path(source).stat())], False))
+
+    return link
+
+
 def _replace(recorder: Recorder, real: Callable[..., None]) -> Callable[..., None]:
     def replace(source: Any, target: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
         with recorder._guard:
@@ -230,6 +240,7 @@ _INTERCEPTED: dict[str, Callable[[Recorder, Callable[..., Any]], Callable[..., A
     "fsync": _fsync,
     "fdatasync": _fsync,
     "mkdir": _mkdir,
+    "link": _link,
     "replace": _replace,
     "rename": _replace,
     "unlink": _remove,

@@ -13,7 +13,7 @@ import pytest
 from dalsegno.events.table import Event
 from dalsegno.logs import ReadReport, read_records
 from dalsegno.testing import FaultPlan, check_resume, compare_runs, start_ranks
-from support.runs import busy_fsdp, busy_trainer, forgetful_trainer, train_with_a_victim
+from support.runs import busy_fsdp, busy_trainer, forgetful_trainer, frozen_trainer, train_with_a_victim
 
 SEED = 2026
 
@@ -95,6 +95,26 @@ def test_one_process(tmp_path: Path) -> None:
     assert comparison.identical, f"\n{comparison.table()}"
     assert [line for line in said[1 : 1 + len(plans)] if not line.startswith("killed")] == []
     assert_no_trace_of_the_kills(tmp_path / "killed")
+
+
+def test_frozen_parameters_whose_file_is_linked(tmp_path: Path) -> None:
+    """Before, at and behind each link to the checkpoint before, and where a checkpoint that has it too is deleted."""
+    plans = [
+        FaultPlan(operation="link", count=1),
+        FaultPlan(operation="link", count=3),
+        FaultPlan(operation="fsync", path="frozen-00000", count=2),
+        FaultPlan(operation="fsync", path=".partial/model", count=2),
+        FaultPlan(operation="rename", path="checkpoints/step-", count=2),
+        FaultPlan(operation="unlink", path="checkpoints/step-", count=2),
+    ]
+    said: list[str] = []
+    comparison = check_resume(frozen_trainer, plans, folder=tmp_path, say=said.append)
+    assert comparison.identical, f"\n{comparison.table()}"
+    assert [line for line in said[1 : 1 + len(plans)] if not line.startswith("killed")] == []
+    assert_no_trace_of_the_kills(tmp_path / "killed")
+    for folder in ("killed", "reference"):
+        files = sorted((tmp_path / folder / "checkpoints").glob("*/model/frozen-00000.safetensors"))
+        assert len({file.stat().st_ino for file in files}) == 1 < len(files)
 
 
 def test_two_ranks_of_fsdp(tmp_path: Path) -> None:

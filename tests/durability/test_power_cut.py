@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import pytest
+import torch
 
 import dalsegno as ds
 from dalsegno.callbacks import JsonLogger
 from dalsegno.checkpoint import Checkpoint, CheckpointManager, saved_states
 from dalsegno.logs import Position, RunFile, read_records
 from dalsegno.logs.rewind import rewind
-from dalsegno.testing import compare_runs
+from dalsegno.testing import TinyRegression, compare_runs
 from durability.disk import Operation, Recorder, Rename, Sync, states, undisturbed, write_tree
 from support.listeners import Listener
 from support.small import small_trainer
@@ -36,10 +37,14 @@ def trainer(output_dir: Path, *, breaks_at: int | None = None, log: str = "logs/
         if ctx.step == breaks_at:
             raise PowerCut
 
+    torch.manual_seed(0)
+    model = TinyRegression()
+    model.layers[0].requires_grad_(False)  # its file is a link to that of the checkpoint before
     return small_trainer(
         output_dir,
         JsonLogger(path=log),
         Listener({"on_step_end": on_step_end}, name="breaker"),
+        model=model,
         length=24,
         max_steps=STEPS,
         logging_steps=1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,14 +83,18 @@ def busy_trainer(
     parallel: str = "none",
     max_steps: int = 100,
     own: type[RunningLoss] = RunningLoss,
+    frozen: Sequence[str] = (),
     **changes: Any,
 ) -> ds.Trainer:
     """Everything at once: dropout, accumulation with a smaller last step, evaluation, two logs, pruned checkpoints.
 
-    Six steps an epoch; a checkpoint every two, a record every three, an evaluation every four. ``changes``: of these
-    settings.
+    Six steps an epoch; a checkpoint every two, a record every three, an evaluation every four. ``frozen``: modules of
+    the model that are not trained; ``changes``: of these settings.
     """
     torch.manual_seed(0)
+    model = TinyRegression()
+    for name in frozen:
+        model.get_submodule(name).requires_grad_(False)
     settings: dict[str, Any] = {
         "max_steps": max_steps,
         "per_device_train_batch_size": 4 if parallel == "none" else 2,
@@ -105,7 +110,7 @@ def busy_trainer(
     }
     args = ds.TrainingArguments(output_dir, **settings | changes)
     return ds.Trainer(
-        TinyRegression(),
+        model,
         args,
         train_dataset=tiny_regression_data(44),
         eval_dataset=tiny_regression_data(10, seed=1),
@@ -115,6 +120,10 @@ def busy_trainer(
 
 def forgetful_trainer(output_dir: Path) -> ds.Trainer:
     return busy_trainer(output_dir, max_steps=8, own=ForgetfulLoss)
+
+
+def frozen_trainer(output_dir: Path) -> ds.Trainer:
+    return busy_trainer(output_dir, max_steps=24, frozen=["layers.0"])
 
 
 def busy_fsdp(output_dir: Path) -> ds.Trainer:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .format.keys import CALLBACKS, LOSS, SETTINGS
     from .format.manifest import Checkpoint, Manifest
     from .inspect.contents import read_tensors, saved_states
+    from .interchange.adapters import export_adapters
     from .interchange.export import Exported, export_model
     from .interchange.exporting import ExportedRun, export_checkpoint
     from .interchange.importing import Imported, import_checkpoint
@@ -39,9 +40,11 @@ if TYPE_CHECKING:
     from .manager import CheckpointManager
     from .memory import MemoryCheckpoints
     from .state.callback_tensors import CallbackTensors
-    from .state.sharded import ModelState, OptimizerState, ShardedState, unwrapped
+    from .state.contract import ShardedState
+    from .state.sharded import ModelState, OptimizerState, unwrapped
 
 _HOMES = {
+    "interchange.adapters": ("export_adapters",),
     "interchange.export": ("Exported", "export_model"),
     "interchange.exporting": ("ExportedRun", "export_checkpoint"),
     "interchange.importing": ("Imported", "import_checkpoint"),
@@ -53,7 +56,8 @@ _HOMES = {
     "memory": ("MemoryCheckpoints",),
     "format.manifest": ("Checkpoint", "Manifest"),
     "load.restore": ("load_parts",),
-    "state.sharded": ("ModelState", "OptimizerState", "ShardedState", "unwrapped"),
+    "state.contract": ("ShardedState",),
+    "state.sharded": ("ModelState", "OptimizerState", "unwrapped"),
     "interchange.weights": ("load_weights", "weights_are_at"),
 }
 
@@ -73,6 +77,7 @@ __all__ = [
     "ModelState",
     "OptimizerState",
     "ShardedState",
+    "export_adapters",
     "export_checkpoint",
     "export_model",
     "import_checkpoint",

@@ -25,7 +25,8 @@ from .load.states import LoadReport, SavedStates, unclaimed_states
 from .save.async_save import AsyncSave, BufferPrefault
 from .save.destination import NewDirectory
 from .save.snapshot import Snapshotter
-from .state.sharded import ShardedState
+from .save.unchanged import FormerFiles
+from .state.contract import ShardedState
 
 logger = logging.getLogger("dalsegno")
 
@@ -57,7 +58,9 @@ class CheckpointManager:
         self._carried: Mapping[str, SavedState] = {}
         self._has_warned_nonfinite = False
         self._trusted: Path | None = None  # the checkpoint that this process verified or wrote last
-        self._newest_save: AsyncSave | None = None
+        self._former: FormerFiles | None = None  # of the checkpoint that this rank verified or wrote last
+        self._unsettled: AsyncSave | None = None
+        self._has_saved = False
         self._prefault: BufferPrefault | None = None
 
     @property
@@ -139,7 +142,8 @@ class CheckpointManager:
             logger.warning(
                 "step %d: the weights contain NaN or infinity; no finite checkpoint is deleted for such a one", step
             )
-        snapshot = self._snapshotter.capture(sharded, components, self._carried, copy=background)
+        former = self._former if self._former is not None and self._former.are_beside(final.parent) else None
+        snapshot = self._snapshotter.capture(sharded, components, self._carried, copy=background, former=former)
 
         def note_published() -> None:
             self._trusted = final.resolve()
@@ -151,7 +155,8 @@ class CheckpointManager:
             finally:
                 settled()
 
-        self._newest_save = AsyncSave(
+        self._has_saved = True
+        self._unsettled = save = AsyncSave(
             snapshot,
             NewDirectory(final),
             step=step,
@@ -160,22 +165,25 @@ class CheckpointManager:
             published=note_published,
             afterwards=delete_unkept,
         )
-        return self._newest_save
+        return save
 
     def prepare(self, sharded: Sequence[ShardedState]) -> None:
         """Allocate the buffers of the first save in the background, so that it takes no longer than the next one.
 
         Call once the optimizer has its state. Collective.
         """
-        if self._newest_save is None and self._prefault is None:
-            self._prefault = BufferPrefault(self._snapshotter.prepare(sharded))
+        if not self._has_saved and self._prefault is None:
+            self._prefault = BufferPrefault(self._snapshotter.prepare(sharded, self._former))
 
     def settle(self) -> None:
         """Wait for the background threads, before anything else touches buffers or directories."""
         if self._prefault is not None:
             self._prefault.stop()
-        if self._newest_save is not None:
-            self._newest_save.join()
+        save, self._unsettled = self._unsettled, None
+        if save is not None:
+            save.join()
+            is_published = save.done and save.failure is None
+            self._former = FormerFiles(save.path, save.records) if is_published else None
 
     def amend(self, step: int, *, metrics: Mapping[str, float], is_best: bool) -> None:
         """Replace metrics and ``is_best`` in the manifest of the checkpoint of ``step``, which is published."""
@@ -338,6 +346,8 @@ class CheckpointManager:
         checkpoint = collectives.from_rank_zero(lambda: checkpoint_dir.open_checkpoint(path))
         collectives.run_on_all_ranks(lambda: checkpoint.verify(_files_of_this_rank(checkpoint.manifest.files)))
         self._trusted = path.resolve()
+        if self._trusted == self.path_of(checkpoint.step).resolve():  # files elsewhere may be written in place
+            self._former = FormerFiles(path, checkpoint.manifest.files)
         return checkpoint
 
 

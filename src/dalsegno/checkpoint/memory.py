@@ -32,8 +32,8 @@ from .save.async_save import AsyncSave, BufferPrefault
 from .save.resources import available_memory, free_disk
 from .save.shared_files import SharedFiles
 from .save.snapshot import Snapshotter
+from .state.contract import ShardedState
 from .state.first_step import tensors_per_parameter
-from .state.sharded import ShardedState
 
 logger = logging.getLogger("dalsegno")
 

@@ -30,7 +30,7 @@ DIRECT_PIECE = 16 << 20
 """Size of one direct write in bytes."""
 
 watcher: Watcher | None = None
-"""Called with (operation, path) before each write, fsync, truncate, rename, mkdir and unlink. For tests."""
+"""Called with (operation, path) before each write, fsync, truncate, rename, link, mkdir and unlink. For tests."""
 
 
 class Fence(Protocol):
@@ -92,7 +92,8 @@ def open_own(path: Path, flags: int, mode: int = 0o644) -> int:
     """Open a file of a run for writing; returns the descriptor. ``mode``: permissions of a file that this creates.
 
     ``path`` may be reached through linked folders, but must itself be a regular file: a link would redirect the write,
-    or the truncation, to its target.
+    or the truncation, to its target. A file that is replaced, and has further names (an unchanged file of several
+    checkpoints), keeps its content under these.
 
     Raises:
         OSError: if ``path`` is not a regular file, or cannot be opened.
@@ -101,10 +102,12 @@ def open_own(path: Path, flags: int, mode: int = 0o644) -> int:
     if flags & (os.O_CREAT | os.O_TRUNC):
         _ask_fences("open", path)
     with contextlib.suppress(FileNotFoundError):
-        kind = path.lstat().st_mode
-        if not stat.S_ISREG(kind):
-            what = "a symbolic link, which is not followed" if stat.S_ISLNK(kind) else "not a regular file"
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode):
+            what = "a symbolic link, which is not followed" if stat.S_ISLNK(status.st_mode) else "not a regular file"
             raise OSError(errno.EINVAL, f"this is {what}; remove it, or use another output_dir", str(path))
+        if flags & os.O_TRUNC and status.st_nlink > 1:
+            path.unlink()
     return os.open(path, flags | O_NOFOLLOW | O_BINARY, mode)
 
 
@@ -209,6 +212,20 @@ def rename(source: Path, target: Path) -> None:
     _begin("rename", target)
     source.replace(target)
     fsync_directory(target.parent)
+
+
+def link(source: Path, target: Path) -> None:
+    """Give the file ``source`` a second name ``target``, in a directory that is not published yet.
+
+    Flushes the file's bytes, which another program may have written.
+    """
+    descriptor = os.open(source, os.O_RDONLY | O_NOFOLLOW)
+    try:
+        fsync(descriptor, source)
+    finally:
+        os.close(descriptor)
+    _begin("link", target)
+    os.link(source, target)
 
 
 def remove(path: Path) -> None:

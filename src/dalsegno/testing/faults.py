@@ -26,7 +26,7 @@ class FaultPlan:
     Args:
         event: kill when this event fires for the ``count``-th time.
         operation: kill before the ``count``-th file operation of this kind (``write``, ``fsync``, ``rename``,
-            ``mkdir``, ``unlink``, ``truncate``, or ``any``) on a path that contains ``path``.
+            ``mkdir``, ``link``, ``unlink``, ``truncate``, or ``any``) on a path that contains ``path``.
         seconds: kill this long after the plan is armed.
         sends: the signal; SIGTERM, for example, as a cluster sends before it takes a machine back.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dalsegno.checkpoint.interchange.adapters import settings_of
 from dalsegno.checkpoint.load.compatibility import END_OF_SCHEDULE, Change
 from dalsegno.data import NOT_EXACT, TrainingData
 from dalsegno.distributed import collectives
@@ -96,6 +97,7 @@ class RecordedSettings:
         self._loader = parts.loader
         self._data = data
         self._model = parts.model
+        self._adapters = settings_of(parts.model)
         self._device = device_of(parts.model)
         self._fingerprint: dict[str, Any] | None = None
         self._planned_steps = -1
@@ -141,7 +143,7 @@ class RecordedSettings:
         self._initial.restore_lrs()
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self._recorded(), **self._environment(), "dataset": self._fingerprint}
+        return {**self._recorded(), **self._adapters, **self._environment(), "dataset": self._fingerprint}
 
     def _recorded(self) -> dict[str, Any]:
         args, supplied = self._args, self._supplied

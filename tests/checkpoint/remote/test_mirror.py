@@ -12,13 +12,17 @@ import fsspec
 import pytest
 
 import dalsegno as ds
+from checkpoint.frozen import FROZEN, Part, content
 from checkpoint.remote import jobs
 from checkpoint.remote.there import steps_at, training
+from checkpoint.sameness import assert_same
 from dalsegno.checkpoint import Checkpoint, saved_states
 from dalsegno.checkpoint.format import checkpoint_dir
 from dalsegno.checkpoint.inspect.listing import list_checkpoints, newest_verified
 from dalsegno.checkpoint.remote import upload_set
+from dalsegno.checkpoint.remote.download import fetch_newer
 from dalsegno.checkpoint.remote.store import Store
+from dalsegno.checkpoint.remote.upload import Uploader
 from support.listeners import Listener
 
 URL = "memory://runs/a"
@@ -207,3 +211,36 @@ def test_the_local_directory_of_a_url(tmp_path: Path, monkeypatch: pytest.Monkey
     first, second = (ds.TrainingArguments(f"s3://bucket/{name}/").directory for name in ("run 1", "run-1"))
     assert first != second and first.parent == second.parent == tmp_path
     assert first == ds.TrainingArguments("s3://bucket/run 1").directory
+
+
+def test_an_unchanged_file_is_sent_once(there: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later checkpoints get a copy that the store makes, and do not miss the first one."""
+    sent: list[str] = []
+    original = Store.send
+    monkeypatch.setattr(
+        Store, "send", lambda store, local, name, *rest: (sent.append(name), original(store, local, name, *rest))
+    )
+    part = Part(tmp_path / "here")
+    uploader = Uploader(there, tmp_path / "here", None)
+    uploader.archive_timeline(None)
+    for step in (1, 2, 3):
+        part.save(step)
+        uploader.sync()
+    assert [name for name in sent if name.endswith(FROZEN)] == [f"checkpoints/step-00000001/{FROZEN}"]
+    there.delete(there.sizes("checkpoints/step-00000001"))
+    there.delete(there.sizes("checkpoints/step-00000002"))
+    assert fetch_newer(there, tmp_path / "new", None) == 3
+    other = Part(tmp_path / "new", seed=1)
+    other.load()
+    assert_same(content(other), content(part))
+
+
+def test_what_was_removed_there_is_sent_again(there: Store, tmp_path: Path) -> None:
+    part = Part(tmp_path)
+    uploader = Uploader(there, tmp_path, None)
+    uploader.archive_timeline(None)
+    for step in (1, 2):
+        part.save(step)
+        uploader.sync()
+        there.delete([f"checkpoints/step-00000001/{FROZEN}"])
+    assert f"checkpoints/step-00000002/{FROZEN}" in there.sizes()

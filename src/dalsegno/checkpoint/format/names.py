@@ -7,6 +7,8 @@
         manifest.json                           written last: what it does not name is not part of the checkpoint
         index.json                              where each sharded tensor is stored
         model/shard-00000.safetensors           one directory per sharded component, one file per writing rank
+        model/frozen-00000.safetensors          parameters that are not trained, in files of their own: hard links to
+                                                those of the checkpoint before, if unchanged
         shared.json, shared.safetensors         sidecar: state that all ranks share
         rank-00000.json, rank-00000.safetensors sidecar: state of one rank
       step-00000600.partial/                    being written or deleted; the rename to and from this name is atomic
@@ -62,6 +64,11 @@ def is_quarantined(path: Path) -> bool:
 def shard(component: str, rank: int) -> str:
     """File of the tensors of ``component`` that ``rank`` writes."""
     return f"{component}/shard-{rank:05d}.safetensors"
+
+
+def frozen_shard(component: str, rank: int) -> str:
+    """File of the frozen parameters of ``component`` that ``rank`` writes."""
+    return f"{component}/frozen-{rank:05d}.safetensors"
 
 
 def rank_sidecar(rank: int) -> str:

@@ -116,16 +116,16 @@ def export_model(
     tensors = Index.read(source.file(names.INDEX))
     stored = tensors.of(MODEL)
     if average is not None:
-        stored |= _averages(tensors, average, stored)
+        stored |= averages(tensors, average)
     rest = SavedStates(source).state(MODEL)
-    _check_types(source, stored)
+    check_types(source, stored)
     shards = _shards(stored, limit)
     files = _file_names(len(shards))
     filesystem.make_directory(target)
     for name, shard in zip(files, shards, strict=True):
-        blocks = _blocks({each: stored[each] for each in shard}, rest["tied"], source)
+        blocks = tensor_file({each: stored[each] for each in shard}, rest["tied"], source)
         filesystem.replace_durably_in_pieces(target / name, blocks)
-    size = sum(_size(each) for each in stored.values())
+    size = sum(size_of(each) for each in stored.values())
     if len(files) > 1:
         where = {each: name for name, shard in zip(files, shards, strict=True) for each in shard}
         content = {"metadata": {"total_size": size}, "weight_map": where}
@@ -153,8 +153,13 @@ def best_of(newest: Checkpoint) -> Checkpoint:
     return listing.newest_verified(path)
 
 
-def _averages(tensors: Index, name: str, model: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Averages of the callback ``callbacks.<name>``, for tensors of the model only."""
+def averages(tensors: Index, name: str) -> dict[str, StoredTensor]:
+    """Averages of the callback ``callbacks.<name>``, by the names of the model's tensors.
+
+    Raises:
+        UnknownName: if there are none; the message suggests the nearest name.
+    """
+    model = tensors.of(MODEL)
     found = {tensor: each for tensor, each in tensors.of(f"{CALLBACKS}{name}").items() if tensor in model}
     if not found:
         keys = {index.split(each)[0] for each in tensors.tensors}
@@ -170,7 +175,12 @@ def _configuration(folder: Path) -> list[Path]:
     return found
 
 
-def _check_types(source: Checkpoint, stored: Mapping[str, StoredTensor]) -> None:
+def check_types(source: Checkpoint, stored: Mapping[str, StoredTensor]) -> None:
+    """
+    Raises:
+        NotFound: if there are no tensors.
+        CannotSave: if one has a dtype that safetensors lacks.
+    """
     if not stored:
         raise NotFound(f"{source.path}: contains no model")
     for name, each in stored.items():
@@ -178,7 +188,8 @@ def _check_types(source: Checkpoint, stored: Mapping[str, StoredTensor]) -> None
             raise CannotSave(f"{MODEL}.{name}: safetensors has no {name_of(each.dtype)}; it cannot be exported")
 
 
-def _size(stored: StoredTensor) -> int:
+def size_of(stored: StoredTensor) -> int:
+    """Bytes of its values."""
     return byte_count(stored.shape, stored.dtype)
 
 
@@ -187,11 +198,11 @@ def _shards(stored: Mapping[str, StoredTensor], limit: int) -> list[list[str]]:
     shards: list[list[str]] = [[]]
     room = limit
     for name, each in stored.items():
-        if shards[-1] and _size(each) > room:
+        if shards[-1] and size_of(each) > room:
             shards.append([])
             room = limit
         shards[-1].append(name)
-        room -= _size(each)
+        room -= size_of(each)
     return shards
 
 
@@ -201,9 +212,10 @@ def _file_names(count: int) -> list[str]:
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
-def _blocks(
+def tensor_file(
     stored: Mapping[str, StoredTensor], tied: Mapping[str, str], source: Checkpoint
 ) -> Iterator[filesystem.Buffer]:
+    """A file of tensors in pieces; ``tied``: further names, for its metadata."""
     # Wide dtypes first, so that each tensor is aligned, as in every safetensors file.
     order = sorted(stored, key=lambda name: -stored[name].dtype.itemsize)
     yield _header(stored, order, {alias: name for alias, name in tied.items() if name in stored})
@@ -215,7 +227,7 @@ def _header(stored: Mapping[str, StoredTensor], order: Sequence[str], aliases: M
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **aliases}}
     end = 0
     for name in order:
-        begin, end = end, end + _size(stored[name])
+        begin, end = end, end + size_of(stored[name])
         entries[name] = {
             "dtype": SAFETENSORS_NAMES[stored[name].dtype],
             "shape": list(stored[name].shape),

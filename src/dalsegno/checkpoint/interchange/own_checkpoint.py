@@ -20,6 +20,7 @@ from dalsegno.checkpoint.load.states import SavedStates
 from dalsegno.checkpoint.save.async_save import AsyncSave
 from dalsegno.checkpoint.save.destination import NewDirectory
 from dalsegno.checkpoint.save.snapshot import Snapshotter
+from dalsegno.checkpoint.state.contract import Captured
 from dalsegno.data.loader import IMPORTED
 from dalsegno.distributed.rng import RANK, capture_generators, mix, preserved_generators, seed_generators
 from dalsegno.errors import ConfigurationError
@@ -44,8 +45,8 @@ class _Tensors:
     rest: State
     optimizer: None = None
 
-    def capture(self) -> tuple[dict[str, torch.Tensor], State]:
-        return self.tensors, self.rest
+    def capture(self) -> Captured:
+        return Captured(self.tensors, self.rest)
 
 
 def write(run: RunState, output_dir: Path) -> Path:

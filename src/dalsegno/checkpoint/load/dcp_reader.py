@@ -30,7 +30,7 @@ from torch.futures import Future
 
 from dalsegno.checkpoint.format.index import Index
 from dalsegno.checkpoint.format.layout import StoredFile, as_bytes
-from dalsegno.checkpoint.state.sharded import TensorsByComponent
+from dalsegno.checkpoint.state.contract import TensorsByComponent
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import once
 from dalsegno.errors import DamagedCheckpoint, RankFailed, StateMismatch

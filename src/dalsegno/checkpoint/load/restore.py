@@ -11,7 +11,8 @@ from dalsegno.checkpoint.format.index import Index, index_of
 from dalsegno.checkpoint.format.keys import SETTINGS
 from dalsegno.checkpoint.format.layout import name_of
 from dalsegno.checkpoint.format.manifest import Checkpoint
-from dalsegno.checkpoint.state.sharded import LoadTarget, OptimizerState, ShardedState
+from dalsegno.checkpoint.state.contract import LoadTarget, ShardedState
+from dalsegno.checkpoint.state.sharded import OptimizerState
 from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import Layout
 from dalsegno.errors import StateMismatch

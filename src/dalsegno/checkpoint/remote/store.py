@@ -80,6 +80,15 @@ class Store:
         callback = DEFAULT_CALLBACK if moved is None else _Moves(moved)
         self._system.put_file(str(local), self._path(name), callback=callback, chunksize=PART)
 
+    def copy(self, name: str, target: str) -> bool:
+        """Copy a file on the remote side; False if it does not exist, or the filesystem cannot copy."""
+        self._make_parent(target)
+        try:
+            self._system.copy(self._path(name), self._path(target))
+        except (FileNotFoundError, NotImplementedError):
+            return False
+        return True
+
     def receive(self, name: str, local: Path) -> None:
         """Download a file."""
         self._system.get_file(self._path(name), str(local))

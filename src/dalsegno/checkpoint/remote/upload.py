@@ -7,7 +7,9 @@ killed, and follows every change of the directory: saves, deletions, manual edit
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from dalsegno.checkpoint.format import checkpoint_dir
 from dalsegno.checkpoint.format.manifest import Checkpoint, Manifest
@@ -20,6 +22,8 @@ from .store import Moved, Store
 from .upload_set import Marks, UploadSet
 
 logger = logging.getLogger("dalsegno")
+
+_NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class Uploader:
@@ -105,7 +109,7 @@ class Uploader:
             files = UploadSet({name: files.files[name]})
         elif step in self._there:
             self._delete(step)
-        self._send(files)
+        self._send(files, self._unchanged(checkpoint.manifest, step))
         self._there[step] = manifest
         self._were_here.add(step)
 
@@ -113,10 +117,25 @@ class Uploader:
         self._send(files)
         self._marks |= files.marks
 
-    def _send(self, files: UploadSet) -> None:
+    def _send(self, files: UploadSet, unchanged: Mapping[str, str] = _NOTHING) -> None:
+        """``unchanged``: names of files whose content the store has, with its name there."""
         for name, path in files.files.items():
-            self._store.send(path, name, self.moved)
+            if name not in unchanged or not self._store.copy(unchanged[name], name):
+                self._store.send(path, name, self.moved)
         upload_set.discard(self.run)
+
+    def _unchanged(self, manifest: Manifest, step: int) -> dict[str, str]:
+        """Files of the checkpoint of ``step`` with the name of the same content in the store's newest checkpoint."""
+        newest = max(self._there, default=None)
+        former = None if newest is None else _parsed(self._there[newest])
+        if former is None or newest is None:
+            return {}
+        names = {record: name for name, record in former.files.items()}
+        return {
+            f"{_prefix_of(step)}{name}": f"{_prefix_of(newest)}{names[record]}"
+            for name, record in manifest.files.items()
+            if record in names
+        }
 
     # -- deleting ---------------------------------------------------------------------------------------------------
 

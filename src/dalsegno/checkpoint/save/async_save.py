@@ -45,6 +45,7 @@ class AsyncSave:
         path: directory of the checkpoint once it is published.
         is_best: whether no earlier checkpoint was better.
         failure: why it was not published; None until the outcome is known, and if it was published.
+        records: of the files that this rank wrote.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class AsyncSave:
         """
         self.step, self.path, self.is_best = step, destination.path, is_best
         self.failure: SaveFailed | None = None
+        self.records: Records = {}
         self._snapshot = snapshot
         self._destination = destination
         self._manifest_of, self._published, self._afterwards = manifest_of, published, afterwards
@@ -142,7 +144,8 @@ class AsyncSave:
 
     def _write(self) -> Report:
         try:
-            return self._snapshot.write_to(self._destination.partial, self._advance), None
+            self.records = self._snapshot.write_to(self._destination.partial, self._advance)
+            return self.records, None
         except BaseException as error:  # the other ranks wait for this report
             return {}, _described(error)
         finally:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from dalsegno.checkpoint.format import names
 from dalsegno.checkpoint.format.index import Index, StoredChunk, StoredTensor
 from dalsegno.checkpoint.format.layout import FileLayout, TensorChunk
-from dalsegno.checkpoint.state.sharded import TensorsByComponent
+from dalsegno.checkpoint.state.contract import TensorsByComponent
 from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import meshes_like
 from dalsegno.distributed.stage_places import place_of
@@ -30,11 +30,17 @@ from dalsegno.errors import CannotSave
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """A file that one rank writes, with tensors of one ``component``."""
+    """A file that one rank writes, with tensors of one ``component``: frozen ones, or those that training changes."""
 
-    name: str
     component: str
+    writer: int
+    is_frozen: bool
     layout: FileLayout
+
+    @property
+    def name(self) -> str:
+        name_of = names.frozen_shard if self.is_frozen else names.shard
+        return name_of(self.component, self.writer)
 
     def tensors(self, of: TensorsByComponent) -> list[torch.Tensor]:
         """This rank's shards in the order of the layout; not copies."""
@@ -44,7 +50,8 @@ class FilePlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Files that this rank writes, one per component that it has a shard of; on rank 0, the index of all files."""
+    """Files that this rank writes: of each component, one of frozen tensors and one of the others; on rank 0, the index
+    of all ranks' files."""
 
     files: Sequence[FilePlan]
     index: bytes | None
@@ -97,7 +104,12 @@ class ShardLayout:
                 yield writer, chunk
 
 
-def plan(tensors: TensorsByComponent) -> Plan:
+FrozenNames = Mapping[str, Collection[str]]
+"""By component, the names of its frozen tensors. They are balanced among the ranks apart from the others, since most
+saves write only these."""
+
+
+def plan(tensors: TensorsByComponent, frozen: FrozenNames) -> Plan:
     """Assign each chunk to one rank; a replicated one to the rank with the least to write.
 
     Takes microseconds per tensor, on rank 0 per tensor and rank. So callers keep a plan as long as :func:`signature`
@@ -106,29 +118,33 @@ def plan(tensors: TensorsByComponent) -> Plan:
     Raises:
         CannotSave: for a tensor with a partial placement.
     """
-    rank, loads = collectives.rank(), np.zeros(collectives.world_size(), np.int64)
+    rank = collectives.rank()
+    loads = {is_frozen: np.zeros(collectives.world_size(), np.int64) for is_frozen in (False, True)}
     files: list[FilePlan] = []
     stored: dict[str, StoredTensor] = {}
     known: dict[object, ShardLayout] = {}
     for component, its in tensors.items():
-        chunks: dict[int, list[TensorChunk]] = {}
+        chunks: dict[tuple[int, bool], list[TensorChunk]] = {}
         for name, tensor in its.items():
             dtype, shape = tensor.dtype, tuple(tensor.shape)
+            is_frozen = name in frozen.get(component, ())
             stored[f"{component}.{name}"] = StoredTensor(dtype, shape, ())
-            for writer, chunk in _layout_of(tensor, known).assign_writers(loads, dtype.itemsize, rank):
-                chunks.setdefault(writer, []).append(TensorChunk(name, dtype, chunk.shape, chunk.offsets, shape))
+            for writer, chunk in _layout_of(tensor, known).assign_writers(loads[is_frozen], dtype.itemsize, rank):
+                placed = TensorChunk(name, dtype, chunk.shape, chunk.offsets, shape)
+                chunks.setdefault((writer, is_frozen), []).append(placed)
         files += [
-            FilePlan(names.shard(component, writer), component, FileLayout.of(of_writer))
-            for writer, of_writer in sorted(chunks.items())
+            FilePlan(component, writer, is_frozen, FileLayout.of(of_file))
+            for (writer, is_frozen), of_file in sorted(chunks.items())
         ]
     index = _index(stored, files).to_bytes() if rank == 0 else None
-    return Plan([file for file in files if file.name == names.shard(file.component, rank)], index)
+    return Plan([file for file in files if file.writer == rank], index)
 
 
-def signature(tensors: TensorsByComponent) -> object:
+def signature(tensors: TensorsByComponent, frozen: FrozenNames) -> object:
     """Equal for tensors that have the same plan."""
     return (
         collectives.world_size(),
+        {component: frozenset(names) for component, names in frozen.items()},
         [
             (
                 component,
@@ -143,13 +159,17 @@ def signature(tensors: TensorsByComponent) -> object:
     )
 
 
-def check_ranks_match(tensors: TensorsByComponent) -> None:
+def check_ranks_match(tensors: TensorsByComponent, frozen: FrozenNames) -> None:
     """Check that all ranks hold the same tensors. Collective: one small reduction.
 
     Raises:
         CannotSave: on every rank, if they do not; names the first difference.
     """
-    lines = [f"{component}.{line}" for component, its in tensors.items() for line in map(_described, its, its.values())]
+    lines = [
+        f"{component}.{_described(name, tensor)}{' frozen' if name in frozen.get(component, ()) else ''}"
+        for component, its in tensors.items()
+        for name, tensor in its.items()
+    ]
     digest = xxhash.xxh3_64_intdigest("\n".join(lines).encode("utf-8", "surrogatepass")) >> 1
     highest, lowest = collectives.all_reduce_max([digest, -digest], "what all ranks hold")
     if highest == -lowest:

@@ -6,7 +6,7 @@ import datetime
 import functools
 import importlib.metadata
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from dalsegno.checkpoint.format.layout import FileLayout, TensorChunk
 from dalsegno.checkpoint.format.manifest import ComponentRecord, FileRecord, Manifest
 from dalsegno.checkpoint.format.names import SHARED, rank_sidecar
 from dalsegno.checkpoint.format.sidecar import Encoded, SavedState, sidecar_arrays, sidecar_json
-from dalsegno.checkpoint.state.sharded import Capturable, TensorsByComponent
+from dalsegno.checkpoint.state.contract import Capturable, TensorsByComponent
 from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import Layout
 from dalsegno.stateful.component import Component
@@ -32,6 +32,7 @@ from .planning import FilePlan, Plan
 from .resources import available_memory, has_memory_for
 from .shared_files import SharedFiles
 from .staging import Advance, BounceBuffers, Buffer, InlineFile, PendingFile, TensorFile
+from .unchanged import FormerFiles, UnchangedFile, record_of
 
 logger = logging.getLogger("dalsegno")
 
@@ -56,7 +57,7 @@ class Snapshot:
 
     @property
     def length(self) -> int:
-        """Bytes of all files."""
+        """Bytes to be written."""
         return sum(file.length for file in self.files)
 
     def write_to(self, directory: Path, advance: Advance) -> dict[str, FileRecord]:
@@ -95,13 +96,14 @@ class Snapshot:
 
 
 class _States(NamedTuple):
-    """Captured states: shared by all ranks; of this rank only; the shared ones to compare across ranks; and tensors
-    that are sharded over the ranks."""
+    """Captured states: shared by all ranks; of this rank only; the shared ones to compare across ranks; tensors that
+    are sharded over the ranks; and the names of the frozen ones among these."""
 
     shared: dict[str, Encoded]
     own: dict[str, Encoded]
     compared: dict[str, Encoded]
     tensors: TensorsByComponent
+    frozen: dict[str, Collection[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,12 +145,16 @@ class Snapshotter:
         """
         states, failure = _encode_all(sharded, [each for each in components if each.rehearsed], {})
         collectives.run_on_all_ranks(lambda: _reraise(failure))
-        signature = planning.signature(states.tensors)
+        signature = planning.signature(states.tensors, states.frozen)
         if collectives.all_reduce_max([signature != self._planned_for], "whether to plan a save anew")[0]:
-            self._replan(states.tensors, signature)
+            self._replan(states, signature)
 
-    def prepare(self, sharded: Sequence[Capturable]) -> Iterator[None]:
+    def prepare(self, sharded: Sequence[Capturable], former: FormerFiles | None = None) -> Iterator[None]:
         """Plan the first save and lay out its buffers before it is due. Collective.
+
+        Args:
+            sharded: model and optimizer.
+            former: files of the checkpoint before; those that may be unchanged get no buffers.
 
         Returns:
             Prefaults the buffers, about a millisecond at each turn; may run on another thread and be interrupted.
@@ -160,9 +166,10 @@ class Snapshotter:
         if self._shared is not None:
             self._lay_out_shared(self._shared)
             return self._shared.prefault()
-        if self._memory_shortage(self._plan.files):
+        files = [file for file in self._plan.files if not _may_be_unchanged(file, former)]
+        if self._memory_shortage(files):
             return iter(())
-        buffers = [self._laid_out(file.name, file.layout) for file in self._plan.files]
+        buffers = [self._laid_out(file.name, file.layout) for file in files]
         return (turn for buffer in buffers for turn in buffer.prefault())
 
     def capture(
@@ -172,6 +179,7 @@ class Snapshotter:
         carried: Mapping[str, SavedState],
         *,
         copy: bool,
+        former: FormerFiles | None = None,
     ) -> Snapshot:
         """Capture every state. Collective: one small reduction, unless something changed since the last capture.
 
@@ -181,6 +189,8 @@ class Snapshotter:
             carried: on rank 0, states of an earlier checkpoint that no component claimed.
             copy: copy the state, so that training may continue. Where memory is short the state is not copied, and
                 the first time a warning is logged.
+            former: files of the checkpoint before. Files of frozen tensors that it has too are not copied and not
+                written; to find them, the frozen tensors are hashed.
 
         Raises:
             CannotSave: on every rank, if a state on any rank cannot be saved.
@@ -188,44 +198,60 @@ class Snapshotter:
         """
         states, failure = _encode_all(sharded, components, carried)
         sidecars = list(_sidecar_files(states))
-        signature = planning.signature(states.tensors)
+        signature = planning.signature(states.tensors, states.frozen)
         digest = _digest(states.compared)
-        shortage = self._memory_shortage([*self._plan.files, *sidecars])
+        is_planned = failure is None and signature == self._planned_for
+        unchanged, changed = self._planned(states.tensors, former) if is_planned else ([], [])
+        shortage = self._memory_shortage([*changed, *sidecars])
         has_failed, has_changed, is_short, highest, lowest = collectives.all_reduce_max(
-            [failure is not None, signature != self._planned_for, shortage > 0, digest, -digest], "what a save captures"
+            [failure is not None, not is_planned, shortage > 0, digest, -digest], "what a save captures"
         )
         if has_failed:
             collectives.run_on_all_ranks(lambda: _reraise(failure))
         if highest != -lowest:
             _warn_of_differences(states.compared)
         if has_changed:
-            self._replan(states.tensors, signature)
-            shortage = self._memory_shortage([*self._plan.files, *sidecars])
+            self._replan(states, signature)
+            unchanged, changed = self._planned(states.tensors, former)
+            shortage = self._memory_shortage([*changed, *sidecars])
             (is_short,) = collectives.all_reduce_max([shortage > 0], "room for a save in memory")
         if self._shared is not None:
             self._lay_out_shared(self._shared)
-        planned = [_FileOfTensors(file.name, file.layout, file.tensors(states.tensors)) for file in self._plan.files]
-        inline = self._inline_files(states)
+        rest = [*unchanged, *self._inline_files(states)]
         records = {key: each.record for key, each in (states.shared | states.own).items()}
         durables = [component.make_durable for component in components]
         if copy and is_short:
             self._warn_short(shortage)
         if is_short or not copy:
-            streams = [file.streamed(self._bounce) for file in (*planned, *sidecars)]
-            return Snapshot(
-                [*streams, *inline], records, is_copy=False, wait=int, durables=durables, layout=self._layout
-            )
+            streams = [file.streamed(self._bounce) for file in (*changed, *sidecars)]
+            return Snapshot([*streams, *rest], records, is_copy=False, wait=int, durables=durables, layout=self._layout)
         self._cuda.begin([each.optimizer for each in sharded if each.optimizer is not None])
-        copies = [self._copied(file) for file in (*planned, *sidecars)]
+        copies = [self._copied(file) for file in (*changed, *sidecars)]
         return Snapshot(
-            [*copies, *inline], records, is_copy=True, wait=self._cuda.end(), durables=durables, layout=self._layout
+            [*copies, *rest], records, is_copy=True, wait=self._cuda.end(), durables=durables, layout=self._layout
         )
 
-    def _replan(self, tensors: TensorsByComponent, signature: object) -> None:
+    def _replan(self, states: _States, signature: object) -> None:
         self._planned_for = None  # stays so if planning fails
-        planning.check_ranks_match(tensors)
-        self._plan = collectives.run_on_all_ranks(lambda: planning.plan(tensors))
+        planning.check_ranks_match(states.tensors, states.frozen)
+        self._plan = collectives.run_on_all_ranks(lambda: planning.plan(states.tensors, states.frozen))
         self._planned_for = signature
+
+    def _planned(
+        self, tensors: TensorsByComponent, former: FormerFiles | None
+    ) -> tuple[list[UnchangedFile], list[_FileOfTensors]]:
+        """This rank's planned files: those that ``former`` has too, whose buffers are freed, and all others."""
+        unchanged, changed = [], []
+        for file in self._plan.files:
+            content = _FileOfTensors(file.name, file.layout, file.tensors(tensors))
+            if former is not None and _may_be_unchanged(file, former):
+                record = record_of(content.layout, content.tensors)
+                if (path := former.path_of(record)) is not None:
+                    unchanged.append(UnchangedFile(file.name, record, path))
+                    self._buffers.pop(file.name, None)
+                    continue
+            changed.append(content)
+        return unchanged, changed
 
     def planned_bytes(self, component: str | None = None) -> int:
         """Bytes of tensors that this rank writes of a sharded component, or of all, as last planned."""
@@ -286,7 +312,7 @@ def _encode_all(
     sharded: Sequence[Capturable], components: Sequence[Component], carried: Mapping[str, SavedState]
 ) -> tuple[_States, Exception | None]:
     """Every state; or the states before the first one that raised, and its exception. No collective."""
-    states = _States({}, {}, {}, {})
+    states = _States({}, {}, {}, {}, {})
     try:
         _encode_into(states, sharded, components, carried)
     except Exception as error:
@@ -298,8 +324,7 @@ def _encode_into(
     states: _States, sharded: Sequence[Capturable], components: Sequence[Component], carried: Mapping[str, SavedState]
 ) -> None:
     for each in sharded:
-        tensors, rest = each.capture()
-        states.tensors[each.key] = tensors
+        states.tensors[each.key], rest, states.frozen[each.key] = each.capture()
         record = ComponentRecord(each.class_name, 1, "sharded")
         states.shared[each.key] = states.compared[each.key] = Encoded.of(each.key, SavedState(record, [rest]))
     for component in components:
@@ -329,6 +354,10 @@ def _sidecar_files(states: _States) -> Iterator[_FileOfTensors]:
         if arrays := sidecar_arrays(encoded):
             layout = FileLayout.of([TensorChunk.entire(array, tensor) for array, tensor in arrays.items()])
             yield _FileOfTensors(names.sidecar_tensors(name), layout, list(arrays.values()))
+
+
+def _may_be_unchanged(file: FilePlan, former: FormerFiles | None) -> bool:
+    return file.is_frozen and former is not None and former.has_size(file.layout.length)
 
 
 def _digest(compared: Mapping[str, Encoded]) -> int:

@@ -188,7 +188,7 @@ class BounceBuffers:
         """The file of ``tensors``, for a direct write. One file at a time."""
         self._bounces = self._bounces or [_views(_anonymous(filesystem.DIRECT_PIECE)) for _ in range(2)]
         number, filled = 0, 0
-        for raw in _in_file_order(layout, tensors):
+        for raw in in_file_order(layout, tensors):
             begin = 0
             while begin < len(raw):
                 memory, place = self._bounces[number % 2]
@@ -206,7 +206,7 @@ class BounceBuffers:
             yield self._bounces[number % 2][0][: filesystem.whole_pages(filled)]
 
 
-def _in_file_order(layout: FileLayout, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+def in_file_order(layout: FileLayout, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     """The bytes of the file, several small tensors at a time.
 
     Small tensors are joined by one torch call: the writing thread would otherwise wait between its blocks for the

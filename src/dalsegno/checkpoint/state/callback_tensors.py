@@ -10,8 +10,9 @@ from dalsegno.errors import CannotSave, ConfigurationError
 from dalsegno.stateful.component import State, Stateful, TensorHolder, declared_schema
 from dalsegno.stateful.schema import check
 
+from .contract import Captured, LoadTarget
 from .dense import is_dense
-from .sharded import LoadTarget, Tensors, class_name_of
+from .sharded import class_name_of
 
 
 class CallbackTensors:
@@ -46,12 +47,12 @@ class CallbackTensors:
     def class_name(self) -> str:
         return class_name_of(self._holder)
 
-    def capture(self) -> tuple[Tensors, State]:
+    def capture(self) -> Captured:
         tensors, rest = self._holder.sharded_state(self._model)
         for name, tensor in tensors.items():
             if not is_dense(tensor):
                 raise CannotSave(f"{self.key}.{name}: needs a dense tensor or DTensor, not a {type(tensor).__name__}")
-        return {name: like_parameter(tensor.detach(), tensor) for name, tensor in tensors.items()}, rest
+        return Captured({name: like_parameter(tensor.detach(), tensor) for name, tensor in tensors.items()}, rest)
 
     def check_rest(self, stored: Index, rest: State, where: str) -> None:
         form = declared_schema(self._holder)

@@ -7,9 +7,8 @@ the model's parameters, so that state is found at any world size and in any orde
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,60 +23,12 @@ from dalsegno.errors import CannotSave
 from dalsegno.stateful.component import State
 
 from . import positions
+from .contract import Captured, LoadTarget, Tensors
 from .dense import is_dense, is_sharded
 from .non_tensor_schema import check_model_rest, check_optimizer_rest
 from .optimizer_rows import OptimizerRows
 from .placement import cast_as, exactly, like, placed_like
 from .stages import of_all_stages
-
-Tensors = dict[str, torch.Tensor]
-TensorsByComponent = dict[str, Tensors]
-
-
-class Capturable(Protocol):
-    """A component with sharded tensors that can be saved. ``key`` is its directory in a checkpoint."""
-
-    @property
-    def key(self) -> str: ...
-
-    @property
-    def class_name(self) -> str: ...
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer whose ``step()`` alone changes these tensors and the parameters; None if there is none."""
-        ...
-
-    def capture(self) -> tuple[Tensors, State]:
-        """The tensors by name (not copied), and the rest; names and rest are the same on every rank."""
-        ...
-
-
-class ShardedState(Capturable, Protocol):
-    """One that can be loaded, too."""
-
-    def check_rest(self, stored: Index, rest: State, where: str) -> None:
-        """Raise StateMismatch if a component of this kind cannot have saved ``rest``."""
-        ...
-
-    def differences(self, stored: Index, rest: State, *, any_dtype: bool = False) -> list[str]:
-        """Differences from the stored state, one line each; empty if it fits.
-
-        ``any_dtype``: another dtype fits too.
-        """
-        ...
-
-    def prepare(self, stored: Index, rest: State) -> LoadTarget:
-        """Tensors to load into, for all stored state that fits. State that does not fit stays unchanged."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class LoadTarget:
-    """``tensors`` to load into, by stored name; call ``commit`` once they are loaded."""
-
-    tensors: Tensors
-    commit: Callable[[], object]
 
 
 class ModelState:
@@ -101,9 +52,10 @@ class ModelState:
     def class_name(self) -> str:
         return class_name_of(self._model)
 
-    def capture(self) -> tuple[Tensors, State]:
+    def capture(self) -> Captured:
         tensors, tied, extra = self._sorted()
-        return tensors, {"tied": tied, "extra": extra}
+        frozen = {strip_wrappers(name) for name, each in self._model.named_parameters() if not each.requires_grad}
+        return Captured(tensors, {"tied": tied, "extra": extra}, frozen & tensors.keys())
 
     def check_rest(self, stored: Index, rest: State, where: str) -> None:
         check_model_rest(rest, stored.of(self.key), where)
@@ -250,7 +202,7 @@ class OptimizerState:
     def class_name(self) -> str:
         return class_name_of(self.optimizer)
 
-    def capture(self) -> tuple[Tensors, State]:
+    def capture(self) -> Captured:
         packed = self.optimizer.state_dict()
         named = [each for group in self._named_groups() for each in group]
         tensors: Tensors = {}
@@ -269,7 +221,7 @@ class OptimizerState:
                     rows.on_cpu.setdefault(name, []).append(kind)
         if is_cut(self._model):
             tensors, rows = of_all_stages(named, tensors, rows)
-        return tensors, {
+        rest = {
             **rows.by_kind(),
             "other": {key: value for key, value in packed["state"].items() if key not in range(len(named))},
             "groups": [
@@ -277,6 +229,7 @@ class OptimizerState:
                 for group in packed["param_groups"]
             ],
         }
+        return Captured(tensors, rest)
 
     def check_rest(self, stored: Index, rest: State, where: str) -> None:
         check_optimizer_rest(rest, self.optimizer, where)

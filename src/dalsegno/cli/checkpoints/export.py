@@ -6,7 +6,8 @@ first; for a run, the newest checkpoint that verifies is exported, or with --bes
 
 With --program, TARGET also gets optimizer, schedule, random state and progress, so that the program trains on: a folder
 of Hugging Face's Trainer (hf), of Accelerate's save_state (accelerate) or of PyTorch's Distributed Checkpoint (dcp), or
-a file of Lightning (lightning) or of torch.save (torch).
+a file of Lightning (lightning) or of torch.save (torch). With --adapters, TARGET gets only the adapters of a PEFT model
+(LoRA), as PeftModel.from_pretrained reads them.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--average", metavar="NAME", help="export the averaged weights of this callback, say EMA, not the trained ones"
     )
+    parser.add_argument("--adapters", action="store_true", help="export only the adapters, in the files of PEFT")
     add_json(parser)
 
 
@@ -58,17 +60,21 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.program is not None:
         return _export_run(arguments)
 
+    from dalsegno.checkpoint.interchange.adapters import export_adapters
     from dalsegno.checkpoint.interchange.export import export_model
     from dalsegno.cli.tables import number, print_json, size
 
-    done = export_model(
-        arguments.place,
-        arguments.to,
-        max_shard_size=arguments.max_shard_size,
-        config_from=arguments.config_from,
-        average=arguments.average,
-        best=arguments.best,
-    )
+    if arguments.adapters:
+        done = export_adapters(arguments.place, arguments.to, average=arguments.average, best=arguments.best)
+    else:
+        done = export_model(
+            arguments.place,
+            arguments.to,
+            max_shard_size=arguments.max_shard_size,
+            config_from=arguments.config_from,
+            average=arguments.average,
+            best=arguments.best,
+        )
     if arguments.json:
         print_json(
             {
@@ -96,8 +102,9 @@ def _export_run(arguments: argparse.Namespace) -> int:
     from dalsegno.checkpoint.interchange.exporting import export_checkpoint
     from dalsegno.cli.tables import print_json
 
-    if arguments.average is not None:
-        raise ConfigurationError("--average is for the model alone; leave out --program")
+    for option, value in (("--average", arguments.average), ("--adapters", arguments.adapters)):
+        if value:
+            raise ConfigurationError(f"{option} is for the model alone; leave out --program")
     done = export_checkpoint(
         arguments.place,
         arguments.to,

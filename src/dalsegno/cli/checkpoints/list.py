@@ -1,5 +1,6 @@
 """List checkpoints: step, time, size, ranks, metrics, the rules that keep each, and its condition.
 
+"on disk" leaves out the files that a checkpoint shares with an older one: frozen parameters that have not changed.
 "valid": the manifest is valid and every file has the size it records. "verified" (with --verify): every byte matches
 its checksum. A checkpoint that no rule keeps is deleted after the run's next save.
 """
@@ -43,13 +44,18 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         NotFound: if there is no checkpoint.
     """
+    from dalsegno.checkpoint.inspect.disk_usage import added_bytes
     from dalsegno.checkpoint.inspect.listing import CheckpointStatus, directory_of, is_checkpoint, list_checkpoints
     from dalsegno.cli.tables import Column, number, print_json, print_table, size
 
     found = list_checkpoints(arguments.place)
     everything = list_checkpoints(directory_of(arguments.place)) if is_checkpoint(arguments.place) else found
     why, best = _reasons(everything), _best(everything)
-    rows = [_row(each, best) | {"kept": why[each.entry.step] if each.entry else []} for each in found]
+    on_disk = added_bytes([each.path for each in everything])
+    rows = [
+        _row(each, best) | {"on_disk": on_disk.get(each.path), "kept": why[each.entry.step] if each.entry else []}
+        for each in found
+    ]
     if arguments.verify:
         _note_verified(rows, found)
     if arguments.json:
@@ -61,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
                 Column("step", "step", number, right=True),
                 Column("saved", "saved", _local),
                 Column("size", "size", size, right=True),
+                Column("on_disk", "on disk", size, right=True),
                 Column("ranks", "ranks", number, right=True),
                 Column("metrics", "metrics", _metrics),
                 Column("best", "best", lambda best: "best" if best else ""),

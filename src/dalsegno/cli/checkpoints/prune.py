@@ -42,6 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigurationError: if neither the options nor the run give a rule.
     """
     from dalsegno.checkpoint.format import checkpoint_dir, names
+    from dalsegno.checkpoint.inspect.disk_usage import freed_bytes
     from dalsegno.checkpoint.inspect.listing import directory_of, is_checkpoint, list_checkpoints
     from dalsegno.system.lock import DirectoryLock
 
@@ -52,9 +53,16 @@ def run(arguments: argparse.Namespace) -> int:
     with nullcontext() if arguments.dry_run else DirectoryLock(run_folder):
         found = list_checkpoints(directory)
         rows = _rows(found, _rule(arguments, found))
+        staying = {each.path for each in found}
         for row in rows:
-            if not row["kept"] and not arguments.dry_run:
-                row["deleted"] = checkpoint_dir.delete(Path(row["path"]))
+            path = Path(row["path"])
+            if row["kept"]:
+                continue
+            freed = freed_bytes(path, staying - {path})
+            row["deleted"] = not arguments.dry_run and checkpoint_dir.delete(path)
+            if row["deleted"] or arguments.dry_run:
+                row["freed"] = freed
+                staying.remove(path)
     _print(rows, arguments)
     return 0
 
@@ -91,7 +99,9 @@ def _rows(found: list[CheckpointInfo], rule: Retention) -> list[dict[str, Any]]:
         why = [*kept[each.step or 0]]
         if each.step == trusted and NEWEST not in why:
             why.append("newest that verifies")
-        rows.append({"path": str(each.path), "step": each.step, "size": each.size, "kept": why, "deleted": False})
+        rows.append(
+            {"path": str(each.path), "step": each.step, "size": each.size, "kept": why, "deleted": False, "freed": 0}
+        )
     return rows
 
 
@@ -117,5 +127,4 @@ def _print(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
         row["fate"] = ", ".join(row["kept"]) or (going if row["deleted"] or arguments.dry_run else "not deleted")
     columns = [Column("step", "step", number, True), Column("size", "size", size, True), Column("fate", "kept by")]
     print_table(columns, rows)
-    freed = sum(row["size"] for row in rows if not row["kept"] and (row["deleted"] or arguments.dry_run))
-    print(f"{size(freed)} {'would be freed' if arguments.dry_run else 'freed'}")
+    print(f"{size(sum(row['freed'] for row in rows))} {'would be freed' if arguments.dry_run else 'freed'}")

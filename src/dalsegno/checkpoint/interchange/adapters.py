@@ -1,0 +1,151 @@
+"""Adapters of peft (LoRA, DoRA, IA³, …): their configuration, and their export as a folder for ``PeftModel``.
+
+A checkpoint has the adapters' tensors under the names of the whole model, and their configuration among the run's
+settings. peft's own files have neither the adapter's name in their tensors' names nor the base::
+
+    adapter_config.json
+    adapter_model.safetensors
+    other/…                      a further adapter, by its name
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dalsegno.checkpoint.format import names
+from dalsegno.checkpoint.format.index import Index, StoredTensor
+from dalsegno.checkpoint.format.keys import MODEL, SETTINGS
+from dalsegno.checkpoint.inspect import listing
+from dalsegno.checkpoint.load.states import SavedStates
+from dalsegno.errors import ConfigurationError, NotFound
+from dalsegno.system import filesystem
+
+from .export import Exported, averages, best_of, check_types, size_of, tensor_file
+
+CONFIGURATION = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
+
+_SETTING = "adapters."
+_DEFAULT = "default"
+_ROOT = "base_model.model."
+"""Prefix of all names in peft's files."""
+_OF_TRAINED_MODULE = "modules_to_save"
+_MAGNITUDE = "lora_magnitude_vector"
+"""DoRA's vector, whose name in peft's files ends here."""
+
+
+def settings_of(model: nn.Module) -> dict[str, Any]:
+    """Configuration of each adapter of a model as plain values, by ``adapters.<adapter>.<name>``; empty without any."""
+    configurations = next((found for each in model.modules() if (found := getattr(each, "peft_config", None))), None)
+    if not isinstance(configurations, Mapping):
+        return {}
+    return {
+        f"{_SETTING}{adapter}.{name}": _plain(value)
+        for adapter, configuration in configurations.items()
+        for name, value in configuration.to_dict().items()
+    }
+
+
+def export_adapters(
+    checkpoint: str | Path, folder: str | Path, *, average: str | None = None, best: bool = False
+) -> Exported:
+    """Write the adapters of a checkpoint for ``PeftModel.from_pretrained(base_model, folder)``. In one process.
+
+    Verifies the checkpoint first. The adapter named ``default`` is in ``folder`` itself, each other one in a folder of
+    its name there, as ``PeftModel.save_pretrained`` writes them. Modules that are trained besides
+    (``modules_to_save``) belong to their adapter.
+
+    Args:
+        checkpoint: a checkpoint, or a run, whose newest valid checkpoint is exported.
+        folder: destination; created if needed. It must not contain an adapter.
+        average: key of an ``EMA`` or ``ModelMerge`` callback, to export its averages instead of the trained weights.
+        best: export the run's checkpoint with the best evaluation instead of the newest one.
+
+    Raises:
+        NotFound: if there is no such checkpoint, no best one, or no adapter in it.
+        UnknownName: if the checkpoint has no such averages; the message suggests the nearest name.
+        DamagedCheckpoint: if its bytes do not match its manifest.
+        ConfigurationError: if ``folder`` contains an adapter, or its configuration trains biases (``bias="all"``).
+        CannotSave: if a tensor has a dtype that safetensors lacks.
+    """
+    target = Path(folder)
+    if present := [name for name in (CONFIGURATION, TENSORS) if (target / name).exists()]:
+        raise ConfigurationError(f"{target}: contains {present[0]} already; choose another directory")
+    source = listing.newest_verified(Path(checkpoint))
+    source = best_of(source) if best else source
+    index, saved = Index.read(source.file(names.INDEX)), SavedStates(source)
+    stored = index.of(MODEL) | (averages(index, average) if average is not None else {})
+    configurations = _configurations(saved.state(SETTINGS) if SETTINGS in saved else {})
+    if not configurations:
+        raise NotFound(f"{source.path}: has no adapters: its settings contain no configuration of peft")
+    files, size, count = [], 0, 0
+    for adapter, configuration in configurations.items():
+        if configuration.get("bias", "none") != "none":
+            raise ConfigurationError(
+                f"adapter {adapter}: bias={configuration['bias']!r} trains biases of the base model, which an adapter "
+                "folder has no unique names for; export the whole model instead"
+            )
+        tensors = _tensors_of(adapter, stored)
+        if not tensors:
+            raise NotFound(f"{source.path}: contains no tensors of the adapter {adapter!r}")
+        check_types(source, tensors)
+        place = target if adapter == _DEFAULT else target / adapter
+        filesystem.make_directory(place)
+        filesystem.replace_durably_in_pieces(place / TENSORS, tensor_file(tensors, {}, source))
+        text = json.dumps({**configuration, "inference_mode": True}, indent=2, sort_keys=True)
+        filesystem.replace_durably(place / CONFIGURATION, text.encode())
+        files += [place / TENSORS, place / CONFIGURATION]
+        size, count = size + sum(map(size_of, tensors.values())), count + len(tensors)
+    return Exported(source.path, files, size, count, {}, [], [])
+
+
+def _configurations(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Configuration of each adapter, from a run's settings."""
+    found: dict[str, dict[str, Any]] = {}
+    for setting, value in settings.items():
+        if setting.startswith(_SETTING):
+            adapter, _, name = setting.removeprefix(_SETTING).partition(".")
+            found.setdefault(adapter, {})[name] = value
+    return found
+
+
+def _tensors_of(adapter: str, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """An adapter's tensors, by their names in peft's file."""
+    return {_exported_name(name, adapter): each for name, each in stored.items() if adapter in name.split(".")}
+
+
+def _exported_name(name: str, adapter: str) -> str:
+    """``base_model.model.q_proj.lora_A.weight`` for ``q_proj.lora_A.default.weight``, whatever the model is part of."""
+    parts = name[name.find(_ROOT) + len(_ROOT) :].split(".") if _ROOT in name else name.split(".")
+    position = parts.index(adapter)
+    before, after = parts[:position], parts[position + 1 :]
+    if before[-1] == _OF_TRAINED_MODULE:
+        before = before[:-1]
+    if before[-1] == _MAGNITUDE:
+        after = []
+    return _ROOT + ".".join([*before, *after])
+
+
+def _plain(value: Any) -> Any:
+    """JSON of a value of a configuration; None for what has none."""
+    if isinstance(value, enum.Enum):
+        return _plain(value.value)
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted(map(_plain, value), key=str)
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _plain(dataclasses.asdict(value))
+    return str(value) if isinstance(value, torch.dtype) else None

@@ -1,0 +1,71 @@
+"""The contract of components with sharded tensors: what a save captures, and what a load compares and fills."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from dalsegno.checkpoint.format.index import Index
+from dalsegno.stateful.component import State
+
+Tensors = dict[str, torch.Tensor]
+TensorsByComponent = dict[str, Tensors]
+
+
+class Captured(NamedTuple):
+    """A component's state on this rank: ``tensors`` by name (not copied), and the ``rest``.
+
+    Names, ``rest`` and ``frozen`` are the same on every rank. ``frozen``: names of tensors that training is not
+    expected to change.
+    """
+
+    tensors: Tensors
+    rest: State
+    frozen: Collection[str] = frozenset()
+
+
+class Capturable(Protocol):
+    """A component with sharded tensors that can be saved. ``key`` is its directory in a checkpoint."""
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def class_name(self) -> str: ...
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer whose ``step()`` alone changes these tensors and the parameters; None if there is none."""
+        ...
+
+    def capture(self) -> Captured: ...
+
+
+class ShardedState(Capturable, Protocol):
+    """One that can be loaded, too."""
+
+    def check_rest(self, stored: Index, rest: State, where: str) -> None:
+        """Raise StateMismatch if a component of this kind cannot have saved ``rest``."""
+        ...
+
+    def differences(self, stored: Index, rest: State, *, any_dtype: bool = False) -> list[str]:
+        """Differences from the stored state, one line each; empty if it fits.
+
+        ``any_dtype``: another dtype fits too.
+        """
+        ...
+
+    def prepare(self, stored: Index, rest: State) -> LoadTarget:
+        """Tensors to load into, for all stored state that fits. State that does not fit stays unchanged."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTarget:
+    """``tensors`` to load into, by stored name; call ``commit`` once they are loaded."""
+
+    tensors: Tensors
+    commit: Callable[[], object]

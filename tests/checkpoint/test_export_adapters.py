@@ -1,0 +1,117 @@
+"""The adapters of a checkpoint as a folder of peft: what ``PeftModel.save_pretrained`` writes, without the model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import dalsegno as ds
+from checkpoint.sameness import assert_same
+from dalsegno.cli import main
+from support.small import ByteLines, arguments
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "lora": {"target_modules": ["q_proj", "v_proj"]},
+    "dora": {"target_modules": ["q_proj"], "use_dora": True, "modules_to_save": ["lm_head"]},
+}
+
+
+def base() -> nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    return LlamaForCausalLM(config)
+
+
+def trainer(folder: Path, steps: int = 3, **settings: Any) -> ds.Trainer:
+    model = get_peft_model(base(), LoraConfig(r=4, lora_dropout=0.1, **settings))
+    return ds.Trainer(model, arguments(folder, max_steps=steps, save_steps=2), train_dataset=ByteLines())
+
+
+def outputs(model: nn.Module) -> torch.Tensor:
+    model.eval()
+    with torch.no_grad():
+        logits: torch.Tensor = model(input_ids=torch.arange(12).reshape(2, 6)).logits
+    return logits
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_peft_reads_what_it_would_have_written(tmp_path: Path, kind: str) -> None:
+    trained = trainer(tmp_path / "run", **CONFIGS[kind])
+    trained.train()
+    trained.model.save_pretrained(tmp_path / "theirs")
+    done = ds.export_adapters(tmp_path / "run", tmp_path / "ours")
+    assert {path.name for path in done.files} == {"adapter_config.json", "adapter_model.safetensors"}
+    ours, theirs = (load_file(tmp_path / each / "adapter_model.safetensors") for each in ("ours", "theirs"))
+    assert_same(dict(sorted(ours.items())), dict(sorted(theirs.items())))
+    assert torch.equal(outputs(PeftModel.from_pretrained(base(), tmp_path / "ours")), outputs(trained.model))
+    configurations = [json.loads((tmp_path / each / "adapter_config.json").read_text()) for each in ("ours", "theirs")]
+    assert {name for name in configurations[1] if configurations[0].get(name) != configurations[1][name]} <= {
+        "auto_mapping",
+        "peft_version",
+        "target_modules",
+    }
+
+
+def test_each_adapter_has_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = get_peft_model(base(), LoraConfig(r=4, target_modules=["q_proj"]))
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights=False))
+    run = ds.Trainer(model, arguments(tmp_path / "run", max_steps=1, save_steps=1), train_dataset=ByteLines())
+    run.train()
+    assert main(["checkpoints", "export", str(tmp_path / "run"), "--to", str(tmp_path / "ours"), "--adapters"]) == 0
+    assert "adapter_model.safetensors" in capsys.readouterr().out
+    read = PeftModel.from_pretrained(base(), tmp_path / "ours")
+    read.load_adapter(tmp_path / "ours" / "other", "other")
+    for adapter in ("default", "other"):
+        read.set_adapter(adapter)
+        run.model.set_adapter(adapter)
+        assert torch.equal(outputs(read), outputs(run.model))
+
+
+def no_adapter(folder: Path) -> None:
+    ds.Trainer(base(), arguments(folder, max_steps=1, save_steps=1), train_dataset=ByteLines()).train()
+
+
+def trained_biases(folder: Path) -> None:
+    trainer(folder, bias="all", **CONFIGS["lora"]).train()
+
+
+@pytest.mark.parametrize(
+    ("run", "error"), [(no_adapter, "has no adapters"), (trained_biases, "bias='all' trains biases of the base")]
+)
+def test_what_has_no_adapter_folder_is_refused(tmp_path: Path, run: Callable[[Path], None], error: str) -> None:
+    run(tmp_path / "run")
+    with pytest.raises((ds.NotFound, ds.ConfigurationError), match=error):
+        ds.export_adapters(tmp_path / "run", tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+
+
+def test_an_adapter_is_not_overwritten(tmp_path: Path) -> None:
+    trainer(tmp_path / "run", **CONFIGS["lora"]).train()
+    ds.export_adapters(tmp_path / "run", tmp_path / "ours")
+    with pytest.raises(ds.ConfigurationError, match=r"contains adapter_config\.json already"):
+        ds.export_adapters(tmp_path / "run", tmp_path / "ours")
+
+
+def test_another_configuration_is_reported_when_the_run_resumes(tmp_path: Path) -> None:
+    trainer(tmp_path, **CONFIGS["lora"]).train()
+    changed = trainer(tmp_path, steps=4, lora_alpha=32, **CONFIGS["lora"])
+    changes: list[str] = []
+
+    class Report(ds.Callback):
+        def on_load(self, ctx: ds.LoadContext) -> None:
+            changes.extend(str(each) for each in ctx.report.changes)
+
+    changed.add_callback(Report())
+    changed.train()
+    assert any(each.startswith("adapters.default.lora_alpha: saved 8, now 32") for each in changes)

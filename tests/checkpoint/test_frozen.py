@@ -1,0 +1,261 @@
+"""Frozen parameters are written once: later checkpoints link their file, and each is still whole."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+from checkpoint.frozen import FROZEN, Part, content
+from checkpoint.sameness import assert_same
+from dalsegno.checkpoint import read_tensors
+from dalsegno.checkpoint.format import checkpoint_dir
+from dalsegno.cli import main
+from dalsegno.system import filesystem
+from dalsegno.testing import run_ranks
+
+
+def inode(path: Path) -> int:
+    return (path / FROZEN).stat().st_ino
+
+
+def expect_saved(path: Path, expected: dict[str, torch.Tensor]) -> None:
+    checkpoint = checkpoint_dir.open_checkpoint(path)
+    checkpoint.verify(checkpoint.manifest.files)
+    assert_same(read_tensors(checkpoint)["model"], expected)
+
+
+def test_an_unchanged_file_is_linked_and_each_checkpoint_lives_alone(tmp_path: Path) -> None:
+    part = Part(tmp_path / "run")
+    paths, saved = [], []
+    for step in (1, 2, 3):
+        paths.append(part.save(step))
+        saved.append(content(part))
+    assert len({inode(path) for path in paths}) == 1
+    assert not torch.equal(saved[0]["1.weight"], saved[2]["1.weight"])
+    shutil.copytree(paths[1], tmp_path / "elsewhere" / "step-00000002")
+    checkpoint_dir.delete(paths[0])
+    paths[1].rename(tmp_path / "moved")
+    expect_saved(paths[2], saved[2])
+    expect_saved(tmp_path / "moved", saved[1])
+    shutil.rmtree(tmp_path / "run")
+    expect_saved(tmp_path / "elsewhere" / "step-00000002", saved[1])
+    other = Part(tmp_path / "other", seed=1)
+    other.load(tmp_path / "elsewhere" / "step-00000002")
+    assert_same(content(other), saved[1])
+    assert inode(other.save(3)) != inode(tmp_path / "elsewhere" / "step-00000002")  # it is not this run's own
+
+
+def test_a_resumed_run_links_what_it_has_verified(tmp_path: Path) -> None:
+    first = Part(tmp_path).save(1)
+    part = Part(tmp_path, seed=1)
+    part.load()
+    second = part.save(2)
+    assert inode(first) == inode(second)
+    expect_saved(second, content(part))
+
+
+def test_a_frozen_tensor_that_was_changed_in_place_is_written(tmp_path: Path) -> None:
+    part = Part(tmp_path)
+    first, before = part.save(1), content(part)
+    part.model[0].weight.data[3, 3] += 1  # which no version counter shows
+    second = part.save(2)
+    assert inode(first) != inode(second)
+    expect_saved(second, content(part))
+    third = part.save(3)
+    assert inode(second) == inode(third)
+    checkpoint_dir.delete(second)
+    expect_saved(third, content(part))
+    assert torch.equal(read_tensors(checkpoint_dir.open_checkpoint(first))["model"]["0.weight"], before["0.weight"])
+
+
+@pytest.mark.parametrize("save", [1, 2])
+def test_a_background_save_has_the_frozen_tensors_as_they_were(tmp_path: Path, save: int) -> None:
+    """Whether they are copied (the first save) or only hashed (the later ones), before training continues."""
+    part = Part(tmp_path)
+    for step in range(1, save):
+        part.save(step)
+    expected = content(part)
+    done = part.manager.save_async(save, part.sharded, [])
+    with torch.no_grad():
+        part.model[0].weight.fill_(7)
+    done.wait()
+    assert done.failure is None
+    expect_saved(done.path, expected)
+
+
+def test_no_copy_of_unchanged_tensors_is_kept_in_memory(tmp_path: Path) -> None:
+    part = Part(tmp_path)
+    held = []
+    for step in (1, 2):
+        part.manager.save_async(step, part.sharded, []).wait()
+        held.append({*part.manager._snapshotter._buffers})
+    assert FROZEN in held[0]
+    assert FROZEN not in held[1]
+
+
+def test_a_parameter_moves_to_another_file_when_it_is_frozen_or_not_any_more(tmp_path: Path) -> None:
+    part = Part(tmp_path)
+    first = part.save(1)
+    part.model[0].bias.requires_grad_(True)
+    second = part.save(2)
+    assert (second / FROZEN).stat().st_size < (first / FROZEN).stat().st_size
+    expect_saved(second, content(part))
+    part.model[1].requires_grad_(False)
+    part.model[0].bias.requires_grad_(False)
+    third = part.manager.save(3, part.sharded, [])
+    assert not (third / "model/shard-00000.safetensors").exists()
+    expect_saved(third, content(part))
+    part.model.requires_grad_(True)
+    fourth = part.manager.save(4, part.sharded, [])
+    assert not (fourth / FROZEN).exists()
+    expect_saved(fourth, content(part))
+
+
+@pytest.mark.parametrize("refusal", [errno.EPERM, errno.EMLINK, errno.EXDEV])
+def test_where_links_are_refused_the_file_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: int
+) -> None:
+    part = Part(tmp_path)
+    first = part.save(1)
+
+    def refuse(*paths: Any) -> None:
+        raise OSError(refusal, os.strerror(refusal))
+
+    monkeypatch.setattr(os, "link", refuse)
+    second = part.save(2)
+    assert inode(first) != inode(second)
+    assert sorted(each.name for each in (second / "model").iterdir()) == [
+        "frozen-00000.safetensors",
+        "shard-00000.safetensors",
+    ]
+    checkpoint_dir.delete(first)
+    expect_saved(second, content(part))
+
+
+def test_a_damaged_file_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save fails, and the next one writes the tensors again."""
+    part = Part(tmp_path)
+    first = part.save(1)
+    with (first / FROZEN).open("r+b") as file:
+        file.seek(5000)
+        file.write(b"\xff\x00\xff")
+
+    def refuse(*paths: Any) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refuse)
+    failed = part.manager.save_async(2, part.sharded, [])
+    failed.wait()
+    assert "frozen-00000.safetensors: has checksum" in str(failed.failure)
+    assert not failed.path.exists()
+    expect_saved(part.save(3), content(part))
+
+
+def test_a_checkpoint_that_was_removed_is_not_missed(tmp_path: Path) -> None:
+    part = Part(tmp_path)
+    shutil.rmtree(part.save(1))
+    expect_saved(part.save(2), content(part))
+
+
+def test_a_link_never_carries_a_write(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    filesystem.write_durably(one, b"first")
+    filesystem.link(one, other)
+    filesystem.write_durably(other, b"second")
+    assert (one.read_bytes(), other.read_bytes()) == (b"first", b"second")
+
+
+def test_a_save_of_a_lora_run_writes_what_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes of all write calls: at most 1.05 × the adapters and their optimizer's state."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4
+    )
+    part = Part(tmp_path)
+    part.model = get_peft_model(LlamaForCausalLM(config), LoraConfig(r=128, target_modules=["q_proj", "v_proj"]))
+    trained = [each for each in part.model.parameters() if each.requires_grad]
+    part.optimizer = torch.optim.AdamW(trained)
+    part.step = lambda: train(part)  # type: ignore[method-assign]
+    part.save(1)
+    written = []
+    original = os.write
+    monkeypatch.setattr(os, "write", lambda file, data: (written.append(len(data)), original(file, data))[1])
+    path = part.save(2)
+    states = [each for state in part.optimizer.state.values() for each in state.values()]
+    assert sum(written) <= 1.05 * sum(each.nbytes for each in (*trained, *states))
+    expect_saved(path, content(part))
+
+
+def train(part: Part) -> None:
+    tokens = torch.arange(16).reshape(2, 8)
+    part.optimizer.zero_grad()
+    part.model(input_ids=tokens, labels=tokens).loss.backward()
+    part.optimizer.step()
+
+
+def test_the_sizes_on_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    part = Part(tmp_path)
+    base = (part.save(1) / FROZEN).stat().st_size
+    for step in (2, 3):
+        part.save(step)
+
+    def listed() -> list[dict[str, Any]]:
+        assert main(["checkpoints", "list", str(tmp_path), "--json"]) == 0
+        rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+        return rows
+
+    rows = listed()
+    assert [row["size"] - row["on_disk"] for row in rows] == [0, base, base]
+    assert main(["checkpoints", "prune", str(tmp_path), "--keep-latest", "1", "--json"]) == 0
+    pruned = json.loads(capsys.readouterr().out)
+    assert [row["freed"] for row in pruned] == [row["size"] - base for row in pruned[:2]] + [0]
+    (left,) = listed()
+    assert left["on_disk"] == left["size"]
+
+
+def save_on_ranks(folder: Path, is_fsdp: bool) -> list[str]:
+    part = Part(folder)
+    if is_fsdp:
+        for layer in part.model:
+            fully_shard(layer)
+        fully_shard(part.model)
+        part.optimizer = torch.optim.AdamW([each for each in part.model.parameters() if each.requires_grad], lr=0.1)
+    paths = [part.save(step) for step in (1, 2)]
+    part.model[0].requires_grad_(True)
+    part.model[0].requires_grad_(False)
+    paths.append(part.save(3))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        checkpoint_dir.delete(paths[0])
+        checkpoint_dir.delete(paths[1])
+    name = f"model/frozen-{dist.get_rank():05d}.safetensors"
+    dist.barrier()
+    assert (paths[2] / name).stat().st_nlink == 1
+    return sorted(path.name for path in (paths[2] / "model").iterdir())
+
+
+@pytest.mark.parametrize("is_fsdp", [False, True], ids=["replicated", "fsdp"])
+def test_each_rank_links_its_part(tmp_path: Path, is_fsdp: bool) -> None:
+    names = run_ranks(save_on_ranks, 2, tmp_path / "two", is_fsdp)
+    assert {"frozen-00000.safetensors", "frozen-00001.safetensors"} < {*names[0]}
+    alone = Part(tmp_path / "alone")
+    for step in (1, 2, 3):
+        last = alone.save(step)
+    frozen = {name: each for name, each in content(alone).items() if name.startswith("0.")}
+    there = tmp_path / "two" / "checkpoints" / last.name
+    read = read_tensors(checkpoint_dir.open_checkpoint(there))["model"]
+    assert_same({name: read[name] for name in frozen}, frozen)
+    other = Part(tmp_path / "other", seed=1)
+    other.load(there)
+    assert_same({name: content(other)[name] for name in frozen}, frozen)
