@@ -25,6 +25,7 @@ NAMES = (
     "imports",
     "save",
     "standstill",
+    "memory",
     "commands",
     "control",
     "planning",
@@ -37,6 +38,7 @@ NAMES = (
     "plots",
     "observers",
     "launch",
+    "back",
     "diloco",
     "callbacks",
 )

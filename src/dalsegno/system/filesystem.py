@@ -325,6 +325,8 @@ def map_new(path: Path, length: int) -> mmap.mmap:
     try:
         os.posix_fallocate(descriptor, 0, whole_pages(length))
         memory = mmap.mmap(descriptor, whole_pages(length))
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)  # takes effect where the kernel gives shared memory such pages
         os.ftruncate(descriptor, length)
     except OSError as error:
         path.unlink()
