@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from .row import Row, duration
+from .row import Row, duration, three_digits
 
 ROUNDS = 5
 WIDTH = 2048
@@ -114,7 +114,7 @@ def run(rounds: int = ROUNDS, width: int = WIDTH, places: tuple[str, ...] = ("di
         whole = median(each["stepped"] - each["killed"] for each in moments)
         rows.append(Row(f"from SIGKILL to the next step, from {place}", duration(whole), "not compared"))
         rows += [
-            Row(f"  {PARTS[part]}", duration(seconds), "", f"{seconds / whole:.1%} of it")
+            Row(f"  {PARTS[part]}", duration(seconds), "", f"{three_digits(100 * seconds / whole)} % of it")
             for part, seconds in parts.items()
         ]
     return rows

@@ -340,3 +340,26 @@ def load_and_empty_the_files(directory: Path) -> list[float]:
         os.truncate(path, 0)
     state: list[float] = saved.notes.state["tensor"].tolist()
     return state
+
+
+def bytes_read(directory: Path) -> tuple[int, int, int]:
+    """Save a model of 16 MB sharded over the ranks; then the bytes of its files, and what this rank reads of them to
+    find and verify the checkpoint, and to load it."""
+    model = nn.ParameterList([nn.Parameter(torch.randn(1 << 19)) for _ in range(8)])
+    fully_shard(model)
+    manager, state = CheckpointManager(directory), ModelState(model)
+    manager.save(1, [state], [])
+    checkpoint = manager.find()
+    assert checkpoint is not None
+    manager.load(checkpoint, [state], [])  # imports on first use
+    begun = _read_so_far()
+    checkpoint = manager.find()
+    verified = _read_so_far()
+    assert checkpoint is not None
+    manager.load(checkpoint, [state], [])
+    return sum(each.size for each in checkpoint.manifest.files.values()), verified - begun, _read_so_far() - verified
+
+
+def _read_so_far() -> int:
+    """Bytes that this process has read from files so far, from the page cache or not."""
+    return int(Path("/proc/self/io").read_text().split()[1])

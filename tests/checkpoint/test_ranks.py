@@ -48,6 +48,15 @@ def test_each_rank_has_its_own_shard(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="only Linux counts what a process reads")
+def test_each_rank_reads_only_its_pieces(tmp_path: Path) -> None:
+    """To verify, half of the files; to load, its shards."""
+    for size, verified, loaded in run_ranks(jobs.bytes_read, 2, tmp_path):
+        assert size > 16 << 20
+        assert 0.4 * size < verified < 0.6 * size
+        assert 0.4 * size < loaded < 0.6 * size
+
+
 def test_states_that_are_the_same_and_states_of_ones_own(tmp_path: Path) -> None:
     assert run_ranks(jobs.save_states, 2, tmp_path) == [[], []]
     (shared_0, mine_0, report), (shared_1, mine_1, _) = run_ranks(jobs.load_states, 2, tmp_path, 2)

@@ -21,7 +21,7 @@ def test_workers_and_server_of_diloco_lose_nothing(tmp_path: Path) -> None:
 def test_nothing_is_lost_in_memory(tmp_path: Path, world_size: int, kills: int) -> None:
     """A small share of ``make memory``."""
     tally = memory.soak(kills, world_size, tmp_path, seed=5, say=lambda tally: None)
-    assert tally.kills >= kills and tally.from_memory > 0
+    assert tally.kills >= kills
     assert tally.differences == []
     assert (tally.lost_records, tally.differing_bits) == (0, 0)
 
