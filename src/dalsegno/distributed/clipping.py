@@ -15,14 +15,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .sharded_tensors import dense, shard_groups, summed
+from .sharded_tensors import dense, mesh_groups, summed
 
 K = TypeVar("K", bound=Hashable)
 
 
 def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Return the L2 norm of all gradients of the whole model, 0-dim. Collective if gradients are sharded."""
-    kinds = _by_kind(parameters, shard_groups)
+    """Return the L2 norm of all gradients, 0-dim; of full tensors, but under a pipeline of this rank's stages only.
+    Collective if gradients are sharded."""
+    kinds = _by_kind(parameters, mesh_groups)
     if len(kinds) < 2:
         norm = torch.nn.utils.get_total_norm([_elements(each) for alike in kinds.values() for each in alike])
         return norm.full_tensor() if isinstance(norm, DTensor) else norm  # reduces the norms of the shards

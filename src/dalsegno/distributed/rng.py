@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, TypedDict, final
+from typing import Annotated, Any, Literal, NotRequired, TypedDict, cast, final
 
 import numpy as np
 import torch
@@ -16,6 +16,13 @@ import torch
 from dalsegno.stateful.schema import Must
 
 from . import collectives
+from .accelerator import (
+    AcceleratorStates,
+    capture_accelerator,
+    restore_accelerator,
+    seed_accelerator,
+    seeded_accelerator,
+)
 from .layout import Layout
 
 WORD = 2**64 - 1
@@ -103,6 +110,7 @@ class SavedRandomState(GeneratorStates):
     seed: int
     step: int
     cuda: Annotated[list[torch.Tensor], Must("states of torch's CUDA generators", _are_cuda_states)]
+    accelerator: NotRequired[AcceleratorStates]
 
 
 def capture_generators() -> GeneratorStates:
@@ -130,7 +138,7 @@ def preserved_generators() -> Iterator[None]:
 def seeded_generators(seed: int, device: torch.device) -> Iterator[None]:
     """Seed the generators, including that of ``device``; restore them on exit."""
     devices = [device] if device.type == "cuda" else []
-    with preserved_generators(), torch.random.fork_rng(devices):
+    with preserved_generators(), torch.random.fork_rng(devices), seeded_accelerator(seed):
         seed_generators(seed)
         for each in devices:
             with torch.cuda.device(each):
@@ -147,7 +155,7 @@ class DerivedState(TypedDict):
 
 
 class RandomState:
-    """All generators of this rank, including those of all CUDA devices, as one component of a checkpoint.
+    """All generators of this rank, including those of all its accelerators, as one component of a checkpoint.
 
     Per rank: at the start of a run they are seeded with (seed, random rank, 0), so that ranks which read the same data
     draw the same dropout, but stages of a pipeline do not. After a change of the layout the saved states do not fit,
@@ -171,7 +179,10 @@ class RandomState:
 
     def state_dict(self) -> SavedRandomState:
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-        return {"seed": self.seed, "step": self.step, **capture_generators(), "cuda": cuda}
+        state: dict[str, Any] = {"seed": self.seed, "step": self.step, **capture_generators(), "cuda": cuda}
+        if (others := capture_accelerator()) is not None:
+            state["accelerator"] = others
+        return cast(SavedRandomState, state)
 
     def load_state_dict(self, state: SavedRandomState | DerivedState) -> None:
         self.step = state["step"]
@@ -179,12 +190,13 @@ class RandomState:
             self._seed(state["derived"])
             return
         restore_generators(state)
+        derived = mix(RANK, self.seed, self._random_rank, self.step)  # if the kind or number of devices has changed
         if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(state["cuda"])
         else:
-            torch.cuda.manual_seed_all(
-                mix(RANK, self.seed, self._random_rank, self.step)
-            )  # the number of devices has changed
+            torch.cuda.manual_seed_all(derived)
+        if not restore_accelerator(state.get("accelerator")):
+            seed_accelerator(derived)
 
     @classmethod
     def reshard(cls, states: Sequence[SavedRandomState], world_size: int) -> list[DerivedState]:
@@ -194,3 +206,4 @@ class RandomState:
     def _seed(self, seed: int) -> None:
         seed_generators(seed)
         torch.cuda.manual_seed_all(seed)  # does nothing without CUDA
+        seed_accelerator(seed)

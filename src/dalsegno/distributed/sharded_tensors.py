@@ -130,6 +130,11 @@ def shard_groups(tensor: Tensor) -> tuple[ProcessGroup, ...]:
     """Return the process groups that a tensor is sharded over; empty if every rank has the full tensor."""
     if (place := place_of(tensor)) is not None:
         return place.groups
+    return mesh_groups(tensor)
+
+
+def mesh_groups(tensor: Tensor) -> tuple[ProcessGroup, ...]:
+    """Return the process groups of a tensor's mesh that it is sharded over."""
     if not isinstance(tensor, DTensor):
         return ()
     mesh = tensor.device_mesh

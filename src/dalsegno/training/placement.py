@@ -57,7 +57,7 @@ def place(
             model has no blocks that could be checkpointed.
     """
     if STAGES not in layout.dimensions:  # else each rank moves its stages only: the whole model may not fit
-        model.to(device)
+        _move(model, device)
     if args.gradient_checkpointing:
         enable_gradient_checkpointing(model, args.gradient_checkpointing_kwargs or {})
     if args.torch_compile:
@@ -73,6 +73,13 @@ def place(
     return PlacedModel(
         model, device, layout, parallel, parallel.loss_fn or loss_module or loss_fn, loss_module, optimizer
     )
+
+
+def _move(model: nn.Module, device: torch.device) -> None:
+    """Move the model, unless it is there: ``Module.to`` replaces each DTensor parameter by another object, which has not
+    its hooks, and which the user's optimizer does not have."""
+    if any(each.device != device for each in (*model.parameters(), *model.buffers())):
+        model.to(device)
 
 
 def _check_sharded(optimizer: Optimizer) -> None:

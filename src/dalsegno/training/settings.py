@@ -174,6 +174,8 @@ class RecordedSettings:
             values["mesh"] = self._layout.dimensions
         if self._device.type == "cuda":
             return {**values, "processor": torch.cuda.get_device_name(self._device)}
+        if self._device.type != "cpu":
+            return {**values, "processor": self._device.type}
         return {**values, "processor": _processor(), "threads": torch.get_num_threads()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -8,5 +8,7 @@ from dalsegno.system.memory import peak_resident_memory
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory so far in bytes: allocated on a CUDA device, else resident in this process."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_memory()
+    """Return the peak memory so far in bytes: allocated on the device, if torch counts that; else resident in this
+    process."""
+    measure = getattr(torch.get_device_module(device), "max_memory_allocated", None)
+    return peak_resident_memory() if measure is None else int(measure(device))

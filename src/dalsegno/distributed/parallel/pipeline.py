@@ -94,6 +94,9 @@ class Pipelined(ReplacedParameters):
         for module in modules.values():
             module.note_hooks()
         self._record_places(model, stores, here, device)
+        # Found once: a look-up of each parameter's place would take a few percent of a small step.
+        self._device = device
+        self._uncounted = {id(each) for each in model.parameters() if (its := place_of(each)) and not its.counts}
         self._tied = self._groups_of_tied(model)
         self._buffers = [
             (module, key, place_of(buffer))
@@ -122,10 +125,9 @@ class Pipelined(ReplacedParameters):
             dist.all_reduce(gradient.to_local() if isinstance(gradient, DTensor) else gradient, group=group)
 
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-        counted = [each for each in parameters if (place := place_of(each)) is None or place.counts]
-        device = next((place.device for each in parameters if (place := place_of(each)) is not None), None)
+        counted = [each for each in parameters if id(each) not in self._uncounted]
         has_any = any(each.grad is not None for each in counted)
-        square = gradient_norm(counted).square() if has_any else torch.zeros((), device=device)
+        square = gradient_norm(counted).square() if has_any else torch.zeros((), device=self._device)
         dist.all_reduce(square, group=self._group)
         norm = square.sqrt()
         if max_norm:
