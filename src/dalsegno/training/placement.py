@@ -76,8 +76,8 @@ def place(
 
 
 def _move(model: nn.Module, device: torch.device) -> None:
-    """Move the model, unless it is there: ``Module.to`` replaces each DTensor parameter by another object, which has not
-    its hooks, and which the user's optimizer does not have."""
+    """Move the model, unless it is there: ``Module.to`` replaces each DTensor parameter by another object, without its
+    hooks, and not in the user's optimizer."""
     if any(each.device != device for each in (*model.parameters(), *model.buffers())):
         model.to(device)
 
