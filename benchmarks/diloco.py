@@ -121,7 +121,7 @@ def losses(
 
 def server_memory(size: int = SIZE) -> Row:
     """What an outer step of two workers takes beside the global parameters and their momentum."""
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+    with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".benchmark-") as folder:
         (end,) = start_ranks(_memory_of_a_round, 1, Path(folder), size).wait(3600)
     if end.exit_code:
         raise RuntimeError(end.error)
@@ -170,7 +170,7 @@ def _own_memory(line: str) -> int:
 def overlapped_steps(size: int = SIZE // 8, repeats: int = REPEATS) -> Row:
     """Local steps while a submission of so many bytes travels, beside steps while none does. The server is another
     process."""
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+    with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".benchmark-") as folder:
         server = start_ranks(_serve, 1, Path(folder))
         try:
             quiet, busy = _steps(Path(folder), size, repeats)

@@ -88,7 +88,7 @@ def _ours(size: int, repeats: int) -> list[float]:
     settings = Settings([spec.to_json() for spec in specs], 1)
     rules = Rules(WORKERS, heartbeat_timeout=0.0, save_every=1000)
     with (
-        tempfile.TemporaryDirectory(dir=Path.cwd()) as folder,
+        tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".benchmark-") as folder,
         DiLoCoServer(folder, WORKERS, rules=rules) as server,
         DiLoCoClient(server.address, token=server.token) as client,
     ):

@@ -44,7 +44,7 @@ SMALL = {"still": 1 << 20, "written": 1 << 20, "rounds": 1}
 
 def run(still: int = STILL_BYTES, written: int = WRITTEN_BYTES, rounds: int = ROUNDS) -> list[Row]:
     """Medians of the rounds; each round measures everybody once."""
-    with TemporaryDirectory(dir=Path.cwd()) as directory:  # on a disk, where /tmp may be memory
+    with TemporaryDirectory(dir=Path.cwd(), prefix=".benchmark-") as directory:  # on a disk, where /tmp may be memory
         seconds, first_async = run_ranks(_standing_still, 1, Path(directory), still, rounds, timeout=1200)[0]
         steps = run_ranks(_steps, 1, Path(directory), written, rounds, timeout=1200)[0]
     what = f"training stands still in a background save, {still >> 20} MB"

@@ -22,6 +22,7 @@ from dalsegno.diloco.signature import Specs, TensorSpec
 from dalsegno.diloco.state import Accepted, Applied, Joined, Settings, Submission
 from dalsegno.system import filesystem
 from dalsegno.testing.tiny import TinyRegression, tiny_regression_data
+from support import layouts
 
 SPECS = (TensorSpec("layer.weight", torch.float32, (4, 3)), TensorSpec("layer.bias", torch.float32, (3,)))
 
@@ -273,27 +274,19 @@ def train_as_worker(
     return {name: each.tolist() for name, each in model.state_dict().items()}
 
 
-def train_as_ranks(folder: Path, address: str, token: str, parallel: str) -> dict[str, list[Any]]:
-    """A Trainer on these ranks as one worker, with the same samples in each step whatever their number. Returns its
-    full parameters."""
+def train_as_ranks(
+    folder: Path, address: str, token: str, layout: str, stops: tuple[int, ...] = (6,), **options: Any
+) -> dict[str, list[Any]]:
+    """A Trainer on these ranks as one worker, with the same samples in each step whatever their number. Returns the
+    full parameters that this rank has.
+
+    Args:
+        stops: steps at which it ends and is resumed.
+    """
     os.environ["DILOCO_TOKEN"] = token
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model = TinyRegression()
-    model.layers[2].p = 0.0  # type: ignore[assignment]
-    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    arguments = ds.TrainingArguments(
-        folder,
-        max_steps=6,
-        save_steps=0,
-        per_device_train_batch_size=4 // ranks,
-        learning_rate=0.01,
-        parallel=parallel,  # type: ignore[arg-type]
-    )
-    callback = DiLoCoCallback(address, sync_every=3, worker_id="w", bf16_comm=False)
-    trainer = ds.Trainer(model, arguments, train_dataset=tiny_regression_data(96), callbacks=[callback])
-    trainer.train()
-    return {
-        name: (each.full_tensor() if isinstance(each, torch.distributed.tensor.DTensor) else each).tolist()
-        for name, each in trainer.model.named_parameters()
-    }
+    for stop in stops:
+        callback = DiLoCoCallback(address, sync_every=3, worker_id="w", **{"bf16_comm": False, **options})
+        worker = layouts.trainer(folder, layout, callback, max_steps=stop)
+        worker.train()
+    return {name: each.tolist() for name, each in layouts.weights(worker.model).items()}

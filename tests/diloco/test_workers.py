@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -289,17 +290,38 @@ def abandon(server: DiLoCoServer) -> None:
         Coordinator.close = close  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_ranks_act_as_one_worker(tmp_path: Path, parallel: str) -> None:
+def trained_by(tmp_path: Path, ranks: int, *arguments: Any, **options: Any) -> dict[str, list[Any]]:
+    """The parameters of a worker of so many ranks, which agree on those that several of them have."""
+    with DiLoCoServer(tmp_path / "outer", 1, rules=rules(1)) as server:
+        train = partial(train_as_ranks, tmp_path / "run", server.address, str(server.token))
+        results = run_ranks(partial(train, *arguments, **options), ranks)
+    found: dict[str, list[Any]] = {}
+    for result in results:
+        assert all(found.get(name, tensor) == tensor for name, tensor in result.items())
+        found |= result
+    return found
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "tp", "pp"])
+def test_ranks_act_as_one_worker(tmp_path: Path, layout: str) -> None:
     """Two ranks beside a plain process: all have the global parameters afterwards, those that a plain computation of
     the same gradients leads to."""
-    with DiLoCoServer(tmp_path / "outer", 1, rules=rules(1)) as server:
-        results = run_ranks(train_as_ranks, 2, tmp_path / "run", server.address, server.token, parallel)
-    with DiLoCoServer(tmp_path / "alone", 1, rules=rules(1)) as server:
-        (alone,) = run_ranks(train_as_ranks, 1, tmp_path / "run-alone", server.address, server.token, "none")
-    assert results[0] == results[1]
+    together, alone = trained_by(tmp_path / "together", 2, layout), trained_by(tmp_path / "alone", 1, "one")
+    assert together.keys() == alone.keys()
     for name, tensor in alone.items():
-        torch.testing.assert_close(torch.tensor(results[0][name]), torch.tensor(tensor), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(torch.tensor(together[name]), torch.tensor(tensor), rtol=1e-5, atol=1e-6)
+    (record,) = list(read_records(tmp_path / "together/outer/logs/train.jsonl"))[-1:]
+    (other,) = list(read_records(tmp_path / "alone/outer/logs/train.jsonl"))[-1:]
+    assert record["loss"] == pytest.approx(other["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"), [("tp", {}), ("pp", {}), ("pp", {"int8_comm": True, "overlap_steps": 2})]
+)
+def test_ranks_resume_as_one_worker(tmp_path: Path, layout: str, options: dict[str, Any]) -> None:
+    """Stopped in the midst of a round; with overlap, while a submission travels."""
+    parts = trained_by(tmp_path / "parts", 2, layout, stops=(4, 8), **options)
+    assert parts == trained_by(tmp_path / "whole", 2, layout, stops=(8,), **options)
 
 
 def test_a_synchronization_without_a_server_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,7 +113,7 @@ class DiLoCoCallback(Callback):
             return
         samples, self._samples_seen = ctx.samples_seen - self._samples_seen, ctx.samples_seen
         if worker.count_step(samples):
-            (loss,) = collectives.sum_floats([ctx.loss], "the loss that DiLoCo reports")
+            (loss,) = ctx.layout.sum_floats([ctx.loss], "the loss that DiLoCo reports")
             done = worker.synchronize(loss)
             if done is not None:
                 ctx.trainer.log(done.to_record(), "sync")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 
-import torch
 from torch import Tensor
 
 from dalsegno.distributed import collectives
@@ -131,7 +130,7 @@ class Exchange:
         is not known any more."""
         sent = self.sent(submission)
         if is_dropped and submission.int8:
-            return {spec.name: torch.zeros_like(self.snapshot.errors[spec.name]) for spec in sent}
+            return self.snapshot.no_errors(sent)
         return self.snapshot.remaining_errors(sent)
 
     def warn(self, text: str, *values: object) -> None:
