@@ -27,6 +27,7 @@ from dalsegno.system import filesystem
 from dalsegno.testing import start_ranks
 from dalsegno.testing.tiny import TinyLanguageModel
 
+from .diloco_bytes import bytes_per_step
 from .diloco_rounds import server_rounds
 from .row import Row, count, duration, three_digits
 
@@ -41,10 +42,21 @@ CONTEXT = 32
 LEARNING_RATE = 8e-3
 LOOKS = 10
 """Points of a curve."""
+SELDOM = 500
+"""Steps between two synchronizations where bytes are counted."""
 SIZE = 512 << 20
 REPEATS = 3
 
-SMALL = {"steps": 6, "warm_up": 2, "sync_every": 2, "workers": (2,), "wires": ("int8",), "size": 1 << 20, "repeats": 1}
+SMALL = {
+    "steps": 6,
+    "warm_up": 2,
+    "sync_every": 2,
+    "workers": (2,),
+    "wires": ("int8",),
+    "size": 1 << 20,
+    "repeats": 1,
+    "seldom": 2,
+}
 """Of ``run``: with these it takes seconds, and measures nothing."""
 
 Curve = list[tuple[int, float]]
@@ -59,9 +71,11 @@ def run(
     wires: tuple[str, ...] = WIRES,
     size: int = SIZE,
     repeats: int = REPEATS,
+    seldom: int = SELDOM,
 ) -> list[Row]:
     return [
         *losses(steps, warm_up, sync_every, workers, wires),
+        bytes_per_step(seldom),
         *server_rounds(size, repeats),
         server_memory(size),
         overlapped_steps(size // 8, repeats),

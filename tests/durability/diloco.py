@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dalsegno.diloco import DiLoCoServer
+from dalsegno.diloco import DiLoCoServer, exchange, link, transfer
 from dalsegno.logs import drop_wall_clock, read_records
 from dalsegno.testing import FaultPlan, start_ranks
 from diloco.scenes import rules, train_as_worker
@@ -69,7 +69,9 @@ def serve(folder: Path, port: int, plan: FaultPlan | None) -> None:
 def work(folder: Path, port: int, number: int, plan: FaultPlan | None) -> dict[str, list[Any]]:
     if plan is not None:
         plan.arm()
-    return train_as_worker(folder / f"w{number}", f"127.0.0.1:{port}", TOKEN, number, max_sync_retries=9)
+    for module in (exchange, link, transfer):  # a server that was killed is back at once
+        vars(module)["retry_delay"] = lambda attempt: 0.1
+    return train_as_worker(folder / f"w{number}", f"127.0.0.1:{port}", TOKEN, number, max_sync_retries=10_000)
 
 
 def run(folder: Path, moments: Moments | None) -> dict[str, Any]:
@@ -94,7 +96,7 @@ def run(folder: Path, moments: Moments | None) -> dict[str, Any]:
 def survive(function: Callable[..., Any], arguments: tuple[Any, ...], moments: Moments | None) -> Any:
     """Start a process until it gets to its end. Returns its value."""
     while True:
-        plan = None if moments is None else moments.next(10.0)
+        plan = None if moments is None else moments.next(4.0)
         (outcome,) = start_ranks(function, 1, *arguments, plan).wait(PATIENCE)
         if not outcome.was_killed:
             assert outcome.exit_code == 0, outcome.error
@@ -103,8 +105,14 @@ def survive(function: Callable[..., Any], arguments: tuple[Any, ...], moments: M
         moments.note()
 
 
-def soak(kills: int, folder: Path, seed: int, *, by_clock: bool = True) -> tuple[int, list[str]]:
-    """Kill until so many kills are done, and the last run has come to its end. Returns kills, and what differs."""
+def soak(
+    kills: int, folder: Path, seed: int, *, by_clock: bool = True, say: Callable[[str], object] = lambda line: None
+) -> tuple[int, list[str]]:
+    """Kill until so many kills are done, and the last run has come to its end. Returns kills, and what differs.
+
+    Args:
+        say: called after each run.
+    """
     moments = Moments(kills, random.Random(seed), by_clock)
     reference = run(folder / "reference", None)
     differences = []
@@ -114,6 +122,7 @@ def soak(kills: int, folder: Path, seed: int, *, by_clock: bool = True) -> tuple
         ended = run(folder / f"run-{runs}", moments)
         differences += [f"run {runs}: {what}" for what in reference if ended[what] != reference[what]]
         shutil.rmtree(folder / f"run-{runs}")
+        say(f"{runs} runs, {moments.done} kills, {len(differences)} differences")
     return moments.done, differences
 
 
@@ -123,7 +132,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=2026)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="dalsegno-soak-") as folder:
-        done, differences = soak(arguments.kills, Path(folder), arguments.seed)
+        done, differences = soak(
+            arguments.kills, Path(folder), arguments.seed, say=lambda line: print(line, flush=True)
+        )
     print(f"{done} kills of workers and servers; {len(differences)} differences", *differences, sep="\n")
     return 1 if differences else 0
 

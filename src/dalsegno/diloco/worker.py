@@ -45,7 +45,7 @@ logger = logging.getLogger("dalsegno")
 
 
 class DiLoCoWorker:
-    """One worker of a DiLoCo run: one process, or the ranks of a DDP or FSDP2 training together.
+    """One worker of a DiLoCo run: one process, or the ranks of a training in any parallel mode together.
 
     Every rank calls every method, in the same order. Between :meth:`join` and :meth:`leave`, call :meth:`count_step`
     after each optimizer step, and :meth:`synchronize` when it returns True; inside ``with``, the optimizer's hook does
