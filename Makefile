@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PEERS  := .venv-peers
 
-.PHONY: demo test check docs dist bench soak memory diloco lies requests peers clean
+.PHONY: demo test check docs dist bench soak memory rollbacks diloco lies requests peers clean
 
 demo: $(READY)
 	$(BIN)/dalsegno demo
@@ -37,6 +37,10 @@ bench: $(READY)
 soak: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m durability.soak --kills $(or $(KILLS),1000)
 	PYTHONPATH=tests $(BIN)/python -W ignore -m durability.matrix --write
+
+# A kill before each file operation of a rollback: five minutes or so. `make rollbacks EVERY=5` is shorter.
+rollbacks: $(READY)
+	PYTHONPATH=tests $(BIN)/python -W ignore -m durability.rollbacks --every $(or $(EVERY),1)
 
 # A hundred kills of the workers and the server of DiLoCo runs: ten minutes or so. `make diloco KILLS=10` is shorter.
 diloco: $(READY)

@@ -1,4 +1,4 @@
-"""A small share of ``make soak``: killed at random instants, nothing lost."""
+"""Small shares of ``make soak``, ``make memory``, ``make diloco`` and ``make rollbacks``: nothing is lost."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from durability import diloco, memory
+from durability import diloco, memory, rollbacks
 from durability.soak import soak
 
 
@@ -32,3 +32,7 @@ def test_nothing_is_lost(tmp_path: Path, world_size: int, kills: int) -> None:
     assert tally.kills >= kills and tally.resumes > 0
     assert tally.differences == []
     assert (tally.lost_records, tally.differing_bits) == (0, 0)
+
+
+def test_a_rollback_may_be_killed_before_any_file_operation(tmp_path: Path) -> None:
+    assert rollbacks.differences(tmp_path, every=16) == []

@@ -82,10 +82,11 @@ def observed() -> list[Any]:
     return [JsonLogger(), TBLogger(), EMA(decay=0.9), DivergenceDetector(warmup=2, threshold=1e9), DataOrder()]
 
 
-def twice_bad(output_dir: Path) -> ds.Trainer:
+def twice_bad(output_dir: Path, **settings: Any) -> ds.Trainer:
     """Goes back from step 10 to 4. Step 5 then has the samples of step 12, and step 6 those of 13: back to 0."""
     policy = "RecoveryPolicy(margin=3, skip=1, lr_factor=0.5, lr_steps=6)"
-    return rolling(output_dir, *observed(), Sniffer(samples_of_step(10) + samples_of_step(13)[:1]), policy=policy)
+    sniffer = Sniffer(samples_of_step(10) + samples_of_step(13)[:1])
+    return rolling(output_dir, *observed(), sniffer, policy=policy, **settings)
 
 
 def at_an_epochs_end(output_dir: Path) -> ds.Trainer:

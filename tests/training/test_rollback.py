@@ -19,7 +19,7 @@ from dalsegno.logs import RunFile, read_records
 from dalsegno.logs.recoveries import RecoveryFile
 from dalsegno.system import filesystem
 from dalsegno.system.exit_status import ExitStatus
-from dalsegno.testing import FaultPlan, assert_resume_equivalent, tiny_regression_data
+from dalsegno.testing import FaultPlan, assert_resume_equivalent, start_ranks, tiny_regression_data
 from support.ranked import Numbered
 from support.rolling import (
     LENGTH,
@@ -95,6 +95,17 @@ def test_a_budget_within_a_window_and_an_abort(tmp_path: Path) -> None:
     assert sniffer.rollbacks == [(6, 4), (10, 8)]  # four steps apart
     assert (result.reason, result.diverged, result.global_step) == ("aborted", True, 10)
     assert result.checkpoint == tmp_path / "checkpoints/step-00000008"
+
+
+def test_a_budget_in_the_run_beside_the_one_within_a_window(tmp_path: Path) -> None:
+    sniffer = Sniffer([*samples_of_step(6), *samples_of_step(12), *samples_of_step(17)])
+    policy = "RecoveryPolicy(margin=1, budget=1, window=3, run_budget=2)"
+    result = rolling(tmp_path, sniffer, policy=policy).train()
+    assert sniffer.rollbacks == [(6, 4), (10, 8)]
+    assert (result.reason, result.global_step) == ("stopped", 13)
+    assert result.why == "a bad sample; the budget of 2 rollbacks in the run is used up"
+    with pytest.raises(ConfigurationError, match="without window="):
+        ds.RecoveryPolicy(run_budget=2)
 
 
 def test_before_the_first_regular_checkpoint_a_run_goes_back_to_its_beginning(tmp_path: Path) -> None:
@@ -261,10 +272,26 @@ def test_what_cannot_work_is_refused_before_the_first_step(tmp_path: Path) -> No
         trainer.control.roll_back("why", skip=-1)
     with pytest.raises(ConfigurationError, match="needs checkpoints"):
         rolling(tmp_path, save_steps=0)
+    with pytest.raises(ConfigurationError, match="newest checkpoint only"):
+        rolling("s3://bucket/run", local_dir=tmp_path)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="lr_factor=2"):
         ds.RecoveryPolicy(lr_factor=2)
     with pytest.raises(ConfigurationError, match="leave lr_factor out"):
         rolling(tmp_path, policy="RecoveryPolicy(lr_factor=0.5)", fuse_optim_with_backward=True, max_grad_norm=0)
+
+
+def test_a_request_after_the_last_step_is_refused_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Late(ds.Callback):
+        def on_log(self, ctx: Any) -> None:
+            if ctx.kind == "final":
+                ctx.control.roll_back("the end is bad")
+
+    result = rolling(tmp_path, Late()).train()
+    assert (result.reason, result.global_step) == ("finished", 14)
+    assert "Late requests to go back (the end is bad) after the last step: the run stays" in caplog.text
+    assert not RecoveryFile(tmp_path).read()
 
 
 def test_starting_anew_forgets_the_rollbacks(tmp_path: Path) -> None:
@@ -300,6 +327,26 @@ def test_killed_during_rollbacks_and_resumed_is_uninterrupted(tmp_path: Path) ->
         FaultPlan(event=Event.STEP_BEGIN, count=3),
     ]
     assert_resume_equivalent(twice_bad, kills, folder=tmp_path)
+
+
+def test_a_rollback_that_a_later_leg_completes_is_in_the_history(tmp_path: Path) -> None:
+    """Killed between the decision and the first operation after it."""
+    (outcome,) = start_ranks(train_until_decided, 1, tmp_path).wait()
+    assert outcome.was_killed
+    twice_bad(tmp_path).train()
+    log = ds.open_log(tmp_path)
+    first, second = log.lineage()
+    steps = [[(each["from_step"], each["to_step"]) for each in leg.leg.rollbacks] for leg in (first, second)]
+    assert steps == [[(10, 4)], [(6, 0)]]
+    assert (first.reason, first.redone, second.leg.first_step) == ("died", 0, 4)
+    (summary,) = [log.summary()]
+    assert (summary.rollbacks, summary.redone_steps) == (2, 12)
+    assert [(each.step, each.reached, each.leg) for each in log.restarts()] == [(4, 10, None), (4, 4, 2), (0, 6, None)]
+
+
+def train_until_decided(output_dir: Path) -> None:
+    FaultPlan(operation="mkdir", path="rewound").arm()
+    twice_bad(output_dir).train()
 
 
 @pytest.mark.parametrize("factory", [at_an_epochs_end, own_loader])

@@ -29,6 +29,8 @@ class LegSummary:
     """Number of the leg whose checkpoint it resumed from; None if it started from scratch."""
     last_step: int
     """Last step known: a killed leg may have run a few steps further than its last record."""
+    end_step: int
+    """Last step known since its last rollback."""
     ended: float
     """For a leg that is running, or was killed: time of its last record."""
     reason: str | None
@@ -73,6 +75,7 @@ def summarize_legs(
                 leg=leg,
                 parent=_parent(leg, legs),
                 last_step=max(leg.last_step, int(steps[own].max(initial=0))),
+                end_step=max(leg.last_step, int(steps[own & (times > _last_rollback(leg))].max(initial=0))),
                 ended=last_record if leg.ended is None else leg.ended,
                 reason=leg.reason or (None if alive else "died"),
                 cut_off=tuple(tail for tail in tails if previous_start <= tail.timestamp < leg.started),
@@ -99,12 +102,16 @@ def training_seconds(legs: Sequence[LegSummary]) -> float:
     return sum(leg.ended - leg.leg.started for leg in legs)
 
 
+def _last_rollback(leg: Leg) -> float:
+    return leg.rollbacks[-1]["timestamp"] if leg.rollbacks else 0.0
+
+
 def _is_divergence(leg: Leg) -> bool:
     return leg.diverged or "diverge" in f"{leg.by or ''} {leg.why or ''}".lower()
 
 
 def _followed_by(leg: LegSummary, following: Leg) -> LegSummary:
-    redone = max(0, leg.last_step - following.first_step)
+    redone = max(0, leg.end_step - following.first_step)
     return replace(leg, redone=redone, idle=max(0.0, following.started - leg.ended))
 
 

@@ -93,15 +93,21 @@ def find_restarts(legs: Sequence[Leg], tails: Sequence[Tail]) -> list[Restart]:
     """Every start of a leg after the first, and every rollback, in the order of time.
 
     A tail belongs to the leg during which its last record was logged. If the next leg started at a step before the end
-    of that leg's last tail, the next leg cut this tail off; every other tail was cut off by a rollback, of which
-    ``run.json`` may know more.
+    of that leg's last tail, logged after its last rollback, the next leg cut this tail off; every other tail was cut
+    off by a rollback, of which ``run.json`` may know more.
     """
     restarts = []
     for index, leg in enumerate(legs):
         following = legs[index + 1] if index + 1 < len(legs) else None
         until = following.started if following is not None else float("inf")
         own = [tail for tail in tails if leg.started <= tail.timestamp < until]
-        went_back = own and following is not None and following.first_step < own[-1].last_step
+        rolled_back = leg.rollbacks[-1]["timestamp"] if leg.rollbacks else 0.0
+        went_back = (
+            own
+            and following is not None
+            and following.first_step < own[-1].last_step
+            and own[-1].timestamp > rolled_back
+        )
         cut_by_restart = own.pop() if went_back else None
         recorded = [Restart(each["to_step"], each["from_step"], None, each["reason"]) for each in leg.rollbacks]
         restarts += recorded or [Restart(max(0, tail.first_step - 1), tail.last_step, None) for tail in own]

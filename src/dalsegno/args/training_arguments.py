@@ -274,6 +274,11 @@ class TrainingArguments:
             return
         if not self.saving:
             raise ConfigurationError(f"recovery={self.recovery!r} needs checkpoints; see save_steps")
+        if self.url is not None:
+            raise ConfigurationError(
+                f"recovery={self.recovery!r} and output_dir={self.url!r}: another host that resumes the run fetches "
+                "its newest checkpoint only, and could not go back to an older one; use a folder"
+            )
         if self.fuse_optim_with_backward and self.recovery.lr_factor != 1:
             raise ConfigurationError(
                 f"recovery={self.recovery!r} and fuse_optim_with_backward=True: the weights are updated during the "

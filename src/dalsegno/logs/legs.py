@@ -34,6 +34,7 @@ class RolledBack(TypedDict):
     """A return to a checkpoint within a leg. Steps are numbers of finished optimizer steps."""
 
     timestamp: float
+    """When it was decided, in UTC seconds."""
     from_step: int
     to_step: int
     by: str
@@ -185,15 +186,14 @@ class RunFile:
         run.legs[-1].last_step = last_step
         self._write(run)
 
-    def roll_back(self, from_step: int, to_step: int, by: str, reason: str) -> None:
-        """Record that the current leg went back to the checkpoint of ``to_step``."""
+    def roll_back(self, rollback: RolledBack) -> None:
+        """Record a rollback of the newest leg, which may have been killed during it; once, however often called."""
         run = self._current()
         leg = run.legs[-1]
-        leg.rollbacks.append(
-            RolledBack(timestamp=time.time(), from_step=from_step, to_step=to_step, by=by, reason=reason)
-        )
-        leg.last_step = to_step
-        self._write(run)
+        if rollback not in leg.rollbacks:
+            leg.rollbacks.append(rollback)
+            leg.last_step = rollback["to_step"]
+            self._write(run)
 
     def end(
         self,

@@ -70,12 +70,14 @@ class RecoveryPolicy(Policy):
         lr_factor: factor of the learning rate after a rollback, 0 < f ≤ 1. Factors of several rollbacks multiply.
         lr_steps: number of steps after the checkpoint to which the factor applies; None: the rest of the run.
         budget: number of rollbacks after which the next request ends the run.
-        window: count only rollbacks of the last so many steps; None: of the whole run.
+        window: the budget counts only rollbacks of the last so many steps; None: of the whole run.
         when_used_up: how the run then ends: ``"stop"`` saves a checkpoint first, unless the weights are NaN or
             infinite; ``"abort"`` does not. The exit status is 3 either way.
+        run_budget: with a ``window``, a second limit: number of rollbacks in the whole run after which the next request
+            ends it; None: none.
 
     Raises:
-        ConfigurationError: for an invalid value.
+        ConfigurationError: for an invalid value, or a ``run_budget`` without a ``window``.
     """
 
     margin: int = 50
@@ -85,11 +87,15 @@ class RecoveryPolicy(Policy):
     budget: int = 3
     window: int | None = None
     when_used_up: Literal["stop", "abort"] = "stop"
+    run_budget: int | None = None
 
     def __post_init__(self) -> None:
-        _check_whole("RecoveryPolicy", self, {"margin": 1, "skip": 0, "lr_steps": 1, "budget": 1, "window": 1})
+        least = {"margin": 1, "skip": 0, "lr_steps": 1, "budget": 1, "window": 1, "run_budget": 1}
+        _check_whole("RecoveryPolicy", self, least)
         if self.margin is None or self.budget is None:
             raise ConfigurationError("RecoveryPolicy(margin=…, budget=…): need whole numbers, not None")
+        if self.run_budget is not None and self.window is None:
+            raise ConfigurationError("RecoveryPolicy(run_budget=…): without window=, budget= counts the whole run")
         if type(self.lr_factor) not in (int, float) or not 0 < self.lr_factor <= 1:
             raise ConfigurationError(f"RecoveryPolicy(lr_factor={self.lr_factor!r}): needs a number over 0, at most 1")
         if self.when_used_up not in ("stop", "abort"):
@@ -97,10 +103,14 @@ class RecoveryPolicy(Policy):
                 f"RecoveryPolicy(when_used_up={self.when_used_up!r}): allowed are 'stop' and 'abort'"
             )
 
-    def is_used_up(self, step: int, past: Iterable[PastRollback]) -> bool:
-        """Whether a request at ``step`` exceeds the budget."""
+    def used_up(self, step: int, past: Sequence[PastRollback]) -> str | None:
+        """Return which limit a request at ``step`` exceeds: ``the budget of …``; None: it exceeds none."""
         window = math.inf if self.window is None else self.window
-        return sum(abs(step - each.at_step) < window for each in past) >= self.budget
+        if sum(abs(step - each.at_step) < window for each in past) >= self.budget:
+            return f"the budget of {self.budget} rollbacks{f' within {self.window} steps' if self.window else ''}"
+        if self.run_budget is not None and len(past) >= self.run_budget:
+            return f"the budget of {self.run_budget} rollbacks in the run"
+        return None
 
     def latest_checkpoint(self, step: int, past: Iterable[PastRollback]) -> int:
         """Highest step of a checkpoint to which a request at ``step`` goes back: at least 0, the run's beginning.

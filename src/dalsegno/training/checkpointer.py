@@ -91,10 +91,6 @@ class Checkpointer:
         is_own = resumed_from is not None and self.owns(resumed_from, step)
         self._mirror.begin(step if is_own else None)
 
-    def restart_uploads(self, step: int) -> None:
-        """Upload what is still missing, then archive at the URL what is later than ``step``: the run went back."""
-        self._mirror.roll_back(step)
-
     # -- save ---------------------------------------------------------------------------------------------------
 
     def path_of(self, step: int) -> Path:

@@ -10,7 +10,6 @@ from dalsegno.distributed import collectives
 from dalsegno.distributed.modes import text_of
 from dalsegno.errors import SaveFailed
 from dalsegno.logs import PreviousLeg, RunFile
-from dalsegno.logs.recoveries import Recovery
 
 from .parts import RunParts
 from .result import TrainResult
@@ -45,12 +44,6 @@ class LegRecorder:
                     mesh=self._layout.dimensions,
                     memory=self._memory,
                 )
-
-    def roll_back(self, recovery: Recovery) -> None:
-        """Record that the leg went back to a checkpoint."""
-        if self._writes:
-            with self._writing("the run has gone back all the same; recoveries.jsonl records it"):
-                self._run_file.roll_back(recovery.at_step, self._state.global_step, recovery.by, recovery.reason)
 
     def end(self, result: TrainResult) -> None:
         """Record how the leg ended; and the goal of the run, if a callback has judged the training to be over."""

@@ -72,7 +72,7 @@ class RunLifecycle:
         contents = CheckpointContents(parts, self._settings, others)
         self._checkpointer = Checkpointer(parts, contents, self._settings, self._run_file, self._time_limit)
         self._commands = CommandExecutor(parts, self._settings, evaluates=bool(evaluations))
-        rollbacks = Rollbacks(parts, self._checkpointer)
+        rollbacks = Rollbacks(parts, self._checkpointer, self._run_file)
         sources = [self._signals.poll, self._time_limit.poll]
         self.boundary = StepBoundary(parts, self._checkpointer, evaluations, sources, self._commands, rollbacks)
         self._resumer = Resumer(parts, self._checkpointer, self.boundary, self._commands, rollbacks)

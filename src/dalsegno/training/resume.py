@@ -144,7 +144,6 @@ class Resumer:
         self._checkpointer.load(checkpoint, strict_callbacks=False, allowed=self._options.allow_changes)
         self._continue_from(checkpoint, is_own=True)
         self.complete_rollback()
-        self._checkpointer.restart_uploads(checkpoint.step)
         parts.buffers.begin_leg()
         self._boundary.begin_timeline()
         self._state.clock.start()

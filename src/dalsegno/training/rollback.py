@@ -4,7 +4,7 @@
 
     decide     which checkpoint, and what is skipped; one line in recoveries.jsonl, which commits the decision
     (resumer)  later checkpoints move into rewound/, the checkpoint is restored
-    complete   a second line, with the checkpoint's place in the data
+    complete   run.json, then a second line, with the checkpoint's place in the data
 
 A leg that is killed before the first line repeats the step, and decides the same. One that is killed between the two
 lines is completed by the next leg, as it begins.
@@ -23,6 +23,8 @@ from dalsegno.data.gaps import Place
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import are_finite
 from dalsegno.errors import SaveFailed
+from dalsegno.logs import RunFile
+from dalsegno.logs.legs import RolledBack
 from dalsegno.logs.recoveries import Recovery, RecoveryFile
 from dalsegno.policies.recovery import RecoveryPolicy, RollbackRequest, recovery_of
 from dalsegno.state import ControlRequests
@@ -38,7 +40,7 @@ logger = logging.getLogger("dalsegno")
 class Rollbacks:
     """All methods are collective."""
 
-    def __init__(self, parts: RunParts, checkpointer: Checkpointer) -> None:
+    def __init__(self, parts: RunParts, checkpointer: Checkpointer, run_file: RunFile) -> None:
         self._args = parts.args
         self._policy = recovery_of(parts.args.recovery)
         self._state = parts.state
@@ -49,6 +51,7 @@ class Rollbacks:
         self._recoveries = parts.recoveries
         self._checkpointer = checkpointer
         self._file = RecoveryFile(parts.args.directory)
+        self._run_file = run_file
 
     def begin_leg(self) -> None:
         """Read the rollbacks of earlier legs, and put in force what they left.
@@ -77,9 +80,8 @@ class Rollbacks:
         request = next(each for each in requests if each is not None)
         policy, step = self._policy, self._state.global_step
         assert policy is not None, "roll_back() raises without a policy"
-        if policy.is_used_up(step, self._recoveries):
-            within = "" if policy.window is None else f" within {policy.window} steps"
-            return self._give_up(request, f"the budget of {policy.budget} rollbacks{within} is used up", may_save)
+        if budget := policy.used_up(step, [*self._recoveries]):
+            return self._give_up(request, f"{budget} is used up", may_save)
         checkpoint = self._checkpoint(request, policy, step)
         if checkpoint is None:
             return self._give_up(request, "no valid checkpoint to go back to is left", may_save)
@@ -110,11 +112,24 @@ class Rollbacks:
         """Record that the pending rollback is done: the present state is that of its checkpoint.
 
         Raises:
-            SaveFailed: if ``recoveries.jsonl`` cannot be written.
+            SaveFailed: if ``recoveries.jsonl`` or ``run.json`` cannot be written.
         """
         *earlier, pending = self._recoveries
         done = replace(pending, to_step=self._state.global_step, since=self._furthest(self._loader.place), is_done=True)
-        self._write(lambda: self._file.complete(done))
+        recorded = RolledBack(
+            timestamp=done.timestamp,
+            from_step=done.at_step,
+            to_step=done.to_step,
+            by=done.by,
+            reason=done.reason,
+        )
+
+        def write() -> None:
+            if self._run_file.last_leg() is not None:  # else the user has removed the file
+                self._run_file.roll_back(recorded)
+            self._file.complete(done)
+
+        self._write(write)
         self._recoveries.set([*earlier, done])
 
     def drop(self, why: str) -> None:
@@ -170,8 +185,8 @@ class Rollbacks:
                 write()
             except OSError as error:
                 raise SaveFailed(
-                    f"{self._file.path} could not be written: {error}; without it the run cannot go back. Make room, "
-                    "then start it again: it resumes from its newest checkpoint"
+                    f"{error.filename or self._file.path} could not be written: {error}; without it the run cannot go "
+                    "back. Make room, then start it again: it resumes from its newest checkpoint"
                 ) from error
 
         collectives.from_rank_zero(on_rank_zero)

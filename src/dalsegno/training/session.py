@@ -12,6 +12,7 @@ A leg is one process's part of a run. Usage, in :mod:`dalsegno.training.loop` an
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,8 @@ from .parts import RunParts
 from .result import TrainResult, reason_of
 from .schedule import ActionSchedule, DueActions
 from .step_boundary import StepBoundary
+
+logger = logging.getLogger("dalsegno")
 
 
 class Session:
@@ -164,6 +167,8 @@ class Session:
             failures = [failure for failure in failures if not isinstance(failure, LeaseLost)]
         else:
             failures += _failures(partial(self._leg_recorder.end, result))
+        if error is None and (late := self._control.rollback_request) is not None:
+            logger.warning("%s requests to go back (%s) after the last step: the run stays", late.by, late.reason)
         for failure in failures:
             if error is None:
                 raise failure
@@ -185,7 +190,6 @@ class Session:
 
     def _roll_back(self, recovery: Recovery) -> None:
         self._restore(recovery)
-        self._leg_recorder.roll_back(recovery)
         self._schedule = ActionSchedule(self._args)
         self._due, self._ends_epoch, self._data_is_exhausted = _NOTHING, False, False
 

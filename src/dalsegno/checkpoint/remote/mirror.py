@@ -57,10 +57,6 @@ class Mirror(Protocol):
         """Start the uploads of a leg that resumes from ``step``; None: from nothing. Archives later checkpoints."""
         ...
 
-    def roll_back(self, step: int) -> None:
-        """Go back within the leg: send what is still missing, then archive what is later than ``step``."""
-        ...
-
     def poll(self) -> None:
         """Upload what changed. From any thread; does not wait."""
         ...
@@ -83,8 +79,6 @@ class NoMirror:
         return False
 
     def begin(self, step: int | None) -> None: ...
-
-    def roll_back(self, step: int) -> None: ...
 
     def poll(self) -> None: ...
 
@@ -135,11 +129,6 @@ class StoreMirror:
         if collectives.rank() == 0:
             self._uploads = UploadThread(Uploader(self._store, self._run, self._keep), self._lock, step)
             self._uploads.start()
-
-    def roll_back(self, step: int) -> None:
-        if self._uploads is not None:
-            self._uploads.finish()
-            self.begin(step)
 
     def poll(self) -> None:
         if self._uploads is not None:
