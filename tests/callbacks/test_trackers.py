@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import importlib
+import io
 import json
 import logging
+import os
 import sqlite3
+import threading
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,12 +26,14 @@ from dalsegno.analysis.formats.wandb_run import _messages, wandb_files
 from dalsegno.callbacks import MLflowLogger, TBLogger
 from dalsegno.callbacks.trackers import sender
 from dalsegno.callbacks.trackers.privacy import public, without_secrets
+from dalsegno.cli import main
+from dalsegno.system.lock import DirectoryLock
 from dalsegno.testing import start_ranks
 from support.loopback import Loopback
 from support.small import small_trainer
 
-Points = dict[tuple[str, int], list[float]]
-"""By name and step, the values in the order in which they were written."""
+Points = dict[tuple[str, int], list[Any]]
+"""By name and step, the values (of a histogram, anything) in the order in which they were written."""
 
 
 @pytest.fixture(autouse=True)
@@ -53,8 +59,8 @@ def of_wandb(output_dir: Path) -> Points:
                 ids.add(record.run.run_id)
             row = {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
             for name, value in row.items():
-                if not name.startswith("_") and isinstance(value, (int, float)):
-                    points[name, row["global_step"]].append(value)
+                if not name.startswith("_") and (isinstance(value, (int, float)) or value == "histogram"):
+                    points[name.removesuffix("._type"), row["global_step"]].append(value)
     assert len(ids) == 1, "one run over all legs"
     return {key: values for key, values in points.items() if key[0] != "global_step"}
 
@@ -93,7 +99,7 @@ def of_trackio(output_dir: Path) -> Points:
     connection = sqlite3.connect(database)
     for step, text in connection.execute("SELECT step, metrics FROM metrics"):
         for name, value in json.loads(text).items():
-            if isinstance(value, (int, float)):
+            if isinstance(value, (int, float)) or (isinstance(value, dict) and "histogram" in value["_type"]):
                 points[name, step].append(value)
     assert connection.execute("SELECT count(DISTINCT run_id) FROM metrics").fetchone() == (1,)
     connection.close()
@@ -131,6 +137,8 @@ def test_a_run_that_is_killed_three_times_has_every_point_once(tracked: str, tmp
     points = READERS[tracked](tmp_path / "run")
     assert {step for name, step in points if name == "loss"} == set(range(1, STEPS + 1))
     assert {step for name, step in points if name == "eval_loss"} == {4, 8, 12}
+    if tracked in ("wandb", "trackio"):  # those that the other readers do not read are files, which are replaced
+        assert {step for name, step in points if name == "gradients/layers.3.bias"} == {3, 6, 9, 12}
     assert {key: values for key, values in points.items() if len(values) != 1} == {}
     if tracked in PLACES:
         (log,) = ds.open_logs(tmp_path.glob(PLACES[tracked]))
@@ -164,14 +172,66 @@ def test_entries_wait_for_a_server_that_does_not_answer(
     with Loopback(fault) as server, caplog.at_level(logging.WARNING, "dalsegno"):
         uri = f"http://user:hidden@127.0.0.1:{server.port}/of-the-tracker"
         result = trainer(tmp_path / "run", MLflowLogger("tests", uri, wait_s=0.2), max_steps=8).train()
+        assert [each for each in Path("/proc/self/fd").iterdir() if str(tmp_path) in os.path.realpath(each)] == []
     assert (result.reason, result.global_step) == ("finished", 8)
-    assert "11 entries wait in" in caplog.text
+    assert "19 entries wait in" in caplog.text
+    for thread in threading.enumerate():
+        if thread.name == "dalsegno-MLflowLogger":
+            thread.join(60)
+            assert not thread.is_alive()
     written = b"".join(path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file())
     for secret in ("hidden", "of-the-tracker"):
         assert secret not in caplog.text and secret.encode() not in written
     trainer(tmp_path / "run", tracked_runs.mlflow()).train()
     points = of_mlflow(tmp_path / "run")
     assert [points["loss", step] for step in range(1, STEPS + 1) if len(points["loss", step]) != 1] == []
+
+
+def send(*words: str) -> tuple[int, list[dict[str, Any]]]:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        status = main(["logs", "send", *words, "--json"])
+    return status, json.loads(printed.getvalue()) if printed.getvalue() else []
+
+
+def test_a_command_sends_what_no_leg_has_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes where the run wrote, although no variable here names it; and what it has sent, no later leg sends."""
+    pytest.importorskip("mlflow")
+    (outcome,) = start_ranks(tracked_runs.train_without_waiting, 1, tmp_path / "run").wait(300)
+    assert outcome.exit_code == 0, outcome.error
+    store = os.environ["MLFLOW_TRACKING_URI"]
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    monkeypatch.chdir(tmp_path)
+    status, (sent,) = send("run")
+    assert (status, sent["logger"], sent["waiting"]) == (0, "MLflowLogger", 0)
+    assert send("run") == (0, [sent | {"sent": 0}])
+    assert "MLFLOW_TRACKING_URI" not in os.environ and Path.cwd() == tmp_path
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
+    trainer(tmp_path / "run", tracked_runs.mlflow(), max_steps=STEPS + 2).train()
+    points = of_mlflow(tmp_path / "run")
+    assert [step for step in range(1, STEPS + 3) if len(points["loss", step]) != 1] == []
+
+
+def test_a_command_sends_nothing_where_it_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("mlflow")
+    assert main(["logs", "send", str(tmp_path)]) == 2
+    assert "not a run with a tracker's logger" in capsys.readouterr().err
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("OF_THE_TRACKER_TOKEN", "in-the-path")
+    with Loopback("refuses") as server:
+        uri = f"http://user:password@127.0.0.1:{server.port}"
+        trainer(tmp_path / "dead", MLflowLogger("tests", uri, wait_s=0), max_steps=2, eval_steps=0).train()
+        stored = json.loads((tmp_path / "dead/logs/trackers/MLflowLogger/tracker.json").read_bytes())
+        assert stored["arguments"]["tracking_uri"] == f"http://127.0.0.1:{server.port}"
+        status, (left,) = send(str(tmp_path / "dead"), "--wait", "0.2")
+        assert (status, left["sent"]) == (1, 0) and left["waiting"] > 0
+        with DirectoryLock(tmp_path / "dead"):
+            assert main(["logs", "send", str(tmp_path / "dead")]) == 2
+        trainer(tmp_path / "secret", MLflowLogger("tests", f"{uri}/in-the-path", wait_s=0), max_steps=2).train()
+    status, (left,) = send(str(tmp_path / "secret"))
+    assert status == 1 and "tracking_uri of mlflow contained a secret" in left["error"]
 
 
 def test_secrets_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +251,7 @@ def test_mlflow_has_settings_cards_and_texts(tmp_path: Path) -> None:
         def on_step_end(self, ctx: ds.StepEndContext) -> None:
             if ctx.step == 3:
                 logger.add_text("sample", "*hello*", 3)
-                logger.add_histogram_counts("weights", [0, 1, 2], [5, 6], 3)
+                logger.add_histogram_raw("weights", 0, 2, 11, 17, 23, [1, 2], [5, 6], 3)
 
     logger = tracked_runs.mlflow()
     trainer(tmp_path / "run", logger, Speaker()).train()
@@ -202,7 +262,9 @@ def test_mlflow_has_settings_cards_and_texts(tmp_path: Path) -> None:
     texts = {path: mlflow.artifacts.load_text(f"{run.info.artifact_uri}/{path}") for path in artifacts(client, run)}
     assert texts.pop("sample/step-00000003.md") == "*hello*"
     assert json.loads(texts.pop("weights/step-00000003.json")) == {"edges": [0, 1, 2], "counts": [5, 6]}
-    assert sorted(texts) == [f"checkpoints/step-{step:08}.md" for step in (4, 8, 12)]
+    assert sorted(name for name in texts if "gradients" not in name) == [
+        f"checkpoints/step-{step:08}.md" for step in (4, 8, 12)
+    ]
     assert "- step: 12\n" in texts["checkpoints/step-00000012.md"]
 
 

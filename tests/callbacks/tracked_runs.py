@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import dalsegno as ds
-from dalsegno.callbacks import CometLogger, MLflowLogger, TrackioLogger, WandbLogger
+from dalsegno.callbacks import CometLogger, GradHistogram, MLflowLogger, TrackioLogger, WandbLogger
 from dalsegno.callbacks.trackers.tracker_logger import TrackerLogger
 from dalsegno.testing import tiny_regression_data
 from support.small import small_trainer
@@ -46,14 +47,26 @@ class KillOnceHandedOver(ds.Callback):
             outbox = self.logger._outbox
             assert outbox is not None
             while outbox.waiting():
-                outbox.wait(0.05)
+                time.sleep(0.02)
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 def trainer(output_dir: Path, logger: TrackerLogger, *callbacks: Any, **settings: Any) -> ds.Trainer:
     defaults = {"max_steps": STEPS, "logging_steps": 1, "eval_steps": 4, "save_steps": 4, "save_in_background": False}
     parts = {"eval_dataset": tiny_regression_data(8, seed=1)}
-    return small_trainer(output_dir, logger, *callbacks, parts=parts, **{**defaults, **settings})
+    return small_trainer(
+        output_dir,
+        logger,
+        GradHistogram(every=3, summary_writer=logger),
+        *callbacks,
+        parts=parts,
+        **{**defaults, **settings},
+    )
+
+
+def train_without_waiting(output_dir: Path) -> None:
+    """The tracker gets what it gets until training ends; the process then ends, too."""
+    trainer(output_dir, MLflowLogger("tests", wait_s=0)).train()
 
 
 def train_until_killed(output_dir: Path, name: str, step: int, settings: dict[str, Any]) -> None:

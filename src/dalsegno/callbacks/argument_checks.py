@@ -91,15 +91,6 @@ def mapping(owner: str, name: str, value: Mapping[str, T]) -> Mapping[str, T]:
     return value
 
 
-def check_rewound(owner: str, summary_writer: Any) -> None:
-    """Refuse a :class:`ResumableSummaryWriter` that no run has among its callbacks: no resume would rewind it."""
-    if not getattr(summary_writer, "is_bound", True):
-        raise ConfigurationError(
-            f"{owner}: its summary_writer {summary_writer.key} is in no trainer's list of callbacks; "
-            "callbacks=[writer, …]"
-        )
-
-
 def writer(owner: str, value: Any, *needed: str) -> Any:
     """Return ``value`` if it is None, or has these methods of torch's ``SummaryWriter``."""
     missing = [] if value is None else [name for name in needed if not hasattr(value, name)]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from dalsegno.distributed.sharded_tensors import gradient_shards, reduced
-from dalsegno.events.contexts import Context, StepEndContext
+from dalsegno.events.contexts import Context, StepEndContext, TrainBeginContext
 
-from .argument_checks import whole
+from .argument_checks import whole, writer
 from .record_callback import RecordCallback
+from .rewound_writer import check_rewound
 
 LOWEST, HIGHEST = -40, 16
 """Exponents of two that bound the bins, one bin per power; the outermost bins include all beyond."""
@@ -27,16 +30,24 @@ class GradHistogram(RecordCallback):
 
     Args:
         every: steps between records.
+        summary_writer: also gets each histogram, as ``gradients/<parameter>``, over log2 |g|: a logger of a tracker or
+            a :class:`ResumableSummaryWriter` that is also among the trainer's callbacks, or any object with torch's
+            ``add_histogram_raw``.
 
     Raises:
-        ConfigurationError: if ``every`` is not a whole number.
+        ConfigurationError: if ``every`` is not a whole number, or for a writer without this method.
     """
 
-    def __init__(self, every: int = 100) -> None:
+    def __init__(self, every: int = 100, summary_writer: Any = None) -> None:
         super().__init__("logs/grad_histograms.jsonl")
         self._every = whole("GradHistogram", "every", every)
+        self._writer = writer("GradHistogram", summary_writer, "add_histogram_raw")
         self._names: list[str] = []
         self._counts: Tensor | None = None
+
+    def on_train_begin(self, ctx: TrainBeginContext) -> None:
+        check_rewound("GradHistogram", self._writer)
+        super().on_train_begin(ctx)
 
     def on_gradients_ready(self, ctx: Context) -> None:
         if (ctx.state.global_step + 1) % self._every == 0:
@@ -50,6 +61,9 @@ class GradHistogram(RecordCallback):
         if counts is None or not self.writing:
             return
         rows = dict(zip(self._names, counts.long().tolist(), strict=True))
+        if self._writer is not None:
+            for name, row in rows.items():
+                _add_histogram(self._writer, f"gradients/{name}", row[1:-1], ctx.step)
         self.write(
             ctx,
             {
@@ -59,6 +73,22 @@ class GradHistogram(RecordCallback):
                 "nonfinite": {name: row[-1] for name, row in rows.items()},
             },
         )
+
+
+def _add_histogram(writer: Any, tag: str, counts: list[int], step: int) -> None:
+    """Add the bins, each between two powers of two, as bins of the exponents; sums as if all were at their middle."""
+    middles = [exponent + 0.5 for exponent in range(LOWEST, HIGHEST)]
+    writer.add_histogram_raw(
+        tag,
+        min=LOWEST,
+        max=HIGHEST,
+        num=sum(counts),
+        sum=sum(middle * count for middle, count in zip(middles, counts, strict=True)),
+        sum_squares=sum(middle**2 * count for middle, count in zip(middles, counts, strict=True)),
+        bucket_limits=[*range(LOWEST + 1, HIGHEST + 1)],
+        bucket_counts=counts,
+        global_step=step,
+    )
 
 
 def _histograms(tensors: list[Tensor]) -> Tensor:

@@ -13,8 +13,9 @@ from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import LogContext, TrainBeginContext, TrainEndContext
 
-from .argument_checks import check_rewound, flag, writer
+from .argument_checks import flag, writer
 from .measures.memory import peak_memory
+from .rewound_writer import check_rewound
 
 logger = logging.getLogger("dalsegno")
 

@@ -12,13 +12,11 @@ from weakref import WeakValueDictionary
 
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import Binder, Callback
 from dalsegno.events.contexts import Context, LoadContext, RollbackContext, TrainBeginContext, TrainEndContext
-from dalsegno.events.table import Event
 from dalsegno.logs.event_files import EventPosition, EventState, lengths, make_durable, rewind_events
-from dalsegno.state import Handler
 
 from .argument_checks import folder
+from .rewound_writer import RewoundWriter
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dalsegno")
 
 
-class ResumableSummaryWriter(Callback):
+class ResumableSummaryWriter(RewoundWriter):
     """A TensorBoard ``SummaryWriter`` whose curves continue exactly after a resume.
 
     It is a callback, too: pass it to the trainer, and write through it::
@@ -65,21 +63,11 @@ class ResumableSummaryWriter(Callback):
         self._log_dir = folder("ResumableSummaryWriter", "log_dir", log_dir)
         self._output_dir: Path | None = None  # once a trainer is built
         self._folder: Path | None = None  # while training runs, on rank 0
-        self._is_bound = False  # to the events of a run
         self._writer: SummaryWriter | None = None
         self._outside: SummaryWriter | None = None  # before and after training
         self._saved = EventPosition(0, {})
         self._events = 0
         self._first_step: int | None = None  # first step of a resumed leg
-
-    @property
-    def is_bound(self) -> bool:
-        """Whether it is among the callbacks of a run, so that a resume rewinds what it has written."""
-        return self._is_bound
-
-    def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
-        self._is_bound = True
-        return super().bound_handlers(binder)
 
     def on_init_end(self, ctx: Context) -> None:
         self._output_dir = ctx.args.directory

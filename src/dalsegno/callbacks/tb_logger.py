@@ -17,8 +17,9 @@ from dalsegno.events.table import Event
 from dalsegno.logs.event_files import EventState
 from dalsegno.state import Handler
 
-from .argument_checks import check_rewound, mapping, writer
+from .argument_checks import mapping, writer
 from .resumable_summary_writer import ResumableSummaryWriter
+from .rewound_writer import check_rewound
 from .spec_merge import Spec, merge_specs
 
 logger = logging.getLogger("dalsegno")

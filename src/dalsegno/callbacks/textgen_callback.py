@@ -16,8 +16,9 @@ from dalsegno.events.contexts import EvaluateContext, TrainBeginContext, TrainEn
 from dalsegno.logs.rewind import PositionState
 from dalsegno.system.extras import how_to_install
 
-from .argument_checks import check_rewound, flag, number, whole, writer
+from .argument_checks import flag, number, whole, writer
 from .record_callback import RecordCallback
+from .rewound_writer import check_rewound
 from .text_generation import TextGenerator
 
 

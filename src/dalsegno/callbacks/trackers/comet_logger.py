@@ -18,45 +18,9 @@ _KEY_LENGTH = 32
 _FLUSH_TIMEOUT_S = 60
 
 
-class CometLogger(TrackerLogger):
-    """Writes to one Comet experiment, over all legs; see :class:`TrackerLogger`.
-
-    The API key is read by Comet, from ``COMET_API_KEY`` or its configuration. Offline, each leg ends with an archive in
-    ``logs/comet``, all with the same experiment key; ``comet upload`` uploads them in their order.
-
-    Args:
-        project: None: ``COMET_PROJECT_NAME``, or Comet's default.
-        workspace: None: ``COMET_WORKSPACE``, or the user's default.
-        online: False: write archives.
-        cards: of which checkpoints a model card is logged: ``OnBest()``, ``Every(steps=1000)``, or that as text; None:
-            of none.
-        wait_s: seconds that the end of training waits for Comet.
-        name: the key of its state in checkpoints; None: the class's name.
-
-    Raises:
-        ConfigurationError: if comet_ml is not installed, or for an invalid value.
-    """
-
-    package, extra = "comet_ml", "comet"
-
-    def __init__(
-        self,
-        project: str | None = None,
-        *,
-        workspace: str | None = None,
-        online: bool = True,
-        cards: SaveTrigger | str | None = None,
-        wait_s: float = 30.0,
-        name: str | None = None,
-    ) -> None:
-        super().__init__(cards=cards, wait_s=wait_s, name=name)
-        self._project, self._workspace, self._online = project, workspace, online
-
-    def tracker(self) -> Tracker:
-        return CometTracker(self._project, self._workspace, online=self._online)
-
-
 class CometTracker(Tracker):
+    variables = ("COMET_PROJECT_NAME", "COMET_WORKSPACE", "COMET_URL_OVERRIDE")
+
     def __init__(self, project: str | None, workspace: str | None, *, online: bool) -> None:
         self._project, self._workspace, self._online = project, workspace, online
         self._experiment: Any = None
@@ -112,6 +76,43 @@ class CometTracker(Tracker):
 
     def close(self, status: Status) -> None:
         self._experiment.end()
+
+
+class CometLogger(TrackerLogger):
+    """Writes to one Comet experiment, over all legs; see :class:`TrackerLogger`.
+
+    The API key is read by Comet, from ``COMET_API_KEY`` or its configuration. Offline, each leg ends with an archive in
+    ``logs/comet``, all with the same experiment key; ``comet upload`` uploads them in their order.
+
+    Args:
+        project: None: ``COMET_PROJECT_NAME``, or Comet's default.
+        workspace: None: ``COMET_WORKSPACE``, or the user's default.
+        online: False: write archives.
+        cards: of which checkpoints a model card is logged: ``OnBest()``, ``Every(steps=1000)``, or that as text; None:
+            of none.
+        wait_s: seconds that the end of training waits for Comet.
+        name: the key of its state in checkpoints; None: the class's name.
+
+    Raises:
+        ConfigurationError: if comet_ml is not installed, or for an invalid value.
+    """
+
+    tracker_class = CometTracker
+    package, extra = "comet_ml", "comet"
+
+    def __init__(
+        self,
+        project: str | None = None,
+        *,
+        workspace: str | None = None,
+        online: bool = True,
+        cards: SaveTrigger | str | None = None,
+        wait_s: float = 30.0,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(
+            {"project": project, "workspace": workspace, "online": online}, cards=cards, wait_s=wait_s, name=name
+        )
 
 
 def _has_content(archive: Path) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from dalsegno.errors import StateMismatch
@@ -95,8 +95,15 @@ _NUMBERS = ("values", "edges", "counts")
 """Fields with floats that JSON has no numbers for."""
 
 
+def names_in(entry: Entry) -> Collection[str]:
+    """Return the names of an entry's values at its step; a card has none."""
+    if isinstance(entry, Points):
+        return entry.values.keys()
+    return (entry.tag,) if isinstance(entry, (Text, Histogram)) else ()
+
+
 def to_line(entry: Entry) -> bytes:
-    return encode({"kind": entry.kind, **asdict(entry)}) + b"\n"
+    return encode({"kind": entry.kind} | {name: getattr(entry, name) for name in entry.__slots__}) + b"\n"
 
 
 def from_line(line: bytes) -> Entry:
@@ -114,5 +121,8 @@ def from_line(line: bytes) -> Entry:
 
 def numbers_in(logs: Mapping[str, Any]) -> dict[str, float]:
     """Return the entries that are numbers, without the step; a list or a text is not a point."""
-    numbers = {name: value for name, value in logs.items() if isinstance(value, (int, float)) and name != "step"}
-    return {name: float(value) if isinstance(value, float) else int(value) for name, value in numbers.items()}
+    return {
+        name: float(value) if isinstance(value, float) else int(value)
+        for name, value in logs.items()
+        if isinstance(value, (int, float)) and name != "step"
+    }

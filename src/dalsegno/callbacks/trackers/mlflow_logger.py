@@ -22,44 +22,10 @@ _STATUS = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
 T = TypeVar("T")
 
 
-class MLflowLogger(TrackerLogger):
-    """Writes to one MLflow run, over all legs; see :class:`TrackerLogger`.
-
-    The run has the tag ``dalsegno.run_id``, by which later legs find it. Credentials are read by MLflow, from
-    ``MLFLOW_TRACKING_USERNAME``, ``MLFLOW_TRACKING_TOKEN`` and so on.
-
-    Args:
-        experiment: created if it does not exist; None: ``MLFLOW_EXPERIMENT_NAME``, or MLflow's default.
-        tracking_uri: a server or a local store; None: ``MLFLOW_TRACKING_URI``, or MLflow's default.
-        cards: of which checkpoints a model card is logged, as ``checkpoints/<name>.md``: ``OnBest()``,
-            ``Every(steps=1000)``, or that as text; None: of none.
-        wait_s: seconds that the end of training waits for MLflow.
-        name: the key of its state in checkpoints; None: the class's name.
-
-    Raises:
-        ConfigurationError: if mlflow is not installed, or for an invalid value.
-    """
-
-    package, extra = "mlflow", "mlflow"
-
-    def __init__(
-        self,
-        experiment: str | None = None,
-        tracking_uri: str | None = None,
-        *,
-        cards: SaveTrigger | str | None = None,
-        wait_s: float = 30.0,
-        name: str | None = None,
-    ) -> None:
-        super().__init__(cards=cards, wait_s=wait_s, name=name)
-        self._experiment, self._tracking_uri = experiment, tracking_uri
-
-    def tracker(self) -> Tracker:
-        return MLflowTracker(self._experiment, self._tracking_uri)
-
-
 class MLflowTracker(Tracker):
     """Points that are sent again have the same time, so that MLflow's SQL stores ignore them."""
+
+    variables = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME")
 
     def __init__(self, experiment: str | None, tracking_uri: str | None) -> None:
         self._experiment, self._tracking_uri = experiment, tracking_uri
@@ -134,6 +100,41 @@ class MLflowTracker(Tracker):
 
     def close(self, status: Status) -> None:
         self._client.set_terminated(self._run_id, _STATUS[status])
+
+
+class MLflowLogger(TrackerLogger):
+    """Writes to one MLflow run, over all legs; see :class:`TrackerLogger`.
+
+    The run has the tag ``dalsegno.run_id``, by which later legs find it. Credentials are read by MLflow, from
+    ``MLFLOW_TRACKING_USERNAME``, ``MLFLOW_TRACKING_TOKEN`` and so on.
+
+    Args:
+        experiment: created if it does not exist; None: ``MLFLOW_EXPERIMENT_NAME``, or MLflow's default.
+        tracking_uri: a server or a local store; None: ``MLFLOW_TRACKING_URI``, or MLflow's default.
+        cards: of which checkpoints a model card is logged, as ``checkpoints/<name>.md``: ``OnBest()``,
+            ``Every(steps=1000)``, or that as text; None: of none.
+        wait_s: seconds that the end of training waits for MLflow.
+        name: the key of its state in checkpoints; None: the class's name.
+
+    Raises:
+        ConfigurationError: if mlflow is not installed, or for an invalid value.
+    """
+
+    tracker_class = MLflowTracker
+    package, extra = "mlflow", "mlflow"
+
+    def __init__(
+        self,
+        experiment: str | None = None,
+        tracking_uri: str | None = None,
+        *,
+        cards: SaveTrigger | str | None = None,
+        wait_s: float = 30.0,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(
+            {"experiment": experiment, "tracking_uri": tracking_uri}, cards=cards, wait_s=wait_s, name=name
+        )
 
 
 def _pieces(items: Sequence[T], most: int) -> Iterator[Sequence[T]]:

@@ -17,7 +17,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +29,9 @@ from .entries import Card, Entry, Return, from_line, to_line
 
 logger = logging.getLogger("dalsegno")
 
+OUTBOXES = "trackers"
+"""Directory in ``logs``, with a directory for each logger's key."""
+OUTBOX = "outbox.jsonl"
 _PIECE_BYTES = 1 << 18
 
 
@@ -46,19 +49,19 @@ class Outbox:
 
     Args:
         directory: of ``outbox.jsonl`` and ``sent.json``; created.
-        position: length of the file at the checkpoint that the run resumed from; 0: it starts from scratch.
 
     Raises:
         OSError: if the file cannot be opened.
     """
 
-    def __init__(self, directory: Path, position: int) -> None:
+    def __init__(self, directory: Path) -> None:
         filesystem.make_directory(directory)
         self.directory = directory
-        self._path = directory / "outbox.jsonl"
+        self._path = directory / OUTBOX
         self._cursor_path = directory / "sent.json"
         self._changed = threading.Condition()
-        self._descriptor = filesystem.open_own(self._path, os.O_RDWR | os.O_CREAT)
+        self._descriptor = filesystem.open_own(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        self._is_closed = False
         self._end = self._whole_lines()
         self._front = 0  # up to which the entries belong to this timeline
         self._read_cursor()
@@ -67,7 +70,7 @@ class Outbox:
         self._begin = self._stored
         """Of the next entry that is not handed over by this process."""
         self._generation = 0  # counts the timelines that this process began
-        self.replay_from(position)
+        self.replay_from(self._end)
 
     def _read_cursor(self) -> None:
         """Restore how far entries were handed to the tracker, how far it is known to have stored them."""
@@ -97,7 +100,8 @@ class Outbox:
         return self._front
 
     def replay_from(self, position: int) -> None:
-        """Expect the entries after ``position`` once more."""
+        """Expect the entries after ``position`` once more: the length of the file at the checkpoint from which the run
+        resumes; 0 if it starts from scratch."""
         if position > self._end:
             missing = position - self._end
             logger.warning("%s is shorter than its checkpoint says: %d bytes are missing", self._path, missing)
@@ -131,6 +135,10 @@ class Outbox:
         filesystem.fsync(self._descriptor, self._path)
 
     def close(self) -> None:
+        """Close the file. What the sender's thread still does, because its tracker has not answered, has no effect."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
         os.close(self._descriptor)
 
     def _expect_next(self) -> None:
@@ -162,7 +170,6 @@ class Outbox:
     def _append(self, entry: Entry) -> None:
         line = to_line(entry)
         try:
-            os.lseek(self._descriptor, self._end, os.SEEK_SET)
             filesystem.write_all(self._descriptor, line, self._path)
         except OSError:
             filesystem.truncate(self._descriptor, self._end, self._path)
@@ -179,16 +186,19 @@ class Outbox:
         """Return up to ``most`` entries that this process has not handed over, and mark them as handed over."""
         with self._changed:
             begin, end, generation = self._begin, self._front, self._generation
+            if self._is_closed:
+                return Batch([], 0, begin, begin, generation)
         entries: list[Entry] = []
         uncertain = 0
-        for position, entry in self._read(begin, end):
-            if len(entries) == most:
-                end = position
-                break
-            entries.append(entry)
-            uncertain += position < self._uncertain
+        with self._path.open("rb") as file:  # its own: the training thread may close the other one meanwhile
+            for position, entry in self._read(begin, end, file.fileno()):
+                if len(entries) == most:
+                    end = position
+                    break
+                entries.append(entry)
+                uncertain += position < self._uncertain
         with self._changed:
-            if generation != self._generation:  # a new timeline has begun meanwhile
+            if self._is_closed or generation != self._generation:  # a new timeline has begun meanwhile
                 return Batch([], 0, begin, begin, generation)
             if entries and end > self._handed:
                 self._handed = end
@@ -198,7 +208,7 @@ class Outbox:
     def handed_over(self, batch: Batch, *, stored: bool) -> None:
         """Continue after ``batch``. ``stored``: the tracker has stored it; else it may still lose it."""
         with self._changed:
-            if batch.generation != self._generation:
+            if self._is_closed or batch.generation != self._generation:
                 return
             self._begin = batch.end
             if stored:
@@ -208,32 +218,28 @@ class Outbox:
     def all_stored(self) -> None:
         """The tracker has stored everything that was handed over."""
         with self._changed:
-            self._stored = self._begin
-            self._write_cursor()
+            if not self._is_closed:
+                self._stored = self._begin
+                self._write_cursor()
 
     def doubt(self) -> None:
         """A call of the tracker has failed: the entries of the batch may have arrived."""
         with self._changed:
             self._uncertain = self._handed
 
-    def retire(self) -> None:
-        """Ignore what the sender still reports: it was abandoned."""
-        with self._changed:
-            self._generation += 1
-
     def waiting(self) -> int:
         """Number of entries that are not handed over."""
         with self._changed:
             begin, end = self._begin, self._front
-        return sum(1 for _ in self._read(begin, end))
+        return sum(1 for _ in self._lines(begin, end, self._descriptor))
 
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait for an entry to hand over; with a timeout in seconds, also end then. :meth:`wake` ends it too."""
+    def wait(self, unless: Callable[[], bool]) -> None:
+        """Wait for an entry to hand over, or until ``unless()``, of which :meth:`wake` makes sure."""
         with self._changed:
-            if timeout is not None or self._begin >= self._front:
-                self._changed.wait(timeout)
+            self._changed.wait_for(lambda: self._begin < self._front or self._is_closed or unless())
 
     def wake(self) -> None:
+        """Called when the condition of a :meth:`wait` may have become true."""
         with self._changed:
             self._changed.notify_all()
 
@@ -249,11 +255,11 @@ class Outbox:
             filesystem.truncate(self._descriptor, begin, self._path)
         return begin
 
-    def _lines(self, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
+    def _lines(self, begin: int, end: int, descriptor: int) -> Iterator[tuple[int, bytes]]:
         """Yield the position of each line, and the line."""
         rest, position = b"", begin
         while begin < end:
-            piece = os.pread(self._descriptor, min(_PIECE_BYTES, end - begin), begin)
+            piece = os.pread(descriptor, min(_PIECE_BYTES, end - begin), begin)
             if not piece:
                 return
             begin += len(piece)
@@ -262,19 +268,20 @@ class Outbox:
                 yield position, line
                 position += len(line) + 1
 
-    def _read(self, begin: int, end: int) -> Iterator[tuple[int, Entry]]:
-        for position, line in self._lines(begin, end):
+    def _read(self, begin: int, end: int, descriptor: int) -> Iterator[tuple[int, Entry]]:
+        for position, line in self._lines(begin, end, descriptor):
             try:
                 yield position, from_line(line)
             except StateMismatch as error:
                 logger.warning("%s: a line is skipped: %s", self._path, error)
 
     def _ordered(self, position: int) -> Iterator[tuple[int, Entry]]:
-        return (each for each in self._read(position, self._end) if not isinstance(each[1], (Card, Return)))
+        entries = self._read(position, self._end, self._descriptor)
+        return (each for each in entries if not isinstance(each[1], (Card, Return)))
 
     def _find_cards(self) -> set[int]:
         mark = to_line(Card(0, 0.0, "", ""))[:15]
-        lines = (line for _, line in self._lines(0, self._end) if line.startswith(mark))
+        lines = (line for _, line in self._lines(0, self._end, self._descriptor) if line.startswith(mark))
         return {from_line(line).step for line in lines}
 
     def _step_before(self, position: int) -> int:

@@ -15,6 +15,8 @@ logger = logging.getLogger("dalsegno")
 
 _MOST = 500
 """Entries per call of the tracker."""
+_INTERVAL_S = 0.2
+"""Seconds between two calls of the tracker: frequent ones would take the interpreter lock from training."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Seconds before a failed call is repeated: doubled after each failure in a row."""
 
@@ -24,11 +26,12 @@ class Sender:
 
     Args:
         name: of the callback, for messages.
-        describe: returns the run's description; called on the thread.
+        describe: returns the run's description, within seconds; called on the thread.
     """
 
     def __init__(self, name: str, tracker: Tracker, outbox: Outbox, describe: Callable[[], TrackedRun]) -> None:
         self._name, self._tracker, self._outbox, self._describe = name, tracker, outbox, describe
+        self._is_described = threading.Event()
         self._closing = threading.Event()
         self._abandoned = threading.Event()
         self._status: Status = "finished"
@@ -37,35 +40,39 @@ class Sender:
         self._thread = threading.Thread(target=self._run, name=f"dalsegno-{name}", daemon=True)
         self._thread.start()
 
-    def close(self, status: Status, timeout: float) -> bool:
-        """Hand over what waits, and close the tracker. False: gave up after ``timeout`` seconds."""
+    def close(self, status: Status, timeout: float) -> None:
+        """Hand over what waits, and close the tracker. After ``timeout`` seconds the thread is abandoned: it ends with
+        the call in which the tracker's client waits."""
         self._status = status
         self._closing.set()
         self._outbox.wake()
         self._thread.join(timeout)
         if self._thread.is_alive():
+            self._is_described.wait()  # with the description, the entries can be sent by a command
             self._abandoned.set()
-            self._outbox.retire()
             logger.warning(
                 "%s: the tracker has not answered for %g s; %d entries wait in %s, and the next leg sends them",
                 *(self._name, timeout, self._outbox.waiting(), self._outbox.directory),
             )
-        return not self._abandoned.is_set()
 
     def _run(self) -> None:  # at normal priority: a low one would hold the interpreter lock for longer
+        try:
+            run = self._describe()
+        finally:
+            self._is_described.set()
         while not self._abandoned.is_set():
             try:
                 if not self._is_open:
-                    self._tracker.open(self._describe())
+                    self._tracker.open(run)
                     self._is_open = True
-                if self._send_batch():
-                    continue
-                if not self._closing.is_set():
-                    self._outbox.wait()
-                    continue
-                self._tracker.close(self._status)
-                self._outbox.all_stored()
-                return
+                elif self._send_batch():
+                    self._closing.wait(_INTERVAL_S)
+                elif not self._closing.is_set():
+                    self._outbox.wait(unless=self._closing.is_set)
+                else:
+                    self._tracker.close(self._status)
+                    self._outbox.all_stored()
+                    return
             except (Exception, SystemExit) as error:  # a client's SystemExit must not end the thread either
                 self._note_failure(error)
 

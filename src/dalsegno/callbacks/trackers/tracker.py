@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from .entries import Entry, Points, Return, Status
 
@@ -42,6 +42,8 @@ class TrackedRun:
 
 
 class Tracker(ABC):
+    variables: ClassVar[tuple[str, ...]] = ()
+    """Environment variables that determine where its client writes."""
     stores_at_once: bool = True
     """Whether an entry is stored once ``send`` has returned; else once ``close`` has."""
 

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import logging
 import time
-from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, TypedDict
 
 from dalsegno.callbacks.argument_checks import number
+from dalsegno.callbacks.rewound_writer import RewoundWriter
 from dalsegno.distributed import collectives
 from dalsegno.errors import ConfigurationError
-from dalsegno.events.callback import Binder, Callback
 from dalsegno.events.contexts import LogContext, SaveContext, TrainBeginContext, TrainEndContext
-from dalsegno.events.table import Event
 from dalsegno.logs import RunFile
 from dalsegno.logs.values import to_json
 from dalsegno.policies.triggers import SaveTrigger, save_trigger
-from dalsegno.state import Handler
 from dalsegno.stateful import schema
 from dalsegno.system.extras import how_to_install
 
+from .connection import Connection, variables_here
 from .entries import Card, Entry, Histogram, Points, Status, Text, numbers_in
 from .model_card import model_card
-from .outbox import Outbox
+from .outbox import OUTBOXES, Outbox
 from .privacy import public
 from .provenance import code_versions
 from .sender import Sender
@@ -31,7 +30,13 @@ from .tracker import TrackedRun, Tracker
 
 logger = logging.getLogger("dalsegno")
 
-_STATUS: dict[str, Status] = {"exception": "failed", "interrupted": "killed", "aborted": "failed"}
+_STATUS: dict[str | None, Status] = {
+    "exception": "failed",
+    "interrupted": "killed",
+    "aborted": "failed",
+    "died": "killed",
+    None: "killed",
+}
 
 
 class TrackerState(TypedDict):
@@ -39,7 +44,12 @@ class TrackerState(TypedDict):
     position: schema.Count
 
 
-class TrackerLogger(Callback):
+def status_of(reason: str | None) -> Status:
+    """Status of a leg that ended for this reason; None: without a trace."""
+    return _STATUS.get(reason, "finished")
+
+
+class TrackerLogger(RewoundWriter):
     """Writes the numbers of each record, model cards, texts and histograms to one run of a tracker.
 
     A record is first appended to ``logs/trackers/<key>/outbox.jsonl``; a thread of its own hands it to the tracker's
@@ -52,37 +62,39 @@ class TrackerLogger(Callback):
 
     package: ClassVar[str]
     extra: ClassVar[str]
+    """Of dalsegno, which installs the package; and the tracker's name."""
+    tracker_class: ClassVar[type[Tracker]]
 
     ranks = "zero"
     sets_control_flags = False
     state_compared = False  # the length of the outbox, which only rank 0 knows
     state_schema: Any = TrackerState | None
 
-    def __init__(self, *, cards: SaveTrigger | str | None, wait_s: float, name: str | None) -> None:
+    def __init__(
+        self, arguments: Mapping[str, Any], *, cards: SaveTrigger | str | None, wait_s: float, name: str | None
+    ) -> None:
         """
         Args:
+            arguments: of ``tracker_class``: JSON values.
             cards: of which checkpoints a model card is sent: ``OnBest()``, ``Every(steps=1000)``, or that as text.
             wait_s: seconds that the end of training waits for the tracker.
             name: the key of its state in checkpoints; None: the class's name.
         """
         self.name = name
+        self._arguments = arguments
         self._cards = None if cards is None else self._trigger(cards)
         self._wait_s = number(type(self).__name__, "wait_s", wait_s, least=0)
         self._check_installed()
         self._outbox: Outbox | None = None  # on rank 0, while training runs
         self._sender: Sender | None = None
         self._saved: TrackerState | None = None
-        self._is_bound = self._has_warned = False
+        self._has_warned = False
 
     def _trigger(self, cards: SaveTrigger | str) -> SaveTrigger:
         try:
             return save_trigger(cards)
         except ConfigurationError as error:
             raise ConfigurationError(f"{type(self).__name__}: cards={cards!r}: {error}") from None
-
-    @abstractmethod
-    def tracker(self) -> Tracker:
-        """Return a new connection to the tracker."""
 
     def _check_installed(self) -> None:
         from importlib.util import find_spec
@@ -94,15 +106,6 @@ class TrackerLogger(Callback):
 
     # -- events -----------------------------------------------------------------------------------------------------
 
-    @property
-    def is_bound(self) -> bool:
-        """Whether it is among the callbacks of a run."""
-        return self._is_bound
-
-    def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
-        self._is_bound = True
-        return super().bound_handlers(binder)
-
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         directory = ctx.args.directory / "logs"
         run = RunFile(ctx.args.directory).load()
@@ -110,16 +113,22 @@ class TrackerLogger(Callback):
             run_id = self._saved["run_id"]
         else:
             run_id = run.run_id if run is not None else f"{time.time_ns():016x}"
-        position = 0 if self._saved is None else self._saved["position"]
-        self._outbox = Outbox(directory / "trackers" / self.key, position)
-        self._saved = {"run_id": run_id, "position": self._outbox.position}
+        outbox = self._outbox = Outbox(directory / OUTBOXES / self.key)
+        outbox.replay_from(0 if self._saved is None else self._saved["position"])
+        self._saved = {"run_id": run_id, "position": outbox.position}
         settings = public(to_json(ctx.args.to_dict()))
         name = ctx.args.run_name or ctx.args.directory.name
+        variables, here = variables_here(self.tracker_class.variables), str(Path.cwd())
 
         def describe() -> TrackedRun:
-            return TrackedRun(run_id, name, directory, settings, code_versions())
+            run = TrackedRun(run_id, name, directory, settings, code_versions())
+            try:
+                Connection(self.extra, self._arguments, variables, here, run).write(outbox.directory)
+            except OSError as error:
+                logger.warning("%s: %s; only a leg of this run can send its entries", self.key, error)
+            return run
 
-        self._sender = Sender(self.key, self.tracker(), self._outbox, describe)
+        self._sender = Sender(self.key, self.tracker_class(**self._arguments), outbox, describe)
 
     def on_log(self, ctx: LogContext) -> None:
         if values := numbers_in(ctx.logs):
@@ -135,8 +144,8 @@ class TrackerLogger(Callback):
             return
         self._saved = {**self._saved, "position": outbox.position}
         outbox.make_durable()
-        if sender.close(_STATUS.get(ctx.reason, "finished"), self._wait_s):
-            outbox.close()
+        sender.close(status_of(ctx.reason), self._wait_s)
+        outbox.close()
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -166,9 +175,22 @@ class TrackerLogger(Callback):
         """Send a text in Markdown."""
         self._add(Text(global_step, time.time(), tag, text_string))
 
-    def add_histogram_counts(self, tag: str, edges: Sequence[float], counts: Sequence[float], global_step: int) -> None:
-        """Send a histogram with ``len(counts) + 1`` ascending edges."""
-        self._add(Histogram(global_step, time.time(), tag, [float(each) for each in edges], [*map(float, counts)]))
+    def add_histogram_raw(
+        self,
+        tag: str,
+        min: float,
+        max: float,
+        num: int,
+        sum: float,
+        sum_squares: float,
+        bucket_limits: Sequence[float],
+        bucket_counts: Sequence[float],
+        global_step: int,
+    ) -> None:
+        """Send a histogram: of each bucket the right edge and the count, ascending from ``min``. ``max``, ``num``,
+        ``sum`` and ``sum_squares``, which TensorBoard stores beside them, are not sent."""
+        edges = [float(min), *map(float, bucket_limits)]
+        self._add(Histogram(global_step, time.time(), tag, edges, [*map(float, bucket_counts)]))
 
     def _add(self, entry: Entry) -> None:
         if collectives.rank() != 0:

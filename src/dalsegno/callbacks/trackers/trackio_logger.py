@@ -9,47 +9,13 @@ import numpy as np
 
 from dalsegno.policies.triggers import SaveTrigger
 
-from .entries import Card, Entry, Histogram, Points, Status, Text
+from .entries import Card, Entry, Histogram, Points, Status, Text, names_in
 from .tracker import TrackedRun, Tracker
 from .tracker_logger import TrackerLogger
 
 
-class TrackioLogger(TrackerLogger):
-    """Writes to one Trackio run, over all legs; see :class:`TrackerLogger`.
-
-    Trackio identifies a run by its name: the run's name and the first digits of its id.
-
-    Args:
-        project: None: ``dalsegno``.
-        space_id: Space that shows the project; None: ``TRACKIO_SPACE_ID``, or the local store, in ``TRACKIO_DIR``.
-        cards: of which checkpoints a model card is logged: ``OnBest()``, ``Every(steps=1000)``, or that as text; None:
-            of none.
-        wait_s: seconds that the end of training waits for Trackio.
-        name: the key of its state in checkpoints; None: the class's name.
-
-    Raises:
-        ConfigurationError: if trackio is not installed, or for an invalid value.
-    """
-
-    package, extra = "trackio", "trackio"
-
-    def __init__(
-        self,
-        project: str | None = None,
-        *,
-        space_id: str | None = None,
-        cards: SaveTrigger | str | None = None,
-        wait_s: float = 30.0,
-        name: str | None = None,
-    ) -> None:
-        super().__init__(cards=cards, wait_s=wait_s, name=name)
-        self._project, self._space_id = project or "dalsegno", space_id
-
-    def tracker(self) -> Tracker:
-        return TrackioTracker(self._project, self._space_id)
-
-
 class TrackioTracker(Tracker):
+    variables = ("TRACKIO_DIR", "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
     stores_at_once = False  # a thread of Trackio's writes them
 
     def __init__(self, project: str, space_id: str | None) -> None:
@@ -76,7 +42,8 @@ class TrackioTracker(Tracker):
         self._arrived = {(row["step"], key) for row in rows for key in row}
 
     def has(self, entry: Entry) -> bool:
-        return isinstance(entry, Points) and all((entry.step, name) in self._arrived for name in entry.values)
+        names = names_in(entry)
+        return bool(names) and all((entry.step, name) in self._arrived for name in names)
 
     def send(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
@@ -84,6 +51,40 @@ class TrackioTracker(Tracker):
 
     def close(self, status: Status) -> None:
         self._run.finish()
+
+
+class TrackioLogger(TrackerLogger):
+    """Writes to one Trackio run, over all legs; see :class:`TrackerLogger`.
+
+    Trackio identifies a run by its name: the run's name and the first digits of its id.
+
+    Args:
+        project: None: ``dalsegno``.
+        space_id: Space that shows the project; None: ``TRACKIO_SPACE_ID``, or the local store, in ``TRACKIO_DIR``.
+        cards: of which checkpoints a model card is logged: ``OnBest()``, ``Every(steps=1000)``, or that as text; None:
+            of none.
+        wait_s: seconds that the end of training waits for Trackio.
+        name: the key of its state in checkpoints; None: the class's name.
+
+    Raises:
+        ConfigurationError: if trackio is not installed, or for an invalid value.
+    """
+
+    tracker_class = TrackioTracker
+    package, extra = "trackio", "trackio"
+
+    def __init__(
+        self,
+        project: str | None = None,
+        *,
+        space_id: str | None = None,
+        cards: SaveTrigger | str | None = None,
+        wait_s: float = 30.0,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(
+            {"project": project or "dalsegno", "space_id": space_id}, cards=cards, wait_s=wait_s, name=name
+        )
 
 
 def _values(entry: Entry) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from dalsegno.analysis.formats.source import Skipped
 from dalsegno.analysis.formats.wandb_run import wandb_files, wandb_rows
 from dalsegno.policies.triggers import SaveTrigger
 
-from .entries import Card, Entry, Histogram, Points, Return, Status, Text
+from .entries import Card, Entry, Histogram, Points, Return, Status, Text, names_in
 from .tracker import TrackedRun, Tracker
 from .tracker_logger import TrackerLogger
 
@@ -25,46 +25,10 @@ _SERVICE_WAIT_S = 120
 """Seconds for W&B's service to start; its default of 30 is short for a machine whose cores are busy."""
 
 
-class WandbLogger(TrackerLogger):
-    """Writes to one run of Weights & Biases, over all legs; see :class:`TrackerLogger`.
-
-    The API key is read by W&B, from ``WANDB_API_KEY`` or its own login. W&B's files are in ``logs/wandb``. Each leg of
-    an offline run has a directory there, all with the same run id; ``wandb sync`` uploads them in their order.
-
-    Args:
-        project: None: ``WANDB_PROJECT``, or W&B's default.
-        entity: user or team; None: ``WANDB_ENTITY``, or W&B's default.
-        mode: ``online`` or ``offline``; None: ``WANDB_MODE``, or online.
-        cards: of which checkpoints a model card is logged as an artifact: ``OnBest()``, ``Every(steps=1000)``, or that
-            as text; None: of none.
-        wait_s: seconds that the end of training waits for W&B.
-        name: the key of its state in checkpoints; None: the class's name.
-
-    Raises:
-        ConfigurationError: if wandb is not installed, or for an invalid value.
-    """
-
-    package, extra = "wandb", "wandb"
-
-    def __init__(
-        self,
-        project: str | None = None,
-        *,
-        entity: str | None = None,
-        mode: str | None = None,
-        cards: SaveTrigger | str | None = None,
-        wait_s: float = 30.0,
-        name: str | None = None,
-    ) -> None:
-        super().__init__(cards=cards, wait_s=wait_s, name=name)
-        self._project, self._entity, self._mode = project, entity, mode
-
-    def tracker(self) -> Tracker:
-        return WandbTracker(self._project, self._entity, self._mode, self._wait_s)
-
-
 class WandbTracker(Tracker):
     """A row of W&B's history has all values of a step; W&B writes it once a later step begins."""
+
+    variables = ("WANDB_PROJECT", "WANDB_ENTITY", "WANDB_MODE", "WANDB_BASE_URL")
 
     stores_at_once = False  # W&B's service keeps rows in memory
 
@@ -73,7 +37,8 @@ class WandbTracker(Tracker):
         self._described: TrackedRun | None = None
         self._run: Any = None
         self._arrived: set[tuple[int, str]] = set()
-        """Step and name of each value that earlier processes have written to disk."""
+        """Step and name of each value that earlier processes have written to disk; W&B writes a histogram or text as
+        ``<name>._type`` and others."""
 
     def open(self, run: TrackedRun) -> None:
         if self._described is not None:
@@ -83,7 +48,7 @@ class WandbTracker(Tracker):
         if self._run.offline:
             files = wandb_files(run.directory / "wandb", f"run-{run.id}.wandb")
             rows = (row for path in files for row in wandb_rows(path, Skipped()))
-            self._arrived = {(row.get(STEP, -1), name) for row in rows for name in row}
+            self._arrived = {(row.get(STEP, -1), name.removesuffix("._type")) for row in rows for name in row}
 
     def _forget_failed(self) -> None:
         """Stop W&B's service, in which a run whose opening failed stays "in use"; not under a run of the user's own."""
@@ -116,11 +81,10 @@ class WandbTracker(Tracker):
         self._run.define_metric("*", step_metric=STEP)
 
     def has(self, entry: Entry) -> bool:
-        if not isinstance(entry, Points):
-            return False
+        names = names_in(entry)
         if self._run.offline:
-            return all((entry.step, name) in self._arrived for name in entry.values)
-        return bool(entry.step < self._run.step - 1)  # the step before it may have arrived in part
+            return bool(names) and all((entry.step, name) in self._arrived for name in names)
+        return bool(names) and bool(entry.step < self._run.step - 1)  # the step before it may have arrived in part
 
     def send(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
@@ -162,6 +126,46 @@ class WandbTracker(Tracker):
 
     def close(self, status: Status) -> None:
         self._run.finish(exit_code=0 if status == "finished" else 1)
+
+
+class WandbLogger(TrackerLogger):
+    """Writes to one run of Weights & Biases, over all legs; see :class:`TrackerLogger`.
+
+    The API key is read by W&B, from ``WANDB_API_KEY`` or its own login. W&B's files are in ``logs/wandb``. Each leg of
+    an offline run has a directory there, all with the same run id; ``wandb sync`` uploads them in their order.
+
+    Args:
+        project: None: ``WANDB_PROJECT``, or W&B's default.
+        entity: user or team; None: ``WANDB_ENTITY``, or W&B's default.
+        mode: ``online`` or ``offline``; None: ``WANDB_MODE``, or online.
+        cards: of which checkpoints a model card is logged as an artifact: ``OnBest()``, ``Every(steps=1000)``, or that
+            as text; None: of none.
+        wait_s: seconds that the end of training waits for W&B.
+        name: the key of its state in checkpoints; None: the class's name.
+
+    Raises:
+        ConfigurationError: if wandb is not installed, or for an invalid value.
+    """
+
+    tracker_class = WandbTracker
+    package, extra = "wandb", "wandb"
+
+    def __init__(
+        self,
+        project: str | None = None,
+        *,
+        entity: str | None = None,
+        mode: str | None = None,
+        cards: SaveTrigger | str | None = None,
+        wait_s: float = 30.0,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(
+            {"project": project, "entity": entity, "mode": mode, "wait_s": wait_s},
+            cards=cards,
+            wait_s=wait_s,
+            name=name,
+        )
 
 
 def _values(entry: Points | Text | Histogram | Return) -> dict[str, Any]:
