@@ -15,7 +15,7 @@ import torch
 
 import dalsegno as ds
 from dalsegno.callbacks import JsonLogger
-from dalsegno.cli import _parser
+from dalsegno.cli import _parser, main
 from dalsegno.logs import read_records
 from dalsegno.testing import TinyRegression, tiny_regression_data
 
@@ -49,6 +49,24 @@ def test_a_tutorial_shows_lines_of_its_example(tutorial: str, example: str, lang
     program = {line.strip() for line in (ROOT / "docs" / "examples" / example).read_text().splitlines()}
     shown = {line.strip() for block in blocks(tutorial, language) for line in block.splitlines()}
     assert shown <= program
+
+
+def test_the_spike_of_the_tutorial_is_healed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (code,) = blocks("spike", "python")
+    exec(code, {})  # our own page
+    lost, healed = (ds.open_log(Path("runs") / name).summary() for name in ("lost", "healed"))
+    assert (lost.rollbacks, healed.rollbacks, healed.redone_steps) == (0, 1, 28)
+    assert lost.loss is not None and lost.loss.not_finite > 0
+    assert healed.loss is not None and healed.loss.not_finite == 0 and healed.loss.final < 0.2
+    capsys.readouterr()
+    main(["logs", "lineage", "runs/healed"])
+    main(["logs", "detect", "runs/lost", "--save-steps", "25", "--margin", "10"])
+    printed = capsys.readouterr().out
+    assert "step 103: back to step 75, by DivergenceDetector: loss diverged at step 103" in printed
+    assert "lost      200       103       75  diverges" in printed
 
 
 class Domains(TinyRegression):

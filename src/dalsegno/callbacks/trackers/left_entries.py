@@ -51,6 +51,7 @@ def send_left_entries(output_dir: Path, wait_s: float) -> list[Sent]:
         NotFound: if the run has no outbox.
         Locked: if a process trains the run.
     """
+    output_dir = output_dir.absolute()  # the working directory changes below
     outboxes = sorted((output_dir / "logs" / OUTBOXES).glob(f"*/{OUTBOX}"))
     if not outboxes:
         raise NotFound(f"{output_dir}: not a run with a tracker's logger: it has no logs/{OUTBOXES}/*/{OUTBOX}")
