@@ -6,9 +6,9 @@ copy: 512 MB, moved tensor by tensor into a mapping of the same kind. A thread h
 
 from __future__ import annotations
 
-import ctypes
+import mmap
+import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -23,6 +23,7 @@ from dalsegno.system import filesystem
 from dalsegno.testing import run_ranks
 
 from .row import Row, duration
+from .standstill import memcpy
 from .timing import in_turns, ratio
 
 TENSORS = 64
@@ -61,6 +62,7 @@ def _standing_still(directory: Path, size: int, rounds: int) -> dict[str, list[f
     def save() -> float:
         nonlocal step
         step += 1
+        os.sync()  # as before the copy
         began = time.perf_counter()
         checkpoints.save(step, [state], [], {}, metrics={}, is_finite=True)
         seconds = time.perf_counter() - began
@@ -69,22 +71,12 @@ def _standing_still(directory: Path, size: int, rounds: int) -> dict[str, list[f
 
     try:
         save()  # each slot once; in_turns() begins with the other
-        return in_turns({OURS: save, COPY: _memcpy(model, memory_dir.root() / f"copy-{step}", size)}, rounds)
+        return in_turns({OURS: save, COPY: memcpy(model, _shared(memory_dir.root() / f"copy-{step}", size))}, rounds)
     finally:
         checkpoints.close(remove=True)
 
 
-def _memcpy(model: nn.Module, path: Path, size: int) -> Callable[[], float]:
+def _shared(path: Path, size: int) -> mmap.mmap:
     memory = filesystem.map_new(path, size)
     path.unlink()
-    target = torch.frombuffer(memory, dtype=torch.uint8)
-    sources = [(each.data_ptr(), each.numel() * 4) for each in model.parameters()]
-
-    def measure() -> float:
-        began, place = time.perf_counter(), target.data_ptr()
-        for source, count in sources:
-            ctypes.memmove(place, source, count)
-            place += count
-        return time.perf_counter() - began
-
-    return measure
+    return memory

@@ -84,7 +84,7 @@ def _standing_still(directory: Path, size: int, rounds: int) -> tuple[dict[str, 
         warnings.simplefilter("ignore")
         measures = {
             OURS: _ours(directory / "ours", model),
-            COPY: _memcpy(model, size),
+            COPY: memcpy(model, _warm(size)),
             FIRST: lambda: _first(directory / "first", model),
             ASYNC: _async(directory, model),
         }
@@ -118,9 +118,14 @@ def _launch(manager: CheckpointManager, state: ModelState, folder: Path) -> floa
     return seconds
 
 
-def _memcpy(model: nn.Module, size: int) -> Callable[[], float]:
+def _warm(size: int) -> mmap.mmap:
     memory = mmap.mmap(-1, size)
     memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def memcpy(model: nn.Module, memory: mmap.mmap) -> Callable[[], float]:
+    """What measures a copy of the parameters into ``memory``, whose pages it touches first."""
     target = torch.frombuffer(memory, dtype=torch.uint8)
     target.zero_()
     sources = [(each.data_ptr(), each.numel() * 4) for each in model.parameters()]

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import dalsegno as ds
-from dalsegno.checkpoint import memory
+from dalsegno.checkpoint import ModelState, OptimizerState, memory
 from dalsegno.checkpoint.format import memory_dir
 from dalsegno.cli import main
+from dalsegno.distributed.layout import Layout
 from dalsegno.logs import RunFile
 from dalsegno.system import filesystem
 from dalsegno.testing import compare_runs
@@ -224,6 +227,20 @@ def test_its_size_is_logged_before_training(tmp_path: Path, caplog: pytest.LogCa
     caplog.set_level(logging.INFO, logger="dalsegno")
     crash(tmp_path, 0)
     assert "memory checkpoints: two slots of " in caplog.text
+
+
+def test_the_computed_size_counts_what_the_optimizer_adds_to_trained_weights_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """4 MB frozen, and 1 MB trained, of which Adam keeps two averages."""
+    caplog.set_level(logging.INFO, logger="dalsegno")
+    model = nn.ParameterDict({name: nn.Parameter(torch.zeros(n * 250_000)) for name, n in (("base", 4), ("lora", 1))})
+    model["base"].requires_grad_(False)
+    states = [ModelState(model), OptimizerState(model, torch.optim.AdamW([model["lora"]]))]
+    checkpoints = memory.MemoryCheckpoints(tmp_path, Layout.flat())
+    checkpoints.begin_leg(states, saving=True)
+    assert "two slots of 7." in caplog.text
+    checkpoints.close(remove=True)
 
 
 @pytest.mark.parametrize("when", ["Every(minutes=1)", "OnBest()", "Every(seconds=3) | Every(steps=2)"])

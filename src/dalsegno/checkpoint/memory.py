@@ -109,8 +109,8 @@ class MemoryCheckpoints:
             after: number of finished steps.
         """
         self._leave()
-        directory = self._of_last_leg(name)
-        if directory is None or (directory.newest_step or 0) <= after or not self._is_seen(directory):
+        directory = self._of_last_leg(name, after)
+        if directory is None or not self._is_seen(directory):
             return None
         try:
             checkpoint = CheckpointManager(directory.path, layout=self._layout).find()
@@ -123,8 +123,15 @@ class MemoryCheckpoints:
         self._directory, self._former = directory, checkpoint.path
         return checkpoint
 
-    def _of_last_leg(self, name: str | None) -> MemoryDir | None:
-        return collectives.from_rank_zero(lambda: None if name is None else memory_dir.find(name, self._output_dir))
+    def _of_last_leg(self, name: str | None, after: int = -1) -> MemoryDir | None:
+        """The directory ``name``, if it has a checkpoint of a step greater than ``after``; looked up by rank 0."""
+
+        def look_up() -> MemoryDir | None:
+            directory = None if name is None else memory_dir.find(name, self._output_dir)
+            newest = None if directory is None else directory.newest_step
+            return directory if newest is not None and newest > after else None
+
+        return collectives.from_rank_zero(look_up)
 
     def owns(self, path: Path) -> bool:
         """Whether ``path`` is a memory checkpoint of the run."""
@@ -299,13 +306,13 @@ class MemoryCheckpoints:
         """Compute the size of the slots, before the first step has created the optimizer's state; log it on rank 0."""
         snapshotter = self._slots[0].snapshotter
         snapshotter.check_serializable(sharded, ())
-        size, own = snapshotter.planned_bytes(), snapshotter.planned_bytes(MODEL)
+        size, trained = snapshotter.planned_bytes(), snapshotter.planned_bytes_trained(MODEL)
         is_exact = True
         for each in sharded:
             if each.optimizer is not None and not each.optimizer.state:
                 per_parameter = tensors_per_parameter(each.optimizer)
                 is_exact = is_exact and per_parameter is not None
-                size += own * (per_parameter or 0)
+                size += trained * (per_parameter or 0)
         needed = 2 * sum(collectives.gather(size, "size of memory checkpoints"))
         directory = self._directory
         assert directory is not None, "there are slots"

@@ -253,9 +253,14 @@ class Snapshotter:
             changed.append(content)
         return unchanged, changed
 
-    def planned_bytes(self, component: str | None = None) -> int:
-        """Bytes of tensors that this rank writes of a sharded component, or of all, as last planned."""
-        return sum(file.layout.length for file in self._plan.files if component in (None, file.component))
+    def planned_bytes(self) -> int:
+        """Bytes of tensors that this rank writes, as last planned."""
+        return sum(file.layout.length for file in self._plan.files)
+
+    def planned_bytes_trained(self, component: str) -> int:
+        """Of these, the bytes of a component's tensors that are not frozen."""
+        files = [file for file in self._plan.files if file.component == component and not file.is_frozen]
+        return sum(file.layout.length for file in files)
 
     def _lay_out_shared(self, shared: SharedFiles) -> None:
         if not shared.fits(self._plan.files):
