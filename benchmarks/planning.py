@@ -67,8 +67,8 @@ def _ours(world: int, tensors: int, part: int, rounds: int) -> dict[str, float]:
     all_of_them, some = _as_rank(5, world, tensors), _as_rank(0, world, part)
     before = planning.signature(all_of_them(dict), {})
     return {
-        "rank": all_of_them(lambda state: _median(lambda: planning.plan(state, {}), rounds)),
-        "rank 0": some(lambda state: _median(lambda: planning.plan(state, {}), rounds)) * tensors / part,
+        "rank": all_of_them(lambda state: _median(lambda: planning.plan(state, {}, {}), rounds)),
+        "rank 0": some(lambda state: _median(lambda: planning.plan(state, {}, {}), rounds)) * tensors / part,
         "kept": all_of_them(lambda state: _median(lambda: planning.signature(state, {}) == before, rounds)),
     }
 

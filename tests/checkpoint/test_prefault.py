@@ -34,9 +34,9 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     asked: list[int] = []
     original = planning.plan
 
-    def counted(tensors: TensorsByComponent, frozen: planning.FrozenNames) -> planning.Plan:
+    def counted(tensors: TensorsByComponent, *names: planning.FrozenNames) -> planning.Plan:
         asked.append(1)
-        return original(tensors, frozen)
+        return original(tensors, *names)
 
     monkeypatch.setattr(planning, "plan", counted)
     return asked

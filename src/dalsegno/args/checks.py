@@ -13,6 +13,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "logging_strategy": ("no", "steps", "epoch"),
     "eval_strategy": ("no", "steps", "epoch"),
     "save_strategy": ("no", "steps", "epoch"),
+    "save_frozen": ("once", "never"),
 }
 OPTIMIZERS = ("adamw", "adamw_fused", "adafactor", "sgd", "muon")
 _OTHER_OPTIMIZERS = {

@@ -154,6 +154,9 @@ class TrainingArguments:
     save_in_memory: SaveTrigger | str | None = None
     """When to also save into shared memory: ``Every(steps=10)``, or that as text. It outlives a crash of the process,
     not of the host. The next leg resumes from there if that is newer than all checkpoints on disk. None: never."""
+    save_frozen: Literal["once", "never"] = "once"
+    """``once``: parameters with ``requires_grad=False`` are written once, and linked by later checkpoints. ``never``:
+    only their checksums are saved; a leg that resumes must build the model with the same values."""
     max_failed_saves: int = 3
     """Number of consecutive failed saves (e.g. on a full disk) that raises an error; fewer are only logged."""
 

@@ -23,6 +23,7 @@ from .load.compatibility import Value
 from .load.restore import restore
 from .load.states import LoadReport, SavedStates, unclaimed_states
 from .save.async_save import AsyncSave, BufferPrefault
+from .save.base import FrozenBase
 from .save.destination import NewDirectory
 from .save.snapshot import Snapshotter
 from .save.unchanged import FormerFiles
@@ -60,7 +61,7 @@ class CheckpointManager:
         self._trusted: Path | None = None  # the checkpoint that this process verified or wrote last
         self._former: FormerFiles | None = None  # of the checkpoint that this rank verified or wrote last
         self._unsettled: AsyncSave | None = None
-        self._has_saved = False
+        self._has_saved = self._has_base = False
         self._prefault: BufferPrefault | None = None
 
     @property
@@ -166,6 +167,13 @@ class CheckpointManager:
             afterwards=delete_unkept,
         )
         return save
+
+    def leave_out_base(self, sharded: Sequence[ShardedState]) -> None:
+        """Save only checksums of the frozen parameters that keep their present values, which the user's script must
+        rebuild: call before anything is loaded. They are compared when a checkpoint is loaded."""
+        if not self._has_base:
+            self._has_base = True
+            self._snapshotter.leave_out(FrozenBase(sharded))
 
     def prepare(self, sharded: Sequence[ShardedState]) -> None:
         """Allocate the buffers of the first save in the background, so that it takes no longer than the next one.

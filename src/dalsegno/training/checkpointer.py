@@ -74,6 +74,8 @@ class Checkpointer:
         try:
             self._mirror.claim(take_over=self._parts.args.take_over_lock)
             self._manager.remove_partial()
+            if self._parts.args.save_frozen == "never":
+                self._manager.leave_out_base(self._contents.sharded())
             yield
         finally:
             try:

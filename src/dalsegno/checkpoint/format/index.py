@@ -5,7 +5,8 @@
     {"format": 1, "tensors": {"model.weight": {"dtype": "float32", "shape": [4, 2], "pieces": [
         {"file": "model/shard-00000.safetensors", "bytes": [4096, 4112], "offsets": [0, 0], "shape": [2, 2]}, …]}}}
 
-``bytes`` is the range in the file; ``offsets`` and ``shape`` are the chunk's box in the full tensor.
+``bytes`` is the range in the file; ``offsets`` and ``shape`` are the chunk's box in the full tensor. With
+``save_frozen="never"`` there is a section ``absent`` of the tensors that are not saved: ``{"dtype": …, "shape": …}``.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 import torch
 
@@ -41,9 +42,12 @@ class PieceEntry(TypedDict):
     shape: Shape
 
 
-class TensorEntry(TypedDict):
+class FormEntry(TypedDict):
     dtype: Annotated[str, Must(f"one of {', '.join(DTYPES)}", DTYPES.__contains__)]
     shape: Shape
+
+
+class TensorEntry(FormEntry):
     pieces: list[PieceEntry]
 
 
@@ -52,6 +56,7 @@ class IndexFile(TypedDict):
 
     format: Literal[1]
     tensors: dict[str, TensorEntry]
+    absent: NotRequired[dict[str, FormEntry]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +71,7 @@ class StoredChunk:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a checkpoint. Its chunks cover each element exactly once."""
+    """A tensor in a checkpoint. Its chunks cover each element exactly once; an absent tensor has none."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -75,14 +80,22 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """The sharded tensors of a checkpoint, by ``<component>.<name>``."""
+    """The sharded tensors of a checkpoint, by ``<component>.<name>``; ``absent``: those that are not saved."""
 
     tensors: Mapping[str, StoredTensor]
+    absent: Mapping[str, StoredTensor] = field(default_factory=dict)
 
     def of(self, component: str) -> dict[str, StoredTensor]:
         """Tensors of one component, by their names within it."""
-        prefix = f"{component}."
-        return {name.removeprefix(prefix): each for name, each in self.tensors.items() if name.startswith(prefix)}
+        return _within(component, self.tensors)
+
+    def absent_of(self, component: str) -> dict[str, StoredTensor]:
+        """Tensors of one component that are not saved, by their names within it."""
+        return _within(component, self.absent)
+
+    def known_of(self, component: str) -> dict[str, StoredTensor]:
+        """Tensors of one component, saved or not."""
+        return self.of(component) | self.absent_of(component)
 
     def to_bytes(self) -> bytes:
         tensors = {
@@ -96,7 +109,9 @@ class Index:
             }
             for name, each in self.tensors.items()
         }
-        return json.dumps({"format": FORMAT, "tensors": tensors}, separators=(",", ":")).encode()
+        absent = {name: {"dtype": name_of(each.dtype), "shape": each.shape} for name, each in self.absent.items()}
+        content = {"format": FORMAT, "tensors": tensors} | ({"absent": absent} if absent else {})
+        return json.dumps(content, separators=(",", ":")).encode()
 
     @classmethod
     def read(cls, path: Path) -> Index:
@@ -108,7 +123,13 @@ class Index:
         content = read_json(path)
         check(content, IndexFile, str(path), DamagedCheckpoint)
         try:
-            return cls({name: _tensor(name, entry) for name, entry in content["tensors"].items()})
+            return cls(
+                {name: _tensor(name, entry) for name, entry in content["tensors"].items()},
+                {
+                    name: StoredTensor(DTYPES[entry["dtype"]], tuple(entry["shape"]), ())
+                    for name, entry in content.get("absent", {}).items()
+                },
+            )
         except ValueError as error:
             raise DamagedCheckpoint(f"{path}: {error}") from error
 
@@ -126,6 +147,11 @@ def index_of(checkpoint: Checkpoint) -> Index:
             if chunk.file not in sizes or chunk.span[1] > sizes[chunk.file].size:
                 raise DamagedCheckpoint(f"{path}: {name}: bytes {list(chunk.span)} are not in {chunk.file!r}")
     return index
+
+
+def _within(component: str, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    prefix = f"{component}."
+    return {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
 
 
 def split(full_name: str) -> tuple[str, str]:

@@ -2,7 +2,8 @@
 
 ::
 
-    {"format": 2, "step": 500, "world_size": 2, "torch": "2.13.0", "dalsegno": "0.1.0", "created": "2026-…Z",
+    {"format": 2,        3 if frozen parameters are not saved
+     "step": 500, "world_size": 2, "torch": "2.13.0", "dalsegno": "0.1.0", "created": "2026-…Z",
      "metrics": {"eval_loss": 2.5}, "best": true,
      "finite": false,     only if NaN or infinity is in the weights
      "files": {"model/shard-00000.safetensors": {"size": 8192, "xxh3": "…32 hex digits…"}, …},
@@ -33,6 +34,8 @@ from dalsegno.policies.retention import Entry
 from . import names
 
 FORMAT = 2
+FORMAT_WITHOUT_FROZEN = 3
+"""Of a checkpoint without its frozen parameters, which an older version would take for a damaged one."""
 
 _READ_BYTES = 1 << 20  # bytes hashed at once: still in the processor's cache
 _READERS = 4  # files read at once: a network disk gives one reader a fraction of its bandwidth
@@ -95,7 +98,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         content = {
-            "format": FORMAT,
+            "format": FORMAT_WITHOUT_FROZEN if names.fingerprints_among(self.files) else FORMAT,
             "step": self.step,
             "world_size": self.world_size,
             "torch": self.torch,
@@ -142,8 +145,9 @@ class Manifest:
             _expect(type(content) is dict, "not an object")
             claimed = content.pop("xxh3")
             _expect(claimed == _checksum_of(content), "its content does not match its checksum")
-            if type(content["format"]) is not int or content["format"] > FORMAT:
-                raise StateMismatch(f"{path}: has format {content['format']!r}; this dalsegno reads up to {FORMAT}")
+            if type(content["format"]) is not int or content["format"] > FORMAT_WITHOUT_FROZEN:
+                newest = FORMAT_WITHOUT_FROZEN
+                raise StateMismatch(f"{path}: has format {content['format']!r}; this dalsegno reads up to {newest}")
             return cls._parse(content)
         except StateMismatch:
             raise

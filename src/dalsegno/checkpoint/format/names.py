@@ -9,6 +9,7 @@
         model/shard-00000.safetensors           one directory per sharded component, one file per writing rank
         model/frozen-00000.safetensors          parameters that are not trained, in files of their own: hard links to
                                                 those of the checkpoint before, if unchanged
+        model/frozen-00000.json                 checksums of those that are not saved (save_frozen="never")
         shared.json, shared.safetensors         sidecar: state that all ranks share
         rank-00000.json, rank-00000.safetensors sidecar: state of one rank
       step-00000600.partial/                    being written or deleted; the rename to and from this name is atomic
@@ -32,6 +33,7 @@ SHARED = "shared"
 PARTIAL = ".partial"
 DAMAGED = ".damaged"
 
+_FINGERPRINTS = re.compile(r"[^/]+/frozen-\d{5,}\.json")
 _STEP = re.compile(r"step-(\d{8,})")
 _PARTIAL = re.compile(r"step-\d{8,}\.partial")
 _DAMAGED = re.compile(r"step-\d{8,}\.damaged(\.\d{4,})?")
@@ -64,6 +66,16 @@ def is_quarantined(path: Path) -> bool:
 def shard(component: str, rank: int) -> str:
     """File of the tensors of ``component`` that ``rank`` writes."""
     return f"{component}/shard-{rank:05d}.safetensors"
+
+
+def fingerprints(component: str, rank: int) -> str:
+    """File of the checksums that ``rank`` writes of frozen parameters of ``component`` that are not saved."""
+    return f"{component}/frozen-{rank:05d}.json"
+
+
+def fingerprints_among(files: Iterable[str]) -> list[str]:
+    """Files of checksums among a checkpoint's ``files``."""
+    return sorted(name for name in files if _FINGERPRINTS.fullmatch(name))
 
 
 def frozen_shard(component: str, rank: int) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from dalsegno.checkpoint.format import names
+from dalsegno.checkpoint.format.fingerprints import read_fingerprints
 from dalsegno.checkpoint.format.index import Index, StoredTensor
 from dalsegno.checkpoint.format.layout import name_of
 from dalsegno.checkpoint.format.manifest import Checkpoint
@@ -68,7 +69,9 @@ def tensor_differences(first: Checkpoint, second: Checkpoint) -> Iterator[Tensor
     Raises:
         DamagedCheckpoint: if an index has content that dalsegno cannot have written.
     """
-    one, other = (Index.read(each.file(names.INDEX)).tensors for each in (first, second))
+    indexes = [Index.read(each.file(names.INDEX)) for each in (first, second)]
+    yield from _base_differences(*zip((first, second), indexes, strict=True))
+    one, other = (each.tensors for each in indexes)
     for name in _union(one, other):
         forms = (_stored_form(one.get(name)), _stored_form(other.get(name)))
         if forms[0] != forms[1]:
@@ -77,6 +80,15 @@ def tensor_differences(first: Checkpoint, second: Checkpoint) -> Iterator[Tensor
             pair = full_tensor(one[name], first), full_tensor(other[name], second)
             if found := _difference(name, *pair):
                 yield found
+
+
+def _base_differences(one: tuple[Checkpoint, Index], other: tuple[Checkpoint, Index]) -> Iterator[TensorDifference]:
+    """Tensors that neither checkpoint contains, and whose fingerprints differ."""
+    here, there = (read_fingerprints(checkpoint, index) for checkpoint, index in (one, other))
+    for name in here.keys() & there.keys():
+        if {*here[name]} != {*there[name]}:
+            forms = (_stored_form(one[1].absent[name]), _stored_form(other[1].absent[name]))
+            yield TensorDifference(name, forms)
 
 
 def state_differences(first: Checkpoint, second: Checkpoint) -> Iterator[StateDifference | TensorDifference]:

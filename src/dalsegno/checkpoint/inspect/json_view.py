@@ -34,7 +34,8 @@ def readable_states(checkpoint: Checkpoint) -> dict[str, list[Json]]:
 
 
 def readable_tensors(checkpoint: Checkpoint) -> dict[str, Json]:
-    """Every sharded tensor, by ``<component>.<name>``: dtype, shape and chunks, from the index.
+    """Every sharded tensor, by ``<component>.<name>``: dtype, shape and chunks, from the index. One that is not
+    saved (``save_frozen="never"``) has no chunks.
 
     Raises:
         DamagedCheckpoint: if the index has content that dalsegno cannot have written.
@@ -42,7 +43,8 @@ def readable_tensors(checkpoint: Checkpoint) -> dict[str, Json]:
     path = checkpoint.file(names.INDEX)
     content = read_json(path)
     try:
-        return {name: _tensor(entry) for name, entry in content["tensors"].items()}
+        absent = {name: {**entry, "pieces": []} for name, entry in content.get("absent", {}).items()}
+        return {name: _tensor(entry) for name, entry in {**content["tensors"], **absent}.items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DamagedCheckpoint(f"{path}: not an index ({error!r})") from error
 

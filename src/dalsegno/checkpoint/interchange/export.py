@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,6 +117,7 @@ def export_model(
     stored = tensors.of(MODEL)
     if average is not None:
         stored |= averages(tensors, average)
+    expect_all_saved(source, tensors, stored)
     rest = SavedStates(source).state(MODEL)
     check_types(source, stored)
     shards = _shards(stored, limit)
@@ -135,6 +136,25 @@ def export_model(
     return Exported(
         source.path, [target / name for name in files], size, len(stored), rest["tied"], sorted(rest["extra"]), copied
     )
+
+
+def expect_all_saved(source: Checkpoint, index: Index, found: Collection[str]) -> None:
+    """
+    Args:
+        source: the checkpoint.
+        index: of its tensors.
+        found: names of the model's tensors whose values are there.
+
+    Raises:
+        ConfigurationError: if the model has further ones, which were not saved.
+    """
+    if absent := sorted(index.absent_of(MODEL).keys() - {*found}):
+        more = ", …" if absent[1:] else ""
+        raise ConfigurationError(
+            f"{source.path}: contains no values of {len(absent)} frozen parameters ({absent[0]}{more}), which "
+            'save_frozen="never" left out; export the adapters (--adapters), or resume the run with save_frozen="once" '
+            "and export its next checkpoint"
+        )
 
 
 def best_of(newest: Checkpoint) -> Checkpoint:

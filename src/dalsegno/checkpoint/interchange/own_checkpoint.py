@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from dalsegno.checkpoint.format import names
+from dalsegno.checkpoint.format.index import Index
 from dalsegno.checkpoint.format.keys import CALLBACKS, MODEL, SETTINGS
 from dalsegno.checkpoint.format.manifest import Checkpoint, ComponentRecord
 from dalsegno.checkpoint.format.sidecar import SavedState
@@ -27,6 +28,7 @@ from dalsegno.errors import ConfigurationError
 from dalsegno.logs import RecordLog
 from dalsegno.stateful.component import Scope, State
 
+from .export import expect_all_saved
 from .optimizer_contents import OptimizerContents
 from .run_state import Place, RunState
 
@@ -80,7 +82,7 @@ def read(checkpoint: Checkpoint) -> RunState:
     """The state in a verified checkpoint. Its log is not read.
 
     Raises:
-        ConfigurationError: if it is not that of a whole run.
+        ConfigurationError: if it is not that of a whole run, or was saved without its frozen parameters.
     """
     if missing := [
         key for key in (MODEL, "trainer", "loader", "rng", "meter") if key not in checkpoint.manifest.components
@@ -89,6 +91,8 @@ def read(checkpoint: Checkpoint) -> RunState:
             f"{checkpoint.path}: contains no {', '.join(missing)}, so no program can resume from it; export its model "
             "alone, without program="
         )
+    index = Index.read(checkpoint.file(names.INDEX))
+    expect_all_saved(checkpoint, index, index.of(MODEL))
     saved, tensors = SavedStates(checkpoint), read_tensors(checkpoint)
     trainer, rest = saved.state("trainer"), saved.state(MODEL)
     settings = saved.state(SETTINGS) if SETTINGS in saved else {}

@@ -19,6 +19,7 @@ from dalsegno.errors import StateMismatch
 from dalsegno.stateful.component import Component, State
 
 from . import dcp_reader
+from .base import find_other_base
 from .compatibility import Change, Value, compare, raise_if_incompatible
 from .dcp_reader import Files
 from .states import (
@@ -48,6 +49,7 @@ def restore(
     report.changes.extend(
         collectives.run_on_all_ranks(lambda: [*find_mismatches(stored, sharded), *changed_settings(saved, settings)])
     )
+    report.changes.extend(stored.find_other_base(saved.checkpoint, sharded))
     raise_if_incompatible(report.changes, allowed, saved.path)
     _restore(saved, stored, sharded, components, report, adapt)
     for key in stored.rests:
@@ -73,6 +75,7 @@ def load_parts(
     saved, report = SavedStates(checkpoint, layout), LoadReport()
     stored = StoredTensors.of(saved)
     report.changes.extend(collectives.run_on_all_ranks(lambda: find_mismatches(stored, sharded, any_dtype=True)))
+    report.changes.extend(stored.find_other_base(saved.checkpoint, sharded))
     raise_if_incompatible(report.changes, allowed, checkpoint.path)
     _restore(saved, stored, sharded, components, report, {})
     return report
@@ -147,6 +150,11 @@ class StoredTensors:
             )
 
         return collectives.run_on_all_ranks(read)
+
+    def find_other_base(self, checkpoint: Checkpoint, sharded: Sequence[ShardedState]) -> list[Change]:
+        """As :func:`dalsegno.checkpoint.load.base.find_other_base`, of the components that are in the checkpoint."""
+        known = [(each, self.rests[each.key]) for each in sharded if each.key in self.rests]
+        return find_other_base(checkpoint, self.index, known)
 
 
 def find_mismatches(stored: StoredTensors, sharded: Sequence[ShardedState], *, any_dtype: bool = False) -> list[Change]:

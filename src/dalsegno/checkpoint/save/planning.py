@@ -45,7 +45,7 @@ class FilePlan:
     def tensors(self, of: TensorsByComponent) -> list[torch.Tensor]:
         """This rank's shards in the order of the layout; not copies."""
         component = of[self.component]
-        return [_local(component[chunk.name]) for chunk in self.layout.chunks]
+        return [local_part(component[chunk.name]) for chunk in self.layout.chunks]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,8 @@ class Plan:
     of all ranks' files."""
 
     files: Sequence[FilePlan]
+    absent: Mapping[str, Sequence[TensorChunk]]
+    """By component, the chunks that are not saved and whose checksums this rank writes."""
     index: bytes | None
 
 
@@ -109,11 +111,16 @@ FrozenNames = Mapping[str, Collection[str]]
 saves write only these."""
 
 
-def plan(tensors: TensorsByComponent, frozen: FrozenNames) -> Plan:
+def plan(tensors: TensorsByComponent, frozen: FrozenNames, absent: FrozenNames) -> Plan:
     """Assign each chunk to one rank; a replicated one to the rank with the least to write.
 
     Takes microseconds per tensor, on rank 0 per tensor and rank. So callers keep a plan as long as :func:`signature`
     is unchanged on all ranks.
+
+    Args:
+        tensors: of all components.
+        frozen: names of those in files of their own.
+        absent: names of those that are not saved.
 
     Raises:
         CannotSave: for a tensor with a partial placement.
@@ -122,22 +129,29 @@ def plan(tensors: TensorsByComponent, frozen: FrozenNames) -> Plan:
     loads = {is_frozen: np.zeros(collectives.world_size(), np.int64) for is_frozen in (False, True)}
     files: list[FilePlan] = []
     stored: dict[str, StoredTensor] = {}
+    unsaved: dict[str, list[TensorChunk]] = {}
     known: dict[object, ShardLayout] = {}
     for component, its in tensors.items():
         chunks: dict[tuple[int, bool], list[TensorChunk]] = {}
         for name, tensor in its.items():
             dtype, shape = tensor.dtype, tuple(tensor.shape)
             is_frozen = name in frozen.get(component, ())
+            is_absent = name in absent.get(component, ())
             stored[f"{component}.{name}"] = StoredTensor(dtype, shape, ())
             for writer, chunk in _layout_of(tensor, known).assign_writers(loads[is_frozen], dtype.itemsize, rank):
                 placed = TensorChunk(name, dtype, chunk.shape, chunk.offsets, shape)
+                if is_absent:
+                    if writer == rank:
+                        unsaved.setdefault(component, []).append(placed)
+                    continue
                 chunks.setdefault((writer, is_frozen), []).append(placed)
         files += [
             FilePlan(component, writer, is_frozen, FileLayout.of(of_file))
             for (writer, is_frozen), of_file in sorted(chunks.items())
         ]
-    index = _index(stored, files).to_bytes() if rank == 0 else None
-    return Plan([file for file in files if file.writer == rank], index)
+    missing = {f"{component}.{name}" for component, its in absent.items() for name in its}
+    index = _index(stored, files, missing).to_bytes() if rank == 0 else None
+    return Plan([file for file in files if file.writer == rank], unsaved, index)
 
 
 def signature(tensors: TensorsByComponent, frozen: FrozenNames) -> object:
@@ -271,15 +285,23 @@ def _is_contiguous(number: int, placements: Sequence[object], mesh_shape: Sequen
     return placement.split_factor == math.prod(skipped)
 
 
-def _index(stored: dict[str, StoredTensor], files: Sequence[FilePlan]) -> Index:
+def _index(stored: dict[str, StoredTensor], files: Sequence[FilePlan], absent: Collection[str]) -> Index:
     chunks: dict[str, list[StoredChunk]] = {name: [] for name in stored}
     for file in files:
         for chunk, span in zip(file.layout.chunks, file.layout.spans, strict=True):
             placed = StoredChunk(file.name, span, chunk.offsets, chunk.shape)
             chunks[f"{file.component}.{chunk.name}"].append(placed)
-    return Index({name: StoredTensor(each.dtype, each.shape, tuple(chunks[name])) for name, each in stored.items()})
+    return Index(
+        {
+            name: StoredTensor(each.dtype, each.shape, tuple(chunks[name]))
+            for name, each in stored.items()
+            if name not in absent
+        },
+        {name: each for name, each in stored.items() if name in absent},
+    )
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor; not a copy."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.detach() if local.requires_grad else local

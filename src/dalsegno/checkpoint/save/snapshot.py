@@ -6,19 +6,18 @@ import datetime
 import functools
 import importlib.metadata
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-import xxhash
 
 from dalsegno.checkpoint.format import names
+from dalsegno.checkpoint.format.fingerprints import Fingerprint, to_bytes
 from dalsegno.checkpoint.format.layout import FileLayout, TensorChunk
 from dalsegno.checkpoint.format.manifest import ComponentRecord, FileRecord, Manifest
 from dalsegno.checkpoint.format.names import SHARED, rank_sidecar
-from dalsegno.checkpoint.format.sidecar import Encoded, SavedState, sidecar_arrays, sidecar_json
+from dalsegno.checkpoint.format.sidecar import SavedState, sidecar_arrays, sidecar_json
 from dalsegno.checkpoint.state.contract import Capturable, TensorsByComponent
 from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import Layout
@@ -27,11 +26,13 @@ from dalsegno.system import filesystem
 from dalsegno.system.byte_sizes import format_bytes
 
 from . import planning
+from .base import FrozenBase, unchanged_everywhere
 from .cuda_copies import CudaCopies
 from .planning import FilePlan, Plan
 from .resources import available_memory, has_memory_for
 from .shared_files import SharedFiles
 from .staging import Advance, BounceBuffers, Buffer, InlineFile, PendingFile, TensorFile
+from .states import States, digest_of, encode_all, signature_of, warn_of_differences
 from .unchanged import FormerFiles, UnchangedFile, record_of
 
 logger = logging.getLogger("dalsegno")
@@ -95,17 +96,6 @@ class Snapshot:
         )
 
 
-class _States(NamedTuple):
-    """Captured states: shared by all ranks; of this rank only; the shared ones to compare across ranks; tensors that
-    are sharded over the ranks; and the names of the frozen ones among these."""
-
-    shared: dict[str, Encoded]
-    own: dict[str, Encoded]
-    compared: dict[str, Encoded]
-    tensors: TensorsByComponent
-    frozen: dict[str, Collection[str]]
-
-
 @dataclass(frozen=True, slots=True)
 class _FileOfTensors:
     """A file that this rank writes: its layout and its tensors."""
@@ -133,9 +123,14 @@ class Snapshotter:
         self._buffers: dict[str, Buffer] = {}
         self._bounce = BounceBuffers()
         self._cuda = CudaCopies()
-        self._plan = Plan((), None)
+        self._base: FrozenBase | None = None
+        self._plan = Plan((), {}, None)
         self._planned_for: object = None
         self._has_warned_short = False
+
+    def leave_out(self, base: FrozenBase) -> None:
+        """From now on, save only checksums of the frozen parameters that are as they were in ``base``."""
+        self._base = base
 
     def check_serializable(self, sharded: Sequence[Capturable], components: Sequence[Component]) -> None:
         """Encode every state and plan the files, so that all that can refuse a save does so now. Collective.
@@ -143,9 +138,9 @@ class Snapshotter:
         Raises:
             CannotSave: on every rank, if a state on any rank cannot be saved.
         """
-        states, failure = _encode_all(sharded, [each for each in components if each.rehearsed], {})
+        states, failure = encode_all(sharded, [each for each in components if each.rehearsed], {}, self._base)
         collectives.run_on_all_ranks(lambda: _reraise(failure))
-        signature = planning.signature(states.tensors, states.frozen)
+        signature = signature_of(states)
         if collectives.all_reduce_max([signature != self._planned_for], "whether to plan a save anew")[0]:
             self._replan(states, signature)
 
@@ -196,10 +191,10 @@ class Snapshotter:
             CannotSave: on every rank, if a state on any rank cannot be saved.
             OSError, RankFailed: on every rank, if shared files do not fit into memory.
         """
-        states, failure = _encode_all(sharded, components, carried)
+        states, failure = encode_all(sharded, components, carried, self._base)
         sidecars = list(_sidecar_files(states))
-        signature = planning.signature(states.tensors, states.frozen)
-        digest = _digest(states.compared)
+        signature = signature_of(states)
+        digest = digest_of(states.compared)
         is_planned = failure is None and signature == self._planned_for
         unchanged, changed = self._planned(states.tensors, former) if is_planned else ([], [])
         shortage = self._memory_shortage([*changed, *sidecars])
@@ -209,7 +204,7 @@ class Snapshotter:
         if has_failed:
             collectives.run_on_all_ranks(lambda: _reraise(failure))
         if highest != -lowest:
-            _warn_of_differences(states.compared)
+            warn_of_differences(states.compared)
         if has_changed:
             self._replan(states, signature)
             unchanged, changed = self._planned(states.tensors, former)
@@ -231,10 +226,11 @@ class Snapshotter:
             [*copies, *rest], records, is_copy=True, wait=self._cuda.end(), durables=durables, layout=self._layout
         )
 
-    def _replan(self, states: _States, signature: object) -> None:
+    def _replan(self, states: States, signature: object) -> None:
         self._planned_for = None  # stays so if planning fails
         planning.check_ranks_match(states.tensors, states.frozen)
-        self._plan = collectives.run_on_all_ranks(lambda: planning.plan(states.tensors, states.frozen))
+        absent = {} if self._base is None else unchanged_everywhere(states.base)
+        self._plan = collectives.run_on_all_ranks(lambda: planning.plan(states.tensors, states.frozen, absent))
         self._planned_for = signature
 
     def _planned(
@@ -296,13 +292,18 @@ class Snapshotter:
                 format_bytes(available_memory() or 0),
             )
 
-    def _inline_files(self, states: _States) -> list[PendingFile]:
-        own = InlineFile(names.sidecar_states(rank_sidecar(collectives.rank())), sidecar_json(states.own))
-        if collectives.rank() != 0:
-            return [own]
+    def _inline_files(self, states: States) -> list[PendingFile]:
+        rank = collectives.rank()
+        own: list[PendingFile] = [InlineFile(names.sidecar_states(rank_sidecar(rank)), sidecar_json(states.own))]
+        for component, chunks in self._plan.absent.items():
+            checksums = states.base[component]
+            prints = {chunk.name: Fingerprint(chunk.offsets, chunk.shape, checksums[chunk.name]) for chunk in chunks}
+            own.append(InlineFile(names.fingerprints(component, rank), to_bytes(prints)))
+        if rank != 0:
+            return own
         assert self._plan.index is not None, "rank 0's plan has the index"
         return [
-            own,
+            *own,
             InlineFile(names.sidecar_states(SHARED), sidecar_json(states.shared)),
             InlineFile(names.INDEX, self._plan.index),
         ]
@@ -313,44 +314,7 @@ def _version() -> str:
     return importlib.metadata.version("dalsegno")
 
 
-def _encode_all(
-    sharded: Sequence[Capturable], components: Sequence[Component], carried: Mapping[str, SavedState]
-) -> tuple[_States, Exception | None]:
-    """Every state; or the states before the first one that raised, and its exception. No collective."""
-    states = _States({}, {}, {}, {}, {})
-    try:
-        _encode_into(states, sharded, components, carried)
-    except Exception as error:
-        return states, error
-    return states, None
-
-
-def _encode_into(
-    states: _States, sharded: Sequence[Capturable], components: Sequence[Component], carried: Mapping[str, SavedState]
-) -> None:
-    for each in sharded:
-        states.tensors[each.key], rest, states.frozen[each.key] = each.capture()
-        record = ComponentRecord(each.class_name, 1, "sharded")
-        states.shared[each.key] = states.compared[each.key] = Encoded.of(each.key, SavedState(record, [rest]))
-    for component in components:
-        record = ComponentRecord(component.class_name, component.version, component.scope)
-        if component.scope == "per_rank":
-            states.own[component.key] = _encoded(component, record)
-        elif component.compared or collectives.rank() == 0:
-            states.shared[component.key] = _encoded(component, record)
-            if component.compared:
-                states.compared[component.key] = states.shared[component.key]
-    taken = {key for component in components for key in component.keys} | states.tensors.keys()
-    for key, saved in carried.items():
-        if key not in taken:
-            states.shared[key] = Encoded.of(key, saved)
-
-
-def _encoded(component: Component, record: ComponentRecord) -> Encoded:
-    return Encoded.of(component.key, SavedState(record, [component.capture()]))
-
-
-def _sidecar_files(states: _States) -> Iterator[_FileOfTensors]:
+def _sidecar_files(states: States) -> Iterator[_FileOfTensors]:
     """Files of the tensors in the sidecars that this rank writes."""
     sidecars = {rank_sidecar(collectives.rank()): states.own}
     if collectives.rank() == 0:
@@ -365,31 +329,6 @@ def _may_be_unchanged(file: FilePlan, former: FormerFiles | None) -> bool:
     return file.is_frozen and former is not None and former.has_size(file.layout.length)
 
 
-def _digest(compared: Mapping[str, Encoded]) -> int:
-    """A number below 2**63, equal on two ranks only if their states are equal bit by bit."""
-    if collectives.world_size() == 1:
-        return 0
-    checksum = xxhash.xxh3_64()
-    for key, each in compared.items():
-        checksum.update(f"{key} {each.checksum()} ".encode())
-    return checksum.intdigest() >> 1
-
-
 def _reraise(failure: Exception | None) -> None:
     if failure is not None:
         raise failure
-
-
-def _warn_of_differences(compared: Mapping[str, Encoded]) -> None:
-    """Log which replicated states differ between ranks; rank 0's is saved."""
-    checksums = collectives.gather({key: each.checksum() for key, each in compared.items()}, "states that differ")
-    if collectives.rank() != 0:
-        return
-    for key, first in checksums[0].items():
-        if odd := [number for number, theirs in enumerate(checksums) if theirs.get(key) != first]:
-            logger.warning(
-                "%s: its state is replicated, yet it differs from rank 0's on rank %s; rank 0's is saved. Make it the "
-                'same on all ranks, or set state_scope = "per_rank"',
-                key,
-                ", ".join(map(str, odd)),
-            )

@@ -58,13 +58,14 @@ class ModelState:
         return Captured(tensors, {"tied": tied, "extra": extra}, frozen & tensors.keys())
 
     def check_rest(self, stored: Index, rest: State, where: str) -> None:
-        check_model_rest(rest, stored.of(self.key), where)
+        check_model_rest(rest, stored.known_of(self.key), where)
 
     def differences(self, stored: Index, rest: State, *, any_dtype: bool = False) -> list[str]:
         tensors, tied, extra = self._sorted()
         here = {**tensors, **{alias: tensors[name] for alias, name in tied.items()}}
-        sources = self._sources(stored.of(self.key), rest)
-        there = _with_aliases(stored.of(self.key), {**rest["tied"], **sources})
+        known = stored.known_of(self.key)
+        sources = self._sources(known, rest)
+        there = _with_aliases(known, {**rest["tied"], **sources})
         lines = [
             *(f"missing in the checkpoint: {name}{_form(here[name])}" for name in here.keys() - there.keys()),
             *(f"missing in the checkpoint: {name}" for name in extra.keys() - rest["extra"].keys()),
@@ -85,7 +86,7 @@ class ModelState:
 
     def prepare(self, stored: Index, rest: State) -> LoadTarget:
         there = stored.of(self.key)
-        sources = self._sources(there, rest)
+        sources = self._sources(stored.known_of(self.key), rest)
         targets = {
             sources[name]: tensor
             for name, tensor in self._sorted()[0].items()
@@ -108,6 +109,16 @@ class ModelState:
             self._model.load_state_dict(state, strict=False)
 
         return LoadTarget(targets, commit)
+
+    def absent(self, stored: Index, rest: State) -> Tensors:
+        """This model's tensors, by their names in the checkpoint, whose values are not saved there."""
+        there = stored.absent_of(self.key)
+        sources = self._sources(stored.known_of(self.key), rest)
+        return {
+            sources[name]: tensor
+            for name, tensor in self._sorted()[0].items()
+            if sources[name] in there and tensor.shape == there[sources[name]].shape
+        }
 
     def is_empty(self) -> bool:
         """Whether there are no tensors and no extra state."""

@@ -142,4 +142,4 @@ def _print(checkpoint: Checkpoint, states: dict[str, list[Any]], tensors: list[d
 
 
 def _where(pieces: list[dict[str, Any]]) -> str:
-    return ", ".join(f"{each['file']}:{each['bytes'][0]}-{each['bytes'][1]}" for each in pieces)
+    return ", ".join(f"{each['file']}:{each['bytes'][0]}-{each['bytes'][1]}" for each in pieces) or "not saved"

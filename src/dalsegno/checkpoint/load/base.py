@@ -1,0 +1,58 @@
+"""Comparison of a run's frozen parameters with those that a checkpoint was saved without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from dalsegno.checkpoint.format.fingerprints import Fingerprint, read_fingerprints
+from dalsegno.checkpoint.format.index import Index
+from dalsegno.checkpoint.format.manifest import Checkpoint
+from dalsegno.checkpoint.state.contract import ShardedState
+from dalsegno.checkpoint.state.sharded import ModelState
+from dalsegno.distributed import collectives
+from dalsegno.distributed.stage_places import is_elsewhere
+from dalsegno.stateful.component import State
+
+from .compatibility import Change
+
+
+def find_other_base(
+    checkpoint: Checkpoint, index: Index, sharded: Sequence[tuple[ShardedState, State]]
+) -> list[Change]:
+    """A change of each model whose frozen parameters differ from those that the checkpoint was saved without; names the
+    first. Collective: a sharded parameter is gathered, one at a time.
+
+    Args:
+        checkpoint: verified.
+        index: of its tensors.
+        sharded: the components to load, each with its saved rest.
+    """
+    if not index.absent:
+        return []
+    fingerprints = collectives.run_on_all_ranks(lambda: read_fingerprints(checkpoint, index))
+    changes = []
+    for component, rest in sharded:
+        if isinstance(component, ModelState) and (absent := component.absent(index, rest)):
+            of_component = {name: fingerprints[f"{component.key}.{name}"] for name in absent}
+            others = _differing(absent, of_component)
+            of_ranks = collectives.gather(others[:1], "whether the frozen parameters are the same")
+            first = min((name for names in of_ranks for name in names), default=None)
+            if first is not None:
+                line = f'{first}: has other values than the ones that save_frozen="never" left out; use the same base'
+                changes.append(Change.of_part(component.key, component.class_name, component.class_name, [line]))
+    return changes
+
+
+def _differing(tensors: dict[str, torch.Tensor], fingerprints: dict[str, Sequence[Fingerprint]]) -> list[str]:
+    """Names of the tensors that differ, in order. Goes through all of them, since the other ranks do."""
+    names = []
+    for name in sorted(tensors):
+        if is_elsewhere(tensor := tensors[name]):
+            continue
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if not all(each.fits(full) for each in fingerprints[name]):
+            names.append(name)
+    return names

@@ -1,0 +1,102 @@
+"""States of all components on this rank, captured and encoded, and compared with the other ranks'."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import xxhash
+
+from dalsegno.checkpoint.format.manifest import ComponentRecord
+from dalsegno.checkpoint.format.sidecar import Encoded, SavedState
+from dalsegno.checkpoint.state.contract import Capturable, TensorsByComponent
+from dalsegno.distributed import collectives
+from dalsegno.stateful.component import Component
+
+from . import planning
+from .base import Checksums, FrozenBase
+
+logger = logging.getLogger("dalsegno")
+
+
+class States(NamedTuple):
+    """Captured states: shared by all ranks; of this rank only; the shared ones to compare across ranks; tensors that
+    are sharded over the ranks; the names of the frozen ones among these; and checksums of those to be left out."""
+
+    shared: dict[str, Encoded]
+    own: dict[str, Encoded]
+    compared: dict[str, Encoded]
+    tensors: TensorsByComponent
+    frozen: dict[str, Collection[str]]
+    base: Checksums
+
+
+def encode_all(
+    sharded: Sequence[Capturable],
+    components: Sequence[Component],
+    carried: Mapping[str, SavedState],
+    base: FrozenBase | None,
+) -> tuple[States, Exception | None]:
+    """Every state; or the states before the first one that raised, and its exception. No collective."""
+    states = States({}, {}, {}, {}, {}, {})
+    try:
+        _encode_into(states, sharded, components, carried)
+        return (states if base is None else states._replace(base=base.unchanged(states.tensors, states.frozen))), None
+    except Exception as error:
+        return states, error
+
+
+def _encode_into(
+    states: States, sharded: Sequence[Capturable], components: Sequence[Component], carried: Mapping[str, SavedState]
+) -> None:
+    for each in sharded:
+        states.tensors[each.key], rest, states.frozen[each.key] = each.capture()
+        record = ComponentRecord(each.class_name, 1, "sharded")
+        states.shared[each.key] = states.compared[each.key] = Encoded.of(each.key, SavedState(record, [rest]))
+    for component in components:
+        record = ComponentRecord(component.class_name, component.version, component.scope)
+        if component.scope == "per_rank":
+            states.own[component.key] = _encoded(component, record)
+        elif component.compared or collectives.rank() == 0:
+            states.shared[component.key] = _encoded(component, record)
+            if component.compared:
+                states.compared[component.key] = states.shared[component.key]
+    taken = {key for component in components for key in component.keys} | states.tensors.keys()
+    for key, saved in carried.items():
+        if key not in taken:
+            states.shared[key] = Encoded.of(key, saved)
+
+
+def _encoded(component: Component, record: ComponentRecord) -> Encoded:
+    return Encoded.of(component.key, SavedState(record, [component.capture()]))
+
+
+def signature_of(states: States) -> object:
+    """Equal for states that have the same plan."""
+    return planning.signature(states.tensors, states.frozen), {key: {*its} for key, its in states.base.items()}
+
+
+def digest_of(compared: Mapping[str, Encoded]) -> int:
+    """A number below 2**63, equal on two ranks only if their states are equal bit by bit."""
+    if collectives.world_size() == 1:
+        return 0
+    checksum = xxhash.xxh3_64()
+    for key, each in compared.items():
+        checksum.update(f"{key} {each.checksum()} ".encode())
+    return checksum.intdigest() >> 1
+
+
+def warn_of_differences(compared: Mapping[str, Encoded]) -> None:
+    """Log which replicated states differ between ranks; rank 0's is saved."""
+    checksums = collectives.gather({key: each.checksum() for key, each in compared.items()}, "states that differ")
+    if collectives.rank() != 0:
+        return
+    for key, first in checksums[0].items():
+        if odd := [number for number, theirs in enumerate(checksums) if theirs.get(key) != first]:
+            logger.warning(
+                "%s: its state is replicated, yet it differs from rank 0's on rank %s; rank 0's is saved. Make it the "
+                'same on all ranks, or set state_scope = "per_rank"',
+                key,
+                ", ".join(map(str, odd)),
+            )
