@@ -65,11 +65,15 @@ class _Publication:
 
     def publish(self, manifest: Manifest) -> None:
         checkpoint_dir.publish(manifest, self.partial, self.path)
-        for other in self.others:
-            if other.published is not None:
-                filesystem.rename(other.published, other.hidden)
-        if self.former is not None:
-            filesystem.remove(self.former)
+        try:
+            for other in self.others:
+                if other.published is not None:
+                    filesystem.rename(other.published, other.hidden)
+            if self.former is not None:
+                filesystem.remove(self.former)
+        except BaseException:  # the save is reported as failed, and the next one writes to this slot
+            filesystem.rename(self.path, self.partial)
+            raise
 
     def discard(self) -> None: ...  # the next save writes over it
 
@@ -316,7 +320,7 @@ class MemoryCheckpoints:
         needed = 2 * sum(collectives.gather(size, "size of memory checkpoints"))
         directory = self._directory
         assert directory is not None, "there are slots"
-        free = free_disk(directory.path) + directory.size
+        free = collectives.from_rank_zero(lambda: free_disk(directory.path) + directory.size)
         room = available_memory()
         left = collectives.gather(None if room is None else room - 2 * size, "room for memory checkpoints")
         about = "" if is_exact else ", and what the optimizer adds in the first step"
