@@ -493,6 +493,10 @@ def _three(model: nn.Module) -> int:
     return 3
 
 
+def _silent() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+
+
 REFUSED: dict[str, tuple[Any, Any, dict[str, Any], Any]] = {
     "1f1b needs more micro-batches": (Straight, ds.Pipeline(2), {}, ()),
     "too many stages": (Straight, ds.Pipeline(8, "looped_bfs"), {}, ()),
@@ -504,6 +508,7 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], Any]] = {
     "a batch that does not divide": (Straight, ds.Pipeline(2, microbatches=3), {}, ()),
     "too many stages for the ranks": (Straight, ds.Pipeline(3, "gpipe"), {}, ()),
     "one stage on each rank": (Straight, ds.Pipeline(2, "interleaved"), {}, ()),
+    "a stage without parameters": (_silent, ds.Pipeline([["0", "2"], ["1"]], "gpipe"), {}, ()),
     "a split module in several stages": (
         Straight,
         [ds.Pipeline(2, "gpipe"), ds.TensorParallel({"layers": SequenceParallel()}, size=1)],

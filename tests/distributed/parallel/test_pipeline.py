@@ -203,6 +203,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         "a batch that does not divide": "4 samples .* 3 micro-batches",
         "too many stages for the ranks": "3 does not divide the 2 ranks",
         "one stage on each rank": "use 4 stages",
+        "a stage without parameters": r"stage 1 has no parameters \(1\); use fewer stages",
         "a split module in several stages": "the plan has 'layers', parts of which are in several stages",
         "more stages than ranks by a function": "3 stages for 2 ranks, but this schedule has one stage on each rank",
     }
