@@ -53,15 +53,14 @@ class ModelState:
         return class_name_of(self._model)
 
     def capture(self) -> Captured:
-        tensors, tied, extra = self._sorted()
-        frozen = {strip_wrappers(name) for name, each in self._model.named_parameters() if not each.requires_grad}
-        return Captured(tensors, {"tied": tied, "extra": extra}, frozen & tensors.keys())
+        tensors, tied, extra, frozen = self._sorted()
+        return Captured(tensors, {"tied": tied, "extra": extra}, frozen)
 
     def check_rest(self, stored: Index, rest: State, where: str) -> None:
         check_model_rest(rest, stored.known_of(self.key), where)
 
     def differences(self, stored: Index, rest: State, *, any_dtype: bool = False) -> list[str]:
-        tensors, tied, extra = self._sorted()
+        tensors, tied, extra, _ = self._sorted()
         here = {**tensors, **{alias: tensors[name] for alias, name in tied.items()}}
         known = stored.known_of(self.key)
         sources = self._sources(known, rest)
@@ -136,7 +135,7 @@ class ModelState:
 
     def names(self) -> set[str]:
         """Names of all tensors, including further names of tied ones."""
-        tensors, tied, _ = self._sorted()
+        tensors, tied, *_ = self._sorted()
         return {*tensors, *tied}
 
     def tied_names(self) -> list[list[str]]:
@@ -163,11 +162,13 @@ class ModelState:
         others = {id(each) for each in self._apart_from.state_dict(keep_vars=True).values()}
         return {name: each for name, each in raw.items() if id(each) not in others}
 
-    def _sorted(self) -> tuple[Tensors, dict[str, str], dict[str, Any]]:
-        """Tensors, each once; further names of tied tensors; values of ``get_extra_state``."""
+    def _sorted(self) -> tuple[Tensors, dict[str, str], dict[str, Any], set[str]]:
+        """Tensors, each once; further names of tied tensors; values of ``get_extra_state``; names of the tensors that
+        are frozen parameters."""
         tensors: Tensors = {}
         tied: dict[str, str] = {}
         extra: dict[str, Any] = {}
+        frozen: set[str] = set()
         names: dict[int, str] = {}
         for raw_name, value in self._raw().items():
             name = strip_wrappers(raw_name)
@@ -183,7 +184,9 @@ class ModelState:
             else:
                 names[id(value)] = name
                 tensors[name] = like_parameter(value.detach(), value)
-        return tensors, tied, extra
+                if not value.requires_grad and isinstance(value, nn.Parameter):
+                    frozen.add(name)
+        return tensors, tied, extra, frozen
 
 
 class OptimizerState:
