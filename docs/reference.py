@@ -22,7 +22,7 @@ TITLES = {
     ),
     "callbacks": (
         "Built-in callbacks",
-        "The built-in callbacks, for `callbacks=[…]`. [The overview](../callbacks.md) says what each is for.",
+        "The built-in callbacks, for `callbacks=[…]`. [The overview](../callbacks.md) states the purpose of each.",
     ),
     "analysis": (
         "Reading logs from Python",

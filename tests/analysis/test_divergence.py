@@ -133,9 +133,9 @@ def test_nothing_is_judged_in_warmup_but_nan() -> None:
         ("relative_threshold", math.nan, "finite number over 1, or None"),
         ("relative_threshold", 1, "finite number over 1, or None"),
         ("patience", 0, "at least 1"),
-        ("patience", 2.5, "whole number"),
+        ("patience", 2.5, "integer"),
         ("warmup", -1, "at least 0"),
-        ("warmup", True, "whole number"),
+        ("warmup", True, "integer"),
         ("mode", "maximum", "'min' or 'max'"),
         ("baseline_smoothing", 0.3, "over 0 and under smoothing, which is 0.3, or None"),
     ],
@@ -191,7 +191,7 @@ def test_the_state_of_a_detector_that_knew_no_noise() -> None:
         (None, "a dict with the keys smoothed, best, first, newest, step, observations, bad_in_a_row"),
         ({"smoothed": 1.0}, "has no 'best'; its keys must be"),
         ({**Divergence().state_dict(), "smoothed": "1"}, "smoothed: is '1'; must be a number or None"),
-        ({**Divergence().state_dict(), "observations": None}, "observations: is None; must be a whole number"),
+        ({**Divergence().state_dict(), "observations": None}, "observations: is None; must be a 64-bit integer"),
     ],
 )
 def test_a_state_that_is_none(state: Any, message: str) -> None:

@@ -137,7 +137,7 @@ def test_without_tokens_samples_count(tmp_path: Path) -> None:
 
 
 def test_wrong_arguments() -> None:
-    with pytest.raises(ds.ConfigurationError, match="parameters=0; needs a whole number of at least 1"):
+    with pytest.raises(ds.ConfigurationError, match="parameters=0; needs an integer of at least 1"):
         ComputeBudget(0)
     with pytest.raises(ds.ConfigurationError, match="tokens_per_parameter=0; needs a finite number over 0"):
         ComputeBudget(tokens_per_parameter=0)

@@ -315,7 +315,7 @@ def test_a_router_that_puts_out_a_dict(tmp_path: Path) -> None:
     own = [ExpertLoadBalance(every=1), JsonLogger()]
     small_trainer(tmp_path / "dict", *own, model=Routed(True), max_steps=1, logging_steps=1).train()
     assert "expert_load/router/max" in records(tmp_path / "dict")[0]
-    with pytest.raises(ds.ConfigurationError, match="router puts out no scores of experts, but a dict"):
+    with pytest.raises(ds.ConfigurationError, match="router returns no expert scores, but a dict"):
         small_trainer(tmp_path / "none", ExpertLoadBalance(every=1), model=Routed(False), max_steps=1).train()
 
 
@@ -373,9 +373,9 @@ def test_flags_are_set_back_whatever_happens(tmp_path: Path) -> None:
         (lambda: ScopedFlags({"cudnn.benchmrk": True}), "'cudnn.benchmrk'; did you mean 'cudnn.benchmark'"),
         (lambda: ScopedFlags({"cudnn.benchmark": 1}), r"torch.backends.cudnn.benchmark is a bool"),
         (lambda: ScaleLoss("a"), "value='a'; needs a finite number"),  # type: ignore[arg-type]
-        (lambda: LogOptimizerParamGroup([]), r"keys=\[\]; needs a text, or a list of texts"),
-        (lambda: CountParams(depth=0), "depth=0; needs a whole number of at least 1"),
-        (lambda: GarbageCollection(every=1.5), "every=1.5; needs a whole number"),  # type: ignore[arg-type]
+        (lambda: LogOptimizerParamGroup([]), r"keys=\[\]; needs a string, or a list of strings"),
+        (lambda: CountParams(depth=0), "depth=0; needs an integer of at least 1"),
+        (lambda: GarbageCollection(every=1.5), "every=1.5; needs an integer"),  # type: ignore[arg-type]
         (lambda: ExpertLoadBalance(router="("), "is not a regular expression"),
         (lambda: PeakMemory(summary_writer=3), "it has no add_scalar"),
         (lambda: PeakMemory(file_prefix="a/b"), "without folders"),

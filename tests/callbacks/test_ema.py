@@ -418,7 +418,7 @@ def test_tensors_of_a_callback_of_ones_own(tmp_path: Path) -> None:
     [
         ({"decay": 1.0}, "decay=1.0; needs a number below 1"),
         ({"decay": -0.1}, "decay=-0.1; needs a finite number of at least 0"),
-        ({"every": 0}, "every=0; needs a whole number of at least 1"),
+        ({"every": 0}, "every=0; needs an integer of at least 1"),
         ({"warmup": 1}, "warmup=1; allowed are True and False"),
     ],
 )

@@ -113,7 +113,7 @@ class Total(CatMetric):
 
 
 def metrics_that_keep_rows() -> list[ds.Callback]:
-    """Scores of two dimensions and labels of whole numbers, in a group too; single numbers; counts beside them."""
+    """Scores of two dimensions and labels that are integers, in a group too; single numbers; counts beside them."""
 
     def rounded(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
         scores, labels = guesses(outputs, batch)
@@ -325,7 +325,7 @@ def test_without_apprise(monkeypatch: pytest.MonkeyPatch) -> None:
     ("build", "said"),
     [
         (lambda: Notify("nonsense"), "does not understand the address"),
-        (lambda: Notify([]), r"urls=\[\]; needs a text, or a list of texts"),
+        (lambda: Notify([]), r"urls=\[\]; needs a string, or a list of strings"),
         (lambda: Notify("json://localhost", on="saved"), "unknown Notify: on 'saved'; did you mean 'save'"),
         (lambda: FlopUtilization(0), "peak_hardware_flops=0; needs a finite number over 0"),
         (lambda: DumpActivations(modules="("), "is not a regular expression"),

@@ -151,9 +151,9 @@ def test_one_that_comes_in_the_middle_of_a_window_says_so(tmp_path: Path, caplog
     ("how", "said"),
     [
         ({"steps": []}, r"steps=\[\]; needs a step, or several"),
-        ({"steps": [0]}, "steps=0; needs a whole number of at least 1"),
+        ({"steps": [0]}, "steps=0; needs an integer of at least 1"),
         ({"steps": [10, 12], "window": 3}, "steps=10 and 12 are closer than window=3"),
-        ({"window": 2, "every": 3}, "every=3; needs a whole number up to the window's 2"),
+        ({"window": 2, "every": 3}, "every=3; needs an integer up to the window's 2"),
     ],
 )
 def test_wrong_arguments(how: dict[str, Any], said: str) -> None:

@@ -144,7 +144,7 @@ def test_the_random_numbers_of_training_are_left_alone() -> None:
 @pytest.mark.parametrize(
     ("build", "said"),
     [
-        (lambda: ParameterNormLogger(power_iter_steps=0), "power_iter_steps=0; needs a whole number of at least 1"),
+        (lambda: ParameterNormLogger(power_iter_steps=0), "power_iter_steps=0; needs an integer of at least 1"),
         (lambda: ParameterNormLogger(log_norms="yes"), "log_norms='yes'; allowed are True and False"),  # type: ignore[arg-type]
         (lambda: ParameterNormLogger(False, False), "writes nothing"),
         (lambda: ComputeNorm(per_layer=1), "per_layer=1; allowed are True and False"),  # type: ignore[arg-type]

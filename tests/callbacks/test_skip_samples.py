@@ -197,5 +197,5 @@ def test_in_a_loop_of_ones_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("n", [-1, 2.5, True])
 def test_wrong_arguments(n: Any) -> None:
-    with pytest.raises(ds.ConfigurationError, match=r"n=.*needs a whole number of at least 0"):
+    with pytest.raises(ds.ConfigurationError, match=r"n=.*needs an integer of at least 0"):
         SkipSamples(n=n)

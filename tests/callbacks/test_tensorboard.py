@@ -243,7 +243,7 @@ def test_another_directory_is_given_and_the_curves_continue_in_the_first(
     assert list(tmp_path.glob("rewound/*")), "what came after the checkpoint is kept"
     (tmp_path / "first").rename(tmp_path / "elsewhere")
     run("third", max_steps=STEPS + 1)
-    assert "first does not exist any more; its events are lost, and new ones are in" in caplog.text
+    assert "first no longer exists; its events are lost, and new ones are in" in caplog.text
     assert [step for step, _ in curves(tmp_path / "third")["loss"]] == [STEPS + 1] * 2
 
 
@@ -316,7 +316,7 @@ def test_nothing_is_opened_where_nothing_is_written(tmp_path: Path) -> None:
         (lambda: TBLogger(scalars={"a": {"sauce": "b"}}), r"scalars\['a'\]=.*; needs a name in the records"),
         (lambda: TBLogger(scalars={"a": {"source": 3}}), r"scalars\['a'\]: source=3; needs a name"),
         (lambda: ResumableSummaryWriter().add_scalar("a", 1), "relative to the run's output_dir.*callbacks="),
-        (lambda: ProfilerCallback(num_steps=0), "num_steps=0; needs a whole number of at least 1"),
+        (lambda: ProfilerCallback(num_steps=0), "num_steps=0; needs an integer of at least 1"),
     ],
 )
 def test_wrong_use(build: Any, said: str) -> None:

@@ -285,10 +285,10 @@ def test_prompts_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     run.train()
     assert list(texts(tmp_path)) == [2, 4]
     for content, said in [
-        ("the cat", "'the cat'; needs a list of texts"),
-        ("- 1\n- a", r"\[0\]: 1; needs a text, in quotes"),
+        ("the cat", "'the cat'; needs a list of strings"),
+        ("- 1\n- a", r"\[0\]: 1; needs a string, in quotes"),
         ("- [", "while parsing"),
-        ("", "None; needs a list of texts"),
+        ("", "None; needs a list of strings"),
     ]:
         path.write_text(content)
         with pytest.raises(ds.ConfigurationError, match=said):
@@ -303,11 +303,11 @@ def test_prompts_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"prompts": []}, r"prompts: \[\]; needs a list of texts"),
-        ({"prompts": ["a", 3]}, r"prompts\[1\]: 3; needs a text"),
+        ({"prompts": []}, r"prompts: \[\]; needs a list of strings"),
+        ({"prompts": ["a", 3]}, r"prompts\[1\]: 3; needs a string"),
         ({"summary_writer": 1}, "summary_writer=1; it has no add_text"),
-        ({"generation_steps": 0}, "generation_steps=0; needs a whole number of at least 1"),
-        ({"max_new_tokens": 0}, "max_new_tokens=0; needs a whole number of at least 1"),
+        ({"generation_steps": 0}, "generation_steps=0; needs an integer of at least 1"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0; needs an integer of at least 1"),
         ({"generation_config": 3}, "generation_config=3; needs a mapping"),
         ({"generation_config": {"temperature": 0}}, "temperature=0; needs a finite number over 0"),
         ({"generation_config": {"top_p": 1.5}}, "top_p=1.5; needs a number over 0 and up to 1"),

@@ -410,7 +410,7 @@ def test_where_a_leg_hung_can_be_read_after_the_next_one(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("build", "said"),
     [
-        (lambda: EarlyStopping(patience=0), "EarlyStopping: patience=0; needs a whole number of at least 1"),
+        (lambda: EarlyStopping(patience=0), "EarlyStopping: patience=0; needs an integer of at least 1"),
         (lambda: EarlyStopping(min_delta=-1), "min_delta=-1; needs a finite number of at least 0"),
         (lambda: EarlyStopping(mode="mxa"), "unknown EarlyStopping: mode 'mxa'; did you mean 'max'"),  # type: ignore[arg-type]
         (lambda: HangWatchdog(0), "HangWatchdog: seconds=0; needs a finite number over 0"),

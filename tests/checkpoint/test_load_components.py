@@ -269,7 +269,7 @@ def test_hostile_files(tmp_path: Path, name: str) -> None:
 
 def test_a_type_that_is_not_known(tmp_path: Path) -> None:
     header = {"a": {"dtype": "F4", "shape": [32], "data_offsets": [0, 16]}}
-    with pytest.raises(ds.StateMismatch, match="a has the dtype 'F4', which this dalsegno does not know"):
+    with pytest.raises(ds.StateMismatch, match="a has the dtype 'F4', which this dalsegno does not support"):
         tuned(tmp_path / "run", with_header(tmp_path / "weights", header, b"\0" * 16))
 
 

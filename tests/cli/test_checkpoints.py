@@ -374,7 +374,7 @@ def test_prune_leaves_what_is_not_ours(run: Path, checkpoints: Command) -> None:
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["--keep-latest", "0"], "Latest(count=0): needs a whole number of at least 1"),
+        (["--keep-latest", "0"], "Latest(count=0): needs an integer of at least 1"),
         (["--metric", "loss"], "--metric and --mode define the best checkpoints: add --keep-best N"),
     ],
 )

@@ -183,7 +183,7 @@ def test_an_argument_becomes_what_its_annotation_says(argument: str, written: An
         ("shown", {"a": 1}, "shown['a']=1; needs str"),
         ("shown", 3, "shown=3; needs a list of str or a table of str or None"),
         ("due", {"step": 3}, "due={'step': 3}; unknown key for Every: 'step'; did you mean 'steps'?"),
-        ("due", {"steps": -1}, "due={'steps': -1}; Every(steps=-1): needs a whole number, 0 (never) or more"),
+        ("due", {"steps": -1}, "due={'steps': -1}; Every(steps=-1): needs an integer, 0 (never) or more"),
         ("due", 3, "due=3; needs a table with steps, epochs, seconds, minutes or None"),
         ("windows", [{"begin": 1}, {}], "windows[1]={}; Window needs begin"),
         ("windows", [{"begin": "x"}], "windows[0].begin='x'; needs int"),

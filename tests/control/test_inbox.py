@@ -77,7 +77,7 @@ def test_a_request_is_accepted_deleted_and_answered(tmp_path: Path) -> None:
     ("content", "kind", "error"),
     [
         ('{"command": "sett"}', "UnknownName", "unknown command 'sett'; did you mean 'set'?"),
-        ('{"command": "set", "data": {"save_steps": -1}}', "ConfigurationError", "needs a whole number"),
+        ('{"command": "set", "data": {"save_steps": -1}}', "ConfigurationError", "needs an integer"),
         ('{"command": "log", "by": "\\u0000"}', "ConfigurationError", "printable"),
         ('{"command": "log", "more": 1}', "ConfigurationError", "more"),
         ('{"command": ["log"]}', "ConfigurationError", "command"),

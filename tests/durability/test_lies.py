@@ -67,7 +67,7 @@ def test_a_count_of_the_loaders_that_is_none_is_refused(tmp_path: Path) -> None:
     agree(checkpoint)
     outcome = believe(tmp_path, "stateful")
     assert outcome.startswith("refused")
-    assert "loader._num_yielded: is a list of 1; must be a whole number of 64 bits or None" in outcome
+    assert "loader._num_yielded: is a list of 1; must be a 64-bit integer or None" in outcome
 
 
 def test_a_text_that_no_file_can_take_is_shown(tmp_path: Path) -> None:

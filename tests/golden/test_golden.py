@@ -89,7 +89,9 @@ def test_one_of_a_newer_format_is_refused_and_left_alone(kept: Any) -> None:
     content = json.loads(path.read_bytes()) | {"format": 99}
     del content["xxh3"]
     path.write_text(json.dumps(content | {"xxh3": _checksum_of(content)}))
-    with pytest.raises(RankFailed, match=r"StateMismatch: .*manifest\.json: has format 99; this dalsegno reads up to"):
+    with pytest.raises(
+        RankFailed, match=r"StateMismatch: .*manifest\.json: has format 99; this version of dalsegno reads up to"
+    ):
         run_ranks(run.last_leg, 1, folder, "none")
     assert [found.status for found in list_checkpoints(folder)] == ["newer"]
 

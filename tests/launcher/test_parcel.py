@@ -135,5 +135,5 @@ def test_attributes_that_were_set_since_arrive(how: str, tmp_path: Path) -> None
 
 
 def test_an_open_file_is_refused_by_its_path(tmp_path: Path) -> None:
-    with pytest.raises(ds.ConfigurationError, match=r"it\.file: a TextIOWrapper .* cannot travel to other processes"):
+    with pytest.raises(ds.ConfigurationError, match=r"it\.file: a TextIOWrapper .* cannot be sent to other processes"):
         pack(with_file(tmp_path / "file"), "it")

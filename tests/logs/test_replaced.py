@@ -56,8 +56,8 @@ def written(log: RecordLog) -> None:
 @pytest.mark.parametrize(
     ("change", "left", "said"),
     [
-        (delete, [], "does not exist any more; 9 records are lost, starting it again"),
-        (rotate, [], "does not exist any more; 9 records are lost, starting it again"),
+        (delete, [], "no longer exists; 9 records are lost, starting it again"),
+        (rotate, [], "no longer exists; 9 records are lost, starting it again"),
         (save_same, list(range(LAST)), None),
         (save_older_copy, list(range(LAST - 2)), "2 of 9 records are missing"),
         (cut, [], "9 of 9 records are missing"),

@@ -155,7 +155,7 @@ def test_a_file_that_is_gone_starts_anew(log: RecordLog, caplog: pytest.LogCaptu
     with caplog.at_level(logging.WARNING, "dalsegno"):
         report = log.open(state)
     assert (report.action, report.missing_records) == ("gone", KEPT)
-    assert "does not exist any more" in caplog.text
+    assert "no longer exists" in caplog.text
     fill(log, KEPT, 1)
     assert steps(log.path) == [KEPT]
 
@@ -296,9 +296,9 @@ def test_a_rewind_reads_and_writes_only_the_rest(log: RecordLog, monkeypatch: py
         ({"path": "logs/other.jsonl"}, "give it the earlier path"),
         ({"path": "checkpoints/step-1/manifest.json"}, "the checkpoint's log is"),
         ({"offset": -1}, r"offset: is -1; must be 0 or more"),
-        ({"offset": "12"}, "offset: is '12'; must be a whole number"),
-        ({"records": 1.5}, r"records: is 1\.5; must be a whole number"),
-        ({"records": True}, "records: is True; must be a whole number"),
+        ({"offset": "12"}, "offset: is '12'; must be a 64-bit integer"),
+        ({"records": 1.5}, r"records: is 1\.5; must be a 64-bit integer"),
+        ({"records": True}, "records: is True; must be a 64-bit integer"),
         ({"tail": None}, "tail: is None; must be"),
         ({"more": 1}, "its keys must be path, offset, records, last_step, tail"),
     ],

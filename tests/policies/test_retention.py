@@ -69,8 +69,8 @@ def test_rules_are_read_as_they_are_written(rule: Retention) -> None:
 @pytest.mark.parametrize(
     ("given", "error", "text"),
     [
-        ("Latest(0)", ConfigurationError, "Latest(count=0): needs a whole number of at least 1"),
-        ("Latest(2.5)", ConfigurationError, "Latest(count=2.5): needs a whole number of at least 1"),
+        ("Latest(0)", ConfigurationError, "Latest(count=0): needs an integer of at least 1"),
+        ("Latest(2.5)", ConfigurationError, "Latest(count=2.5): needs an integer of at least 1"),
         ("Best(mode='more')", ConfigurationError, "Best(mode='more'): allowed are 'min', 'max' and None"),
         ("Lastest(3)", UnknownName, "unknown rule 'Lastest'; did you mean 'Latest'?"),
         ("Best(number=3)", UnknownName, "unknown argument of Best 'number'; known: count, metric, mode"),

@@ -53,16 +53,16 @@ def test_occasions_are_read_as_they_are_written(when: SaveTrigger) -> None:
     ("given", "error", "text"),
     [
         ("Every(step=5)", UnknownName, "unknown argument of Every 'step'; did you mean 'steps'?"),
-        ("Every(steps=-5)", ConfigurationError, "Every(steps=-5): needs a whole number, 0 (never) or more"),
+        ("Every(steps=-5)", ConfigurationError, "Every(steps=-5): needs an integer, 0 (never) or more"),
         ("Every(minutes=inf)", ConfigurationError, "Every(minutes=inf): needs a number, 0 (never) or more"),
-        ("Every(steps=ten)", ConfigurationError, "Every(steps='ten'): needs a whole number, 0 (never) or more"),
+        ("Every(steps=ten)", ConfigurationError, "Every(steps='ten'): needs an integer, 0 (never) or more"),
         (
             "every 5 steps",
             ConfigurationError,
-            "'every 5 steps': 'every 5 steps' is not a rule; write for example Every(…)",
+            "'every 5 steps' is not a rule; write for example Every(…)",
         ),
-        ("AtSteps()", ConfigurationError, "AtSteps(): needs whole numbers of at least 1"),
-        ("AtSteps(5, x)", ConfigurationError, "AtSteps(5, 'x'): needs whole numbers of at least 1"),
+        ("AtSteps()", ConfigurationError, "AtSteps(): needs integers of at least 1"),
+        ("AtSteps(5, x)", ConfigurationError, "AtSteps(5, 'x'): needs integers of at least 1"),
         ("AtSteps(step=5)", ConfigurationError, "unknown argument of AtSteps 'step'"),
         (
             5,

@@ -131,7 +131,7 @@ def test_takeovers_that_lead_in_a_circle_end(tmp_path: Path) -> None:
     (tmp_path / ".lock").write_text(json.dumps(OF_NODE_17))
     taking = lease._taking(lease.Holder.parse(json.dumps(OF_NODE_17).encode()))
     (tmp_path / taking).write_text(json.dumps(OF_NODE_17))
-    with pytest.raises(ds.Locked, match=rf"process 4711 on node-17 .* has taken it just now; .* delete {taking} there"):
+    with pytest.raises(ds.Locked, match=rf"process 4711 on node-17 .* has just acquired it; .* delete {taking} there"):
         DirectoryLock(tmp_path).acquire()
 
 

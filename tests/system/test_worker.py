@@ -151,7 +151,7 @@ def test_one_that_hangs_is_left_behind(caplog: pytest.LogCaptureFixture) -> None
     worker.submit(lambda: seen.append("never"))
     worker.close(0.05)
     assert worker.counts.dropped == 1
-    assert caplog.messages == ["observer: not done after 0.05 s; left behind, with 1 calls dropped"]
+    assert caplog.messages == ["observer: not done after 0.05 s; abandoned, 1 calls dropped"]
     hanging = next(thread for thread in threading.enumerate() if thread.name == "observer")
     worker.submit(lambda: seen.append("again"))
     go_on.set()

@@ -32,11 +32,11 @@ NAN = float("nan")
 
 ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "misspelt": ({"max_step": 3}, "unknown argument of TrainingArguments 'max_step'; did you mean 'max_steps'?"),
-    "negative": ({"logging_steps": -1}, "logging_steps=-1; needs a whole number of at least 0"),
+    "negative": ({"logging_steps": -1}, "logging_steps=-1; needs an integer of at least 0"),
     "nan": ({"learning_rate": NAN}, "learning_rate=nan; needs a number of at least 0"),
     "infinite": ({"max_grad_norm": float("inf")}, "max_grad_norm=inf; needs a number of at least 0"),
-    "text": ({"max_steps": "10"}, "max_steps='10'; needs a whole number of at least -1"),
-    "bool": ({"save_steps": True}, "save_steps=True; needs a whole number of at least 0"),
+    "text": ({"max_steps": "10"}, "max_steps='10'; needs an integer of at least -1"),
+    "bool": ({"save_steps": True}, "save_steps=True; needs an integer of at least 0"),
     "no such way": (
         {"parallel": "zero3"},
         "parallel='zero3'; allowed are 'auto', 'none', 'ddp', 'fsdp', FSDP(…), HSDP(…), TensorParallel(…), "
@@ -47,7 +47,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
         {"max_steps": 0},
         "max_steps=0 or num_train_epochs=0 trains nothing; set max_steps=-1 to use epochs",
     ),
-    "broken steps": ({"save_steps": 2.5}, "save_steps=2.5; needs a whole number of at least 0"),
+    "broken steps": ({"save_steps": 2.5}, "save_steps=2.5; needs an integer of at least 0"),
     "keep none": ({"save_total_limit": 0}, "save_total_limit=0; needs at least 1, or None for all"),
     "no best": (
         {"load_best_model_at_end": True},

@@ -148,7 +148,7 @@ class NotAnOptimizer(nn.Module):
         ({"optim": f"{__name__}:NotAnOptimizer"}, "builds a NotAnOptimizer, not an optimizer of torch"),
         ({"optim_args": "momentum=0.9"}, "optim_args='momentum=0.9'; needs a dict of arguments"),
         ({"min_lr": 1.0}, "min_lr=1 is over learning_rate=0.01"),
-        ({"warmup_ratio": 2.0}, "warmup_ratio=2.0; needs a share of the run's steps, 0 to 1"),
+        ({"warmup_ratio": 2.0}, "warmup_ratio=2.0; needs a fraction of the run's steps, 0 to 1"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, settings: dict[str, Any], error: str) -> None:

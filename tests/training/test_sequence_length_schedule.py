@@ -181,7 +181,7 @@ def test_what_cannot_be_cut(batch: Any, message: str) -> None:
 
 
 def test_settings_that_cannot_be(tmp_path: Path) -> None:
-    with pytest.raises(ds.ConfigurationError, match=r"sequence_length_schedule=\{5: 512\}: needs whole numbers"):
+    with pytest.raises(ds.ConfigurationError, match=r"sequence_length_schedule=\{5: 512\}: needs integers"):
         ds.TrainingArguments(tmp_path, sequence_length_schedule={5: 512})
     with pytest.raises(ds.ConfigurationError, match="and torch_compile=True: compiled kernels depend on the lengths"):
         ds.TrainingArguments(tmp_path, sequence_length_schedule={0: 512}, torch_compile=True)

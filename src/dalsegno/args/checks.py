@@ -1,9 +1,12 @@
-"""Checks of each setting of TrainingArguments by itself."""
+"""Checks of each setting of TrainingArguments by itself: its type, from the annotation, and its value."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import fields
+from os import PathLike
+from types import NoneType
 from typing import Any
 
 from dalsegno.errors import ConfigurationError, UnknownName
@@ -37,6 +40,7 @@ _AT_LEAST: dict[str, float] = {
     "gradient_accumulation_steps": 1,
     "learning_rate": 0,
     "weight_decay": 0,
+    "adam_epsilon": 0,
     "warmup_steps": 0,
     "warmup_ratio": 0,
     "min_lr": 0,
@@ -50,10 +54,30 @@ _AT_LEAST: dict[str, float] = {
     "max_failed_saves": 1,
     "dataloader_num_workers": 0,
 }
+_TYPES: dict[str, tuple[Any, str]] = {
+    "bool": (bool, "True or False"),
+    "int": (int, "an integer"),
+    "float": ((int, float), "a number"),
+    "str": (str, "a string"),
+    "Path": (PathLike, "a path"),
+    "None": (NoneType, "None"),
+}
+"""By its name in an annotation: the type, and its description. A bool is neither integer nor number here."""
 
 
-def check_each(args: Any) -> None:
-    """Check the settings whose allowed values do not depend on others; ``args``: TrainingArguments.
+def _check_type(name: str, value: object, kinds: Sequence[str]) -> None:
+    accepted = [kind for kind in kinds if isinstance(value, _TYPES[kind][0])]
+    if not accepted or (isinstance(value, bool) and "bool" not in accepted):
+        bound = f" of at least {_AT_LEAST[name]:g}" if name in _AT_LEAST else ""
+        raise ConfigurationError(f"{name}={value!r}; needs {' or '.join(_TYPES[kind][1] for kind in kinds)}{bound}")
+
+
+def check_each(args: Any, cls: type) -> None:
+    """Check the type of each setting, and the value of those whose allowed values do not depend on others.
+
+    Args:
+        args: TrainingArguments.
+        cls: that class itself; ``args`` may be of a subclass, whose further settings are not checked.
 
     Raises:
         UnknownName: for an unknown optimizer; the message suggests the nearest known one.
@@ -63,12 +87,18 @@ def check_each(args: Any) -> None:
         value = getattr(args, name)
         if value not in allowed:
             raise ConfigurationError(f"{name}={value!r}; allowed are {', '.join(map(repr, allowed))}")
+    annotations = {field.name: str(field.type).split(" | ") for field in fields(cls)}
+    for name, kinds in annotations.items():
+        if _TYPES.keys() >= set(kinds):  # else it takes objects, which its own conversion checks
+            _check_type(name, getattr(args, name), kinds)
     for name, least in _AT_LEAST.items():
-        value, whole = getattr(args, name), isinstance(getattr(type(args), name), int)
-        fits = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-        if not (fits and least <= value < math.inf):
-            kind = "whole number" if whole else "number"
-            raise ConfigurationError(f"{name}={value!r}; needs a {kind} of at least {least:g}")
+        value = getattr(args, name)
+        if not least <= value < math.inf:
+            kind = _TYPES[annotations[name][0]][1]
+            raise ConfigurationError(f"{name}={value!r}; needs {kind} of at least {least:g}")
+    for beta in ("adam_beta1", "adam_beta2"):
+        if not 0 <= getattr(args, beta) < 1:
+            raise ConfigurationError(f"{beta}={getattr(args, beta)!r}; needs a number from 0 to below 1")
     if args.optim not in OPTIMIZERS and ":" not in args.optim:
         raise UnknownName("optimizer in optim=", args.optim, OPTIMIZERS, _OTHER_OPTIMIZERS)
     args.report_to = _trackers(args.report_to)
@@ -77,11 +107,11 @@ def check_each(args: Any) -> None:
             raise ConfigurationError(f"{name}={getattr(args, name)!r}; needs a dict of arguments, or None")
     for ratio in ("warmup_ratio", "decay_ratio"):
         if getattr(args, ratio) > 1:
-            raise ConfigurationError(f"{ratio}={getattr(args, ratio)!r}; needs a share of the run's steps, 0 to 1")
-    if args.save_total_limit is not None and (type(args.save_total_limit) is not int or args.save_total_limit < 1):
+            raise ConfigurationError(f"{ratio}={getattr(args, ratio)!r}; needs a fraction of the run's steps, 0 to 1")
+    if args.save_total_limit is not None and args.save_total_limit < 1:
         raise ConfigurationError(f"save_total_limit={args.save_total_limit!r}; needs at least 1, or None for all")
     seconds = args.max_seconds
-    if seconds is not None and (type(seconds) not in (int, float) or not 0 < seconds < math.inf):
+    if seconds is not None and not 0 < seconds < math.inf:
         raise ConfigurationError(f"max_seconds={seconds!r}; needs a number over 0, or None for no limit")
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from dalsegno.distributed import modes
 from dalsegno.errors import ConfigurationError, UnknownName
@@ -21,6 +21,7 @@ from .checks import check_each
 from .other_names import answers
 
 Strategy = Literal["no", "steps", "epoch"]
+Policy = TypeVar("Policy")
 
 _AS_TEXT = (
     "output_dir",
@@ -57,8 +58,8 @@ class TrainingArguments:
     max_seconds: float | None = None
     """Time limit of a leg, in seconds: it saves and ends after the step in which it is reached. None: no limit."""
     requeue: bool = False
-    """When a signal or a clock has stopped the run: put its Slurm job back into the queue, to resume there. Outside of
-    Slurm, a warning says that it has no effect."""
+    """When a signal or a clock has stopped the run: requeue its Slurm job, which then resumes it. Outside of
+    Slurm, it has no effect, with a warning."""
     per_device_train_batch_size: int = 8
     """Samples per micro-batch and rank."""
     per_device_eval_batch_size: int = 8
@@ -93,11 +94,11 @@ class TrainingArguments:
     min_lr: float = 0.0
     """Learning rate at which the schedule ends."""
     decay_ratio: float = 0.1
-    """Share of the run's steps in which ``wsd`` decays."""
+    """Fraction of the run's steps in which ``wsd`` decays."""
     warmup_steps: int = 0
     """Steps during which the learning rate rises linearly from zero."""
     warmup_ratio: float = 0.0
-    """The same as a share of the run's steps, if ``warmup_steps`` is 0."""
+    """The same as a fraction of the run's steps, if ``warmup_steps`` is 0."""
     max_grad_norm: float = 1.0
     """Total L2 norm to which gradients are clipped; 0: no clipping."""
 
@@ -192,8 +193,8 @@ class TrainingArguments:
     """Trackers to write to, one or several: ``tensorboard``, ``wandb``, ``mlflow``, ``comet_ml``, ``trackio``, or
     ``none``. Each has its logger's defaults, unless that logger is among the callbacks."""
     recovery: RecoveryPolicy | str | None = None
-    """What the run does when a callback asks to go back to a checkpoint: ``RecoveryPolicy(margin=100, budget=3)``, or
-    that as text. It then also saves its beginning, step 0. None: it cannot go back."""
+    """What the run does when a callback requests a rollback to a checkpoint: ``RecoveryPolicy(margin=100, budget=3)``,
+    or that as text. It then also saves a checkpoint at step 0. None: it cannot go back."""
 
     def __new__(cls, *args: Any, **named: Any) -> TrainingArguments:
         known = [field.name for field in fields(cls)]
@@ -204,6 +205,7 @@ class TrainingArguments:
 
     @short_traceback
     def __post_init__(self) -> None:
+        check_each(self, TrainingArguments)
         if not is_url(self.output_dir):
             if self.local_dir is not None:
                 raise ConfigurationError(
@@ -215,7 +217,6 @@ class TrainingArguments:
             self.output_dir = Path(self.output_dir).absolute()
         elif self.local_dir is not None:
             self.local_dir = Path(self.local_dir).absolute()
-        check_each(self)
         self.parallel = modes.checked(self.parallel)
         self._check_optimization()
         if self.bf16 and self.fp16:
@@ -256,7 +257,7 @@ class TrainingArguments:
 
     def _check_policies(self) -> None:
         if self.save is not None:
-            self.save = save_trigger(self.save)
+            self.save = _policy("save", self.save, save_trigger)
             if (self.save_steps, self.save_strategy) != (_default("save_steps"), _default("save_strategy")):
                 raise ConfigurationError(f"save={self.save!r}, and save_steps= or save_strategy= too; give only one")
             if self.save.on_best and not self.evaluation:
@@ -267,12 +268,12 @@ class TrainingArguments:
                 f"save_in_memory={self.save_in_memory!r} needs checkpoints on disk too, for a lost host; see save_steps"
             )
         if self.keep is not None:
-            self.keep = retention_of(self.keep)
+            self.keep = _policy("keep", self.keep, retention_of)
             if self.save_total_limit is not None:
                 raise ConfigurationError(f"keep={self.keep!r}, and save_total_limit= too; give only one")
 
     def _check_recovery(self) -> None:
-        self.recovery = recovery_of(self.recovery)
+        self.recovery = _policy("recovery", self.recovery, recovery_of)
         if self.recovery is None:
             return
         if not self.saving:
@@ -390,6 +391,16 @@ class TrainingArguments:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         texts = {name: None if values[name] is None else str(values[name]) for name in _AS_TEXT}
         return deepcopy(values | texts | {"parallel": modes.text_of(self.parallel)})
+
+
+def _policy(name: str, given: Any, convert: Callable[[Any], Policy]) -> Policy | None:
+    """Convert a setting; the error names it."""
+    try:
+        return None if given is None else convert(given)
+    except UnknownName:
+        raise
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{name}={given!r}: {error}") from error
 
 
 def _default(name: str) -> object:

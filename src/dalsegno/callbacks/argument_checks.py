@@ -17,9 +17,9 @@ T = TypeVar("T")
 
 
 def whole(owner: str, name: str, value: int, least: int = 1) -> int:
-    """Return ``value`` if it is a whole number of at least ``least``."""
+    """Return ``value`` if it is an integer of at least ``least``."""
     if type(value) is not int or value < least:
-        raise ConfigurationError(f"{owner}: {name}={value!r}; needs a whole number of at least {least}")
+        raise ConfigurationError(f"{owner}: {name}={value!r}; needs an integer of at least {least}")
     return value
 
 
@@ -54,7 +54,7 @@ def one_of(owner: str, name: str, value: str, allowed: Sequence[str]) -> str:
 def text(owner: str, name: str, value: str) -> str:
     """Return ``value`` if it is a non-empty string."""
     if not isinstance(value, str) or not value:
-        raise ConfigurationError(f"{owner}: {name}={value!r}; needs a text")
+        raise ConfigurationError(f"{owner}: {name}={value!r}; needs a string")
     return value
 
 
@@ -65,7 +65,7 @@ def texts(owner: str, name: str, value: str | Iterable[str]) -> list[str]:
     except TypeError:
         several = []
     if not several or not all(isinstance(each, str) and each for each in several):
-        raise ConfigurationError(f"{owner}: {name}={value!r}; needs a text, or a list of texts")
+        raise ConfigurationError(f"{owner}: {name}={value!r}; needs a string, or a list of strings")
     return several
 
 

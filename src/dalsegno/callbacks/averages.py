@@ -84,7 +84,7 @@ class Averages:
                 average.copy_(weight)
         if begun and were_saved:
             logger.warning(
-                "%s: no average was saved of %d parameter(s), %s among them; theirs begin with the present weights",
+                "%s: no average was saved of %d parameter(s), %s among them; theirs start from the current weights",
                 key,
                 len(begun),
                 min(begun),

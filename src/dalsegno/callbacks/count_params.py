@@ -35,7 +35,7 @@ class CountParams(Callback):
         depth: depth of the table: 1 lists the model's direct children; None every module with parameters.
 
     Raises:
-        ConfigurationError: if ``depth`` is not a whole number.
+        ConfigurationError: if ``depth`` is not an integer.
     """
 
     ranks = "zero"

@@ -26,13 +26,13 @@ from dalsegno.events.contexts import (
 
 
 class DiLoCoCallback(Callback):
-    """Trains one model together with machines that hardly communicate: this run is one worker of a DiLoCo server.
+    """Makes this run a worker of a DiLoCo server: machines that train one model and communicate rarely.
 
     ::
 
         DiLoCoCallback("outer.example:8512", sync_every=500)     # or DILOCO_SERVER=outer.example:8512
 
-    Every ``sync_every`` steps the run sends how its parameters have changed and continues with the server's: see
+    Every ``sync_every`` steps the run sends the change of its parameters and continues with the server's: see
     docs/diloco.md. Without an address the callback does nothing. An argument that has its default is taken from the
     environment: ``DILOCO_SERVER``, ``DILOCO_SYNC_EVERY``, ``DILOCO_WORKER_ID`` and so on; the server's token from
     ``DILOCO_TOKEN``, or the file ``DILOCO_TOKEN_FILE``.
@@ -47,7 +47,7 @@ class DiLoCoCallback(Callback):
         bf16_comm: send changes of parameters as bfloat16, not float32.
         dylu: let the server choose ``sync_every`` by the worker's speed.
         heartbeat_interval: seconds between two signs of life.
-        num_fragments: synchronize the model in so many parts, one after the other.
+        num_fragments: synchronize the model in this many parts, one after the other.
         timeout: seconds to wait for the other workers, and for each part of a transfer.
         max_sync_retries: further attempts of a synchronization, after 2, 4, 8 … seconds; then it is skipped.
         overlap_steps: local steps during which a submission travels; 0: training waits for it.

@@ -18,7 +18,7 @@ logger = logging.getLogger("dalsegno")
 
 
 class DivergenceDetector(Callback):
-    """Stops training, or goes back, when a logged metric has diverged, as :class:`Divergence` defines it.
+    """Stops training, or rolls it back, when a logged metric diverges, as :class:`Divergence` defines it.
 
     A metric that is NaN or infinite stops training at once, and always without a checkpoint: the checkpoint would
     contain broken weights. An infinite gradient norm is ignored while the weights are finite: the fp16 gradient scaler

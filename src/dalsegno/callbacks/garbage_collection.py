@@ -24,7 +24,7 @@ class GarbageCollection(Callback):
         every: steps between collections.
 
     Raises:
-        ConfigurationError: if ``every`` is not a whole number.
+        ConfigurationError: if ``every`` is not an integer.
     """
 
     sets_control_flags = False

@@ -33,7 +33,7 @@ class GradNormState(TypedDict):
 
 
 class GradNormLogger(RecordCallback):
-    """Logs the L2 norm of each parameter's gradient at each evaluation, in a log of its own, for heatmaps.
+    """Logs the L2 norm of each parameter's gradient at each evaluation, in a separate log, for heatmaps.
 
     ``norms`` holds those of the clipped gradients (fp32) under the parameters' names. A tied parameter is
     included once; a parameter whose gradient the optimizer did not use is left out. The norms are of whole gradients,

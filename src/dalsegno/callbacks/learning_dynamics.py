@@ -49,7 +49,7 @@ class LearningDynamics(RecordCallback):
         every: steps between records.
 
     Raises:
-        ConfigurationError: if ``every`` is not a whole number.
+        ConfigurationError: if ``every`` is not an integer.
     """
 
     def __init__(self, every: int = 100) -> None:

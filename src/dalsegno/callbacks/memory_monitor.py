@@ -26,7 +26,7 @@ _CUDA = {
 
 
 class MemoryMonitor(Callback):
-    """Logs the GPU memory in use, reserved and short, in bytes, the maximum over ranks, in each training record:
+    """Logs GPU memory in each training record (bytes in use and reserved, allocator retries), the maximum over ranks:
 
     - ``memory/active``, ``memory/active_peak``: in use by tensors, or freed while a stream still uses it.
     - ``memory/reserved``, ``memory/reserved_peak``: reserved on the device by PyTorch's allocator.

@@ -36,7 +36,7 @@ class ModelMergeState(TypedDict):
 
 
 class ModelMerge(Callback):
-    """Averages the weights of the last ``window`` steps up to a merge step; its checkpoint has the mean.
+    """Averages the weights of the last ``window`` steps up to a merge step, for that step's checkpoint.
 
     Mean weights from the end of training are often better than the last ones, and a merge at a constant learning rate
     approximates the model after a decay (Izmailov et al. 2018, "Averaging Weights Leads to Wider Optima and Better
@@ -71,7 +71,7 @@ class ModelMerge(Callback):
         self._window = whole("ModelMerge", "window", window)
         self._every = whole("ModelMerge", "every", every)
         if every > window:
-            raise ConfigurationError(f"ModelMerge: every={every!r}; needs a whole number up to the window's {window}")
+            raise ConfigurationError(f"ModelMerge: every={every!r}; needs an integer up to the window's {window}")
         self._steps = None if steps is None else _merge_steps(steps, window)
         self._last_step = 0  # of the run
         self._merge_step = 0  # end of the window of the present means; 0: there are none
@@ -98,7 +98,7 @@ class ModelMerge(Callback):
         for step in self._steps or []:
             if step != last and not saving.at_step(step):
                 raise ConfigurationError(
-                    f"ModelMerge: steps={step}, but no checkpoint is saved there to hold what is merged; add "
+                    f"ModelMerge: steps={step}, but no checkpoint is saved there to contain the merged weights; add "
                     f"AtSteps({step}) to save=, or choose another step"
                 )
 

@@ -29,7 +29,7 @@ _JOIN_TIMEOUT = 10.0  # seconds for which the end of training waits for messages
 
 
 class Notify(Callback):
-    """Sends messages about the run to Slack, by mail, to a web hook or a phone, for instance when it ends or fails.
+    """Sends messages about the run to Slack, by mail, to a webhook or a phone, for instance when it ends or fails.
 
     Through `apprise <https://github.com/caronc/apprise>`_::
 

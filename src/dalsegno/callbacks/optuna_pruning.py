@@ -24,7 +24,7 @@ class Result(Protocol):
 
 
 class OptunaPruning(Callback):
-    """Reports a metric of each evaluation to an Optuna trial, and stops training once the pruner says so::
+    """Reports a metric of each evaluation to an Optuna trial, and stops training when the trial is pruned::
 
         def objective(trial):
             rate = trial.suggest_float("lr", 1e-5, 1e-2, log=True)

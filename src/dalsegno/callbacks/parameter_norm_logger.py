@@ -25,7 +25,7 @@ class ParameterNormState(TypedDict):
 
 
 class ParameterNormLogger(RecordCallback):
-    """Logs the L2 and spectral norm of each parameter at each evaluation, in a log of its own.
+    """Logs the L2 and spectral norm of each parameter at each evaluation, in a separate log.
 
     ``norms`` holds the L2 norm (fp32) of each parameter; ``spectral_norms`` its largest singular value as a matrix of
     its first dimension by all others. For a parameter with one dimension that is the largest absolute value; one with

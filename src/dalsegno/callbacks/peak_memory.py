@@ -21,7 +21,7 @@ logger = logging.getLogger("dalsegno")
 
 
 class PeakMemory(Callback):
-    """Prints the peak memory of each rank since its process began, when training ends.
+    """Prints the peak memory of each rank's process when training ends.
 
     On CUDA, the memory that PyTorch has allocated on the model's device; elsewhere the process's resident memory. No
     counter is reset, since other code may read it.

@@ -59,9 +59,7 @@ class ProgressCallback(Callback):
         if output_stream is not None and not callable(getattr(output_stream, "write", None)):
             raise ConfigurationError(f"ProgressCallback: output_stream={output_stream!r}; needs a stream to write to")
         if type(header_interval) is not int or header_interval < 1:
-            raise ConfigurationError(
-                f"ProgressCallback: header_interval={header_interval!r}; needs a whole number over 0"
-            )
+            raise ConfigurationError(f"ProgressCallback: header_interval={header_interval!r}; needs an integer over 0")
         self._use_tqdm = use_tqdm
         self._stream = output_stream
         self._columns = columns("ProgressCallback: step_columns", step_columns, default_step_columns())

@@ -97,7 +97,7 @@ class ResumableSummaryWriter(RewoundWriter):
             logger.info("%s: continues in %s, the directory of the checkpoint, not %s", self.key, saved, self._log_dir)
             return saved
         logger.warning(
-            "%s: %s does not exist any more; its events are lost, and new ones are in %s",
+            "%s: %s no longer exists; its events are lost, and new ones are in %s",
             *(self.key, output_dir / saved, output_dir / self._log_dir),
         )
         self._saved = EventPosition(self._saved.events, {}, str(self._log_dir))

@@ -29,7 +29,7 @@ class SkipSamples(Callback):
         n: number of samples.
 
     Raises:
-        ConfigurationError: if ``n`` is not a whole number of at least 0.
+        ConfigurationError: if ``n`` is not an integer of at least 0.
     """
 
     sets_control_flags = False

@@ -61,7 +61,7 @@ class TBLoggerState(TypedDict):
 
 
 class TBLogger(Callback):
-    """Writes chosen values of each record as curves for TensorBoard; and, once, texts that describe the run.
+    """Logs selected values of each record to TensorBoard, and once texts that describe the run.
 
     With several evaluation sets, a curve of ``eval_...`` is written for each set, as ``<tag>/<set>``.
 

@@ -121,10 +121,10 @@ def _texts(given: Sequence[str] | str | Path) -> list[str]:
     source = f"TextgenCallback: prompts={str(given)!r}" if is_file else "TextgenCallback: prompts"
     texts = _read(Path(given), source) if isinstance(given, (str, Path)) else given
     if not isinstance(texts, Sequence) or isinstance(texts, (str, bytes)) or not texts:
-        raise ConfigurationError(f"{source}: {texts!r}; needs a list of texts, or a YAML file that holds one")
+        raise ConfigurationError(f"{source}: {texts!r}; needs a list of strings, or a YAML file that holds one")
     for index, text in enumerate(texts):
         if not isinstance(text, str) or not text:
-            raise ConfigurationError(f"{source}[{index}]: {text!r}; needs a text" + ", in quotes" * is_file)
+            raise ConfigurationError(f"{source}[{index}]: {text!r}; needs a string" + ", in quotes" * is_file)
     return list(texts)
 
 

@@ -24,7 +24,7 @@ class TraceMalloc(Callback):
         frames: number of frames stored per allocation; the table shows the innermost. More frames cost memory.
 
     Raises:
-        ConfigurationError: if one of them is not a whole number of at least 1.
+        ConfigurationError: if one of them is not an integer of at least 1.
     """
 
     sets_control_flags = False

@@ -84,7 +84,7 @@ class TrainerControlCallback(Callback):
         self._job_id = None if job_id is None else check_job_id(job_id)
         self._port = None if port is None else whole(name, "port", port, 0)
         if self._port is not None and self._port > 65535:
-            raise ConfigurationError(f"{name}: port={port!r}; needs a whole number up to 65535")
+            raise ConfigurationError(f"{name}: port={port!r}; needs an integer up to 65535")
         self._enable_http = None if enable_http is None else flag(name, "enable_http", enable_http)
         self._host = "127.0.0.1" if host is None else text(name, "host", host)
         check_access(self._host, auth_token, flag(name, "disable_auth", disable_auth))

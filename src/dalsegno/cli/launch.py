@@ -42,18 +42,22 @@ def describe(parser: argparse.ArgumentParser) -> None:
         default="1",
         help="number of hosts, on each of which this command runs (default: 1)",
     )
-    parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="one of the hosts and a free port, for all hosts")
+    parser.add_argument(
+        "--rdzv-endpoint", metavar="HOST:PORT", help="one of the hosts and a free port there; the same on all hosts"
+    )
     parser.add_argument("--rdzv-id", metavar="ID", help="name of the job at that address (default: Slurm's job id)")
     parser.add_argument("--max-restarts", metavar="R", type=int, help="restarts after a failure (default: 3)")
     parser.add_argument(
         "--hang-timeout",
         metavar="SECONDS",
         type=float,
-        help="ranks that train and make no step for so long are restarted: more than the longest step, evaluation or "
-        "save takes; inf: never (default: 1800)",
+        help="ranks that train but make no step for this long are restarted; must exceed the longest step, evaluation "
+        "or save; inf: never (default: 1800)",
     )
-    parser.add_argument("what", metavar="CONFIG|MODULE:FACTORY|SCRIPT.py")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="options of 'train'; of the script")
+    parser.add_argument("what", metavar="CONFIG|MODULE:FACTORY|SCRIPT.py", help="what to run: see above")
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="...", help="options of 'train', or arguments of the script"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -127,7 +127,7 @@ class JobClient:
         except ValueError:
             content = None
         if not isinstance(content, dict):
-            raise ConfigurationError(f"{self.base_url}: answers with no JSON object; is it a dalsegno job?")
+            raise ConfigurationError(f"{self.base_url}: did not answer with a JSON object; is it a dalsegno job?")
         return content
 
     def _ask(self, method: str, path: str, **options: Any) -> httpx.Response:

@@ -120,7 +120,7 @@ def with_settings(args: TrainingArguments, data: Mapping[str, Any]) -> TrainingA
         raise ConfigurationError(f"set save_steps: has no effect, since save={str(args.save)!r} decides when to save")
     steps = data.get("max_steps", 1)
     if type(steps) is not int or steps < 1:  # -1 would mean epochs, whose length may be unknown
-        raise ConfigurationError(f"max_steps={steps!r}; needs a whole number of at least 1")
+        raise ConfigurationError(f"max_steps={steps!r}; needs an integer of at least 1")
     return dataclasses.replace(args, **{name: value for name, value in data.items() if name in SETTINGS})
 
 

@@ -65,7 +65,7 @@ class OwnGenerators:
         """Restore each generator.
 
         Raises:
-            StateMismatch: if one does not exist any more, or has another type.
+            StateMismatch: if one no longer exists, or has another type.
         """
         found = self.find()
         for way, saved in state.items():

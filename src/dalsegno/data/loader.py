@@ -96,7 +96,7 @@ class ResumableLoader(Protocol):
         ...
 
     def place_after(self, microbatches: int) -> Place:
-        """Return the place so many micro-batches further on; no further than the current epoch's end."""
+        """Return the position this many micro-batches further on; no further than the current epoch's end."""
         ...
 
     def set_gaps(self, gaps: Gaps) -> None:

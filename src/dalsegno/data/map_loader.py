@@ -147,7 +147,7 @@ class MapLoader:
 
         Raises:
             StateMismatch: if it belongs to another kind of data, or to a dataset of another length; or if a saved
-                random generator of the data does not exist any more.
+                random generator of the data no longer exists.
         """
         self.check_state(state)
         self._sampler.load_state_dict(state)

@@ -183,7 +183,7 @@ class ReplayLoader(UserLoader):
 
         Raises:
             StateMismatch: if it belongs to another kind of data, or the worker processes of an iterable dataset have
-                changed in number or batch size; on iterating, if the position does not exist any more.
+                changed in number or batch size; on iterating, if the position no longer exists.
         """
         if state["kind"] == "stateful" and isinstance(self._loader, StatefulDataLoader):
             state = self._converted(state)

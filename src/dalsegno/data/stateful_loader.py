@@ -224,7 +224,7 @@ def _has_state_of_its_own(dataset: Any) -> TypeGuard[Stateful]:
 
 
 _COUNTS = ("_num_yielded", "_sampler_iter_yielded", "samples_yielded", "_num_workers", "_last_yielded_worker_id")
-"""Names in the state of torchdata's loader that hold a whole number."""
+"""Names in the state of torchdata's loader that hold an integer."""
 _OF_THE_USER = ("dataset_state", "dataset_iter_state")
 """Names that hold states of the user's own classes."""
 
@@ -232,7 +232,7 @@ _OF_THE_USER = ("dataset_state", "dataset_iter_state")
 def _check_counts(saved: Any, path: str) -> None:
     """
     Raises:
-        StateMismatch: if a count of torchdata's is not a whole number, which fails only when a batch is read.
+        StateMismatch: if a count of torchdata's is not an integer, which fails only when a batch is read.
     """
     if not isinstance(saved, dict):
         return

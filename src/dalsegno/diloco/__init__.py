@@ -1,4 +1,4 @@
-"""DiLoCo: train one model on machines that hardly communicate.
+"""DiLoCo: train one model on machines that communicate rarely.
 
 Workers train on their own for some hundred steps, then send how their parameters have changed. A server takes the mean
 of these changes as the gradient of an outer optimizer, and returns its result (DiLoCo, Douillard et al. 2023,

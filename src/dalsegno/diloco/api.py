@@ -146,7 +146,7 @@ class _Api:
     async def feed(self, request: Request) -> Response:
         after = request.query_params.get("after", "0")
         if not (after.isdecimal() and len(after) < 19):
-            raise ConfigurationError("after: a whole number")
+            raise ConfigurationError("after: an integer")
         return Answer(await off_loop(partial(self._coordinator.feed, int(after))))
 
     async def register(self, request: Request) -> Response:
@@ -197,7 +197,7 @@ class _Api:
     async def parameters(self, request: Request) -> Response:
         fragment = request.query_params.get("fragment")
         if fragment is not None and not (fragment.isdecimal() and len(fragment) < 9):
-            raise ConfigurationError("fragment: a whole number")
+            raise ConfigurationError("fragment: an integer")
         version = request.path_params["version"]
         find = partial(self._coordinator.parameters, version, None if fragment is None else int(fragment))
         return FileAnswer(await off_loop(lambda: find().open("rb", buffering=0)))

@@ -268,5 +268,5 @@ def _content(address: str, data: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict):
-        raise NotRunning(f"{address}: answers with no JSON object; is it a DiLoCo server?")
+        raise NotRunning(f"{address}: did not answer with a JSON object; is it a DiLoCo server?")
     return content

@@ -37,7 +37,7 @@ class WorkerOptions:
     heartbeat_interval: float = 30.0
     """Seconds between two signs of life."""
     num_fragments: int = 1
-    """Synchronize the model in so many parts, one after the other."""
+    """Synchronize the model in this many parts, one after the other."""
     timeout: float = 600.0
     """Seconds to wait for the other workers, and for each part of a transfer."""
     max_sync_retries: int = 3
@@ -58,7 +58,7 @@ class WorkerOptions:
         for name, least in (("sync_every", 1), ("num_fragments", 1), ("max_sync_retries", 0), ("overlap_steps", 0)):
             value = getattr(self, name)
             if type(value) is not int or value < least:
-                raise ConfigurationError(f"DiLoCo: {name}={value!r}; needs a whole number of at least {least}")
+                raise ConfigurationError(f"DiLoCo: {name}={value!r}; needs an integer of at least {least}")
         for name in ("heartbeat_interval", "timeout"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:

@@ -34,7 +34,7 @@ class Rules:
         for name in ("num_workers", "min_workers", "save_every", "dylu_base_sync_every"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
-                raise ConfigurationError(f"DiLoCoServer: {name}={value!r}; needs a whole number of at least 1")
+                raise ConfigurationError(f"DiLoCoServer: {name}={value!r}; needs an integer of at least 1")
         if not 0 <= self.heartbeat_timeout < float("inf"):
             raise ConfigurationError(f"heartbeat_timeout={self.heartbeat_timeout!r}; needs seconds, 0 or more")
         if self.min_workers > self.num_workers:

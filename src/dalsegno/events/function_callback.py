@@ -105,7 +105,7 @@ def _check(name: str, event: Event, function: Function, every: int) -> None:
             f"on({event}, {name}): {name}{inspect.signature(function)} cannot be called with (ctx): {error}"
         ) from error
     if type(every) is not int or every < 1:
-        raise ConfigurationError(f"on({event}, {name}, every={every!r}): needs a whole number of steps, at least 1")
+        raise ConfigurationError(f"on({event}, {name}, every={every!r}): needs an integer of steps, at least 1")
     if every > 1 and event not in (_BEFORE_COUNTED | _AFTER_COUNTED) - _ALSO_IN_EVALUATION:
         raise ConfigurationError(
             f"on({event}, {name}, every={every}): {event.handler} does not belong to a step; leave every= out"

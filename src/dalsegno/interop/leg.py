@@ -116,7 +116,7 @@ class _Progress:
     def check_state(self, state: ProgressState) -> None:
         if state["timeline"] != self.timeline:
             raise StateMismatch(
-                "these states of callbacks were saved with another checkpoint than the one from which training "
+                "these callback states were saved with a different checkpoint than the one from which training "
                 "resumes: its history differs. Either that is in another folder (then pass the Bridge its path: "
                 "resume_from_checkpoint=), or the job was killed while it overwrote this checkpoint (then resume from "
                 "an earlier one)"

@@ -56,7 +56,7 @@ class LaunchOptions:
                 f"nnodes={nnodes}: several hosts need --rdzv-endpoint HOST:PORT (rdzv_endpoint=), the same on all"
             )
         if type(max_restarts) is not int or max_restarts < 0:
-            raise ConfigurationError(f"max_restarts={max_restarts!r}; needs a whole number, 0 or more")
+            raise ConfigurationError(f"max_restarts={max_restarts!r}; needs an integer, 0 or more")
         if not isinstance(hang_timeout, (int, float)) or isinstance(hang_timeout, bool) or not hang_timeout > 0:
             raise ConfigurationError(f"hang_timeout={hang_timeout!r}; needs seconds, more than 0 ('inf' for no limit)")
         if start not in ("forkserver", "fork"):

@@ -130,7 +130,7 @@ def _pack_object(value: Any, where: str) -> Node:
     if not _is_plain(value):
         name = getattr(value, "__qualname__", kind.__qualname__)
         raise ConfigurationError(
-            f"{where}: a {kind.__name__} ({name}) cannot travel to other processes; create it in on_train_begin, give "
+            f"{where}: a {kind.__name__} ({name}) cannot be sent to other processes; create it in on_train_begin, give "
             "the callback state_dict and load_state_dict, or launch with start='fork'"
         )
     attributes = {name: pack(each, f"{where}.{name}") for name, each in vars(value).items()}

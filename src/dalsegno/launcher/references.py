@@ -24,7 +24,7 @@ def reference_to(thing: Any, where: str) -> str:
     """
     module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str):
-        raise ConfigurationError(f"{where}: a {type(thing).__name__} cannot travel to other processes; {_REMEDY}")
+        raise ConfigurationError(f"{where}: a {type(thing).__name__} cannot be sent to other processes; {_REMEDY}")
     if "<lambda>" in name:
         raise ConfigurationError(f"{where}: a lambda has no name that another process could import; {_REMEDY}")
     if "<locals>" in name:

@@ -83,12 +83,12 @@ def rewind_events(folder: Path, suffix: str, saved: Mapping[str, int]) -> list[P
         kept = saved.get(name, 0)
         size = path.stat().st_size
         if size < kept:
-            logger.warning("%s is shorter than its checkpoint says: %d bytes are missing", path, kept - size)
+            logger.warning("%s is shorter than its checkpoint records: %d bytes are missing", path, kept - size)
         elif size > kept:
             archived.append(_archive(path, kept, folder.parent))
     for name in saved.keys() - there.keys():
         if saved[name]:
-            logger.warning("%s does not exist any more; its events are lost", folder / name)
+            logger.warning("%s no longer exists; its events are lost", folder / name)
     if archived:
         logger.info("%s: events after the checkpoint were moved to %s", folder, archived[0].parent)
     return archived

@@ -122,7 +122,7 @@ class LineFile(Generic[T]):
         try:
             self._parse(data[begin:])
         except (ValueError, StateMismatch):
-            logger.warning("%s: a kill has torn its last line, which is removed: %r", self.path, data[begin:][:200])
+            logger.warning("%s: its last line was torn by a kill and is removed: %r", self.path, data[begin:][:200])
             filesystem.truncate(descriptor, begin, self.path)
         else:
             filesystem.write_all(descriptor, b"\n", self.path)

@@ -34,7 +34,7 @@ class PositionState(TypedDict):
     path: str
     offset: schema.Count
     records: schema.Count
-    last_step: Annotated[Any, schema.Must("a whole number or None", lambda step: step is None or isinstance(step, int))]
+    last_step: Annotated[Any, schema.Must("an integer or None", lambda step: step is None or isinstance(step, int))]
     tail: str
 
 
@@ -103,7 +103,7 @@ def rewind(root: Path, configured: PurePosixPath, saved: Position | None) -> Rew
     path = root / saved.path
     _check_regular_file(path)
     if not path.exists():
-        logger.warning("%s does not exist any more; %d records are lost, starting it again", path, saved.records)
+        logger.warning("%s no longer exists; %d records are lost, starting it again", path, saved.records)
         return _new_file("gone", path, missing=saved.records)
     descriptor = filesystem.open_own(path, os.O_RDONLY)
     try:
@@ -208,7 +208,7 @@ def _keep_shorter(path: Path, descriptor: int, saved: Position) -> RewindReport:
             position += len(line)
     missing = max(0, saved.records - records)
     logger.warning(
-        "%s is shorter than its checkpoint says: %d of %d records are missing; continuing with the rest",
+        "%s is shorter than its checkpoint records: %d of %d records are missing; continuing with the rest",
         path,
         missing,
         saved.records,

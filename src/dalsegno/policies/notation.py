@@ -44,7 +44,7 @@ def read_policies(text: str, known: Iterable[type[Policy]]) -> list[Policy]:
         rule = _RULE.fullmatch(part)
         if rule is None:
             example = " | ".join(f"{name}(…)" for name in kinds)
-            raise ConfigurationError(f"{text!r}: {part.strip()!r} is not a rule; write for example {example}")
+            raise ConfigurationError(f"{part.strip()!r} is not a rule; write for example {example}")
         rules.append(_read_rule(rule[1], rule[2], kinds))
     return rules
 

@@ -20,7 +20,7 @@ class RollbackRequest:
     Args:
         reason: human-readable; recorded in ``recoveries.jsonl``.
         by: key of the callback, or ``the program``.
-        steps: go back by at least so many steps, instead of the policy's ``margin``.
+        steps: go back by at least this many steps, instead of the policy's ``margin``.
         to: go back to the newest checkpoint of this step or before, whatever happened there.
         skip: data to skip, instead of the policy's ``skip``.
 
@@ -65,12 +65,16 @@ class RecoveryPolicy(Policy):
     Args:
         margin: steps between the checkpoint and the step at which the callback noticed. A divergence begins before it
             is noticed: at least the steps between two records, times the patience of the detector.
-        skip: data to skip, beyond that between the checkpoint and the step: as much as so many steps take. None: skip
+        skip: data to skip, beyond that between the checkpoint and the step: the data of this many steps. None: skip
             nothing, and train on the same data again.
         lr_factor: factor of the learning rate after a rollback, 0 < f ≤ 1. Factors of several rollbacks multiply.
         lr_steps: number of steps after the checkpoint to which the factor applies; None: the rest of the run.
         budget: number of rollbacks after which the next request ends the run.
+<<<<<<< HEAD
         window: the budget counts only rollbacks of the last so many steps; None: of the whole run.
+=======
+        window: count only rollbacks within the last ``window`` steps; None: in the whole run.
+>>>>>>> da6ff50 (Errors, help texts and pages in the field's words; every setting of the wrong type is refused by name)
         when_used_up: how the run then ends: ``"stop"`` saves a checkpoint first, unless the weights are NaN or
             infinite; ``"abort"`` does not. The exit status is 3 either way.
         run_budget: with a ``window``, a second limit: number of rollbacks in the whole run after which the next request
@@ -93,9 +97,13 @@ class RecoveryPolicy(Policy):
         least = {"margin": 1, "skip": 0, "lr_steps": 1, "budget": 1, "window": 1, "run_budget": 1}
         _check_whole("RecoveryPolicy", self, least)
         if self.margin is None or self.budget is None:
+<<<<<<< HEAD
             raise ConfigurationError("RecoveryPolicy(margin=…, budget=…): need whole numbers, not None")
         if self.run_budget is not None and self.window is None:
             raise ConfigurationError("RecoveryPolicy(run_budget=…): without window=, budget= counts the whole run")
+=======
+            raise ConfigurationError("RecoveryPolicy(margin=…, budget=…): need integers, not None")
+>>>>>>> da6ff50 (Errors, help texts and pages in the field's words; every setting of the wrong type is refused by name)
         if type(self.lr_factor) not in (int, float) or not 0 < self.lr_factor <= 1:
             raise ConfigurationError(f"RecoveryPolicy(lr_factor={self.lr_factor!r}): needs a number over 0, at most 1")
         if self.when_used_up not in ("stop", "abort"):
@@ -154,15 +162,15 @@ def recovery_of(given: RecoveryPolicy | str | None) -> RecoveryPolicy | None:
         given = read[0] if len(read) == 1 and isinstance(read[0], RecoveryPolicy) else None
     if isinstance(given, RecoveryPolicy) or given is None:
         return given
-    raise ConfigurationError(f"recovery={given!r}: needs a RecoveryPolicy(…), or None for no rollbacks")
+    raise ConfigurationError(f"{given!r} is not a recovery policy; use RecoveryPolicy(…), or None for no rollbacks")
 
 
 def _check_whole(name: str, given: object, least: Mapping[str, int]) -> None:
     """
     Raises:
-        ConfigurationError: if an attribute in ``least`` is neither None nor a whole number of at least that.
+        ConfigurationError: if an attribute in ``least`` is neither None nor an integer of at least that.
     """
     for argument, smallest in least.items():
         value = getattr(given, argument)
         if value is not None and (type(value) is not int or value < smallest):
-            raise ConfigurationError(f"{name}({argument}={value!r}): needs a whole number of at least {smallest}")
+            raise ConfigurationError(f"{name}({argument}={value!r}): needs an integer of at least {smallest}")

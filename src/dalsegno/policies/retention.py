@@ -156,4 +156,4 @@ def rules_of(rule: Retention) -> tuple[Retention, ...]:
 def _check_whole(rule: str, **argument: int) -> None:
     ((name, value),) = argument.items()
     if type(value) is not int or value < 1:
-        raise ConfigurationError(f"{rule}({name}={value!r}): needs a whole number of at least 1")
+        raise ConfigurationError(f"{rule}({name}={value!r}): needs an integer of at least 1")

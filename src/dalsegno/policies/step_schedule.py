@@ -1,4 +1,4 @@
-"""StepSchedule: a whole number that changes at given steps of a run."""
+"""StepSchedule: an integer that changes at given steps of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class StepSchedule:
         given: as the user writes it; a TOML or JSON table has its steps as strings.
 
     Raises:
-        ConfigurationError: unless ``given`` has whole numbers, values of at least 1, and a value for step 0.
+        ConfigurationError: unless ``given`` has integers, values of at least 1, and a value for step 0.
     """
 
     def __init__(self, setting: str, given: StepValues) -> None:
@@ -32,7 +32,7 @@ class StepSchedule:
             values = {}
         if 0 not in values or min(values) < 0 or min(values.values()) < 1:
             raise ConfigurationError(
-                f"{setting}={given!r}: needs whole numbers of at least 1 by the step from which they apply, the first "
+                f"{setting}={given!r}: needs integers of at least 1 by the step from which they apply, the first "
                 "from step 0, such as {0: 1, 1000: 2}"
             )
         self.values = dict(sorted(values.items()))
@@ -64,7 +64,7 @@ class StepSchedule:
 
 
 def _values(given: StepValues) -> dict[int, int]:
-    """Raises TypeError or ValueError for anything but whole numbers, and for a step that is given twice."""
+    """Raises TypeError or ValueError for anything but integers, and for a step that is given twice."""
     pairs: list[tuple[int | str, int]]
     if isinstance(given, str):
         parts = [part.split(":") for part in given.strip().removeprefix("{").removesuffix("}").split(",")]

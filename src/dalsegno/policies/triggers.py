@@ -62,7 +62,7 @@ class Every(SaveTrigger):
     def __post_init__(self) -> None:
         for unit, value in (("steps", self.steps), ("epochs", self.epochs)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ConfigurationError(f"Every({unit}={value!r}): needs a whole number, 0 (never) or more")
+                raise ConfigurationError(f"Every({unit}={value!r}): needs an integer, 0 (never) or more")
         for unit, time in (("seconds", self.seconds), ("minutes", self.minutes)):
             if not isinstance(time, (int, float)) or isinstance(time, bool) or not 0 <= time < math.inf:
                 raise ConfigurationError(f"Every({unit}={time!r}): needs a number, 0 (never) or more")
@@ -93,7 +93,7 @@ class AtSteps(SaveTrigger):
 
     def __init__(self, *steps: int) -> None:
         if not steps or not all(type(step) is int and step > 0 for step in steps):
-            raise ConfigurationError(f"AtSteps({', '.join(map(repr, steps))}): needs whole numbers of at least 1")
+            raise ConfigurationError(f"AtSteps({', '.join(map(repr, steps))}): needs integers of at least 1")
         object.__setattr__(self, "steps", tuple(sorted({*steps})))
 
     def __repr__(self) -> str:

@@ -154,9 +154,7 @@ def _checker(form: Form) -> _Checker:
 
 def _instance(kind: type) -> _Checker:
     if kind is int:
-        return _checked(
-            lambda value: type(value) is int and _SMALLEST <= value <= _LARGEST, "a whole number of 64 bits"
-        )
+        return _checked(lambda value: type(value) is int and _SMALLEST <= value <= _LARGEST, "a 64-bit integer")
     if kind is float:
         return _checked(_is_number, "a number")
     names = {bool: "true or false", str: "a text", type(None): "None", bytes: "bytes"}

@@ -13,7 +13,8 @@ def lazy_exports(
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """Return ``__getattr__`` and ``__dir__`` for a package (PEP 562).
 
-    A name whose module has been deleted is not an attribute of the package, and not listed.
+    A name whose module has been deleted is not an attribute of the package, and not listed. A module that cannot be
+    imported raises an ImportError.
 
     Args:
         package: its ``__name__``.
@@ -29,7 +30,11 @@ def lazy_exports(
     def find(name: str) -> object:
         if name not in home_of or not exists(home_of[name]):
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        found = getattr(importlib.import_module(f".{home_of[name]}", package), name)
+        try:
+            home = importlib.import_module(f".{home_of[name]}", package)
+        except AttributeError as error:  # which ``from package import name`` would report as a name that is missing
+            raise ImportError(f"{package}.{home_of[name]} cannot be imported: AttributeError: {error}") from error
+        found = getattr(home, name)
         setattr(sys.modules[package], name, found)
         return found
 

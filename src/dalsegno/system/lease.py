@@ -88,7 +88,7 @@ def outlast(files: LeaseFiles, place: str, holder: Holder) -> Holder | None:
             f"is alive; if it is not, delete {LOCK} there, or train with "
             "TrainingArguments(take_over_lock=True) once"
         )
-    logger.warning("%s: locked by %s; waiting %.0f s for a sign of life", place, holder, holder.lease)
+    logger.warning("%s: locked by %s; waiting %.0f s for it to renew its lease", place, holder, holder.lease)
     seen, began = files.read(LEASE), _clock()
     while True:
         is_over = _clock() >= began + holder.lease  # before the look: this process may have been suspended
@@ -142,7 +142,7 @@ class Lease:
             other = read_entry(self._files).holder
             who = "another process" if other is None else str(other)
             raise Locked(
-                f"{self._place}: {who} has taken it just now; wait for it, stop it, or use another output_dir "
+                f"{self._place}: {who} has just acquired it; wait for it, stop it, or use another output_dir "
                 f"(if there is no such process, delete {_taking(former)} there)"
             )
         assert self._me is not None

@@ -55,7 +55,7 @@ class Worker:
 
     def __init__(self, name: str, size: int = 1000, when_full: WhenFull = "drop_oldest") -> None:
         if type(size) is not int or size < 1:
-            raise ConfigurationError(f"{name}: queue={size!r}; needs a whole number of at least 1")
+            raise ConfigurationError(f"{name}: queue={size!r}; needs an integer of at least 1")
         if when_full not in ("drop_oldest", "block"):
             raise ConfigurationError(f"{name}: when_full={when_full!r}; allowed are 'drop_oldest', 'block'")
         self.name = name
@@ -106,7 +106,7 @@ class Worker:
             self._waiting.clear()
             self._drop(left)
         if thread.is_alive():
-            logger.warning("%s: not done after %g s; left behind, with %d calls dropped", self.name, timeout, left)
+            logger.warning("%s: not done after %g s; abandoned, %d calls dropped", self.name, timeout, left)
 
     def _drop(self, calls: int) -> None:
         self.counts.dropped += calls

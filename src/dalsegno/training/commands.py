@@ -229,8 +229,8 @@ class CommandExecutor:
         rate, present = command.data.get(LEARNING_RATE), present_rate(self._optimizer)
         if isinstance(rate, (int, float)) and (present == 0 or not 0 < rate / present < math.inf):
             raise ConfigurationError(
-                f"{LEARNING_RATE}={rate:g}: the schedule gives {present:g} after step {self._state.global_step}, and "
-                "no factor leads from there"
+                f"{LEARNING_RATE}={rate:g}: after step {self._state.global_step} the schedule's value is {present:g}, "
+                "which no factor turns into this one"
             )
 
     def _carry_out(self, entry: Entry, why: str) -> ControlRequests:

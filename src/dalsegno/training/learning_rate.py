@@ -26,7 +26,7 @@ def check_scalable(optimizer: Optimizer, schedulers: Sequence[Any]) -> None:
             other than base rates that could be scaled, so that it would undo the change at its next step.
     """
     if any(group.get("lr") is None for group in optimizer.param_groups):
-        raise ConfigurationError(f"learning_rate: {type(optimizer).__name__} makes its own; it has none to change")
+        raise ConfigurationError(f"learning_rate: {type(optimizer).__name__} computes its own; there is none to change")
     for scheduler in _flat(schedulers):
         if not (hasattr(scheduler, "base_lrs") or isinstance(scheduler, ReduceLROnPlateau) or _is_composite(scheduler)):
             raise ConfigurationError(

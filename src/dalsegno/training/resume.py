@@ -183,7 +183,7 @@ class Resumer:
         load = self._checkpointer.component_load(path, options.load_components, options.allow_changes)
         self._fire_before_load(path, 0)
         report = load()
-        logger.info("begun with parts of %s\n%s", path, report.table())
+        logger.info("initialized with parts of %s\n%s", path, report.table())
         self._report(path, 0, report)
 
     def _requested_checkpoint(self, options: ResumeOptions, model_modified: bool) -> Checkpoint | None:

@@ -100,7 +100,7 @@ class Rollbacks:
         self._recoveries.set([*self._recoveries, recovery])
         if collectives.rank() == 0:
             logger.warning(
-                "step %d: the run goes back to step %d, as %s requests: %s",
+                "step %d: rolling back to step %d, requested by %s: %s",
                 step,
                 recovery.to_step,
                 recovery.by,

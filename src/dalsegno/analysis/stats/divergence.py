@@ -100,8 +100,8 @@ class Divergence:
             "a finite number over 1, or None",
             lambda t: 1 < t < math.inf,
         )
-        _check("patience", patience, int, "a whole number, at least 1", lambda n: n >= 1)
-        _check("warmup", warmup, int, "a whole number, at least 0", lambda n: n >= 0)
+        _check("patience", patience, int, "an integer, at least 1", lambda n: n >= 1)
+        _check("warmup", warmup, int, "an integer, at least 0", lambda n: n >= 0)
         _check("mode", mode, str, "'min' or 'max'", lambda m: m in ("min", "max"))
         _check(
             "baseline_smoothing",

@@ -100,7 +100,7 @@ class _Counter(TorchDispatchMode):
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         real = [each for each in tensors if not isinstance(each, FakeTensor)]
         if any(each.requires_grad for each in real):
-            raise Uncountable("its forward reaches a tensor of the model by another way than through its modules")
+            raise Uncountable("its forward uses a tensor of the model other than through its modules")
         if real and len(real) == len(tensors):  # integers only, whose values may be read
             with unset_fake_temporarily():
                 return function(*args, **kwargs)

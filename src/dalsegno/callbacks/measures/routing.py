@@ -38,24 +38,24 @@ def routed(router: nn.Module, outputs: Any, top_k: int) -> Tensor:
     decided = next((each for each in tensors if not each.is_floating_point() and each.dim() > 1), None)
     if decided is None:
         if not scores:
-            raise ValueError(f"puts out no scores of experts, but a {type(outputs).__name__}")
+            raise ValueError(f"returns no expert scores, but a {type(outputs).__name__}")
         return _highest(router, scores, top_k)
     widest = max((each.shape[-1] for each in scores), default=0)
     experts = _attribute(_EXPERTS, router) or (widest if widest > decided.shape[-1] else _rows(router))
     if not experts:
-        raise ValueError("puts out the experts of each token, but not how many there are: give it num_experts")
+        raise ValueError("returns the experts of each token, but not their number: give it num_experts")
     is_mask = decided.shape[-1] == experts and (decided.dtype == torch.bool or experts != top_k)
     return decided.bool() if is_mask else _one_hot(decided, experts)
 
 
 def _highest(router: nn.Module, scores: Sequence[Tensor], top_k: int) -> Tensor:
     if hasattr(router, "e_score_correction_bias"):  # DeepSeek-V3's, applied outside of the router
-        raise ValueError("puts out scores alone, to which e_score_correction_bias is added before experts are chosen")
+        raise ValueError("returns only scores, to which e_score_correction_bias is added before experts are chosen")
     experts = _attribute(_EXPERTS, router)
     chosen = next((each for each in scores if each.shape[-1] == experts), scores[0])
     width = chosen.shape[-1]
     if isinstance(getattr(router, "weight", None), DTensor) and width < _rows(router):
-        raise ValueError(f"is split over the ranks, and puts out {width} of {_rows(router)} scores: leave it whole")
+        raise ValueError(f"is split over the ranks, and returns {width} of {_rows(router)} scores: leave it whole")
     return _one_hot(chosen.topk(min(top_k, width)).indices, width)
 
 

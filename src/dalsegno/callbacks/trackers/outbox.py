@@ -104,7 +104,7 @@ class Outbox:
         resumes; 0 if it starts from scratch."""
         if position > self._end:
             missing = position - self._end
-            logger.warning("%s is shorter than its checkpoint says: %d bytes are missing", self._path, missing)
+            logger.warning("%s is shorter than its checkpoint records: %d bytes are missing", self._path, missing)
             position = self._end
         self._last_step = self._step_before(position)
         self._cards = self._find_cards()

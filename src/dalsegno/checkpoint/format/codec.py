@@ -244,7 +244,7 @@ def _refusal(value: object, where: str) -> str:
 
 def _decode(json: Json, read_array: ReadArray, where: str, depth: int) -> State:
     if depth > DEEPEST:  # encode() refuses it
-        raise DamagedCheckpoint(f"{where}: nested too deep")
+        raise DamagedCheckpoint(f"{where}: nested too deeply")
     if isinstance(json, list):
         return [_decode(each, read_array, f"{where}[{number}]", depth + 1) for number, each in enumerate(json)]
     if not isinstance(json, dict):
@@ -254,7 +254,7 @@ def _decode(json: Json, read_array: ReadArray, where: str, depth: int) -> State:
         return {key: _decode(each, read_array, inside(where, key), depth + 1) for key, each in json.items()}
     decoder = _DECODERS.get(tag)
     if decoder is None:
-        raise DamagedCheckpoint(f"{where}: {tag!r} is not known to this dalsegno")
+        raise DamagedCheckpoint(f"{where}: {tag!r} is unknown to this version of dalsegno")
     try:
         return decoder(json, read_array, where, depth)
     except DamagedCheckpoint:

@@ -167,7 +167,7 @@ def _tensor(name: str, entry: TensorEntry) -> StoredTensor:
     dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
     chunks = tuple(_chunk(name, chunk, dtype, shape) for chunk in entry["pieces"])
     if not _cover(chunks, shape):
-        raise ValueError(f"the pieces of {name} do not fill it")
+        raise ValueError(f"the chunks of {name} do not cover it")
     return StoredTensor(dtype, shape, chunks)
 
 
@@ -198,5 +198,5 @@ def _chunk(name: str, entry: PieceEntry, dtype: torch.dtype, whole: tuple[int, .
         begin + size <= limit for begin, size, limit in zip(offsets, shape, whole, strict=True)
     )
     if not inside or len(span) != 2 or span[1] - span[0] != byte_count(shape, dtype):
-        raise ValueError(f"a piece of {name} is outside of it")
+        raise ValueError(f"a chunk of {name} is outside the tensor")
     return StoredChunk(entry["file"], (span[0], span[1]), offsets, shape)

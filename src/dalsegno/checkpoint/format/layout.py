@@ -163,7 +163,7 @@ class StoredFile:
         with opened(path) as descriptor:
             self._length = os.fstat(descriptor).st_size
             if self._length < 8:
-                raise DamagedCheckpoint(f"{path}: not a file of tensors")
+                raise DamagedCheckpoint(f"{path}: not a safetensors file")
             self._descriptor = os.dup(descriptor)
         weakref.finalize(self, os.close, self._descriptor)
 
@@ -252,7 +252,7 @@ class StoredFile:
         entries = {}
         for name, (kind, shape, span) in header.items():
             if kind not in _DTYPES_OF_SAFETENSORS:
-                raise StateMismatch(f"{self.path}: {name} has the dtype {kind!r}, which this dalsegno does not know")
+                raise StateMismatch(f"{self.path}: {name} has the dtype {kind!r}, which this dalsegno does not support")
             dtype, place = _DTYPES_OF_SAFETENSORS[kind], (begin + span[0], begin + span[1])
             if not is_shape(shape):
                 raise DamagedCheckpoint(f"{self.path}: {name} has the shape {shape!r}")

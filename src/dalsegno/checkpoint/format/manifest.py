@@ -145,9 +145,16 @@ class Manifest:
             _expect(type(content) is dict, "not an object")
             claimed = content.pop("xxh3")
             _expect(claimed == _checksum_of(content), "its content does not match its checksum")
+<<<<<<< HEAD
             if type(content["format"]) is not int or content["format"] > FORMAT_WITHOUT_FROZEN:
                 newest = FORMAT_WITHOUT_FROZEN
                 raise StateMismatch(f"{path}: has format {content['format']!r}; this dalsegno reads up to {newest}")
+=======
+            if type(content["format"]) is not int or content["format"] > FORMAT:
+                raise StateMismatch(
+                    f"{path}: has format {content['format']!r}; this version of dalsegno reads up to {FORMAT}"
+                )
+>>>>>>> da6ff50 (Errors, help texts and pages in the field's words; every setting of the wrong type is refused by name)
             return cls._parse(content)
         except StateMismatch:
             raise
@@ -277,9 +284,9 @@ def _verify(directory: Path, name: str, expected: FileRecord) -> None:
     with opened(path) as descriptor:
         size = os.fstat(descriptor).st_size
         if size != expected.size:
-            raise DamagedCheckpoint(f"{path}: has {size} bytes, the manifest says {expected.size}")
+            raise DamagedCheckpoint(f"{path}: has {size} bytes, the manifest records {expected.size}")
         if (found := _checksum_of_file(descriptor)) != expected.xxh3:
-            raise DamagedCheckpoint(f"{path}: has checksum {found}, the manifest says {expected.xxh3}")
+            raise DamagedCheckpoint(f"{path}: has checksum {found}, the manifest records {expected.xxh3}")
 
 
 def _no_constant(name: str) -> float:

@@ -167,5 +167,5 @@ def _size_problem(checkpoint: Checkpoint) -> str | None:
         except OSError as error:
             return f"{name}: {error.strerror}"
         if size != expected.size:
-            return f"{name}: has {size} bytes, the manifest says {expected.size}"
+            return f"{name}: has {size} bytes, the manifest records {expected.size}"
     return None

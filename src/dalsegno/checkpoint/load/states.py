@@ -140,7 +140,7 @@ def refuse_changed_callbacks(saved: SavedStates, present: Iterable[Sequence[str]
     ]
     if complaints:
         raise StateMismatch(
-            f"{saved.path}: other callbacks than when it was saved (strict_callbacks=True):\n  "
+            f"{saved.path}: the callbacks differ from those it was saved with (strict_callbacks=True):\n  "
             + "\n  ".join(complaints)
         )
 

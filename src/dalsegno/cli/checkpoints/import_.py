@@ -3,9 +3,9 @@
 SOURCE is a folder "checkpoint-500" of Hugging Face's Trainer, a file .ckpt of Lightning, a folder of Accelerate's
 save_state, of PyTorch's Distributed Checkpoint or of torchtitan, or a file of torch.save. OUTPUT_DIR becomes a run with
 that one checkpoint and the log up to it: train() of a trainer with the same model, and with output_dir OUTPUT_DIR,
-continues there. A table names what was taken along, and what was not and why.
+resumes from there. A table lists what was imported, and what was not and why.
 
-Pickled files are read in a process of its own with torch's restricted unpickler, without network and with a memory
+Pickled files are read in a separate process with torch's restricted unpickler, without network and with a memory
 limit; a file that contains code is refused.
 """
 

@@ -1,4 +1,4 @@
-"""Train one model on machines that hardly communicate: a server for the global parameters, and its workers.
+"""Train one model on machines that communicate rarely: a server for the global parameters, and its workers.
 
 docs/diloco.md describes how.
 """

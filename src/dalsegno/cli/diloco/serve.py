@@ -42,7 +42,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         type=float,
         default=120.0,
-        help="rounds do not wait for a worker that is silent for so long; 0: they do (default: 120)",
+        help="rounds do not wait for a worker silent for this long; 0: they always wait (default: 120)",
     )
     parser.add_argument(
         "--min-workers", metavar="N", type=int, default=1, help="submissions that a round needs (default: 1)"
@@ -57,7 +57,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"default: {DEFAULT_PORT}; 0: a free one")
     parser.add_argument("--disable-auth", action="store_true", help="no token; only on addresses of this machine")
     parser.add_argument("--certfile", metavar="FILE", type=Path, help="TLS certificate in PEM")
-    parser.add_argument("--keyfile", metavar="FILE", type=Path, help="its key")
+    parser.add_argument("--keyfile", metavar="FILE", type=Path, help="private key of --certfile, in PEM")
 
 
 def run(arguments: argparse.Namespace) -> int:

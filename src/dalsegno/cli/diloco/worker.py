@@ -28,10 +28,12 @@ def describe(parser: argparse.ArgumentParser) -> None:
     add_server(parser)
     parser.add_argument("--worker-id", metavar="NAME", help="the same in all its legs (default: made from output_dir)")
     parser.add_argument("--sync-every", metavar="H", type=int, help="local steps between synchronizations")
-    parser.add_argument("--num-fragments", metavar="N", type=int, help="synchronize the model in so many parts")
+    parser.add_argument(
+        "--num-fragments", metavar="N", type=int, help="synchronize the model in N parts, one at a time"
+    )
     parser.add_argument("--fp32-comm", action="store_true", help="send float32, not bfloat16")
     parser.add_argument("--dylu", action="store_true", help="let the server choose the number of local steps")
-    parser.add_argument("--heartbeat-interval", metavar="SECONDS", type=float, help="between two signs of life")
+    parser.add_argument("--heartbeat-interval", metavar="SECONDS", type=float, help="time between two heartbeats")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help=f"{' or '.join(RUN)} …")
 
 
