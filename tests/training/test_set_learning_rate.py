@@ -212,4 +212,4 @@ def test_no_factor_leads_away_from_zero(tmp_path: Path) -> None:
     outcome = client.tickets[0].wait(0)
     assert outcome is not None
     assert outcome.step is None
-    assert "gives 0 after step 10" in str(outcome.error)
+    assert "after step 10 the schedule's value is 0" in str(outcome.error)

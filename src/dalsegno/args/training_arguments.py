@@ -393,10 +393,10 @@ class TrainingArguments:
         return deepcopy(values | texts | {"parallel": modes.text_of(self.parallel)})
 
 
-def _policy(name: str, given: Any, convert: Callable[[Any], Policy]) -> Policy | None:
+def _policy(name: str, given: Any, convert: Callable[[Any], Policy]) -> Policy:
     """Convert a setting; the error names it."""
     try:
-        return None if given is None else convert(given)
+        return convert(given)
     except UnknownName:
         raise
     except ConfigurationError as error:
