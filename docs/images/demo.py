@@ -136,7 +136,7 @@ def draw(shown: list[Line]) -> str:
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "dalsegno", "demo", "--steps", str(STEPS)]
-        written = [(0.0, f"$ dalsegno demo --steps {STEPS}\n"), *record(command, Path(folder))]
+        written = [(0.0, f"$ dalsegno demo --steps {STEPS}\r\n"), *record(command, Path(folder))]
         written = [(at, text.replace(f"{Path(folder).resolve()}/", "~/")) for at, text in written]
     (HERE / "demo-cast.svg").write_text(draw(lines(shorten(written))), encoding="utf-8")
 
