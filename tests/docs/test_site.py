@@ -17,7 +17,7 @@ DOCS = ROOT / "docs"
 
 
 def test_every_page_is_in_the_navigation_or_listed_by_another() -> None:
-    listed = set(re.findall(r"- ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    listed = set(re.findall(r"(?:- |: )([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
     assert listed <= pages
     assert {page for page in pages - listed if not page.startswith("callbacks/")} == set()
