@@ -18,7 +18,7 @@ FOLDER = Path(__file__).with_suffix("")
 TITLES = {
     "dalsegno": (
         "dalsegno",
-        "The public names of `import dalsegno as ds`; [reading logs](analysis.md) and [errors](errors.md) have their own pages.",
+        "The names of `import dalsegno as ds`; [reading logs](analysis.md), [errors](errors.md) have their own pages.",
     ),
     "callbacks": (
         "Built-in callbacks",

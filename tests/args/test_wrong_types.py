@@ -31,6 +31,7 @@ TAKES_BY_NAME = {
     "sequence_length_schedule": "needs integers of at least 1 by the step",
     "parallel": "allowed are 'auto', 'none', 'ddp', 'fsdp', FSDP(…)",
     "save": "is not a save trigger; use Every(…)",
+    "save_in_memory": "is not a save trigger; use Every(…)",
     "keep": "is not a retention rule; use Latest(…)",
     "report_to": "needs a name, several, or 'none'",
     "recovery": "is not a recovery policy; use RecoveryPolicy(…)",

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from os import PathLike
 from types import NoneType
-from typing import Any
+from typing import Any, TypeVar
 
 from dalsegno.errors import ConfigurationError, UnknownName
+
+Converted = TypeVar("Converted")
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "lr_scheduler_type": ("linear", "cosine", "constant", "wsd"),
@@ -124,3 +126,18 @@ def _trackers(names: Any) -> list[str]:
         if name not in (*TRACKERS, "none"):
             raise UnknownName("tracker in report_to=", name, (*TRACKERS, "none"), _OTHER_TRACKERS)
     return [name for name in several if name != "none"]
+
+
+def convert_named(name: str, given: Any, convert: Callable[[Any], Converted]) -> Converted:
+    """Convert the value of a setting.
+
+    Raises:
+        UnknownName: for an unknown rule or argument in it; suggests the nearest.
+        ConfigurationError: for a value that cannot work; the message names the setting.
+    """
+    try:
+        return convert(given)
+    except UnknownName:
+        raise
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{name}={given!r}: {error}") from error

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from dalsegno.distributed import modes
 from dalsegno.errors import ConfigurationError, UnknownName
@@ -17,11 +17,10 @@ from dalsegno.policies.triggers import Every, OnBest, SaveTrigger, memory_trigge
 from dalsegno.system.tracebacks import short_traceback
 from dalsegno.system.urls import cache_dir, is_mangled_url, is_url
 
-from .checks import check_each
+from .checks import check_each, convert_named
 from .other_names import answers
 
 Strategy = Literal["no", "steps", "epoch"]
-Policy = TypeVar("Policy")
 
 _AS_TEXT = (
     "output_dir",
@@ -257,23 +256,24 @@ class TrainingArguments:
 
     def _check_policies(self) -> None:
         if self.save is not None:
-            self.save = _policy("save", self.save, save_trigger)
+            self.save = convert_named("save", self.save, save_trigger)
             if (self.save_steps, self.save_strategy) != (_default("save_steps"), _default("save_strategy")):
                 raise ConfigurationError(f"save={self.save!r}, and save_steps= or save_strategy= too; give only one")
             if self.save.on_best and not self.evaluation:
                 raise ConfigurationError(f"save={self.save!r} needs evaluations; see eval_steps")
-        self.save_in_memory = self.saving_in_memory if self.save_in_memory is not None else None
+        if self.save_in_memory is not None:
+            self.save_in_memory = convert_named("save_in_memory", self.save_in_memory, memory_trigger)
         if self.saving_in_memory and not self.saving:
             raise ConfigurationError(
                 f"save_in_memory={self.save_in_memory!r} needs checkpoints on disk too, for a lost host; see save_steps"
             )
         if self.keep is not None:
-            self.keep = _policy("keep", self.keep, retention_of)
+            self.keep = convert_named("keep", self.keep, retention_of)
             if self.save_total_limit is not None:
                 raise ConfigurationError(f"keep={self.keep!r}, and save_total_limit= too; give only one")
 
     def _check_recovery(self) -> None:
-        self.recovery = _policy("recovery", self.recovery, recovery_of)
+        self.recovery = convert_named("recovery", self.recovery, recovery_of)
         if self.recovery is None:
             return
         if not self.saving:
@@ -391,16 +391,6 @@ class TrainingArguments:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         texts = {name: None if values[name] is None else str(values[name]) for name in _AS_TEXT}
         return deepcopy(values | texts | {"parallel": modes.text_of(self.parallel)})
-
-
-def _policy(name: str, given: Any, convert: Callable[[Any], Policy]) -> Policy:
-    """Convert a setting; the error names it."""
-    try:
-        return convert(given)
-    except UnknownName:
-        raise
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{name}={given!r}: {error}") from error
 
 
 def _default(name: str) -> object:

@@ -169,7 +169,7 @@ def memory_trigger(given: SaveTrigger | str) -> Every:
     """
     when = save_trigger(given)
     if not isinstance(when, Every) or when.interval_s < math.inf:
-        raise ConfigurationError(f"save_in_memory={when!r}: needs steps or epochs, such as Every(steps=10)")
+        raise ConfigurationError(f"{when!r} needs steps or epochs, such as Every(steps=10)")
     return when
 
 
