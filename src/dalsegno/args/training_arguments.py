@@ -57,8 +57,7 @@ class TrainingArguments:
     max_seconds: float | None = None
     """Time limit of a leg, in seconds: it saves and ends after the step in which it is reached. None: no limit."""
     requeue: bool = False
-    """When a signal or a clock has stopped the run: requeue its Slurm job, which then resumes it. Outside of
-    Slurm, it has no effect, with a warning."""
+    """Requeue the run's Slurm job after a stop by a signal or a clock. Outside of Slurm: no effect, and a warning."""
     per_device_train_batch_size: int = 8
     """Samples per micro-batch and rank."""
     per_device_eval_batch_size: int = 8

@@ -35,7 +35,7 @@ class GradHistogram(RecordCallback):
             ``add_histogram_raw``.
 
     Raises:
-        ConfigurationError: if ``every`` is not a whole number, or for a writer without this method.
+        ConfigurationError: if ``every`` is not an integer, or for a writer without this method.
     """
 
     def __init__(self, every: int = 100, summary_writer: Any = None) -> None:

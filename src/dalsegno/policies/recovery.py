@@ -70,11 +70,7 @@ class RecoveryPolicy(Policy):
         lr_factor: factor of the learning rate after a rollback, 0 < f ≤ 1. Factors of several rollbacks multiply.
         lr_steps: number of steps after the checkpoint to which the factor applies; None: the rest of the run.
         budget: number of rollbacks after which the next request ends the run.
-<<<<<<< HEAD
         window: the budget counts only rollbacks of the last so many steps; None: of the whole run.
-=======
-        window: count only rollbacks within the last ``window`` steps; None: in the whole run.
->>>>>>> da6ff50 (Errors, help texts and pages in the field's words; every setting of the wrong type is refused by name)
         when_used_up: how the run then ends: ``"stop"`` saves a checkpoint first, unless the weights are NaN or
             infinite; ``"abort"`` does not. The exit status is 3 either way.
         run_budget: with a ``window``, a second limit: number of rollbacks in the whole run after which the next request
@@ -97,13 +93,9 @@ class RecoveryPolicy(Policy):
         least = {"margin": 1, "skip": 0, "lr_steps": 1, "budget": 1, "window": 1, "run_budget": 1}
         _check_whole("RecoveryPolicy", self, least)
         if self.margin is None or self.budget is None:
-<<<<<<< HEAD
-            raise ConfigurationError("RecoveryPolicy(margin=…, budget=…): need whole numbers, not None")
+            raise ConfigurationError("RecoveryPolicy(margin=…, budget=…): need integers, not None")
         if self.run_budget is not None and self.window is None:
             raise ConfigurationError("RecoveryPolicy(run_budget=…): without window=, budget= counts the whole run")
-=======
-            raise ConfigurationError("RecoveryPolicy(margin=…, budget=…): need integers, not None")
->>>>>>> da6ff50 (Errors, help texts and pages in the field's words; every setting of the wrong type is refused by name)
         if type(self.lr_factor) not in (int, float) or not 0 < self.lr_factor <= 1:
             raise ConfigurationError(f"RecoveryPolicy(lr_factor={self.lr_factor!r}): needs a number over 0, at most 1")
         if self.when_used_up not in ("stop", "abort"):

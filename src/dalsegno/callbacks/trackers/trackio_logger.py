@@ -54,7 +54,7 @@ class TrackioTracker(Tracker):
 
 
 class TrackioLogger(TrackerLogger):
-    """Writes to one Trackio run, over all legs; see :class:`TrackerLogger`.
+    """Logs to Trackio: one Trackio run for all legs of the run; see :class:`TrackerLogger`.
 
     Trackio identifies a run by its name: the run's name and the first digits of its id.
 

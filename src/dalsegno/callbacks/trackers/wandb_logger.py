@@ -25,47 +25,6 @@ _SERVICE_WAIT_S = 120
 """Seconds for W&B's service to start; its default of 30 is short for a machine whose cores are busy."""
 
 
-<<<<<<< HEAD
-=======
-class WandbLogger(TrackerLogger):
-    """Logs to Weights & Biases: one W&B run for all legs of the run; see :class:`TrackerLogger`.
-
-    The API key is read by W&B, from ``WANDB_API_KEY`` or its own login. W&B's files are in ``logs/wandb``. Each leg of
-    an offline run has a directory there, all with the same run id; ``wandb sync`` uploads them in their order.
-
-    Args:
-        project: None: ``WANDB_PROJECT``, or W&B's default.
-        entity: user or team; None: ``WANDB_ENTITY``, or W&B's default.
-        mode: ``online`` or ``offline``; None: ``WANDB_MODE``, or online.
-        cards: of which checkpoints a model card is logged as an artifact: ``OnBest()``, ``Every(steps=1000)``, or that
-            as text; None: of none.
-        wait_s: seconds that the end of training waits for W&B.
-        name: the key of its state in checkpoints; None: the class's name.
-
-    Raises:
-        ConfigurationError: if wandb is not installed, or for an invalid value.
-    """
-
-    package, extra = "wandb", "wandb"
-
-    def __init__(
-        self,
-        project: str | None = None,
-        *,
-        entity: str | None = None,
-        mode: str | None = None,
-        cards: SaveTrigger | str | None = None,
-        wait_s: float = 30.0,
-        name: str | None = None,
-    ) -> None:
-        super().__init__(cards=cards, wait_s=wait_s, name=name)
-        self._project, self._entity, self._mode = project, entity, mode
-
-    def tracker(self) -> Tracker:
-        return WandbTracker(self._project, self._entity, self._mode, self._wait_s)
-
-
->>>>>>> da6ff50 (Errors, help texts and pages in the field's words; every setting of the wrong type is refused by name)
 class WandbTracker(Tracker):
     """A row of W&B's history has all values of a step; W&B writes it once a later step begins."""
 
@@ -170,7 +129,7 @@ class WandbTracker(Tracker):
 
 
 class WandbLogger(TrackerLogger):
-    """Writes to one run of Weights & Biases, over all legs; see :class:`TrackerLogger`.
+    """Logs to Weights & Biases: one W&B run for all legs of the run; see :class:`TrackerLogger`.
 
     The API key is read by W&B, from ``WANDB_API_KEY`` or its own login. W&B's files are in ``logs/wandb``. Each leg of
     an offline run has a directory there, all with the same run id; ``wandb sync`` uploads them in their order.

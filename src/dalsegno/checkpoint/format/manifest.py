@@ -145,16 +145,11 @@ class Manifest:
             _expect(type(content) is dict, "not an object")
             claimed = content.pop("xxh3")
             _expect(claimed == _checksum_of(content), "its content does not match its checksum")
-<<<<<<< HEAD
             if type(content["format"]) is not int or content["format"] > FORMAT_WITHOUT_FROZEN:
                 newest = FORMAT_WITHOUT_FROZEN
-                raise StateMismatch(f"{path}: has format {content['format']!r}; this dalsegno reads up to {newest}")
-=======
-            if type(content["format"]) is not int or content["format"] > FORMAT:
                 raise StateMismatch(
-                    f"{path}: has format {content['format']!r}; this version of dalsegno reads up to {FORMAT}"
+                    f"{path}: has format {content['format']!r}; this version of dalsegno reads up to {newest}"
                 )
->>>>>>> da6ff50 (Errors, help texts and pages in the field's words; every setting of the wrong type is refused by name)
             return cls._parse(content)
         except StateMismatch:
             raise
