@@ -9,10 +9,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+from _pytest.assertion import rewrite
 from hypothesis import HealthCheck, settings
+
+ROOT = Path(__file__).parents[1]
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As in a shell's background job. What the tests start would inherit it, and never be interrupted.
@@ -30,6 +34,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A failing test shows where its error was raised.
 os.environ["DALSEGNO_FULL_TRACEBACK"] = "1"
+
+# Processes keep the bytecode of what they import, such as a copy of the package, for the next ones.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Jobs are registered in a folder of the tests' own, not among the user's.
 _state_home = tempfile.TemporaryDirectory(prefix="dalsegno-state-", ignore_cleanup_errors=True)
@@ -57,10 +65,29 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compile what the processes of the tests import; where Python writes no bytecode, each would do so anew."""
-    if not hasattr(config, "workerinput"):
-        for name in ("src", "tests"):
-            compileall.compile_dir(Path(__file__).parents[1] / name, quiet=2)
+    """Compile what several processes import, else each would do so anew: the package, the tests, and their asserts."""
+    if hasattr(config, "workerinput"):
+        return
+    for name in ("src", "tests"):
+        compileall.compile_dir(ROOT / name, quiet=2)
+    if config.getoption("numprocesses", None) and config.getoption("assertmode") == "rewrite":
+        tests, cores = sorted(ROOT.glob("tests/**/test_*.py")), os.cpu_count() or 1
+        shares = [
+            get_context("fork").Process(target=_compile_asserts, args=(config, tests[n::cores])) for n in range(cores)
+        ]
+        for share in shares:
+            share.start()
+        for share in shares:
+            share.join()
+
+
+def _compile_asserts(config: pytest.Config, tests: list[Path]) -> None:
+    """Write the bytecode that pytest otherwise makes on import. It has no public function for this."""
+    for test in tests:
+        bytecode = rewrite.get_cache_dir(test) / (test.stem + rewrite.PYC_TAIL)
+        if rewrite._read_pyc(test, bytecode) is None:
+            source_hash, code = rewrite._rewrite_test(test, config)
+            rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, source_hash, bytecode)
 
 
 SLOW_TO_IMPORT = (

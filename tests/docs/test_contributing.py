@@ -48,7 +48,7 @@ sys.exit(main(["logs", "count", "--json", "runs/a"]))
 
 def test_a_callback_a_dialect_and_a_command_as_described(tmp_path: Path) -> None:
     package = tmp_path / "src" / "dalsegno"
-    shutil.copytree(ROOT / "src" / "dalsegno", package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "src" / "dalsegno", package, ignore=shutil.ignore_patterns("*.pyc.*"))
     recipes = re.findall(r"```python\n# (src/\S+)\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
     assert len(recipes) == 3
     for name, code in recipes:

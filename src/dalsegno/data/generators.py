@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from dalsegno.errors import StateMismatch
-from dalsegno.stateful.component import Stateful
+from dalsegno.stateful.component import is_stateful
 
 Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState | np.random.BitGenerator
 
@@ -103,7 +103,7 @@ def _walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Generator]]:
         if isinstance(thing, Generator):
             if not _is_shared(thing):
                 yield way, thing
-        elif isinstance(thing, DataLoader) or not isinstance(thing, Stateful):
+        elif isinstance(thing, DataLoader) or not is_stateful(thing):
             parts = (each for each in _parts_of(thing) if not isinstance(each[1], _LEAVES))
             room = max(0, OBJECTS - len(seen) - len(waiting))
             waiting.extend((f"{way}{step}".lstrip("."), part) for step, part in itertools.islice(parts, room))
