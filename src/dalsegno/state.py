@@ -157,6 +157,8 @@ class ControlRequests(NamedTuple):
     """Another process has taken the run over: nothing more may be written."""
 
     def merge(self, others: ControlRequests) -> ControlRequests:
+        if self is NO_REQUESTS or others is NO_REQUESTS:
+            return others if self is NO_REQUESTS else self
         return ControlRequests(*(mine or other for mine, other in zip(self, others, strict=True)))
 
 
@@ -316,16 +318,18 @@ class TrainerControl:
         return "the program" if handler is None or threading.get_ident() != self._thread else owner_of(handler)
 
     def requests(self) -> ControlRequests:
-        """Return the present flags. Another thread may set one at any time, so callers act on this snapshot only."""
-        return ControlRequests(
+        """Return the present flags; :data:`NO_REQUESTS` if none is set. Another thread may set one at any time, so
+        callers act on this snapshot only."""
+        requests = (
             self.should_log,
             self.should_evaluate,
             self.should_save,
             self.should_epoch_stop,
             self._stopping,
             self._aborting,
-            roll_back=self.rollback_request is not None,
         )
+        rolls_back = self.rollback_request is not None
+        return ControlRequests(*requests, roll_back=rolls_back) if rolls_back or any(requests) else NO_REQUESTS
 
     def acknowledge(self, requests: ControlRequests) -> None:
         """Clear the one-time flags that are about to be fulfilled; keep stop and abort set."""

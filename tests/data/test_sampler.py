@@ -37,10 +37,10 @@ def test_legs_of_any_shape_together_deal_each_sample_once(
             if state is not None:
                 sampler.load_state_dict(state)
         for number, batches in enumerate(zip(*ranks, strict=True)):
-            assert sum(batch.samples for batch in batches) == batches[0].global_samples
+            assert sum(batch.share.samples for batch in batches) == batches[0].share.global_samples
             for batch in batches:
-                assert len(batch) == max(batch.samples, 1)
-                dealt.update(batch[: batch.samples])
+                assert len(batch) == max(batch.share.samples, 1)
+                dealt.update(batch[: batch.share.samples])
             assert len({str(sampler.state_dict()) for sampler in ranks}) == 1
             state = ranks[0].state_dict()
             if number + 1 == stop:
@@ -76,7 +76,7 @@ def test_blocks_leave_no_seam() -> None:
 @given(length=st.integers(1, 100), batch_size=sizes, world_size=st.integers(1, 5))
 def test_shares_of_the_last_microbatch_differ_by_at_most_one(length: int, batch_size: int, world_size: int) -> None:
     ranks = samplers(length, batch_size, world_size)
-    last = [list(sampler)[-1].samples for sampler in ranks]
+    last = [list(sampler)[-1].share.samples for sampler in ranks]
     assert max(last) - min(last) <= 1
     assert {len(sampler) for sampler in ranks} == {len(list(ranks[0]))}
 
@@ -124,7 +124,7 @@ def test_batches_keep_their_place_on_the_way_to_a_worker() -> None:
     sampler = ResumableSampler(100, 10)
     _, second, *_ = sampler
     arrived = pickle.loads(pickle.dumps(second))
-    assert (arrived, arrived.key, arrived.cursor) == (second, second.key, 10)
+    assert (arrived, arrived.key, arrived.share.begin) == (second, second.key, 10)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TextIO
 
 from tqdm.auto import tqdm
@@ -18,6 +18,7 @@ from dalsegno.events.contexts import (
     TrainBeginContext,
     TrainEndContext,
 )
+from dalsegno.events.table import Event
 
 from .columns import WIDTH, Column, Specs, columns, default_final_metrics, default_step_columns
 
@@ -72,6 +73,9 @@ class ProgressCallback(Callback):
         self._lines.begin()
         if self._wants_bar(ctx.args):
             self._display = Bar(self._stream, self._columns, ctx.state.global_step, ctx.state.max_steps)
+
+    def idle_events(self) -> Collection[Event]:
+        return (Event.STEP_END,) if self._display is self._lines else ()
 
     def on_step_end(self, ctx: StepEndContext) -> None:
         self._display.advance(ctx.state.global_step, ctx.state.max_steps)

@@ -7,7 +7,7 @@ a shuffled order has other samples at the same places.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -36,11 +36,11 @@ class EpochGaps:
     length: int
     begins: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()
+    kept: int = field(init=False)
+    """Number of samples outside of all gaps."""
 
-    @property
-    def kept(self) -> int:
-        """Number of samples outside of all gaps."""
-        return self.length - sum(self.ends) + sum(self.begins) if self.begins else self.length
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kept", self.length - sum(self.ends) + sum(self.begins))
 
     def rank_of(self, place: int) -> int:
         """Number of samples before ``place``, without those in gaps."""

@@ -13,7 +13,7 @@ from dalsegno.stateful.component import Scope
 
 from .gaps import Gaps, Place
 from .loader import Microbatch, expect_kind, or_another_kind
-from .sampler import ResumableSampler, SamplerState
+from .sampler import ResumableSampler, SamplerState, Share
 from .samples import Samples
 from .workers import ignore_stop_signals
 
@@ -69,21 +69,20 @@ class MapLoader:
         assert isinstance(generator, torch.Generator)
         generator.manual_seed(mix(LOADER, self._sampler.seed, self.epoch))
         sampler, epoch = self._sampler, self.epoch
-        self._cursor = sampler.advance(epoch, self._cursor, 0)
+        self._cursor = sampler.begin(epoch, self._cursor)
         sampler.seek(epoch, self._cursor)
-        for batch in self._batches():
-            samples, global_samples = sampler.share(epoch, self._cursor)
-            self._cursor = sampler.advance(epoch, self._cursor, global_samples)
-            yield Microbatch(batch, samples, global_samples)
+        for batch, share in self._batches():
+            self._cursor = share.end
+            yield Microbatch(batch, share.samples, share.global_samples)
 
-    def _batches(self) -> Iterator[Any]:
+    def _batches(self) -> Iterator[tuple[Any, Share]]:
         loader, samples = self._loader, self._loader.dataset
         assert isinstance(samples, Samples)
         if loader.num_workers or loader.pin_memory:
-            return iter(loader)
+            return zip(loader, self._sampler.shares(self.epoch, self._cursor), strict=False)
         # Same as the loader's iterator, without its bookkeeping: saves 25 µs per batch (python -m benchmarks loop).
         collate = loader.collate_fn
-        return (collate(samples.fetch(indices)) for indices in self._sampler)
+        return ((collate(samples.fetch(indices)), indices.share) for indices in self._sampler)
 
     def next_epoch(self) -> None:
         self.epoch, self._cursor = self.epoch + 1, 0

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any, TypedDict
+from itertools import chain
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 from torch.utils.data import Sampler
@@ -26,18 +27,28 @@ BLOCK = 4096
 """Approximate number of indices computed at once: hides NumPy's cost per call, takes 0.5 ms for the first batch."""
 
 
+class Share(NamedTuple):
+    """A rank's share of a global micro-batch, without padding."""
+
+    begin: int
+    """Global position in the epoch."""
+    end: int
+    """Position behind the global micro-batch, and behind a gap that follows."""
+    samples: int
+    """Number of samples of this rank."""
+    global_samples: int
+    """Number of samples of all ranks."""
+
+
 class IndexBatch(list[int]):
     """The indices of one rank's micro-batch and its position; sent to worker processes.
 
-    ``key`` identifies seed and epoch, ``cursor`` is the global position of the micro-batch in the epoch; the counts are
-    those of :meth:`ResumableSampler.share`.
+    ``key`` identifies seed and epoch.
     """
 
-    __slots__ = ("cursor", "global_samples", "key", "samples")
+    __slots__ = ("key", "share")
     key: int
-    cursor: int
-    samples: int
-    global_samples: int
+    share: Share
 
 
 class SamplerState(TypedDict):
@@ -53,7 +64,7 @@ class ResumableSampler(Sampler[list[int]]):
 
     A *global micro-batch* is the next ``batch_size * world_size`` samples from the cursor on; each rank takes its
     contiguous share. The remainder in the last one is split evenly (shares differ by at most one sample); a rank with
-    an empty share gets one sample as padding, which :meth:`share` counts as zero.
+    an empty share gets one sample as padding, which :meth:`shares` counts as zero.
 
     Usable as ``batch_sampler=`` of any loader; torchdata's ``StatefulDataLoader`` saves its state by itself. Iteration
     starts at the position set by :meth:`seek` or :meth:`load_state_dict`; when exhausted it moves to the next epoch.
@@ -97,6 +108,10 @@ class ResumableSampler(Sampler[list[int]]):
         self.length, self.batch_size = length, batch_size
         self.rank, self.world_size = rank, world_size
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
+        self.global_batch = batch_size * world_size
+        """Samples in a complete micro-batch, over all ranks."""
+        self.samples = length - length % self.global_batch if drop_last else length
+        """Samples in an epoch, over all ranks, without those that ``drop_last`` drops."""
         self.epoch, self.cursor = 0, 0
         self._start = 0
         self._gaps, self._epoch_gaps = Gaps(), (-1, EpochGaps(length))
@@ -112,16 +127,6 @@ class ResumableSampler(Sampler[list[int]]):
             self._epoch_gaps = epoch, self._gaps.of_epoch(epoch, self.length)
         return self._epoch_gaps[1]
 
-    @property
-    def global_batch(self) -> int:
-        """Samples in a complete micro-batch, over all ranks."""
-        return self.batch_size * self.world_size
-
-    @property
-    def samples(self) -> int:
-        """Samples in an epoch, over all ranks, without those that ``drop_last`` drops."""
-        return self.length - self.length % self.global_batch if self.drop_last else self.length
-
     def __len__(self) -> int:
         """Return the number of micro-batches in a whole epoch."""
         return -(-self.samples // self.global_batch)
@@ -135,62 +140,70 @@ class ResumableSampler(Sampler[list[int]]):
         if epoch != self.epoch:
             self.seek(epoch, 0)
 
-    def share(self, epoch: int, cursor: int) -> tuple[int, int]:
-        """Return (samples of this rank, of all ranks) in the micro-batch at ``cursor``, without padding."""
+    def begin(self, epoch: int, cursor: int) -> int:
+        """Return the place of the first sample from ``cursor`` on that is read; the epoch's end if there is none."""
         gaps = self.gaps_of(epoch)
-        remaining = gaps.kept - gaps.rank_of(cursor)
-        if remaining >= self.global_batch:
-            return self.batch_size, self.global_batch
-        fewest, larger_shares = divmod(remaining, self.world_size)
-        return fewest + (self.rank < larger_shares), remaining
+        return self._place_behind(gaps, gaps.rank_of(cursor), cursor)
 
-    def advance(self, epoch: int, cursor: int, samples: int) -> int:
-        """Return the place behind ``samples`` samples from ``cursor`` on, and behind a gap that follows. If no
-        micro-batch follows, that is the epoch's end."""
-        gaps = self.gaps_of(epoch)
-        rank = gaps.rank_of(cursor) + samples
+    def shares(self, epoch: int, cursor: int) -> Iterator[Share]:
+        """Yield this rank's share of each micro-batch from ``cursor`` on."""
+        gaps, whole = self.gaps_of(epoch), self.global_batch
+        rank = gaps.rank_of(cursor)
+        while (remaining := gaps.kept - rank) >= (whole if self.drop_last else 1):
+            samples, of_all = (self.batch_size, whole) if remaining >= whole else (self._split(remaining)[1], remaining)
+            rank += of_all
+            begin, cursor = cursor, self._place_behind(gaps, rank, cursor)
+            yield Share(begin, cursor, samples, of_all)
+
+    def _place_behind(self, gaps: EpochGaps, rank: int, cursor: int) -> int:
+        """Return the place of the first sample behind ``rank`` samples outside of gaps. If no micro-batch follows, that
+        is the epoch's end, or ``cursor`` if that is behind it."""
         is_end = gaps.kept - rank < (self.global_batch if self.drop_last else 1)
         return max(cursor, self.samples) if is_end else gaps.next_place(rank)
+
+    def _split(self, remaining: int) -> tuple[int, int]:
+        """Split an incomplete global micro-batch: return (samples before this rank's share, samples in it)."""
+        fewest, larger_shares = divmod(remaining, self.world_size)
+        return self.rank * fewest + min(self.rank, larger_shares), fewest + (self.rank < larger_shares)
 
     def __iter__(self) -> Iterator[IndexBatch]:
         self.cursor = self._start
         return self._batches()
 
     def _batches(self) -> Iterator[IndexBatch]:
-        key, gaps = mix(self.seed, self.epoch), self.gaps_of(self.epoch)
-        while (complete := (gaps.kept - gaps.rank_of(self.cursor)) // self.global_batch) > 0:
-            rows = min(complete, max(1, BLOCK // self.batch_size))
-            for indices in self._rows(key, gaps, rows):
-                yield self._located(indices, key)
-        if gaps.rank_of(self.cursor) < gaps.kept and not self.drop_last:
-            yield self._located(self._indices(self._last_positions(gaps), key).tolist(), key)
+        key = mix(self.seed, self.epoch)
+        all_indices = chain.from_iterable(self._blocks(key, self.gaps_of(self.epoch)))
+        for share, indices in zip(self.shares(self.epoch, self.cursor), all_indices, strict=True):
+            batch = IndexBatch(indices)
+            batch.key, batch.share = key, share
+            self.cursor = share.end
+            yield batch
         self.seek(self.epoch + 1, 0)
 
-    def _rows(self, key: int, gaps: EpochGaps, rows: int) -> list[list[int]]:
-        """Return this rank's shares of the next ``rows`` complete global micro-batches."""
-        first = np.uint64(gaps.rank_of(self.cursor) + self.rank * self.batch_size)
+    def _blocks(self, key: int, gaps: EpochGaps) -> Iterator[list[list[int]]]:
+        """Yield the indices of this rank's micro-batches from the cursor on, about :data:`BLOCK` at once."""
+        rank = gaps.rank_of(self.cursor)
+        while (complete := (gaps.kept - rank) // self.global_batch) > 0:
+            rows = min(complete, max(1, BLOCK // self.batch_size))
+            yield self._rows(key, gaps, rank, rows)
+            rank += rows * self.global_batch
+        if rank < gaps.kept and not self.drop_last:
+            before, count = self._split(gaps.kept - rank)
+            before = before if count else 0  # padding: the global micro-batch's first sample
+            positions = np.uint64(rank + before) + np.arange(max(count, 1), dtype=np.uint64)
+            yield [self._indices(gaps.places(positions), key).tolist()]
+
+    def _rows(self, key: int, gaps: EpochGaps, rank: int, rows: int) -> list[list[int]]:
+        """Return this rank's shares of ``rows`` complete global micro-batches, behind ``rank`` samples outside of
+        gaps."""
+        first = np.uint64(rank + self.rank * self.batch_size)
         starts: Indices = np.arange(rows, dtype=np.uint64) * np.uint64(self.global_batch) + first
         ranks: Indices = np.add.outer(starts, np.arange(self.batch_size, dtype=np.uint64))
         indices = self._indices(gaps.places(ranks.reshape(-1)), key)
         return indices.reshape(rows, self.batch_size).tolist()
 
-    def _last_positions(self, gaps: EpochGaps) -> Indices:
-        """Return this rank's share of the incomplete global micro-batch, or its first sample as padding."""
-        count, remaining = self.share(self.epoch, self.cursor)
-        fewest, larger_shares = divmod(remaining, self.world_size)
-        before = self.rank * fewest + min(self.rank, larger_shares) if count else 0
-        first = np.uint64(gaps.rank_of(self.cursor) + before)
-        return gaps.places(first + np.arange(max(count, 1), dtype=np.uint64))
-
     def _indices(self, positions: Indices, key: int) -> Indices:
         return permute(positions, self.length, mix(ORDER, key)) if self.shuffle else positions
-
-    def _located(self, indices: list[int], key: int) -> IndexBatch:
-        batch = IndexBatch(indices)
-        batch.key, batch.cursor = key, self.cursor
-        batch.samples, batch.global_samples = self.share(self.epoch, self.cursor)
-        self.cursor = self.advance(self.epoch, self.cursor, batch.global_samples)
-        return batch
 
     def state_dict(self) -> SamplerState:
         """Return the position of the current iteration; ``length``, ``seed`` and ``shuffle`` determine its order."""

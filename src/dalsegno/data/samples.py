@@ -43,7 +43,7 @@ class Samples(Dataset[Any]):
 
     def __getitems__(self, indices: IndexBatch) -> list[Any]:
         if get_worker_info() is not None:
-            place = indices.key, indices.cursor, self.rank
+            place = indices.key, indices.share.begin, self.rank
             seed_generators(mix(WORKER, *place))
             self.generators.seed(mix(WORKER, *place, number) for number in itertools.count(1))
         return self.fetch(indices)
@@ -62,8 +62,10 @@ class StatefulSamples(Samples):
 
     def __getitems__(self, indices: IndexBatch) -> list[Any]:
         values = super().__getitems__(indices)
-        everyone = [indices.global_samples] + [0] * (len(values) - 1)
-        return [Counted(value, int(indices.samples > 0), more) for value, more in zip(values, everyone, strict=True)]
+        everyone = [indices.share.global_samples] + [0] * (len(values) - 1)
+        return [
+            Counted(value, int(indices.share.samples > 0), more) for value, more in zip(values, everyone, strict=True)
+        ]
 
     def state_dict(self) -> Any:
         return self.dataset.state_dict()

@@ -155,7 +155,7 @@ def _expect_same_data(held: Sequence[Microbatch], layout: Layout) -> None:
 def _weigh(held: list[Microbatch], loss_weight: LossWeight | None, seconds: float, place: float) -> StepBatch:
     weights, samples, tokens = [], 0, 0
     for microbatch in held:
-        weights.append(_weight(microbatch, loss_weight))
+        weights.append(float(microbatch.samples) if loss_weight is None else _weight(microbatch, loss_weight))
         samples += microbatch.samples if microbatch.global_samples is None else microbatch.global_samples
         tokens += _tokens(microbatch)
     total = float(samples) if loss_weight is None else sum(weights)

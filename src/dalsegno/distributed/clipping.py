@@ -6,8 +6,8 @@ parallelism has. So tensors that are sharded alike are measured together, and th
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -25,11 +25,11 @@ def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
     Collective if gradients are sharded."""
     kinds = _by_kind(parameters, mesh_groups)
     if len(kinds) < 2:
-        norm = torch.nn.utils.get_total_norm([_elements(each) for alike in kinds.values() for each in alike])
+        norm = torch.nn.utils.get_total_norm(_elements(chain.from_iterable(kinds.values())))
         return norm.full_tensor() if isinstance(norm, DTensor) else norm  # reduces the norms of the shards
-    norms = [torch.nn.utils.get_total_norm([dense(_elements(each)) for each in alike]) for alike in kinds.values()]
+    norms = [torch.nn.utils.get_total_norm(map(dense, _elements(alike))) for alike in kinds.values()]
     wide = [norm.to(torch.promote_types(norm.dtype, torch.float32)) for norm in norms]
-    return summed(torch.stack(wide).square(), [*kinds]).sum().sqrt()
+    return summed(torch.stack(wide).square(), [groups or () for groups in kinds]).sum().sqrt()
 
 
 def clip_to_norm(parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
@@ -45,23 +45,33 @@ def complete(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
     return gradient
 
 
-def _by_kind(parameters: Sequence[nn.Parameter], kind: Callable[[Tensor], K]) -> dict[K, list[nn.Parameter]]:
-    """Group the parameters that have a gradient by a property of that."""
-    kinds: dict[K, list[nn.Parameter]] = defaultdict(list)
+def _by_kind(parameters: Sequence[nn.Parameter], kind: Callable[[Tensor], K]) -> dict[K | None, list[nn.Parameter]]:
+    """Group the parameters that have a gradient by a property of that; None: those that are not DTensors."""
+    kinds: dict[K | None, list[nn.Parameter]] = {}
+    plain: list[nn.Parameter] = []
     for parameter in parameters:
-        if parameter.grad is not None:
-            kinds[kind(complete(parameter, parameter.grad))].append(parameter)
-    return kinds
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if isinstance(parameter, DTensor):
+            kinds.setdefault(kind(complete(parameter, gradient)), []).append(parameter)
+        else:
+            plain.append(parameter)
+    return {None: plain, **kinds} if plain else kinds
 
 
 def _mesh_of(gradient: Tensor) -> DeviceMesh | None:
     return gradient.device_mesh if isinstance(gradient, DTensor) else None
 
 
-def _elements(parameter: nn.Parameter) -> Tensor:
-    """Return the gradient; for a sparse one (``nn.Embedding(sparse=True)``), its coalesced values."""
-    assert parameter.grad is not None
-    if not parameter.grad.is_sparse:
-        return parameter.grad
-    parameter.grad = parameter.grad.coalesce()
-    return parameter.grad.values()
+def _elements(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """Return the gradients; for sparse ones (``nn.Embedding(sparse=True)``), their coalesced values."""
+    elements: list[Tensor] = []
+    for parameter in parameters:
+        assert parameter.grad is not None
+        if parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()
+            elements.append(parameter.grad.values())
+        else:
+            elements.append(parameter.grad)
+    return elements

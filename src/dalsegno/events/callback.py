@@ -23,7 +23,7 @@ Override only what is needed: a handler that is not overridden is never called. 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar
 
@@ -136,6 +136,11 @@ class Callback:
     def bound_handlers(self, binder: Binder) -> list[tuple[Event, Handler]]:
         """Return the events of one run and the handlers to call, in this order."""
         return [(event, getattr(self, event.handler)) for event in self.handled_events()]
+
+    def idle_events(self) -> Collection[Event]:
+        """Return events whose handlers have nothing to do in this leg, so that they are not called: asked after
+        on_train_begin."""
+        return ()
 
     def __enter__(self) -> Self:
         """Inside ``with callback:`` every run that starts there calls its handlers."""

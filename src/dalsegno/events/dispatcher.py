@@ -111,6 +111,7 @@ class Dispatcher:
         self._handlers: list[tuple[Callback, Event, Handler]] = []
         self.switched_off: frozenset[str] = frozenset()
         """Keys of callbacks that are switched off."""
+        self._idle: set[tuple[str, Event]] = set()  # keys and events
         self.callbacks: list[Callback] = []
         self.channels: dict[Event, HandlerList[Any, Any]] = {}
 
@@ -167,6 +168,7 @@ class Dispatcher:
         checked = check_callbacks(callbacks)
         check_supported(checked, self._unsupported_events)
         self._handlers.clear()
+        self._idle.clear()
         self.callbacks = []
         for callback in checked:
             self._add(callback)
@@ -182,8 +184,15 @@ class Dispatcher:
         for channel in self.channels.values():
             channel.clear()
         for callback, event, handler in self._handlers:
-            if not (callback.key in self.switched_off and event in _MUTED):
+            is_off = callback.key in self.switched_off and event in _MUTED
+            if not is_off and (callback.key, event) not in self._idle:
                 self.channels[event].append(handler)
+
+    def leave_out_idle(self) -> None:
+        """Call no handlers that have nothing to do in this leg, until callbacks are set again. To be called after
+        on_train_begin."""
+        self._idle = {(callback.key, event) for callback in self.callbacks for event in callback.idle_events()}
+        self._fill_channels()
 
     def shared(self, kind: Callable[[Context], K]) -> K:
         """See :class:`dalsegno.events.callback.Binder`. Callbacks call it while they are bound."""

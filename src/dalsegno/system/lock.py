@@ -82,10 +82,15 @@ class DirectoryLock:
         return holder is not None and holder.lives_here()
 
     @classmethod
+    def lease_of(cls, directory: Path) -> Lease | None:
+        """The lease of this process, which has locked ``directory`` by this path; None if it has not."""
+        held = cls._held_here.values()
+        return next((lock._lease for lock in held if lock._directory == directory), None)  # no look at the disk
+
+    @classmethod
     def loss(cls, directory: Path) -> str | None:
         """Why this process, which has locked ``directory`` by this path, must not write there; None if it may."""
-        held = cls._held_here.values()
-        lease = next((lock._lease for lock in held if lock._directory == directory), None)  # no look at the disk
+        lease = cls.lease_of(directory)
         if lease is None:
             return None
         if not lease.is_certain():

@@ -25,7 +25,8 @@ from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import are_finite
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint, NotFound, UnknownName
 from dalsegno.logs import RunFile
-from dalsegno.state import SavedTrainerState
+from dalsegno.state import NO_REQUESTS, ControlRequests, SavedTrainerState
+from dalsegno.system.lease import Lease
 from dalsegno.system.lock import DirectoryLock
 
 from .contents import PROGRESS, CheckpointContents
@@ -36,6 +37,8 @@ from .settings import RecordedSettings
 from .time_limit import TimeLimit
 
 logger = logging.getLogger("dalsegno")
+
+_LEASE_LOST = ControlRequests(lease_lost=True)
 
 
 class Checkpointer:
@@ -67,11 +70,13 @@ class Checkpointer:
         self._manager = CheckpointManager(self._directory, keep=args.keeping, layout=parts.layout)
         self._mirror = mirror_of(args.url, self._directory, args.keeping)
         self.memory = MemorySaves(parts, contents, self._manager, run_file)
+        self._lease: Lease | None = None
 
     @contextmanager
     def opened(self) -> Iterator[None]:
         """Own the run's checkpoints while the context is open; closing waits for all saves and uploads."""
         try:
+            self._lease = DirectoryLock.lease_of(self._directory)
             self._mirror.claim(take_over=self._parts.args.take_over_lock)
             self._manager.remove_partial()
             if self._parts.args.save_frozen == "never":
@@ -86,6 +91,12 @@ class Checkpointer:
     def lease_loss(self) -> str | None:
         """Why this process must not write any more: another one has taken over the run. None if it may."""
         return DirectoryLock.loss(self._directory) or self._mirror.loss()
+
+    def poll(self) -> ControlRequests:
+        """Request the leg's end once the thread that renews a lease has found it lost: a source for
+        :class:`ControlSync`. Proves nothing, as :meth:`lease_loss` does: until then every change on disk is checked."""
+        is_lost = (self._lease is not None and self._lease.loss is not None) or self._mirror.loss() is not None
+        return _LEASE_LOST if is_lost else NO_REQUESTS
 
     def start_uploads(self, resumed_from: Path | None) -> None:
         """Copy to the URL what is published from now on, and ``resumed_from`` if it is this run's own."""

@@ -172,12 +172,12 @@ class CommandExecutor:
         resolve the tickets of the commands that have acted."""
         if self._switched_off is not self._dispatcher.switched_off:
             self._dispatcher.switch_off(self._switched_off)
-        self._resolve()
+        if self._acted:
+            self._resolve()
 
     def _resolve(self) -> None:
-        if self._acted:
-            self.queue.resolve(self._acted)
-            self._acted = []
+        self.queue.resolve(self._acted)
+        self._acted = []
 
     def _accept(self) -> list[Entry]:
         """On rank 0: record which of the waiting commands act now."""

@@ -16,7 +16,6 @@ from dalsegno.errors import LeaseLost
 from dalsegno.state import NO_REQUESTS, ControlRequests, TrainerControl
 
 _SECONDS_APART = 0.15
-_LEASE_LOST = ControlRequests(lease_lost=True)
 
 RequestSource = Callable[[], ControlRequests]
 """Returns the requests of a source other than the callbacks, on this rank alone. Called at every step, so it must be
@@ -40,11 +39,11 @@ class ControlSync:
             control: of the run.
             sources: of requests other than those of callbacks.
             each_step: synchronize at every step, since callbacks may set flags of the control there.
-            lease_loss: why this process must not write any more; None if it may. Called like a source.
+            lease_loss: why this process must not write any more; None if it may.
         """
         self._control = control
         self._lease_loss = lease_loss
-        self._sources = (*sources, self._poll_lease)
+        self._sources = tuple(sources)
         self._alone = collectives.world_size() == 1
         self._each_step = each_step
         self._steps, self._batches = _Pace(), _Pace()
@@ -61,15 +60,18 @@ class ControlSync:
         Raises:
             LeaseLost: on all ranks, if another process has taken the run over.
         """
-        requests = self._poll_sources()  # first: a source that requests a stop sets the reason in the control
-        requests = self._control.requests() if requests is NO_REQUESTS else requests.merge(self._control.requests())
+        polled = self._poll_sources()  # first: a source that requests a stop sets the reason in the control
+        requests = polled.merge(self._control.requests())
         if not self._alone:
-            *flags, every = collectives.all_reduce_max([*requests, self._steps.fitting()], "what a step's end shall do")
+            *agreed, every = collectives.all_reduce_max(
+                [*requests, self._steps.fitting()], "what a step's end shall do"
+            )
             self._steps.every = every
-            requests = ControlRequests(*map(bool, flags))
-        if requests.lease_lost:
-            self._raise_lease_lost()
-        self._control.acknowledge(requests)
+            requests = ControlRequests(*map(bool, agreed))
+        if requests is not NO_REQUESTS:
+            if requests.lease_lost:
+                self._raise_lease_lost()
+            self._control.acknowledge(requests)
         return requests
 
     def expect_lease(self) -> None:
@@ -83,9 +85,6 @@ class ControlSync:
     def _raise_lease_lost(self) -> None:
         losses = collectives.gather(self._lease_loss(), "who has taken the run over")
         raise LeaseLost(next(loss for loss in losses if loss is not None))
-
-    def _poll_lease(self) -> ControlRequests:
-        return NO_REQUESTS if self._lease_loss() is None else _LEASE_LOST
 
     def stop_requested_at_batch(self) -> bool:
         """As :meth:`stop_requested`, every k batches. To be called between two batches of an evaluation."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from dalsegno.data import ResumableLoader
 from dalsegno.data.gaps import Gaps, Place, Span
 from dalsegno.errors import ConfigurationError
 from dalsegno.logs.recoveries import Recovery
+
+_UNSCALED = nullcontext()
 
 
 class Recoveries:
@@ -61,14 +63,14 @@ class Recoveries:
         """Factor of the learning rate of the update after ``step`` finished steps."""
         return math.prod(each.lr_factor_at(step) for each in self._all)
 
-    @contextmanager
-    def scaled_rates(self, step: int) -> Iterator[None]:
+    def scaled_rates(self, step: int) -> AbstractContextManager[None]:
         """Around an update: multiply every group's learning rate by the factor, and restore it exactly. So neither a
         schedule, which may compute a rate from the one before, nor a checkpoint contains the factor."""
         factor = self.lr_factor(step) if self._all else 1.0
-        if factor == 1.0:
-            yield
-            return
+        return _UNSCALED if factor == 1.0 else self._scaled(factor)
+
+    @contextmanager
+    def _scaled(self, factor: float) -> Iterator[None]:
         groups = self._optimizer.param_groups
         rates = [_copied(group["lr"]) for group in groups]
         try:

@@ -83,6 +83,7 @@ class Session:
         self._commands = boundary.commands
         self._schedule = ActionSchedule(parts.args)
         self._layout = parts.layout
+        self._data_size = parts.layout.data_size
         self._alone = collectives.world_size() == 1
         self._parts_of_batch = parts_of_batch(parts.args.parallel)
         self._position = parts.loader.position  # after the step in progress, in epochs; the same on all ranks
@@ -105,6 +106,7 @@ class Session:
             if train_begin:
                 train_begin.fill(self._resumed_from)
                 train_begin.fire()
+            self._dispatcher.leave_out_idle()
         except BaseException as error:
             self._close(error)
             raise
@@ -275,7 +277,7 @@ class Session:
         state.global_step += 1
         state.epoch = self._position
         state.samples_seen += step_batch.samples
-        state.num_input_tokens_seen += step_batch.tokens * self._layout.data_size
+        state.num_input_tokens_seen += step_batch.tokens * self._data_size
         if dispatcher.step_end:
             dispatcher.step_end.fill(loss, grad_norm, lr)
             dispatcher.step_end.fire()
@@ -327,8 +329,10 @@ class Session:
 
     def _ends_inside_epoch(self) -> bool:
         """Whether the run ends here, within an epoch, so that on_epoch_end does not fire."""
+        if not self._schedule.is_last(self._state.global_step, self._position):
+            return False
         epoch_is_used_up = self._loader.started and self._position >= self._loader.epoch + 1
-        return self._schedule.is_last(self._state.global_step, self._position) and not epoch_is_used_up
+        return not epoch_is_used_up
 
     def _is_over(self) -> bool:
         return self._boundary.leaving or self._ends_inside_epoch()

@@ -70,7 +70,7 @@ class StepBoundary:
         """Reset what the previous leg decided."""
         self._save_interval_s = self._args.saving.interval_s
         self._saved_at = time.monotonic()
-        sources = [*self._sources, self.saves.poll, self.commands.poll]
+        sources = [*self._sources, self.saves.poll, self.commands.poll, self._checkpointer.poll]
         if self._save_interval_s < math.inf:
             sources.append(self._poll_clock)
         self._control_sync = ControlSync(

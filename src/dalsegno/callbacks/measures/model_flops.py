@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from copy import copy
 from inspect import Parameter, signature
 from typing import Any
@@ -25,6 +25,7 @@ from dalsegno.events.contexts import (
     StepEndContext,
     TrainBeginContext,
 )
+from dalsegno.events.table import Event
 
 from .flops import Uncountable, count_flops
 from .peaks import GivenPeak
@@ -92,6 +93,9 @@ class ModelFlops(Callback):
         self.rate = self.token_rate = None
         self.of_a_token = self.of_a_sample = 0.0
         self._begin_interval(ctx)
+
+    def idle_events(self) -> Collection[Event]:
+        return () if self._is_wanted else (Event.MICROBATCH_BEGIN, Event.STEP_END, Event.LOG_STEP)
 
     def on_rollback(self, ctx: RollbackContext) -> None:
         self._begin_interval(ctx)
