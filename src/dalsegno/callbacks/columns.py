@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dalsegno.errors import ConfigurationError
@@ -42,13 +42,14 @@ class Column:
     fmt: Format = ""
     width: int = WIDTH
     suffix: str = ""
+    full_width: int = field(init=False)
+    """In characters, wide enough for the label."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "full_width", max(self.width, len(self.label)))
 
     def text(self, value: Any) -> str:
         return f"{shown(value, self.fmt)}{self.suffix if value is not None else ''}"
-
-    @property
-    def full_width(self) -> int:
-        return max(self.width, len(self.label))
 
 
 def default_step_columns() -> dict[str, Spec]:

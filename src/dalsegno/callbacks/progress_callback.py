@@ -148,9 +148,9 @@ class Lines:
         present = {key: column for key, column in self._wanted.items() if key in self._columns or key in values}
         if self._until_header == 0 or len(present) != len(self._columns):
             self._columns, self._until_header = present, self._header_interval
-            self.say(_aligned((column, column.label) for column in present.values()))
+            self.say(_aligned([(column, column.label) for column in present.values()]))
         self._until_header -= 1
-        self.say(_aligned((column, column.text(values.get(key))) for key, column in present.items()))
+        self.say(_aligned([(column, column.text(values.get(key))) for key, column in present.items()]))
 
     def say(self, line: str) -> None:
         print(line, file=self._stream or sys.stdout, flush=True)
@@ -199,7 +199,7 @@ class Bar:
 
 
 def _aligned(cells: Iterable[tuple[Column, str]]) -> str:
-    return "  ".join(text.rjust(column.full_width) for column, text in cells)
+    return "  ".join([text.rjust(column.full_width) for column, text in cells])
 
 
 def _in_notebook() -> bool:

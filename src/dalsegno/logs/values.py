@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from dalsegno.errors import CannotSave
 
@@ -49,7 +49,10 @@ def to_json(value: Any, where: str = "") -> Any:
         return value
     if isinstance(value, Mapping):
         inside = f"{where}." if where else ""
-        return {_key(key, where): to_json(item, f"{inside}{key}") for key, item in value.items()}
+        return {
+            key if isinstance(key, str) else _refuse_key(key, where): to_json(item, f"{inside}{key}")
+            for key, item in value.items()
+        }
     if isinstance(value, (list, tuple)):
         return [to_json(item, f"{where}[{index}]") for index, item in enumerate(value)]
     scalar = value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else None
@@ -77,8 +80,6 @@ def _non_finite(value: float) -> str:
     return "Infinity" if value > 0 else "-Infinity"
 
 
-def _key(key: object, where: str) -> str:
-    if isinstance(key, str):
-        return key
+def _refuse_key(key: object, where: str) -> NoReturn:
     place = f"in {where!r}" if where else "of the record"
     raise CannotSave(f"key {key!r} {place}: JSON keys are strings, this is a {type(key).__name__}; use str(key)")

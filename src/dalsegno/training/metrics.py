@@ -171,4 +171,4 @@ class MetricAccumulator:
 
 def _largest(norms: list[float]) -> float:
     """The maximum; NaN if any is NaN."""
-    return max(norms, key=lambda norm: (math.isnan(norm), norm))
+    return math.nan if any(map(math.isnan, norms)) else max(norms)

@@ -33,6 +33,8 @@ class ActionSchedule:
         self._args = args
         self._logging, self._evaluation, self._saving = args.logging, args.evaluation, args.saving
         self._saving_in_memory = args.saving_in_memory
+        self._evaluates, self._saves = bool(self._evaluation), bool(self._saving)
+        self._saves_in_memory = bool(self._saving_in_memory)
 
     def is_last(self, step: int, position: float) -> bool:
         """Whether the run ends at ``step``, or at ``position`` if ``max_steps`` is not set."""
@@ -45,9 +47,9 @@ class ActionSchedule:
         is_final = self.is_last(step, position) and not ends_epoch
         return DueActions(
             log=self._logging.at_step(step) or (step == 1 and self._args.logging_first_step and bool(self._logging)),
-            evaluate=self._evaluation.at_step(step),
-            save=self._saving.at_step(step) or (is_final and bool(self._saving)),
-            save_in_memory=self._saving_in_memory.at_step(step),
+            evaluate=self._evaluates and self._evaluation.at_step(step),
+            save=self._saves and (is_final or self._saving.at_step(step)),
+            save_in_memory=self._saves_in_memory and self._saving_in_memory.at_step(step),
         )
 
     def at_epoch_end(self, epochs: int, step: int) -> DueActions:
@@ -55,13 +57,13 @@ class ActionSchedule:
         return DueActions(
             log=self._logging.at_epoch(epochs),
             evaluate=self._evaluation.at_epoch(epochs),
-            save=self._saving.at_epoch(epochs) or (self.is_last(step, epochs) and bool(self._saving)),
+            save=self._saves and (self.is_last(step, epochs) or self._saving.at_epoch(epochs)),
             save_in_memory=self._saving_in_memory.at_epoch(epochs) or self._saving_in_memory.at_step(step),
         )
 
     def at_data_end(self) -> DueActions:
         """Actions due when the data ends before the run does."""
-        return DueActions(save=bool(self._saving))
+        return DueActions(save=self._saves)
 
 
 def planned_steps(args: TrainingArguments, loader: ResumableLoader) -> int:

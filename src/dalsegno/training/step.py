@@ -114,7 +114,7 @@ class TrainStep:
             self._scaler.unscale_(optimizer)
         if dispatcher.gradients_ready:
             dispatcher.gradients_ready.fire()
-        grad_norm = self._clip()
+        grad_norm = self._parallel.clip(self._parameters, self._max_grad_norm) if self._wants_norm() else None
         if dispatcher.pre_optimizer_step:
             dispatcher.pre_optimizer_step.fill(grad_norm)
             dispatcher.pre_optimizer_step.fire()
@@ -135,9 +135,6 @@ class TrainStep:
         if stepped:
             self._schedule()
         return StepResult(loss, grad_norm, lr)
-
-    def _clip(self) -> torch.Tensor | None:
-        return self._parallel.clip(self._parameters, self._max_grad_norm) if self._wants_norm() else None
 
     def _step(self) -> bool:
         """Whether the weights were changed."""

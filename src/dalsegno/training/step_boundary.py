@@ -122,9 +122,10 @@ class StepBoundary:
         if due.log or requests.log:
             self.recorder.log_training()
             requests = requests.merge(control_sync.sync())
-        requests = self._recover(requests)
-        if self.rollback is not None:
-            return
+        if requests.roll_back:
+            requests = self._recover(requests)
+            if self.rollback is not None:
+                return
         if due.evaluate or requests.evaluate:
             if self.evaluations.evaluate_step(control_sync.stop_requested_at_batch):
                 self.saves.amend(self.evaluations.metrics())
