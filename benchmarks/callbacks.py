@@ -92,6 +92,7 @@ def _gradient_norms(rounds: int) -> list[Row]:
             f"{measured:.2f} ×",
             f"≤ {GRADIENTS} ×",
             measured <= GRADIENTS,
+            measured.spread,
         ),
         Row(
             "the same in a step that is not due",
@@ -149,6 +150,7 @@ def _scalars(rounds: int) -> Row:
         f"{measured:.2f} ×",
         f"≤ {SCALARS} ×",
         measured <= SCALARS,
+        measured.spread,
     )
 
 

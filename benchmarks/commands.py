@@ -15,6 +15,7 @@ import dalsegno as ds
 from dalsegno.testing import TinyRegression, run_ranks, tiny_regression_data
 
 from .row import Row, duration
+from .timing import figure
 
 COMMANDS = 200
 STEP = 0.0045
@@ -39,6 +40,7 @@ def run(commands: int = COMMANDS) -> list[Row]:
             "",
             f"≤ {duration(LIMIT)}",
             slow <= LIMIT,
+            figure(times).spread,
         )
     ]
 

@@ -30,7 +30,7 @@ from dalsegno.testing import TinyLanguageModel
 from .observers import CONTEXT, VOCABULARY, Sentences
 from .processes import seconds_of
 from .row import Row, duration
-from .timing import in_turns, ratio
+from .timing import figure, in_turns, ratio
 
 BLOCK = 100
 """Steps."""
@@ -89,6 +89,7 @@ def _step(folder: Path, block: int, blocks: int, width: int) -> Row:
         f"{measured:.3f} ×",
         f"≤ {STEP_LIMIT} ×",
         measured <= STEP_LIMIT,
+        measured.spread,
     )
 
 
@@ -140,7 +141,7 @@ def _list(folder: Path, rounds: int) -> Row:
     command = [str(Path(sys.executable).with_name("dalsegno")), "jobs", "list"]
     bare = [sys.executable, "-c", "pass"]
     times = in_turns({"list": seconds_of(command), "bare": seconds_of(bare)}, rounds)
-    seconds = median(times["list"])
+    seconds = figure(times["list"])
     return Row(
         f"dalsegno jobs list, {JOBS} jobs, whole process",
         duration(seconds),
@@ -148,6 +149,7 @@ def _list(folder: Path, rounds: int) -> Row:
         "",
         f"≤ {duration(LIST_LIMIT)}",
         seconds <= LIST_LIMIT,
+        seconds.spread,
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Sequence
@@ -30,6 +29,7 @@ from dalsegno.testing.tiny import TinyLanguageModel
 from .diloco_bytes import bytes_per_step
 from .diloco_rounds import server_rounds
 from .row import Row, count, duration, three_digits
+from .timing import Figure, figure
 
 STEPS = 3000
 WARM_UP = 600
@@ -45,7 +45,7 @@ LOOKS = 10
 SELDOM = 500
 """Steps between two synchronizations where bytes are counted."""
 SIZE = 512 << 20
-REPEATS = 3
+REPEATS = 5
 
 SMALL = {
     "steps": 6,
@@ -198,6 +198,7 @@ def overlapped_steps(size: int = SIZE // 8, repeats: int = REPEATS) -> Row:
         f"{three_digits(busy / quiet)} ×",
         "≤ 1.10 ×",
         busy <= 1.1 * quiet,
+        busy.spread,
     )
 
 
@@ -209,7 +210,7 @@ def _serve(folder: Path) -> None:
         server.wait()
 
 
-def _steps(folder: Path, size: int, repeats: int) -> tuple[float, float]:
+def _steps(folder: Path, size: int, repeats: int) -> tuple[Figure, Figure]:
     while not (folder / "address").exists():
         time.sleep(0.05)
     address, token = (folder / "address").read_text().split()
@@ -233,7 +234,7 @@ def _steps(folder: Path, size: int, repeats: int) -> tuple[float, float]:
             worker._progress.steps = 1000  # the next submission begins here, and the last one ends
             worker.synchronize()
     worker.leave()
-    return statistics.median(times[False]), statistics.median(times[True])
+    return figure(times[False]), figure(times[True])
 
 
 class _Training:
@@ -250,6 +251,7 @@ class _Training:
         text = torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in files)), dtype=torch.uint8).long()
         cut = len(text) * 9 // 10
         self._train, self._held_out = text[:cut], text[cut:]
+        self._windows = min(1000, 10 * steps)  # from which the loss is measured
 
     def alone(self, workers: int, until: int | None = None) -> Curve:
         """Step with the gradients of so many workers, as DDP does."""
@@ -276,7 +278,7 @@ class _Training:
     def look(self) -> None:
         """Add a point to the curve, if one is due."""
         if self.step % max(1, self.steps // LOOKS) == 0:
-            begins = torch.arange(0, len(self._held_out) - CONTEXT - 1, len(self._held_out) // 1000)
+            begins = torch.arange(0, len(self._held_out) - CONTEXT - 1, len(self._held_out) // self._windows)
             self.curve.append((self.step, float(self.model(**_batch(self._held_out, begins)))))
 
 

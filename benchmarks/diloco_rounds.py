@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import itertools
 import socket
-import statistics
 import tempfile
 import threading
 import time
@@ -29,6 +28,7 @@ from dalsegno.diloco.state import Settings, Submission
 from dalsegno.testing import start_ranks
 
 from .row import Row, count, duration, three_digits
+from .timing import figure
 
 WORKERS = 2
 TENSORS = 16
@@ -38,10 +38,10 @@ def server_rounds(size: int, repeats: int) -> list[Row]:
     """Rounds of two workers with ``size`` bytes each: sent, applied, and received again."""
     ways: dict[str, Callable[[int, int], list[float]]] = {"ours": _ours, "sockets": _sockets, "saved": _saved}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(2):  # in turns, since the disk's and the machine's speed change
+    for _ in range(min(2, repeats)):  # in turns, since the disk's and the machine's speed change
         for name, way in ways.items():
             seconds[name] += way(size, repeats)
-    ours, sockets, saved = (statistics.median(each) for each in seconds.values())
+    ours, sockets, saved = map(figure, seconds.values())
     return [
         Row(
             f"a round of {WORKERS} workers with {count(size)}B each, both ways",
@@ -50,6 +50,7 @@ def server_rounds(size: int, repeats: int) -> list[Row]:
             f"{three_digits(ours / sockets)} ×",
             "≤ 2 ×",
             ours <= 2 * sockets,
+            ours.spread,
         ),
         Row(
             "the same",
@@ -58,6 +59,7 @@ def server_rounds(size: int, repeats: int) -> list[Row]:
             f"{three_digits(ours / saved)} ×",
             "≤ 0.33 ×",
             ours <= saved / 3,
+            ours.spread,
         ),
     ]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from statistics import median
 from typing import Any
 
 import dalsegno as ds
@@ -13,7 +12,7 @@ from dalsegno.state import TrainerControl
 
 from .peers import PeerMissing, ask
 from .row import Row, duration, three_digits
-from .timing import ROUNDS, ratio, seconds_each
+from .timing import ROUNDS, Figure, figure, ratio, seconds_each
 
 TEN = range(10)
 PEERS = {"torchtnt": "torchtnt", "ignite": "Ignite", "hf": "HF Trainer", "lightning": "Lightning"}
@@ -41,7 +40,7 @@ class Listener(ds.Callback):
 
 def run(rounds: int = ROUNDS) -> list[Row]:
     seconds_of = _ours(rounds)
-    ours = {name: median(seconds) for name, seconds in seconds_of.items()}
+    ours = {name: figure(seconds) for name, seconds in seconds_of.items()}
     rows = []
     for what in (PLAIN, PAYLOAD):
         for calls in (IN_A_LOOP, WRITTEN_OUT):
@@ -92,8 +91,14 @@ def _dispatcher(callbacks: list[Listener]) -> Dispatcher:
     return dispatcher
 
 
-def _row(what: str, ours: float, name: str, theirs: float, measured: float, limit: float | None) -> Row:
-    peer = f"{name}: {duration(theirs)}"
-    if limit is None:
-        return Row(what, duration(ours), peer, f"{three_digits(measured)} ×")
-    return Row(what, duration(ours), peer, f"{three_digits(measured)} ×", f"≤ {limit} ×", measured <= limit)
+def _row(what: str, ours: Figure, name: str, theirs: float, measured: float, limit: float | None) -> Row:
+    """``measured``: the ratio, whose spread is known if both were measured in the same rounds."""
+    return Row(
+        what,
+        duration(ours),
+        f"{name}: {duration(theirs)}",
+        f"{three_digits(measured)} ×",
+        "" if limit is None else f"≤ {limit} ×",
+        None if limit is None else measured <= limit,
+        measured.spread if isinstance(measured, Figure) else ours.spread,
+    )

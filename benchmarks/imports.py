@@ -5,12 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from statistics import median
 
 from .peers import PYTHON as PEERS_PYTHON
 from .processes import seconds_of
 from .row import Row, duration
-from .timing import in_turns
+from .timing import figure, in_turns
 
 ROUNDS = 7
 LIMIT = 0.15
@@ -31,7 +30,7 @@ def run(rounds: int = ROUNDS, beside: str = "torch") -> list[Row]:
     commands = {**OURS, theirs: [sys.executable, "-c", theirs], "import HF's Trainer": HF}
     failing = {name: why for name, command in commands.items() if (why := _why_it_fails(command))}
     working = {name: seconds_of(command) for name, command in commands.items() if name not in failing}
-    seconds = {name: median(each) for name, each in in_turns(working, rounds).items()}
+    seconds = {name: figure(each) for name, each in in_turns(working, rounds).items()}
     peers = [f"{name}: {failing.get(name) or duration(seconds[name])}" for name in (theirs, "import HF's Trainer")]
     rows = []
     for name in OURS:
@@ -39,10 +38,8 @@ def run(rounds: int = ROUNDS, beside: str = "torch") -> list[Row]:
             rows.append(Row(name, failing[name], ""))
             continue
         ratio = seconds[name] / seconds[theirs]
-        target = f"≤ {duration(LIMIT)}"
-        rows.append(
-            Row(name, duration(seconds[name]), "; ".join(peers), f"{ratio:.3f} ×", target, seconds[name] <= LIMIT)
-        )
+        ours, target = seconds[name], f"≤ {duration(LIMIT)}"
+        rows.append(Row(name, duration(ours), "; ".join(peers), f"{ratio:.3f} ×", target, ours <= LIMIT, ours.spread))
     return rows
 
 

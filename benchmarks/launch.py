@@ -14,6 +14,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 from .row import Row, duration
+from .timing import figure
 
 ROUNDS = 5
 TARGET = 0.5
@@ -62,7 +63,7 @@ def run(rounds: int = ROUNDS, beside: bool = True) -> list[Row]:
     for _ in range(rounds):
         for name, command in commands.items():
             seconds[name].append(_restart(command))
-    what, ours = "from SIGKILL of one of two ranks to the next step", median(seconds[OURS])
+    what, ours = "from SIGKILL of one of two ranks to the next step", figure(seconds[OURS])
     if not beside:
         return [Row(what, duration(ours), f"{PEER}: left out")]
     peer = median(seconds[PEER])
@@ -74,6 +75,7 @@ def run(rounds: int = ROUNDS, beside: bool = True) -> list[Row]:
             ratio=f"{ours / peer:.2f} ×",
             target=f"≤ {TARGET} ×",
             met=ours <= TARGET * peer,
+            spread=ours.spread,
         )
     ]
 

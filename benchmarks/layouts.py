@@ -18,6 +18,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 
 import dalsegno as ds
@@ -50,29 +51,33 @@ LAYOUTS: dict[str, tuple[str, int, int]] = {
 """Title, ranks, and ranks with different data."""
 FLAT, MESH = "FSDP of 4", "TensorParallel of 2 × FSDP of 2"
 
+Pairs = tuple[list[float], list[float]]
+"""Seconds of each chunk of steps, ours and by hand."""
+
 
 def run(
     width: int = WIDTH, depth: int = DEPTH, saved_width: int = SAVED_WIDTH, pairs: int = PAIRS, rounds: int = ROUNDS
 ) -> list[Row]:
-    """Medians of all pairs; of all rounds."""
-    return [
-        *(_step_row(layout, width, depth, pairs) for layout in LAYOUTS),
-        *_save_rows(saved_width, depth, rounds),
-    ]
+    """Medians of all pairs; of all rounds. Layouts of as many ranks are measured in the same processes."""
+    seconds: dict[str, Pairs] = {}
+    for ranks in sorted({ranks for _, ranks, _ in LAYOUTS.values()}):
+        layouts = [layout for layout in LAYOUTS if LAYOUTS[layout][1] == ranks]
+        with TemporaryDirectory() as folder:
+            arguments = Path(folder), layouts, width, depth, pairs
+            seconds |= run_ranks(_all_steps, ranks, *arguments, timeout=1500 * len(layouts))[0]
+    return [*(_step_row(layout, *seconds[layout]) for layout in LAYOUTS), *_save_rows(saved_width, depth, rounds)]
 
 
-def _step_row(layout: str, width: int, depth: int, pairs: int) -> Row:
-    title, ranks, _ = LAYOUTS[layout]
-    with TemporaryDirectory() as folder:
-        ours, by_hand = run_ranks(_steps, ranks, Path(folder), layout, width, depth, pairs, timeout=1500)[0]
-    figure = ratio(ours, by_hand)
+def _step_row(layout: str, ours: list[float], by_hand: list[float]) -> Row:
+    times = ratio(ours, by_hand)
     return Row(
-        f"a step, {title}",
+        f"a step, {LAYOUTS[layout][0]}",
         duration(median(ours) / CHUNK),
         f"by hand: {duration(median(by_hand) / CHUNK)}",
-        f"{figure:.3f} ×",
+        f"{times:.3f} ×",
         f"≤ {STEP_LIMIT} ×",
-        figure <= STEP_LIMIT,
+        times <= STEP_LIMIT,
+        times.spread,
     )
 
 
@@ -115,9 +120,13 @@ class TakingTurns(ds.Callback):
         self._began = now
 
 
-def _steps(folder: Path, layout: str, width: int, depth: int, pairs: int) -> tuple[list[float], list[float]]:
-    """Seconds of each chunk; the first pair, in which both sides warm up, does not count."""
+def _all_steps(folder: Path, layouts: Sequence[str], width: int, depth: int, pairs: int) -> dict[str, Pairs]:
     torch.set_num_threads(1)
+    return {layout: _steps(folder / layout, layout, width, depth, pairs) for layout in layouts}
+
+
+def _steps(folder: Path, layout: str, width: int, depth: int, pairs: int) -> Pairs:
+    """The first pair, in which both sides warm up, does not count."""
     _, _, data_ranks = LAYOUTS[layout]
     steps = CHUNK * (1 + pairs)
     texts = Texts(steps * BATCH * data_ranks)
@@ -157,23 +166,22 @@ def _trainer(
 
 
 def _save_rows(width: int, depth: int, rounds: int) -> list[Row]:
-    seconds: dict[str, list[tuple[float, float]]] = {FLAT: [], MESH: []}
-    for _ in range(rounds):
-        for layout, measured in seconds.items():
-            with TemporaryDirectory() as folder:
-                measured.append(max(run_ranks(_saved_and_loaded, 4, Path(folder), layout, width, depth, timeout=1500)))
+    with TemporaryDirectory() as folder:
+        of_ranks = run_ranks(_all_saves, 4, Path(folder), width, depth, rounds, timeout=1500 * rounds)
+    slowest = {layout: np.max([each[layout] for each in of_ranks], axis=0) for layout in (FLAT, MESH)}
     rows = []
     for index, what in enumerate(("saving", "loading")):
-        flat, mesh = ([each[index] for each in seconds[layout]] for layout in (FLAT, MESH))
-        figure = ratio(mesh, flat)
+        flat, mesh = (slowest[layout][:, index].tolist() for layout in (FLAT, MESH))
+        times = ratio(mesh, flat)
         rows.append(
             Row(
                 f"{what} under {MESH}",
                 duration(median(mesh)),
                 f"{FLAT}: {duration(median(flat))}",
-                f"{figure:.2f} ×",
+                f"{times:.2f} ×",
                 f"≤ {SAVE_LIMIT} ×",
-                figure <= SAVE_LIMIT,
+                times <= SAVE_LIMIT,
+                times.spread,
             )
         )
     return rows
@@ -198,10 +206,19 @@ class Stopwatch(ds.Callback):
         self.loading = time.perf_counter() - self._began
 
 
+def _all_saves(folder: Path, width: int, depth: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Seconds of saving and loading, in each round."""
+    torch.set_num_threads(1)
+    seconds: dict[str, list[tuple[float, float]]] = {FLAT: [], MESH: []}
+    for number in range(rounds):
+        for layout, measured in seconds.items():
+            measured.append(_saved_and_loaded(folder / f"{layout} {number}", layout, width, depth))
+    return seconds
+
+
 def _saved_and_loaded(folder: Path, layout: str, width: int, depth: int) -> tuple[float, float]:
     """Seconds of the second save, whose buffers and plan exist, and of a resume by another trainer, from the choice of
     the checkpoint until everything is restored."""
-    torch.set_num_threads(1)
     saves, loads = Stopwatch(), Stopwatch()
     _trainer(folder, layout, (width, depth), Texts(64), 2, [saves], save_steps=1, save_in_background=False).train()
     _trainer(folder, layout, (width, depth), Texts(64), 3, [loads]).train()

@@ -7,7 +7,6 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 
 from torch import nn
 
@@ -15,7 +14,7 @@ from dalsegno.checkpoint import CheckpointManager, Manifest, ModelState
 
 from .processes import seconds_of
 from .row import Row, duration
-from .timing import in_turns
+from .timing import figure, in_turns
 
 MANY = 1_000
 ROUNDS = 7
@@ -35,7 +34,7 @@ def run(many: int = MANY, rounds: int = ROUNDS) -> list[Row]:
             _copy(one / "checkpoints/step-00000001", all_of_them / f"checkpoints/step-{step:08d}", step)
         listings = {folder.name: seconds_of([*COMMAND, str(folder)]) for folder in (one, all_of_them)}
         seconds = in_turns(listings, rounds)
-    alone, together = median(seconds["one"]), median(seconds["many"])
+    alone, together = figure(seconds["one"]), figure(seconds["many"])
     return [
         Row(
             f"dalsegno checkpoints list, {many:,} checkpoints",
@@ -44,6 +43,7 @@ def run(many: int = MANY, rounds: int = ROUNDS) -> list[Row]:
             f"{together / alone:.2f} ×",
             f"≤ {duration(LIMIT)}",
             together <= LIMIT,
+            together.spread,
         )
     ]
 

@@ -57,6 +57,7 @@ def run(size: int = BYTES, rounds: int = ROUNDS) -> list[Row]:
                     ratio=f"{times:.2f} × its time",
                     target="≤ 1.00",
                     met=times <= TARGET,
+                    spread=times.spread,
                 )
             )
     return rows

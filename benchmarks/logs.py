@@ -18,7 +18,7 @@ from dalsegno.analysis.follow import Follower
 from .peers import PeerMissing, ask
 from .processes import peak_memory_of, seconds_of
 from .row import Row, count, duration, three_digits
-from .timing import in_turns, ratio
+from .timing import figure, in_turns, ratio
 
 RECORDS = 1_000_000
 MANY = 10_000_000
@@ -78,7 +78,7 @@ def _frame(long: Path, small: Path, records: int, rounds: int) -> list[Row]:
     times = ratio(seconds["ours"], seconds["polars"])
     ours = duration(median(seconds["ours"]))
     peer = f"polars.read_ndjson {duration(median(seconds['polars']))}"
-    rows = [Row(what, ours, peer, f"{times:.2f} ×", "≤ 1.20 ×", times <= 1.2)]
+    rows = [Row(what, ours, peer, f"{times:.2f} ×", "≤ 1.20 ×", times <= 1.2, times.spread)]
     try:
         others = [ask("logs", str(long), str(small)) for _ in range(rounds)]
     except PeerMissing as missing:
@@ -101,17 +101,14 @@ def _processes(small: Path, long: Path, records: int, rounds: int) -> list[Row]:
     measures = {what: seconds_of([DALSEGNO, "logs", *words]) for what, (words, _, _) in commands.items()}
     measures |= {name: seconds_of(command) for name, command in (numpy, polars)}
     seconds = in_turns(measures, rounds)
-    return [
-        Row(
-            what,
-            duration(median(seconds[what])),
-            f"{peer}: {duration(median(seconds[peer]))}",
-            f"{ratio(seconds[what], seconds[peer]):.2f} ×",
-            f"≤ {duration(limit)}",
-            median(seconds[what]) <= limit,
+    rows = []
+    for what, (_, (peer, _), limit) in commands.items():
+        ours, times = median(seconds[what]), ratio(seconds[what], seconds[peer])
+        theirs = f"{peer}: {duration(median(seconds[peer]))}"
+        rows.append(
+            Row(what, duration(ours), theirs, f"{times:.2f} ×", f"≤ {duration(limit)}", ours <= limit, times.spread)
         )
-        for what, (_, (peer, _), limit) in commands.items()
-    ]
+    return rows
 
 
 _SUMMARY = """
@@ -145,11 +142,12 @@ def _tail(longest: Path, rounds: int) -> list[Row]:
         "whole": seconds_of(command),
         "tail": seconds_of(["tail", "-n", "10", str(longest)]),
     }
-    seconds = {name: median(each) for name, each in in_turns(measures, rounds).items()}
+    seconds = {name: figure(each) for name, each in in_turns(measures, rounds).items()}
+    ours, whole = seconds["ours"], seconds["whole"]
     peer = f"tail -n 10, whole process: {duration(seconds['tail'])}"
     return [
-        Row(what, duration(seconds["ours"]), peer, "", f"≤ {duration(0.1)}", seconds["ours"] <= 0.1),
-        Row(f"{what}, whole process", duration(seconds["whole"]), peer),
+        Row(what, duration(ours), peer, "", f"≤ {duration(0.1)}", ours <= 0.1, ours.spread),
+        Row(f"{what}, whole process", duration(whole), peer, spread=whole.spread),
     ]
 
 

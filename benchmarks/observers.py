@@ -91,6 +91,7 @@ def _row(what: str, side: str, blocks: dict[str, list[float]]) -> Row:
         f"{measured:.3f} ×",
         f"≤ {LIMIT} ×",
         measured <= LIMIT,
+        measured.spread,
     )
 
 

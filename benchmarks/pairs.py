@@ -1,7 +1,8 @@
 """Pairs: a trainer's steps and bare ones, in turns in one process.
 
 The trainer itself gives way: after every few steps its callback takes as many bare ones. So the two sides of a pair lie
-milliseconds apart, and a machine that is slow for a second is so for both.
+milliseconds apart, and a machine that is slow for a second is so for both. What is measured is the process's time on
+the processor, with its system calls: on a quiet machine it is the time of the clock.
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ class Turns:
 
     def begin(self) -> None:
         """To be called where the epoch begins, before its first batch is read."""
-        self._began = time.perf_counter()
+        self._began = time.process_time()
 
     def step(self) -> None:
         """To be called after each of the trainer's steps."""
         self._steps += 1
         if self._steps % CHUNK == 0:
-            stopped = time.perf_counter()
+            stopped = time.process_time()
             for _ in islice(self._bare_steps, CHUNK):
                 pass
-            now = time.perf_counter()
+            now = time.process_time()
             self.trainer.append(stopped - self._began)
             self.bare.append(now - stopped)
             self._began = now
@@ -61,20 +62,28 @@ class Paired(TypedDict):
     """Seconds per step."""
     trainer: float
     ratio: float
+    spread: float | None
+    """Of the pairs' ratios: see :class:`benchmarks.timing.Figure`."""
 
 
-def against_bare(train: Callable[[Rows, Path, Turns], object], runs: int = RUNS) -> Paired:
-    """Measure ``train(rows, folder, turns)``, an epoch of ``STEPS`` steps: ``runs`` times, and once before that."""
+def against_bare(train: Callable[[Rows, Path, Turns], object], runs: int = RUNS, steps: int = STEPS) -> Paired:
+    """Measure ``train(rows, folder, turns)``, an epoch of so many steps: ``runs`` times, and once before that."""
     torch.set_num_threads(1)
-    rows = Rows()
+    rows = Rows(steps)
     trainer: list[float] = []
     bare: list[float] = []
     for run in range(1 + runs):
         turns = Turns(rows)
         with TemporaryDirectory() as folder, redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             train(rows, Path(folder), turns)
-        assert len(turns.bare) == STEPS // CHUNK, "the trainer took another number of steps"
+        assert len(turns.bare) == steps // CHUNK, "the trainer took another number of steps"
         if run:
             trainer += turns.trainer
             bare += turns.bare
-    return {"bare": median(bare) / CHUNK, "trainer": median(trainer) / CHUNK, "ratio": ratio(trainer, bare)}
+    times = ratio(trainer, bare)
+    return {
+        "bare": median(bare) / CHUNK,
+        "trainer": median(trainer) / CHUNK,
+        "ratio": times,
+        "spread": times.spread,
+    }

@@ -12,7 +12,6 @@ import logging
 import pickle
 import time
 from collections.abc import Callable
-from statistics import median
 from typing import TypeVar
 
 import torch
@@ -29,6 +28,7 @@ from dalsegno.checkpoint.state.contract import TensorsByComponent
 from dalsegno.testing import run_ranks
 
 from .row import Row, duration
+from .timing import Figure, figure
 
 T = TypeVar("T")
 
@@ -47,28 +47,42 @@ SMALL = {"world": 8, "tensors": 40, "part": 20, "rounds": 1}
 
 def run(world: int = WORLD, tensors: int = TENSORS, part: int = PART, rounds: int = ROUNDS) -> list[Row]:
     """Medians of the rounds."""
-    ours = run_ranks(_ours, 1, world, tensors, part, rounds, timeout=1500)[0]
+    ours: dict[str, Figure] = run_ranks(_ours, 1, world, tensors, part, rounds, timeout=1500)[0]
     local, size, whole = run_ranks(_dcp, 1, world, tensors, part, rounds, timeout=1500)[0]
+    scaled = ours["rank 0"] * tensors / part
     what = f"planning a save, {world:,} ranks and {tensors:,} tensors"
     sent = f"DCP: {duration(local)}, and {size / 1e6:.0f} MB to rank 0"
     return [
-        Row(f"{what}: each rank", duration(ours["rank"]), sent, f"{ours['rank'] / local:.2f} ×"),
+        Row(
+            f"{what}: each rank",
+            duration(ours["rank"]),
+            sent,
+            f"{ours['rank'] / local:.2f} ×",
+            spread=ours["rank"].spread,
+        ),
         Row(
             f"{what}: rank 0 (scaled up)",
-            duration(ours["rank 0"]),
+            duration(scaled),
             f"DCP: {duration(whole)}, and {size * world / 1e9:.1f} GB received",
-            f"{ours['rank 0'] / whole:.2f} ×",
+            f"{scaled / whole:.2f} ×",
+            spread=ours["rank 0"].spread,
         ),
-        Row(f"{what}: does the kept plan still fit?", duration(ours["kept"]), f"planning: {duration(ours['rank'])}"),
+        Row(
+            f"{what}: does the kept plan still fit?",
+            duration(ours["kept"]),
+            f"planning: {duration(ours['rank'])}",
+            spread=ours["kept"].spread,
+        ),
     ]
 
 
-def _ours(world: int, tensors: int, part: int, rounds: int) -> dict[str, float]:
+def _ours(world: int, tensors: int, part: int, rounds: int) -> dict[str, Figure]:
+    """Seconds; rank 0's for a part of the tensors."""
     all_of_them, some = _as_rank(5, world, tensors), _as_rank(0, world, part)
     before = planning.signature(all_of_them(dict), {})
     return {
         "rank": all_of_them(lambda state: _median(lambda: planning.plan(state, {}, {}), rounds)),
-        "rank 0": some(lambda state: _median(lambda: planning.plan(state, {}, {}), rounds)) * tensors / part,
+        "rank 0": some(lambda state: _median(lambda: planning.plan(state, {}, {}), rounds)),
         "kept": all_of_them(lambda state: _median(lambda: planning.signature(state, {}) == before, rounds)),
     }
 
@@ -96,13 +110,13 @@ def _dcp(world: int, tensors: int, part: int, rounds: int) -> tuple[float, int, 
     return local, size, _median(together, rounds) * (world / PLANS) * (tensors / part)
 
 
-def _median(work: Callable[[], object], rounds: int) -> float:
+def _median(work: Callable[[], object], rounds: int) -> Figure:
     seconds = []
     for _ in range(rounds):
         began = time.perf_counter()
         work()
         seconds.append(time.perf_counter() - began)
-    return median(seconds)
+    return figure(seconds)
 
 
 def _as_rank(rank: int, world: int, count: int) -> Callable[[Callable[[TensorsByComponent], T]], T]:

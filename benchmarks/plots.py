@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import statistics
 import time
 
 import numpy as np
@@ -16,6 +15,7 @@ from dalsegno.analysis.plotting.view import View
 from dalsegno.analysis.stats.smooth import automatic_window, smooth
 
 from .row import Row, count, duration
+from .timing import figure
 
 POINTS = 10_000_000
 REPEATS = 5
@@ -28,7 +28,7 @@ SMALL = {"points": 70_000, "repeats": 1}
 def run(points: int = POINTS, repeats: int = REPEATS) -> list[Row]:
     """Medians of the repeats; the peer once, it takes long enough."""
     series = _series(points)
-    ours = statistics.median(_seconds(series) for _ in range(repeats))
+    ours = figure([_seconds(series) for _ in range(repeats)])
     peer = _all_points(series)
     return [
         Row(
@@ -38,6 +38,7 @@ def run(points: int = POINTS, repeats: int = REPEATS) -> list[Row]:
             f"{ours / peer:.2f} ×",
             f"≤ {duration(LIMIT)}, no spike lost",
             ours <= LIMIT and _keeps_spikes(series),
+            ours.spread,
         )
     ]
 

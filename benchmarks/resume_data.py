@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import warnings
-from statistics import median
 from typing import Any
 
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -12,7 +11,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from dalsegno.data import train_loader
 
 from .row import Row, count, duration, three_digits
-from .timing import in_turns
+from .timing import figure, in_turns
 
 BATCH = 32
 ROUNDS = 5
@@ -47,7 +46,7 @@ def run(many: int = MANY, more: int = MORE, rounds: int = ROUNDS) -> list[Row]:
         },
         rounds,
     )
-    ours, longer, peer = (median(seconds[name]) for name in ("ours", "ours, longer", "peer"))
+    ours, longer, peer = (figure(seconds[name]) for name in ("ours", "ours, longer", "peer"))
     target = f"under {duration(LIMIT)}"
     return [
         Row(
@@ -57,6 +56,7 @@ def run(many: int = MANY, more: int = MORE, rounds: int = ROUNDS) -> list[Row]:
             three_digits(ours / peer),
             target,
             ours < LIMIT,
+            ours.spread,
         ),
         Row(
             f"the same, {count(more)} rows",
@@ -65,6 +65,7 @@ def run(many: int = MANY, more: int = MORE, rounds: int = ROUNDS) -> list[Row]:
             "",
             target,
             longer < LIMIT,
+            longer.spread,
         ),
     ]
 

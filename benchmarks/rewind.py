@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from dalsegno.logs import RecordLog
 
 from .row import Row, count, duration, three_digits
+from .timing import figure
 
 SIZE = 1_000_000_000
 CUT = 1_000_000
@@ -31,8 +31,8 @@ def run(size: int = SIZE, cut: int = CUT, repeats: int = REPEATS) -> list[Row]:
     ) as directory:  # on a disk, where /tmp may be memory
         log, line = _log_of(size - cut, Path(directory))
         state = log.state()
-        ours = statistics.median(_rewind(log, state, line, cut) for _ in range(repeats))
-        peer = PEER_SHARE * statistics.median(_parse(log.path, size // PEER_SHARE) for _ in range(repeats))
+        ours = figure([_rewind(log, state, line, cut) for _ in range(repeats)])
+        peer = PEER_SHARE * figure([_parse(log.path, size // PEER_SHARE) for _ in range(repeats)])
         log.close()
     return [
         Row(
@@ -42,6 +42,7 @@ def run(size: int = SIZE, cut: int = CUT, repeats: int = REPEATS) -> list[Row]:
             f"{three_digits(ours / peer)} ×",
             f"≤ {duration(LIMIT)}",
             ours <= LIMIT,
+            ours.spread,
         )
     ]
 

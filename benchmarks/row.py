@@ -23,6 +23,9 @@ class Row:
     target: str = ""
     met: bool | None = None
     """None where there is no target, or no figure."""
+    spread: float | None = None
+    """Of the rounds' ratios, or of what ours took: see :class:`benchmarks.timing.Figure`. None: there were too few
+    rounds."""
 
     @classmethod
     def failed(cls, name: str, error: Exception) -> Row:
@@ -45,12 +48,13 @@ class Row:
             self.ours,
             self.peer,
             self.ratio,
+            "" if self.spread is None else f"± {100 * self.spread:.0f} %",
             self.target,
             "IMPOSSIBLE" if self.is_impossible else {True: "yes", False: "NO", None: ""}[self.met],
         ]
 
 
-HEAD = ["what", "ours", "peer", "ratio", "target", "met?"]
+HEAD = ["what", "ours", "peer", "ratio", "spread", "target", "met?"]
 
 
 def table(rows: list[Row]) -> str:

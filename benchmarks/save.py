@@ -88,6 +88,7 @@ def _rows(case: Case, world_size: int, seconds: dict[str, list[float]]) -> list[
                     ratio=f"{times:.2f} × its time",
                     target="" if target is None else f"≤ {target:.2f}",
                     met=None if target is None else times <= target,
+                    spread=times.spread,
                 )
             )
     return rows

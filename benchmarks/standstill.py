@@ -53,10 +53,19 @@ def run(still: int = STILL_BYTES, written: int = WRITTEN_BYTES, rounds: int = RO
     for name, label in ((OURS, what), (FIRST, f"{what}, the first of a run")):
         times = ratio(seconds[name], seconds[COPY])
         rows.append(
-            Row(label, duration(median(seconds[name])), copy, f"{times:.2f} ×", f"≤ {TARGET} ×", times <= TARGET)
+            Row(
+                label,
+                duration(median(seconds[name])),
+                copy,
+                f"{times:.2f} ×",
+                f"≤ {TARGET} ×",
+                times <= TARGET,
+                times.spread,
+            )
         )
     peer = f"{ASYNC}: {duration(median(seconds[ASYNC]))}, its first {duration(first_async)}"
-    rows.append(Row(what, duration(median(seconds[OURS])), peer, f"{ratio(seconds[OURS], seconds[ASYNC]):.2f} ×"))
+    times = ratio(seconds[OURS], seconds[ASYNC])
+    rows.append(Row(what, duration(median(seconds[OURS])), peer, f"{times:.2f} ×", spread=times.spread))
     quiet, busy = steps
     times = ratio(busy, quiet)
     rows.append(
@@ -67,6 +76,7 @@ def run(still: int = STILL_BYTES, written: int = WRITTEN_BYTES, rounds: int = RO
             ratio=f"{times:.2f} ×",
             target=f"≤ {STEP_TARGET:.2f} ×",
             met=times <= STEP_TARGET,
+            spread=times.spread,
         )
     )
     return rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from statistics import median
+from statistics import median, quantiles
 from timeit import Timer
 from typing import Any
 
@@ -43,6 +43,23 @@ def in_turns(measures: Mapping[str, Callable[[], float]], rounds: int) -> dict[s
     return results
 
 
-def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+class Figure(float):
+    """The median of some measurements, and how far they spread."""
+
+    spread: float | None
+    """Half the distance between their quartiles, as a share of the median; None of fewer than four."""
+
+
+def figure(measured: Sequence[float]) -> Figure:
+    middle = Figure(median(measured))
+    if len(measured) < 4 or not middle:
+        middle.spread = None
+    else:
+        first, _, third = quantiles(measured, n=4, method="inclusive")
+        middle.spread = (third - first) / 2 / middle
+    return middle
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Figure:
     """The median of the rounds' ratios: a machine that is slow for a while is so for both."""
-    return median(mine / other for mine, other in zip(ours, theirs, strict=True))
+    return figure([mine / other for mine, other in zip(ours, theirs, strict=True)])

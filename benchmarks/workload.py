@@ -21,12 +21,13 @@ MAX_GRAD_NORM = 1.0
 
 
 class Rows(Dataset[dict[str, Tensor]]):
-    """An epoch of ``STEPS`` batches."""
+    """An epoch of ``steps`` batches."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps: int = STEPS) -> None:
+        self.steps = steps
         generator = torch.Generator().manual_seed(0)
-        self.features = torch.randn(STEPS * BATCH, 32, generator=generator)
-        self.labels = torch.randn(STEPS * BATCH, 1, generator=generator)
+        self.features = torch.randn(steps * BATCH, 32, generator=generator)
+        self.labels = torch.randn(steps * BATCH, 1, generator=generator)
 
     def __len__(self) -> int:
         return len(self.features)

@@ -83,6 +83,19 @@ def test_a_row_whose_figure_is_impossible_fails_and_so_does_a_benchmark_that_rai
     assert result["machine"]["cores"] > 0 and {"torch", "dalsegno", "python"} <= set(result["versions"])
 
 
+def test_a_ratio_knows_how_far_its_rounds_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks.row import Row, table
+    from benchmarks.timing import ratio
+
+    ours, theirs = [2.0, 4.4, 8.0, 16.0, 40.0], [1.0, 2.0, 4.0, 8.0, 16.0]
+    times = ratio(ours, theirs)  # of the rounds 2, 2.2, 2, 2, 2.5
+    assert (times, times.spread) == (2.0, pytest.approx(0.05))
+    assert ratio(ours[:3], theirs[:3]).spread is None
+    row = Row("what", "2 s", "peer: 1 s", "2 ×", "≤ 1 ×", False, times.spread)
+    assert "| ± 5 %  |" in table([row]).splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     ("ratio", "impossible"), [("", False), ("0.01 ×", False), ("0 ×", True), ("-1.2 ×", True), ("nan ×", True)]
 )

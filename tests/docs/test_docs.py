@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,27 @@ def test_the_pictures_of_the_rooms_show_them() -> None:
     assert list(module.unknown()) == []
     for path, draw in module.PICTURES.items():
         assert path.read_text() == draw(), "run: python docs/images/inside.py"
+
+
+def test_the_table_and_the_picture_of_the_benchmarks_show_their_results() -> None:
+    module = script("images/benchmarks")
+    result = json.loads(module.RESULTS.read_text(encoding="utf-8"))
+    text = module.PAGE.read_text(encoding="utf-8")
+    assert module.page(text, result) == text, "run: python docs/images/benchmarks.py"
+    picture = module.picture(result)
+    assert module.PICTURE.read_text(encoding="utf-8") == picture, "run: python docs/images/benchmarks.py"
+    assert picture.count("<circle") > 20
+
+
+def test_a_benchmark_that_misses_its_target_is_drawn_right_of_one_with_its_spread() -> None:
+    module = script("images/benchmarks")
+    row = {"what": "w", "ours": "3 s", "peer": "p: 2 s", "ratio": "1.50 ×", "target": "≤ 1.2 ×", "met": False}
+    missed, unknown = {**row, "spread": 0.1}, {**row, "met": None, "spread": None}
+    picture = module.picture({"rows": [missed, unknown]})
+    (place,) = re.findall(r"<circle cx='([\d.]+)'", picture)
+    assert float(place) > module._x(1.0)
+    assert picture.count("stroke-width='2'") == 1 and picture.count(module.MISSED) == 2
+    assert "| 1.50 × | ± 10 % | ≤ 1.2 × | NO |" in module.table([missed])
 
 
 def test_files_that_the_page_about_the_rooms_names_exist() -> None:
