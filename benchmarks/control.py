@@ -6,8 +6,6 @@ The client is a process of its own. While there is a server, it asks for the sta
 
 from __future__ import annotations
 
-import http.client
-import json
 import os
 import subprocess
 import sys
@@ -30,14 +28,13 @@ from dalsegno.testing import TinyLanguageModel
 from .observers import CONTEXT, VOCABULARY, Sentences
 from .processes import seconds_of
 from .row import Row, duration
+from .status_client import PERIOD
 from .timing import figure, in_turns, ratio
 
 BLOCK = 100
 """Steps."""
 BLOCKS = 20
 """With the server, and as many without it."""
-PERIOD = 0.1
-"""Seconds between two questions."""
 STEP_LIMIT = 1.01
 JOBS = 50
 LIST_LIMIT = 0.250
@@ -73,7 +70,7 @@ def _step(folder: Path, block: int, blocks: int, width: int) -> Row:
         disable_tqdm=True,
     )
     model = TinyLanguageModel(width=width, depth=3, heads=6, context=CONTEXT, vocabulary=VOCABULARY)
-    client = subprocess.Popen([sys.executable, "-m", "benchmarks.control", folder], cwd=Path(__file__).parents[1])
+    client = subprocess.Popen([sys.executable, "-m", "benchmarks.status_client", folder], cwd=Path(__file__).parents[1])
     try:
         with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             ds.Trainer(model, args, train_dataset=Sentences(4000), callbacks=[alternating]).train()
@@ -151,25 +148,3 @@ def _list(folder: Path, rounds: int) -> Row:
         seconds <= LIST_LIMIT,
         seconds.spread,
     )
-
-
-def ask(state_home: Path) -> None:
-    """The client: asks the job for its status whenever there is one."""
-    files = state_home / "dalsegno/jobs/benchmark"
-    connection, token = None, ""
-    while True:
-        time.sleep(PERIOD)
-        try:
-            if connection is None:
-                connection = http.client.HTTPConnection(
-                    "127.0.0.1", json.loads((files / "endpoint.json").read_text())["port"], timeout=5
-                )
-                token = (files / "auth_token").read_text()
-            connection.request("GET", "/jobs/benchmark/status", headers={"Authorization": f"Bearer {token}"})
-            connection.getresponse().read()
-        except (OSError, ValueError, TypeError, http.client.HTTPException):
-            connection = None
-
-
-if __name__ == "__main__":
-    ask(Path(sys.argv[1]))
