@@ -13,10 +13,10 @@ import sys
 import time
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 
 from .row import Row, duration, three_digits
+from .timing import figure
 
 ROUNDS = 5
 WIDTH = 2048
@@ -110,11 +110,19 @@ def run(rounds: int = ROUNDS, width: int = WIDTH, places: tuple[str, ...] = ("di
     rows = []
     for place in places:
         moments = [_measured(width, place) for _ in range(rounds)]
-        parts = {after: median(each[after] - each[before] for each in moments) for before, after in pairwise(PARTS)}
-        whole = median(each["stepped"] - each["killed"] for each in moments)
-        rows.append(Row(f"from SIGKILL to the next step, from {place}", duration(whole), "not compared"))
+        parts = {after: figure([each[after] - each[before] for each in moments]) for before, after in pairwise(PARTS)}
+        whole = figure([each["stepped"] - each["killed"] for each in moments])
+        rows.append(
+            Row(f"from SIGKILL to the next step, from {place}", duration(whole), "not compared", spread=whole.spread)
+        )
         rows += [
-            Row(f"  {PARTS[part]}", duration(seconds), "", f"{three_digits(100 * seconds / whole)} % of it")
+            Row(
+                f"  {PARTS[part]}",
+                duration(seconds),
+                "",
+                f"{three_digits(100 * seconds / whole)} % of it",
+                spread=seconds.spread,
+            )
             for part, seconds in parts.items()
         ]
     return rows

@@ -49,6 +49,7 @@ def run(size: int = BYTES, rounds: int = ROUNDS) -> list[Row]:
             ratio=f"{times:.2f} ×",
             target=f"≤ {TARGET} ×",
             met=times <= TARGET,
+            spread=times.spread,
         )
     ]
 
