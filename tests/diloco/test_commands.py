@@ -35,6 +35,7 @@ def test_a_server_and_a_worker(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (tmp_path / "run.toml").write_text(CONFIGURATION)
     dalsegno = [sys.executable, "-m", "dalsegno", "diloco"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
+    environment |= {"OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "2"}  # threads of libraries, since their import
     server = subprocess.Popen(
         [*dalsegno, "serve", "-o", "outer", "-n", "1", "--port", "0"],
         cwd=tmp_path,

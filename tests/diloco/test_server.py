@@ -188,6 +188,20 @@ def test_a_connection_that_is_cut_in_mid_body(scene: Scene, tmp_path: Path) -> N
     scene.finish_round()
 
 
+def test_a_worker_that_stops_in_mid_body_holds_up_no_round(scene: Scene) -> None:
+    """Not even its own, which it may send again on another connection."""
+    submission = submission_of("w0", 1, 0)
+    body = frame(dataclasses.asdict(submission), SPECS, values(SPECS, 1))
+    assert scene.clients[0].offer(submission)
+    with socket.create_connection(scene.server._bound or ("", 0)) as connection:
+        head = f"PUT /submissions/w0/1 HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {scene.server.token}\r\n"
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body[: len(body) // 2])
+        scene.finish_round()
+        connection.sendall(body[len(body) // 2 :])  # late: it was accepted already, and counts once
+        assert connection.recv(12) == b"HTTP/1.1 200"
+    assert scene.version == 1
+
+
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_bodies_of_several_buffers(tmp_path: Path, certificate: tuple[Path, Path], encrypted: bool) -> None:
     """As large as several of the server's buffers, and connections that are cut in the midst of them; the parameters

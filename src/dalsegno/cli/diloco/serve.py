@@ -9,6 +9,7 @@ after a kill, it continues where it was. Workers need the token in FOLDER/auth_t
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -105,18 +106,30 @@ def run(arguments: argparse.Namespace) -> int:
         keyfile=arguments.keyfile,
     )
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    signals = {signal.SIGTERM, signal.SIGINT}
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # before the threads start, which inherit it
+    arrived = _signals_arrive()
     with server:
         print(f"serving  {server.address}")
         print(f"token    {'none' if server.token is None else server.token_file}")
         print(f"page     {server.address}/", flush=True)
-        threading.Thread(target=_end_at, args=(signals, server.end), daemon=True).start()
+        threading.Thread(target=_end_at, args=(arrived, server.end), daemon=True).start()
         server.wait()
     print("saved; the same command continues the run")
     return 0
 
 
-def _end_at(signals: set[signal.Signals], end: Callable[[], None]) -> None:
-    signal.sigwait(signals)
+def _signals_arrive() -> int:
+    """Let SIGTERM and Ctrl-C write to a pipe, instead of ending the process. Returns the end to read.
+
+    They are not blocked and awaited: a library's thread, started when it was imported, would still get them.
+    """
+    arrived, wake = os.pipe()
+    os.set_blocking(wake, False)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    signal.set_wakeup_fd(wake)
+    return arrived
+
+
+def _end_at(arrived: int, end: Callable[[], None]) -> None:
+    os.read(arrived, 1)
     end()
