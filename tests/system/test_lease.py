@@ -41,7 +41,9 @@ def is_stopped(pid: int) -> bool:
 
 
 def tree(run: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(run)): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    """All files but ``.lease``: a process that was stopped in the middle of a renewal ends it when it runs again."""
+    files = [path for path in run.rglob("*") if path.is_file() and path.name != lease.LEASE]
+    return {str(path.relative_to(run)): path.read_bytes() for path in files}
 
 
 def lease_files(run: Path) -> list[str]:
