@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import dalsegno as ds
@@ -80,3 +81,10 @@ def test_a_subclass_may_have_settings_of_any_type(tmp_path: Path) -> None:
         extra: "NotImported"  # type: ignore[name-defined]  # noqa: F821, UP037
 
     assert Mine(tmp_path, seed=7).seed == 7
+
+
+def test_numbers_of_numpy(tmp_path: Path) -> None:
+    """As a sweep passes them. Settings are Python's numbers, which JSON takes."""
+    args = ds.TrainingArguments(tmp_path, seed=np.int64(3), max_steps=np.int32(5), learning_rate=np.float32(0.5))
+    assert [args.seed, args.max_steps, args.learning_rate] == [3, 5, 0.5]
+    assert [*map(type, (args.seed, args.max_steps, args.learning_rate))] == [int, int, float]

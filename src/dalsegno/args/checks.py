@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from numbers import Integral, Real
 from os import PathLike
 from types import NoneType
 from typing import Any, TypeVar
@@ -58,8 +59,8 @@ _AT_LEAST: dict[str, float] = {
 }
 _TYPES: dict[str, tuple[Any, str]] = {
     "bool": (bool, "True or False"),
-    "int": (int, "an integer"),
-    "float": ((int, float), "a number"),
+    "int": (Integral, "an integer"),
+    "float": (Real, "a number"),
     "str": (str, "a string"),
     "Path": (PathLike, "a path"),
     "None": (NoneType, "None"),
@@ -67,11 +68,15 @@ _TYPES: dict[str, tuple[Any, str]] = {
 """By its name in an annotation: the type, and its description. A bool is neither integer nor number here."""
 
 
-def _check_type(name: str, value: object, kinds: Sequence[str]) -> None:
+def _checked(name: str, value: object, kinds: Sequence[str]) -> object:
+    """Return the value; a number of NumPy as Python's."""
     accepted = [kind for kind in kinds if isinstance(value, _TYPES[kind][0])]
     if not accepted or (isinstance(value, bool) and "bool" not in accepted):
         bound = f" of at least {_AT_LEAST[name]:g}" if name in _AT_LEAST else ""
         raise ConfigurationError(f"{name}={value!r}; needs {' or '.join(_TYPES[kind][1] for kind in kinds)}{bound}")
+    if isinstance(value, bool | int | float):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value) if isinstance(value, Real) else value
 
 
 def check_each(args: Any, cls: type) -> None:
@@ -92,7 +97,7 @@ def check_each(args: Any, cls: type) -> None:
     annotations = {field.name: str(field.type).split(" | ") for field in fields(cls)}
     for name, kinds in annotations.items():
         if _TYPES.keys() >= set(kinds):  # else it takes objects, which its own conversion checks
-            _check_type(name, getattr(args, name), kinds)
+            setattr(args, name, _checked(name, getattr(args, name), kinds))
     for name, least in _AT_LEAST.items():
         value = getattr(args, name)
         if not least <= value < math.inf:

@@ -55,7 +55,7 @@ class InfoCallback(Callback):
         for note in report.notes:
             _print("note", note)
         if 0 < ctx.state.max_steps <= ctx.state.global_step:
-            _print("finished", f"at step {ctx.state.global_step:,} already; raise max_steps to go on")
+            _print("finished", f"at step {ctx.state.global_step:,} already; raise max_steps to train further")
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         self._error = None
