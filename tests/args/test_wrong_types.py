@@ -85,6 +85,7 @@ def test_a_subclass_may_have_settings_of_any_type(tmp_path: Path) -> None:
 
 def test_numbers_of_numpy(tmp_path: Path) -> None:
     """As a sweep passes them. Settings are Python's numbers, which JSON takes."""
-    args = ds.TrainingArguments(tmp_path, seed=np.int64(3), max_steps=np.int32(5), learning_rate=np.float32(0.5))
-    assert [args.seed, args.max_steps, args.learning_rate] == [3, 5, 0.5]
-    assert [*map(type, (args.seed, args.max_steps, args.learning_rate))] == [int, int, float]
+    given: dict[str, Any] = {"seed": np.int64(3), "learning_rate": np.float32(0.5), "weight_decay": np.float64(0.25)}
+    args = ds.TrainingArguments(tmp_path, **given)
+    assert [args.seed, args.learning_rate, args.weight_decay] == [3, 0.5, 0.25]
+    assert [*map(type, (args.seed, args.learning_rate, args.weight_decay))] == [int, float, float]

@@ -161,7 +161,7 @@ class Chosen(nn.Module):
 
 
 def test_what_cannot_be_seen_is_not_made_up(tmp_path: Path) -> None:
-    with pytest.raises(ds.ConfigurationError, match="scores alone, to which e_score_correction_bias is added"):
+    with pytest.raises(ds.ConfigurationError, match="only scores, to which e_score_correction_bias is added"):
         small_trainer(tmp_path, ExpertLoadBalance(every=1), model=Chosen(), max_steps=1).train()
 
 

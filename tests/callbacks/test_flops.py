@@ -11,6 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch._dynamo import register_backend
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     GPT2Config,
@@ -229,8 +230,9 @@ def test_a_compiled_model_stays_compiled(tmp_path: Path, given: bool) -> None:
         return run
 
     torch.compiler.reset()
+    register_backend(backend, name=f"counted_{given}")
     model: Any = torch.compile(Line(), backend=backend, fullgraph=True) if given else Line()
-    settings = {} if given else {"torch_compile": True, "torch_compile_backend": backend}
+    settings = {} if given else {"torch_compile": True, "torch_compile_backend": "counted_False"}
     own = [JsonLogger(), DefaultMetrics(peak_hardware_flops=989e12), FlopUtilization(peak_hardware_flops=989e12)]
     small_trainer(tmp_path, *own, model=model, max_steps=5, logging_steps=1, **settings).train()
     assert (len(made), len(ran)) == (1, 5)

@@ -74,7 +74,7 @@ def _checked(name: str, value: object, kinds: Sequence[str]) -> object:
     if not accepted or (isinstance(value, bool) and "bool" not in accepted):
         bound = f" of at least {_AT_LEAST[name]:g}" if name in _AT_LEAST else ""
         raise ConfigurationError(f"{name}={value!r}; needs {' or '.join(_TYPES[kind][1] for kind in kinds)}{bound}")
-    if isinstance(value, bool | int | float):
+    if isinstance(value, bool | int) or type(value) is float:
         return value
     return int(value) if isinstance(value, Integral) else float(value) if isinstance(value, Real) else value
 

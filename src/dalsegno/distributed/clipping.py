@@ -48,16 +48,11 @@ def complete(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
 def _by_kind(parameters: Sequence[nn.Parameter], kind: Callable[[Tensor], K]) -> dict[K | None, list[nn.Parameter]]:
     """Group the parameters that have a gradient by a property of that; None: those that are not DTensors."""
     kinds: dict[K | None, list[nn.Parameter]] = {}
-    plain: list[nn.Parameter] = []
     for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is None:
-            continue
-        if isinstance(parameter, DTensor):
-            kinds.setdefault(kind(complete(parameter, gradient)), []).append(parameter)
-        else:
-            plain.append(parameter)
-    return {None: plain, **kinds} if plain else kinds
+        if (gradient := parameter.grad) is not None:
+            its = kind(complete(parameter, gradient)) if isinstance(parameter, DTensor) else None
+            kinds.setdefault(its, []).append(parameter)
+    return kinds
 
 
 def _mesh_of(gradient: Tensor) -> DeviceMesh | None:

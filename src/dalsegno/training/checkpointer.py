@@ -93,9 +93,10 @@ class Checkpointer:
         return DirectoryLock.loss(self._directory) or self._mirror.loss()
 
     def poll(self) -> ControlRequests:
-        """Request the leg's end once the thread that renews a lease has found it lost: a source for
-        :class:`ControlSync`. Proves nothing, as :meth:`lease_loss` does: until then every change on disk is checked."""
-        is_lost = (self._lease is not None and self._lease.loss is not None) or self._mirror.loss() is not None
+        """Request the leg's end once the lease is lost: a source for :class:`ControlSync`. Looks at the disk only if a
+        renewal is overdue."""
+        is_late = self._lease is not None and not self._lease.is_certain()
+        is_lost = (is_late and self.lease_loss() is not None) or self._mirror.loss() is not None
         return _LEASE_LOST if is_lost else NO_REQUESTS
 
     def start_uploads(self, resumed_from: Path | None) -> None:

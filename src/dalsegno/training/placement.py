@@ -62,7 +62,9 @@ def place(
         enable_gradient_checkpointing(model, args.gradient_checkpointing_kwargs or {})
     if args.torch_compile:
         model.compile(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
-    loss_module = unwrapped(loss_fn).to(device) if isinstance(loss_fn, nn.Module) else None
+    loss_module = unwrapped(loss_fn) if isinstance(loss_fn, nn.Module) else None
+    if loss_module is not None:
+        _move(loss_module, device)
     parallel = parallelize(model, args.parallel, layout, device, loss_module, bf16=args.bf16)
     if optimizer is None:
         optimizer = optimizer_from_args([model] if loss_module is None else [model, loss_module], args)
@@ -75,11 +77,23 @@ def place(
     )
 
 
-def _move(model: nn.Module, device: torch.device) -> None:
-    """Move the model, unless it is there: ``Module.to`` replaces each DTensor parameter by another object, without its
-    hooks, and not in the user's optimizer."""
-    if any(each.device != device for each in (*model.parameters(), *model.buffers())):
-        model.to(device)
+def _move(module: nn.Module, device: torch.device) -> None:
+    """Move the model or loss function, unless it is there.
+
+    Raises:
+        ConfigurationError: if it has DTensor parameters and would have to be moved: ``Module.to`` drops their hooks,
+            which may be what reduces their gradients.
+    """
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    elsewhere = next((name for name, each in tensors if each.device != device), None)
+    if elsewhere is None:
+        return
+    if any(isinstance(each, DTensor) for each in module.parameters()):
+        raise ConfigurationError(
+            f"{type(module).__name__}: {elsewhere} is not on {device}, where this rank trains, and moving a module "
+            f"drops the hooks of its DTensor parameters; call .to({str(device)!r}) before you spread it"
+        )
+    module.to(device)
 
 
 def _check_sharded(optimizer: Optimizer) -> None:
