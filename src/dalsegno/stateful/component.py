@@ -58,8 +58,8 @@ class Stateful(Protocol):
 
 
 def is_stateful(thing: object) -> TypeGuard[Stateful]:
-    """Return ``isinstance(thing, Stateful)``, which takes 40 µs in Python 3.11, in 0.2 µs: for walks over objects."""
-    return getattr(thing, "state_dict", None) is not None and getattr(thing, "load_state_dict", None) is not None
+    """As ``isinstance(thing, Stateful)`` in Python 3.12 and later, which reads no property: for walks over objects."""
+    return all(inspect.getattr_static(thing, name, None) is not None for name in ("state_dict", "load_state_dict"))
 
 
 @runtime_checkable
