@@ -16,7 +16,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import dalsegno as ds
 from checkpoint.sameness import assert_same
+from dalsegno.checkpoint import CheckpointManager, ModelState
+from dalsegno.checkpoint.format.keys import SETTINGS
 from dalsegno.cli import main
+from dalsegno.stateful.component import Component
 from support.small import ByteLines, arguments
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -101,6 +104,47 @@ def test_an_adapter_is_not_overwritten(tmp_path: Path) -> None:
     ds.export_adapters(tmp_path / "run", tmp_path / "ours")
     with pytest.raises(ds.ConfigurationError, match=r"contains adapter_config\.json already"):
         ds.export_adapters(tmp_path / "run", tmp_path / "ours")
+
+
+def test_no_adapter_is_written_if_the_folder_of_one_contains_an_adapter(tmp_path: Path) -> None:
+    model = get_peft_model(base(), LoraConfig(r=4, target_modules=["q_proj"]))
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["v_proj"]))
+    ds.Trainer(model, arguments(tmp_path / "run", max_steps=1, save_steps=1), train_dataset=ByteLines()).train()
+    (tmp_path / "ours" / "other").mkdir(parents=True)
+    (tmp_path / "ours" / "other" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ds.ConfigurationError, match=r"other: contains adapter_config\.json already"):
+        ds.export_adapters(tmp_path / "run", tmp_path / "ours")
+    assert [each.name for each in (tmp_path / "ours").iterdir()] == ["other"]
+    assert (tmp_path / "ours" / "other" / "adapter_config.json").read_text() == "{}"
+
+
+class Settings:
+    """Settings of a run that only have the configurations of adapters."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.values
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+def save(folder: Path, model: nn.Module, settings: dict[str, Any]) -> None:
+    CheckpointManager(folder).save(1, [ModelState(model)], [Component(SETTINGS, Settings(settings))])
+
+
+@pytest.mark.parametrize("adapter", ["", "/victim", "a/victim", "a\\victim", "a\0victim"])
+def test_an_adapter_never_leaves_the_folder(tmp_path: Path, adapter: str) -> None:
+    if adapter.startswith("/"):
+        adapter = str(tmp_path / "victim").replace(".", "_")
+    model = nn.ModuleDict({"q_proj": nn.ModuleDict({"lora_A": nn.Module()})})
+    model.get_submodule("q_proj.lora_A")._modules[adapter] = nn.Linear(2, 2, bias=False)
+    save(tmp_path / "run", model, {f"adapters.{adapter}.r": 8, f"adapters.{adapter}.peft_type": "LORA"})
+    with pytest.raises(ds.DamagedCheckpoint, match="is not a name that an adapter's folder can have"):
+        ds.export_adapters(tmp_path / "run", tmp_path / "ours")
+    assert [each.name for each in tmp_path.iterdir()] == ["run"]
 
 
 def test_another_configuration_is_reported_when_the_run_resumes(tmp_path: Path) -> None:

@@ -23,9 +23,10 @@ from torch import nn
 from dalsegno.checkpoint.format import names
 from dalsegno.checkpoint.format.index import Index, StoredTensor
 from dalsegno.checkpoint.format.keys import MODEL, SETTINGS
+from dalsegno.checkpoint.format.manifest import Checkpoint
 from dalsegno.checkpoint.inspect import listing
 from dalsegno.checkpoint.load.states import SavedStates
-from dalsegno.errors import ConfigurationError, NotFound
+from dalsegno.errors import ConfigurationError, DamagedCheckpoint, NotFound
 from dalsegno.system import filesystem
 
 from .export import Exported, averages, best_of, check_types, size_of, tensor_file
@@ -72,13 +73,12 @@ def export_adapters(
     Raises:
         NotFound: if there is no such checkpoint, no best one, or no adapter in it.
         UnknownName: if the checkpoint has no such averages; the message suggests the nearest name.
-        DamagedCheckpoint: if its bytes do not match its manifest.
-        ConfigurationError: if ``folder`` contains an adapter, or its configuration trains biases (``bias="all"``).
+        DamagedCheckpoint: if its bytes do not match its manifest, or an adapter's name cannot name a folder.
+        ConfigurationError: if a folder to write contains an adapter, or a configuration trains biases (``bias="all"``).
         CannotSave: if a tensor has a dtype that safetensors lacks.
     """
     target = Path(folder)
-    if present := [name for name in (CONFIGURATION, TENSORS) if (target / name).exists()]:
-        raise ConfigurationError(f"{target}: contains {present[0]} already; choose another directory")
+    _check_free(target)
     source = listing.newest_verified(Path(checkpoint))
     source = best_of(source) if best else source
     index, saved = Index.read(source.file(names.INDEX)), SavedStates(source)
@@ -86,8 +86,10 @@ def export_adapters(
     configurations = _configurations(saved.state(SETTINGS) if SETTINGS in saved else {})
     if not configurations:
         raise NotFound(f"{source.path}: has no adapters: its settings contain no configuration of peft")
-    files, size, count = [], 0, 0
+    planned = []
     for adapter, configuration in configurations.items():
+        place = _place_of(adapter, target, source)
+        _check_free(place)
         if configuration.get("bias", "none") != "none":
             raise ConfigurationError(
                 f"adapter {adapter}: bias={configuration['bias']!r} trains biases of the base model, which an adapter "
@@ -97,7 +99,9 @@ def export_adapters(
         if not tensors:
             raise NotFound(f"{source.path}: contains no tensors of the adapter {adapter!r}")
         check_types(source, tensors)
-        place = target if adapter == _DEFAULT else target / adapter
+        planned.append((place, configuration, tensors))
+    files, size, count = [], 0, 0
+    for place, configuration, tensors in planned:
         filesystem.make_directory(place)
         filesystem.replace_durably_in_pieces(place / TENSORS, tensor_file(tensors, {}, source))
         text = json.dumps({**configuration, "inference_mode": True}, indent=2, sort_keys=True)
@@ -105,6 +109,18 @@ def export_adapters(
         files += [place / TENSORS, place / CONFIGURATION]
         size, count = size + sum(map(size_of, tensors.values())), count + len(tensors)
     return Exported(source.path, files, size, count, {}, [], [])
+
+
+def _check_free(place: Path) -> None:
+    if present := [name for name in (CONFIGURATION, TENSORS) if (place / name).exists()]:
+        raise ConfigurationError(f"{place}: contains {present[0]} already; choose another directory")
+
+
+def _place_of(adapter: str, target: Path, source: Checkpoint) -> Path:
+    """Folder that an adapter is written to: never outside ``target``, whatever name the checkpoint's settings have."""
+    if adapter in ("", ".", "..") or set(adapter) & set("/\\\0"):
+        raise DamagedCheckpoint(f"{source.path}: {adapter!r} is not a name that an adapter's folder can have")
+    return target if adapter == _DEFAULT else target / adapter
 
 
 def _configurations(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
