@@ -18,6 +18,7 @@ import dalsegno as ds
 from checkpoint.sameness import assert_same
 from dalsegno.checkpoint import CheckpointManager, ModelState
 from dalsegno.checkpoint.format.keys import SETTINGS
+from dalsegno.checkpoint.interchange.adapters import settings_of
 from dalsegno.cli import main
 from dalsegno.stateful.component import Component
 from support.small import ByteLines, arguments
@@ -145,6 +146,20 @@ def test_an_adapter_never_leaves_the_folder(tmp_path: Path, adapter: str) -> Non
     with pytest.raises(ds.DamagedCheckpoint, match="is not a name that an adapter's folder can have"):
         ds.export_adapters(tmp_path / "run", tmp_path / "ours")
     assert [each.name for each in tmp_path.iterdir()] == ["run"]
+
+
+def test_modules_may_have_the_name_of_the_adapter(tmp_path: Path) -> None:
+    trunk = nn.ModuleDict({"policy": nn.Linear(4, 4)})
+    net = nn.ModuleDict({"policy": nn.Linear(4, 4), "trunk": trunk, "head": nn.Linear(4, 2)})
+    settings = LoraConfig(r=2, target_modules=["policy"], exclude_modules=["trunk.policy"], modules_to_save=["head"])
+    adapted = get_peft_model(net, settings, adapter_name="policy")
+    adapted.save_pretrained(str(tmp_path / "theirs"))
+    model = nn.ModuleDict({"policy": adapted, "value": nn.Linear(4, 1)})
+    save(tmp_path / "run", model, settings_of(model))
+    ds.export_adapters(tmp_path / "run", tmp_path / "ours")
+    ours, theirs = (load_file(tmp_path / each / "policy" / "adapter_model.safetensors") for each in ("ours", "theirs"))
+    assert len(ours) == 4
+    assert_same(dict(sorted(ours.items())), dict(sorted(theirs.items())))
 
 
 def test_another_configuration_is_reported_when_the_run_resumes(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,6 +42,8 @@ _ROOT = "base_model.model."
 _OF_TRAINED_MODULE = "modules_to_save"
 _MAGNITUDE = "lora_magnitude_vector"
 """DoRA's vector, whose name in peft's files ends here."""
+_PREFIXES = ("lora_", "hada_", "trainable_tokens_", _OF_TRAINED_MODULE)
+"""Of the modules that contain an adapter under its name; besides them, a tuner's own are prefixed with its type."""
 
 
 def settings_of(model: nn.Module) -> dict[str, Any]:
@@ -95,7 +98,7 @@ def export_adapters(
                 f"adapter {adapter}: bias={configuration['bias']!r} trains biases of the base model, which an adapter "
                 "folder has no unique names for; export the whole model instead"
             )
-        tensors = _tensors_of(adapter, stored)
+        tensors = _tensors_of(adapter, configuration, stored)
         if not tensors:
             raise NotFound(f"{source.path}: contains no tensors of the adapter {adapter!r}")
         check_types(source, tensors)
@@ -133,15 +136,25 @@ def _configurations(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _tensors_of(adapter: str, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def _tensors_of(
+    adapter: str, configuration: Mapping[str, Any], stored: Mapping[str, StoredTensor]
+) -> dict[str, StoredTensor]:
     """An adapter's tensors, by their names in peft's file."""
-    return {_exported_name(name, adapter): each for name, each in stored.items() if adapter in name.split(".")}
+    prefixes = (*_PREFIXES, f"{configuration.get('peft_type')}_".lower())
+    named = ((_exported_name(name, adapter, prefixes), each) for name, each in stored.items())
+    return {name: each for name, each in named if name is not None}
 
 
-def _exported_name(name: str, adapter: str) -> str:
-    """``base_model.model.q_proj.lora_A.weight`` for ``q_proj.lora_A.default.weight``, whatever the model is part of."""
+def _exported_name(name: str, adapter: str, prefixes: tuple[str, ...]) -> str | None:
+    """``base_model.model.q_proj.lora_A.weight`` for ``q_proj.lora_A.default.weight``, whatever the model is part of.
+
+    None for a tensor that is not the adapter's: modules of the model may have the adapter's name, too.
+    """
     parts = name[name.find(_ROOT) + len(_ROOT) :].split(".") if _ROOT in name else name.split(".")
-    position = parts.index(adapter)
+    pairs = enumerate(itertools.pairwise(parts), start=1)
+    position = next((at for at, (owner, part) in pairs if part == adapter and owner.startswith(prefixes)), None)
+    if position is None:
+        return None
     before, after = parts[:position], parts[position + 1 :]
     if before[-1] == _OF_TRAINED_MODULE:
         before = before[:-1]
