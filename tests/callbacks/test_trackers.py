@@ -24,7 +24,9 @@ from callbacks.tracked_runs import STEPS, trainer
 from dalsegno.analysis.formats.source import Skipped
 from dalsegno.analysis.formats.wandb_run import _messages, wandb_files
 from dalsegno.callbacks import MLflowLogger, TBLogger
-from dalsegno.callbacks.trackers import sender
+from dalsegno.callbacks.trackers import left_entries, sender
+from dalsegno.callbacks.trackers.entries import Text
+from dalsegno.callbacks.trackers.outbox import Outbox
 from dalsegno.callbacks.trackers.privacy import public, without_secrets
 from dalsegno.cli import main
 from dalsegno.system.lock import DirectoryLock
@@ -232,6 +234,47 @@ def test_a_command_sends_nothing_where_it_cannot(
         trainer(tmp_path / "secret", MLflowLogger("tests", f"{uri}/in-the-path", wait_s=0), max_steps=2).train()
     status, (left,) = send(str(tmp_path / "secret"))
     assert status == 1 and "tracking_uri of mlflow contained a secret" in left["error"]
+
+
+def stored(output_dir: Path, key: str, **content: Any) -> None:
+    """Write an outbox in which one entry waits, and its ``tracker.json``."""
+    outbox = Outbox(output_dir / "logs/trackers" / key)
+    outbox.add(Text(1, 0.0, "sample", "hello"))
+    outbox.close()
+    run = {"id": "0" * 16, "name": "run", "settings": {}, "code": {}}
+    valid = {"tracker": "wandb", "arguments": {}, "variables": {}, "working_directory": "/", "run": run}
+    (outbox.directory / "tracker.json").write_text(json.dumps(valid | content))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"variables": {"WANDB_MODE": "offline", "LD_PRELOAD": "/tmp/evil.so"}}, "sets LD_PRELOAD, which wandb does"),
+        ({"variables": {"WANDB_MODE": 3}}, "variables.WANDB_MODE: is 3; must be a text"),
+        ({"variables": {"WANDB_MODE": "\0"}}, "must be a text without NUL"),
+        ({"arguments": []}, "arguments: is a list of 0; must be a dict"),
+        ({"arguments": {"evil": 1}}, "does not fit this version"),
+        ({"run": {}}, "run: has no 'id'"),
+        ({"tracker": "wandbb"}, "'wandb'"),
+    ],
+)
+def test_a_command_refuses_a_connection_that_no_logger_has_written(
+    content: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored(tmp_path, "WandbLogger", **content)
+    environment = dict(os.environ)
+    monkeypatch.setattr(left_entries, "Sender", lambda *_: pytest.fail("nothing may be sent"))
+    status, (left,) = send(str(tmp_path))
+    assert (status, left["sent"], left["waiting"]) == (1, 0, 1) and message in left["error"]
+    assert dict(os.environ) == environment
+
+
+def test_a_damaged_outbox_does_not_keep_the_others_waiting(tmp_path: Path) -> None:
+    stored(tmp_path, "Damaged")
+    (tmp_path / "logs/trackers/Damaged/outbox.jsonl").write_bytes(b"{\n")
+    stored(tmp_path, "Other", variables={"LD_PRELOAD": "/tmp/evil.so"})
+    status, (damaged, other) = send(str(tmp_path))
+    assert status == 1 and "not an entry" in damaged["error"] and "LD_PRELOAD" in other["error"]
 
 
 def test_secrets_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:

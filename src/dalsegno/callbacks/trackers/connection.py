@@ -1,7 +1,8 @@
 """Connection: ``tracker.json`` beside an outbox, by which its entries can be sent without the program that logged them.
 
 It contains the tracker's arguments, the environment variables and the working directory that determine where its client
-writes, and the run's description; no secrets.
+writes, and the run's description; no secrets. The file may come from elsewhere: of environment variables, only those in
+:attr:`Tracker.variables` are read from it.
 """
 
 from __future__ import annotations
@@ -12,15 +13,33 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
-from dalsegno.errors import NotFound, StateMismatch
+from dalsegno.errors import NotFound, StateMismatch, UnknownName
+from dalsegno.stateful import schema
 from dalsegno.system import filesystem
 
 from .privacy import HIDDEN, public
-from .tracker import TrackedRun
+from .tracker import TrackedRun, Tracker
 
 _FILE = "tracker.json"
+
+_Variable = Annotated[str, schema.Must("a text without NUL", lambda text: b"\0" not in os.fsencode(text))]
+
+
+class _StoredRun(TypedDict):
+    id: str
+    name: str
+    settings: dict[str, Any]
+    code: dict[str, str]
+
+
+class _Stored(TypedDict):
+    tracker: str
+    arguments: dict[str, Any]
+    variables: dict[str, _Variable]
+    working_directory: str
+    run: _StoredRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,25 +95,35 @@ def variables_here(names: Sequence[str]) -> dict[str, str]:
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
-def read_connection(outbox: Path, logs: Path) -> Connection:
+def read_connection(outbox: Path, logs: Path, trackers: Mapping[str, type[Tracker]]) -> Connection:
     """
     Args:
         outbox: directory of the outbox.
         logs: directory for files that the client writes.
+        trackers: by name.
 
     Raises:
         NotFound: if there is no ``tracker.json``.
-        StateMismatch: if it is damaged.
+        StateMismatch: if it is damaged, or contains a variable that is not the tracker's.
+        UnknownName: if ``trackers`` does not contain its tracker.
     """
     path = outbox / _FILE
     try:
         content = json.loads(path.read_bytes())
-        run = TrackedRun(**content.pop("run"), directory=logs)
-        return Connection(**content, run=run)
     except FileNotFoundError:
         raise NotFound(f"{path}: not there; run the program again: it sends what waits") from None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, RecursionError) as error:
         raise StateMismatch(f"{path} is damaged ({error}); run the program again: it sends what waits") from error
+    schema.check(content, _Stored, f"{path}: damaged")
+    if content["tracker"] not in trackers:
+        raise UnknownName("tracker", content["tracker"], [*trackers])
+    if foreign := {*content["variables"]} - {*trackers[content["tracker"]].variables}:
+        raise StateMismatch(
+            f"{path} sets {', '.join(sorted(foreign))}, which {content['tracker']} does not need: dalsegno did not "
+            "write this file. Nothing is sent; run the program again: it sends what waits"
+        )
+    run = TrackedRun(**content.pop("run"), directory=logs)
+    return Connection(**content, run=run)
 
 
 def _stored(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,23 +63,20 @@ def send_left_entries(output_dir: Path, wait_s: float) -> list[Sent]:
 
 
 def _send(directory: Path, logs: Path, status: Status, wait_s: float) -> Sent:
-    outbox = Outbox(directory)
-    waiting = outbox.waiting()
+    waiting = 0
     try:
-        if waiting:
-            connection = read_connection(directory, logs)
-            with connection.in_force():
-                Sender(directory.name, _tracker(connection), outbox, lambda: connection.run).close(status, wait_s)
-        return Sent(directory.name, waiting - outbox.waiting(), outbox.waiting())
-    except (NotFound, StateMismatch, UnknownName) as error:
+        with closing(Outbox(directory)) as outbox:
+            waiting = outbox.waiting()
+            if waiting:
+                connection = read_connection(directory, logs, TRACKERS)
+                with connection.in_force():
+                    Sender(directory.name, _tracker(connection), outbox, lambda: connection.run).close(status, wait_s)
+            return Sent(directory.name, waiting - outbox.waiting(), outbox.waiting())
+    except (NotFound, StateMismatch, UnknownName, OSError) as error:
         return Sent(directory.name, 0, waiting, str(error))
-    finally:
-        outbox.close()
 
 
 def _tracker(connection: Connection) -> Tracker:
-    if connection.tracker not in TRACKERS:
-        raise UnknownName("tracker", connection.tracker, [*TRACKERS])
     try:
         return TRACKERS[connection.tracker](**connection.arguments)
     except TypeError as error:

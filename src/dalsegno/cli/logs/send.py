@@ -11,7 +11,7 @@ from dalsegno.cli.paths import place
 
 from .arguments import add_json
 
-EXIT_STATUSES = {1: "entries still wait"}
+EXIT_STATUSES = {1: "entries still wait, or an outbox is damaged"}
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -41,4 +41,4 @@ def run(arguments: argparse.Namespace) -> int:
         for each in outcomes:
             waiting = f", {each.waiting} still wait" if each.waiting else ""
             print(f"{each.logger}: {each.sent} entries sent{waiting}{f': {each.error}' if each.error else ''}")
-    return 1 if any(each.waiting for each in outcomes) else 0
+    return 1 if any(each.waiting or each.error for each in outcomes) else 0
