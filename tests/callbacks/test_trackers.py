@@ -12,7 +12,7 @@ import os
 import sqlite3
 import threading
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,10 @@ from dalsegno.analysis.formats.source import Skipped
 from dalsegno.analysis.formats.wandb_run import _messages, wandb_files
 from dalsegno.callbacks import MLflowLogger, TBLogger
 from dalsegno.callbacks.trackers import left_entries, sender
-from dalsegno.callbacks.trackers.entries import Text
+from dalsegno.callbacks.trackers.entries import Entry, Status, Text
 from dalsegno.callbacks.trackers.outbox import Outbox
 from dalsegno.callbacks.trackers.privacy import public, without_secrets
+from dalsegno.callbacks.trackers.tracker import TrackedRun, Tracker
 from dalsegno.cli import main
 from dalsegno.system.lock import DirectoryLock
 from dalsegno.testing import start_ranks
@@ -187,6 +188,38 @@ def test_entries_wait_for_a_server_that_does_not_answer(
     trainer(tmp_path / "run", tracked_runs.mlflow()).train()
     points = of_mlflow(tmp_path / "run")
     assert [points["loss", step] for step in range(1, STEPS + 1) if len(points["loss", step]) != 1] == []
+
+
+def test_an_argument_that_cannot_be_stored_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    with pytest.raises(ds.ConfigurationError, match=r"MLflowLogger: tracking_uri=.*mlruns.*give it as a text"):
+        MLflowLogger("tests", tmp_path / "mlruns")  # type: ignore[arg-type]
+
+
+class Memory(Tracker):
+    """Keeps the tags of the texts that it is given."""
+
+    def __init__(self) -> None:
+        self.tags: list[str] = []
+
+    def open(self, run: TrackedRun) -> None: ...
+
+    def send(self, entries: Sequence[Entry]) -> None:
+        self.tags += [entry.tag for entry in entries if isinstance(entry, Text)]
+
+    def close(self, status: Status) -> None: ...
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_entries_that_a_failed_thread_leaves_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def describe() -> TrackedRun:
+        raise TypeError("not serializable")
+
+    outbox = Outbox(tmp_path)
+    outbox.add(Text(1, 0.0, "sample", "hello"))
+    sender.Sender("Memory", Memory(), outbox, describe).close("finished", 600)
+    assert "Memory: the sender's thread has failed; 1 entries wait in" in caplog.text
+    outbox.close()
 
 
 def send(*words: str) -> tuple[int, list[dict[str, Any]]]:

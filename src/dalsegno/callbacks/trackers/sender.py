@@ -50,10 +50,15 @@ class Sender:
         if self._thread.is_alive():
             self._is_described.wait()  # with the description, the entries can be sent by a command
             self._abandoned.set()
-            logger.warning(
-                "%s: the tracker has not answered for %g s; %d entries wait in %s, and the next leg sends them",
-                *(self._name, timeout, self._outbox.waiting(), self._outbox.directory),
-            )
+            reason = f"the tracker has not answered for {timeout:g} s"
+        elif self._outbox.waiting():
+            reason = "the sender's thread has failed"
+        else:
+            return
+        logger.warning(
+            "%s: %s; %d entries wait in %s, and the next leg sends them",
+            *(self._name, reason, self._outbox.waiting(), self._outbox.directory),
+        )
 
     def _run(self) -> None:  # at normal priority: a low one would hold the interpreter lock for longer
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -79,9 +80,12 @@ class TrackerLogger(RewoundWriter):
             cards: of which checkpoints a model card is sent: ``OnBest()``, ``Every(steps=1000)``, or that as text.
             wait_s: seconds that the end of training waits for the tracker.
             name: the key of its state in checkpoints; None: the class's name.
+
+        Raises:
+            ConfigurationError: for an argument that is not a JSON value, an invalid value, or a missing package.
         """
         self.name = name
-        self._arguments = arguments
+        self._arguments = self._checked(arguments)
         self._cards = None if cards is None else self._trigger(cards)
         self._wait_s = number(type(self).__name__, "wait_s", wait_s, least=0)
         self._check_installed()
@@ -89,6 +93,16 @@ class TrackerLogger(RewoundWriter):
         self._sender: Sender | None = None
         self._saved: TrackerState | None = None
         self._has_warned = False
+
+    def _checked(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        for name, value in arguments.items():
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError):
+                raise ConfigurationError(
+                    f"{type(self).__name__}: {name}={value!r} cannot be stored in tracker.json; give it as a text"
+                ) from None
+        return arguments
 
     def _trigger(self, cards: SaveTrigger | str) -> SaveTrigger:
         try:
