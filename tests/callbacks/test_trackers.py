@@ -222,6 +222,20 @@ def test_entries_that_a_failed_thread_leaves_are_reported(tmp_path: Path, caplog
     outbox.close()
 
 
+def test_damaged_lines_do_not_wait_for_ever(tmp_path: Path) -> None:
+    outbox = Outbox(tmp_path)
+    outbox.add(Text(1, 0.0, "sample", "hello"))
+    outbox.close()
+    path = tmp_path / "outbox.jsonl"
+    path.write_bytes(b"{\n{\n" + path.read_bytes())
+    outbox = Outbox(tmp_path)
+    outbox.replay_from(0)  # the text is awaited: only damaged lines wait
+    run = TrackedRun("0" * 16, "run", tmp_path, {}, {})
+    sender.Sender("Memory", Memory(), outbox, lambda: run).close("finished", 600)
+    assert outbox.waiting() == 0
+    outbox.close()
+
+
 def send(*words: str) -> tuple[int, list[dict[str, Any]]]:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):

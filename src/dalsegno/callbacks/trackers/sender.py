@@ -82,9 +82,9 @@ class Sender:
                 self._note_failure(error)
 
     def _send_batch(self) -> bool:
-        """Hand over the next entries; False if there are none."""
+        """Hand over the next entries; False if nothing waits. All lines that wait may be damaged: they are skipped."""
         batch = self._outbox.claim(_MOST)
-        if not batch.entries:
+        if batch.end <= batch.begin:
             return False
         uncertain, certain = batch.entries[: batch.uncertain], batch.entries[batch.uncertain :]
         for part in _parts([*(each for each in uncertain if not self._tracker.has(each)), *certain]):
