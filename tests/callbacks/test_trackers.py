@@ -180,8 +180,7 @@ def test_entries_wait_for_a_server_that_does_not_answer(
     assert "19 entries wait in" in caplog.text
     for thread in threading.enumerate():
         if thread.name == "dalsegno-MLflowLogger":
-            thread.join(60)
-            assert not thread.is_alive()
+            thread.join()
     written = b"".join(path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file())
     for secret in ("hidden", "of-the-tracker"):
         assert secret not in caplog.text and secret.encode() not in written
