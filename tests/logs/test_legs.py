@@ -72,6 +72,15 @@ def test_a_newer_format_stays_where_it_is(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [run.path]
 
 
+@pytest.mark.parametrize("content", [None, b"{"])
+def test_a_rollback_of_a_leg_that_no_file_lists_is_not_recorded(tmp_path: Path, content: bytes | None) -> None:
+    run = RunFile(tmp_path)
+    if content is not None:
+        run.path.write_bytes(content)
+    run.roll_back({"timestamp": 0.0, "from_step": 10, "to_step": 4, "by": "me", "reason": "the loss is bad"})
+    assert (run.path.read_bytes() if run.path.exists() else None) == content
+
+
 def test_no_leg_has_begun(tmp_path: Path) -> None:
     with pytest.raises(StateMismatch, match="no leg has started"):
         RunFile(tmp_path).progress(1)

@@ -280,6 +280,18 @@ def test_what_cannot_work_is_refused_before_the_first_step(tmp_path: Path) -> No
         rolling(tmp_path, policy="RecoveryPolicy(lr_factor=0.5)", fuse_optim_with_backward=True, max_grad_norm=0)
 
 
+def test_a_rollback_is_recorded_although_the_list_of_legs_is_damaged(tmp_path: Path) -> None:
+    class Damage(ds.Callback):
+        def on_step_end(self, ctx: Any) -> None:
+            if ctx.step == 10:
+                (tmp_path / "run.json").write_bytes(b"{")
+
+    rolling(tmp_path, Damage(), Sniffer(samples_of_step(10)), save_in_background=False).train()
+    run = RunFile(tmp_path).load()
+    assert run is not None
+    assert [(each["from_step"], each["to_step"]) for each in run.legs[-1].rollbacks] == [(10, 4)]
+
+
 def test_a_request_after_the_last_step_is_refused_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -187,8 +187,11 @@ class RunFile:
         self._write(run)
 
     def roll_back(self, rollback: RolledBack) -> None:
-        """Record a rollback of the newest leg, which may have been killed during it; once, however often called."""
-        run = self._current()
+        """Record a rollback of the newest leg, which may have been killed during it; once, however often called. If no
+        leg is known, because the file of an earlier process was removed or damaged, there is nothing to record."""
+        run = self._newest()
+        if run is None:
+            return
         leg = run.legs[-1]
         if rollback not in leg.rollbacks:
             leg.rollbacks.append(rollback)
@@ -215,7 +218,18 @@ class RunFile:
         self._write(run)
 
     def _current(self) -> RunRecord:
-        """Return the file's content; if it was removed or damaged during this leg, what this leg wrote last."""
+        """
+        Raises:
+            StateMismatch: if no leg has started.
+        """
+        run = self._newest()
+        if run is None:
+            raise StateMismatch(f"{self.path}: no leg has started")
+        return run
+
+    def _newest(self) -> RunRecord | None:
+        """Return the file's content; if it was removed or damaged during this leg, what this leg wrote last; None if
+        there is no leg in either."""
         try:
             run = self.load()
         except DamagedRunFile:
@@ -223,9 +237,7 @@ class RunFile:
         if self._run is not None and (run is None or not run.legs):
             logger.warning("%s was removed or damaged during the run; writing it again", self.path)
             run = self._run
-        if run is None or not run.legs:
-            raise StateMismatch(f"{self.path}: no leg has started")
-        return run
+        return run if run is not None and run.legs else None
 
     def _load_or_renew(self) -> RunRecord:
         """Return the run so far, or a new one; an unreadable file is first moved aside."""

@@ -125,8 +125,7 @@ class Rollbacks:
         )
 
         def write() -> None:
-            if self._run_file.last_leg() is not None:  # else the user has removed the file
-                self._run_file.roll_back(recorded)
+            self._run_file.roll_back(recorded)
             self._file.complete(done)
 
         self._write(write)
