@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import shutil
@@ -194,7 +195,11 @@ class Operations(ds.Callback):
 
     def on_step_begin(self, ctx: Any) -> None:
         (directory,) = shared_memory(self._output_dir)
-        self.slots.add(len([*(directory / "checkpoints").glob("*/model/*")]))
+        files = 0
+        for slot in (directory / "checkpoints").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # the saving thread may rename it
+                files += len([*(slot / "model").iterdir()])
+        self.slots.add(files)
 
     def on_train_end(self, ctx: Any) -> None:
         filesystem.watcher = None
