@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +43,8 @@ def trainer(
     output_dir: Path, crash: int | None = None, *, save_in_memory: str | None = "Every(steps=1)", **changes: Any
 ) -> ds.Trainer:
     """Saves to disk every eight steps, and in memory after every other step."""
-    changes = {"save_steps": 8, "save_in_background": False, "save_in_memory": save_in_memory} | changes
-    built = busy_trainer(output_dir, max_steps=STEPS, **changes)
+    regular = {"max_steps": STEPS, "save_steps": 8, "save_in_background": False}
+    built = busy_trainer(output_dir, **{**regular, "save_in_memory": save_in_memory, **changes})
     if crash is not None:
         built.add_callback(Crash(crash))
     return built
@@ -166,6 +168,25 @@ def test_an_aborted_run_leaves_nothing(tmp_path: Path) -> None:
     aborted = trainer(tmp_path)
     aborted.add_callback(Abort())
     assert aborted.train().reason == "aborted"
+    assert shared_memory(tmp_path) == []
+
+
+class Preempted(ds.Callback):
+    """The signal arrives before the leg's first step."""
+
+    def on_train_begin(self, ctx: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_leg_that_ends_before_its_first_step_loses_nothing(tmp_path: Path, uninterrupted: Path) -> None:
+    crash(tmp_path, 11)
+    stopped = trainer(tmp_path)
+    stopped.add_callback(Preempted())
+    assert stopped.train().reason == "stopped"
+    assert trainer(tmp_path, max_steps=10).train().reason == "finished"
+    trainer(tmp_path).train()
+    assert origins(tmp_path)[1:] == ["memory step-00000011"] * 3
+    expect_equal(tmp_path, uninterrupted)
     assert shared_memory(tmp_path) == []
 
 

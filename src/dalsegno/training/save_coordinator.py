@@ -55,6 +55,10 @@ class SaveCoordinator:
         """The newest published checkpoint."""
         self._published_step = self._requested_step = None if checkpoint is None else step
 
+    def is_on_disk(self) -> bool:
+        """Whether the newest published checkpoint contains every finished step; one in memory may contain more."""
+        return self._state.global_step <= (self._published_step or 0)
+
     def poll(self) -> ControlRequests:
         """Request :meth:`finalize` once a save is done on this rank: a source for :class:`ControlSync`."""
         return _SAVE_DONE if self._current is not None and self._current.done else NO_REQUESTS

@@ -157,7 +157,8 @@ class Session:
             checkpoint=self._boundary.saves.newest,
             diverged=error is None and request is not None and request.diverged,
         ).with_best(self._state, self._checkpointer.path_of)
-        failures += _failures(partial(self._checkpointer.memory.end_leg, is_needed=error is not None))
+        is_needed = error is not None or (result.reason != "aborted" and not self._boundary.saves.is_on_disk())
+        failures += _failures(partial(self._checkpointer.memory.end_leg, is_needed=is_needed))
         failures += _failures(self._loader.close)
         if error is not None and dispatcher.exception:
             dispatcher.exception.fill(error)
