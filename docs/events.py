@@ -32,7 +32,8 @@ The end of a step fires `on_step_end`, `on_train_metrics`, `on_log_step`, `on_lo
 `on_before_save`; then the state is captured; then `on_step_done`. So a checkpoint contains everything that happened in
 its step except `on_step_done`. `on_save` fires once the checkpoint is durable and published: at the end of a later step
 for a background save, else at the end of this one. Its `ctx.state` is that of the checkpoint. A resumed run does not
-repeat `on_save` and `on_step_done`, so no state should depend on them.
+repeat `on_save` and `on_step_done`, so no state should depend on them. A save [in memory](saving.md#in-memory) fires
+`on_before_save`, and no `on_save`.
 
 If an evaluation is interrupted, by an exception or a stop, `on_evaluate_end` still fires: undo there what
 `on_evaluate_begin` has changed. `on_predict` belongs to `trainer.predict`. `on_rollback` fires once the

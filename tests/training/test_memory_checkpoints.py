@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,17 @@ import torch
 from torch import nn
 
 import dalsegno as ds
+from dalsegno.callbacks import CheckLoss
 from dalsegno.checkpoint import ModelState, OptimizerState, memory
 from dalsegno.checkpoint.format import memory_dir
 from dalsegno.cli import main
 from dalsegno.distributed.layout import Layout
 from dalsegno.logs import RunFile
 from dalsegno.system import filesystem
-from dalsegno.testing import compare_runs
+from dalsegno.testing import TinyRegression, compare_runs
+from support.listeners import Listener
 from support.runs import busy_trainer
+from support.small import small_trainer
 
 STEPS = 16
 
@@ -70,15 +74,15 @@ def shared_memory(output_dir: Path) -> list[Path]:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output_dir = tmp_path_factory.mktemp("uninterrupted")
-    trainer(output_dir, save_in_memory=None).train()
+    trainer(output_dir).train()
     return output_dir
 
 
-def expect_equal(run: Path, uninterrupted: Path) -> None:
-    """In all but the setting itself: the other run has saved nothing in memory."""
+def expect_equal(run: Path, uninterrupted: Path, *, but: Sequence[str] = ()) -> None:
+    """``but``: parts of the names of values that may differ."""
     comparison = compare_runs(uninterrupted, run)
     differences = [row.difference for row in comparison.rows if row.difference is not None]
-    assert all("save_in_memory" in each for each in differences), comparison.table()
+    assert all(any(name in each for name in but) for each in differences), comparison.table()
 
 
 def test_a_crashed_run_resumes_from_memory(tmp_path: Path, uninterrupted: Path) -> None:
@@ -105,7 +109,7 @@ def test_without_the_setting_it_still_resumes_from_memory(tmp_path: Path, uninte
     crash(tmp_path, 7, save_in_memory=None)
     trainer(tmp_path, save_in_memory=None).train()
     assert origins(tmp_path) == [None, "memory step-00000005", "memory step-00000005"]
-    expect_equal(tmp_path, uninterrupted)
+    expect_equal(tmp_path, uninterrupted, but=("settings[0].save_in_memory", "Counts[0].on_before_save"))
     assert shared_memory(tmp_path) == []
 
 
@@ -297,6 +301,34 @@ def test_a_rollback_leaves_nothing_of_the_dead_timeline(tmp_path: Path) -> None:
         rolling.train()
     crash(tmp_path, 0, recovery=ds.RecoveryPolicy())
     assert origins(tmp_path)[-1] == "step-00000000"
+
+
+def test_before_save_fires_before_each_save_in_memory(tmp_path: Path) -> None:
+    announced: list[tuple[int, bool]] = []
+
+    def note(ctx: Any) -> None:
+        announced.append((ctx.step, ctx.path.is_relative_to(tmp_path)))
+
+    crashing = trainer(tmp_path, 5, save_steps=3)
+    crashing.add_callback(Listener({"on_before_save": note}))
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        crashing.train()
+    assert announced == [(1, False), (2, False), (3, True), (4, False), (5, False)]
+
+
+def test_a_step_whose_loss_is_infinite_is_not_saved_in_memory(tmp_path: Path) -> None:
+    """Otherwise the next leg would train on where an uninterrupted run stops."""
+
+    class Infinite(TinyRegression):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return super().forward(x, y) + torch.inf
+
+    checked = small_trainer(
+        tmp_path, CheckLoss(), model=Infinite(), max_steps=5, save_steps=5, save_in_memory="Every(steps=2)"
+    )
+    result = checked.train()
+    assert (result.reason, result.global_step, result.stopped_by) == ("aborted", 2, "CheckLoss")
+    assert shared_memory(tmp_path) == []
 
 
 def test_clean_lists_first_and_removes_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

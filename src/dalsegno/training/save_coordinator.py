@@ -72,19 +72,27 @@ class SaveCoordinator:
             self._memory_is_prepared = True
             self._checkpointer.memory.prepare()
 
-    def save_in_memory(self, metrics: Mapping[str, float]) -> None:
-        """Save this step in shared memory, unless a save to disk is in progress. Collective.
+    def save_in_memory(self, metrics: Mapping[str, float]) -> ControlRequests:
+        """Save this step in shared memory, unless a save to disk is in progress or a handler of on_before_save calls it
+        off. Collective.
 
         So all earlier saves to disk are published, or have failed and are counted, and a leg that resumes from this
         step finds the same checkpoints as an uninterrupted run.
 
         Args:
             metrics: of the evaluation at this step.
+
+        Returns:
+            The requests that have called the save off.
         """
-        step = self._state.global_step
-        if self._current is None and self._requested_step != step:
-            self._memory_is_prepared = True
-            self._checkpointer.memory.save(step, metrics=metrics)
+        memory, step = self._checkpointer.memory, self._state.global_step
+        if self._current is not None or self._requested_step == step:
+            return NO_REQUESTS
+        self._memory_is_prepared = True
+        called_off = self._announce(memory.path_of(step))
+        if not (called_off.abort or called_off.roll_back):
+            memory.save(step, metrics=metrics)
+        return called_off
 
     def save(self, metrics: Mapping[str, float]) -> ControlRequests:
         """Save this step, unless that was requested before or a handler of on_before_save calls it off. Collective.
@@ -98,16 +106,13 @@ class SaveCoordinator:
         Raises:
             CannotSave: on every rank, if a state contains what cannot be saved.
         """
-        dispatcher, step = self._dispatcher, self._state.global_step
+        step = self._state.global_step
         if self._requested_step == step:
             return NO_REQUESTS
         self.finalize()
         self._is_prepared = True
-        path, is_best = self._checkpointer.path_of(step), self._mark_if_best()
-        if dispatcher.before_save:
-            dispatcher.before_save.fill(path, step)
-            dispatcher.before_save.fire()
-        called_off = self._control_sync.called_off()
+        is_best = self._mark_if_best()
+        called_off = self._announce(self._checkpointer.path_of(step))
         if called_off.abort or called_off.roll_back:
             return called_off
         self._captured_state = self._state.copy()
@@ -116,6 +121,14 @@ class SaveCoordinator:
         if not self._args.save_in_background:
             self.finalize()
         return NO_REQUESTS
+
+    def _announce(self, path: Path) -> ControlRequests:
+        """Fire on_before_save; the requests against the save. Collective."""
+        before_save = self._dispatcher.before_save
+        if before_save:
+            before_save.fill(path, self._state.global_step)
+            before_save.fire()
+        return self._control_sync.called_off()
 
     def amend(self, metrics: Mapping[str, float]) -> None:
         """Add ``metrics`` to this step's checkpoint, if it was saved before its evaluation. Collective."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from dalsegno.distributed import collectives
 from dalsegno.logs.recoveries import Recovery
@@ -147,7 +147,7 @@ class StepBoundary:
         elif not self.stopping:
             self.saves.prepare()
             if due.save_in_memory and not epoch_ends:
-                self.saves.save_in_memory(self.evaluations.metrics())
+                self._unless_called_off(self.saves.save_in_memory)
 
     def _recover(self, requests: ControlRequests, *, may_save: bool = True) -> ControlRequests:
         """Decide about a request to go back. Collective, if there is one.
@@ -193,11 +193,14 @@ class StepBoundary:
             self._save()
 
     def _save(self) -> None:
+        self._saved_at = time.monotonic()
+        self._unless_called_off(self.saves.save)
+
+    def _unless_called_off(self, save: Callable[[Mapping[str, float]], ControlRequests]) -> None:
         """Save this step; or stop without a checkpoint, if a handler of on_before_save asks for that."""
         control = self._control
         requested, control.stop_request = control.stop_request, None  # so that who calls the save off is named
-        self._saved_at = time.monotonic()
-        called_off = self._recover(self.saves.save(self.evaluations.metrics()), may_save=False)
+        called_off = self._recover(save(self.evaluations.metrics()), may_save=False)
         if called_off.abort and self.rollback is None:
             self._stop()
             self.saves.tolerate_failed_save()
