@@ -426,3 +426,22 @@ def test_options_of_the_environment(tmp_path: Path) -> None:
     assert WorkerOptions("other:2", 9).with_environment(environment).sync_every == 9
     with pytest.raises(ConfigurationError, match="DILOCO_SYNC_EVERY='often'"):
         WorkerOptions().with_environment({"DILOCO_SYNC_EVERY": "often"})
+
+
+def test_only_what_is_published_on_disk_is_given_up_after_a_resume(tmp_path: Path) -> None:
+    """A resume from a checkpoint in memory must not let the server forget what the one on disk needs."""
+    with DiLoCoServer(tmp_path, 1, rules=rules(1)) as server:
+        options = WorkerOptions(server.address, token=server.token, worker_id="w", sync_every=1)
+        worker = DiLoCoWorker(Line(seed=0), options)
+        worker.join()
+        for _ in range(3):
+            worker.count_step(1)
+            worker.synchronize()
+        state = worker.state_dict()
+        worker.leave()
+    resumed = DiLoCoWorker(Line(seed=0), options)
+    resumed.load_state_dict(state)
+    assert (state["rest"]["count"], resumed._next_submission(None, 1.0).saved) == (3, 0)
+    worker.note_saved(5)
+    worker.load_state_dict(state)  # a rollback
+    assert worker._next_submission(None, 1.0).saved == 3

@@ -95,7 +95,7 @@ class DiLoCoCallback(Callback):
         self._worker: DiLoCoWorker | None = None
         self._restored: WorkerState | None = None
         self._samples_seen = 0
-        self._counts: dict[int, int] = {}  # by step of a checkpoint that is not published yet
+        self._counts: dict[int, int] = {}  # by step of a checkpoint that is not on disk yet, or in memory only
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         if self._options.server_addr is None:
@@ -125,7 +125,8 @@ class DiLoCoCallback(Callback):
 
     def on_save(self, ctx: SaveContext) -> None:
         if self._worker is not None and ctx.step in self._counts:
-            self._worker.note_saved(self._counts.pop(ctx.step))
+            self._worker.note_saved(self._counts[ctx.step])
+            self._counts = {step: count for step, count in self._counts.items() if step > ctx.step}
 
     def on_rollback(self, ctx: RollbackContext) -> None:
         if self._worker is not None:

@@ -298,7 +298,7 @@ class DiLoCoWorker:
             return
         self._progress.restore(rest, dylu=self.options.dylu)
         self._restored_flight = rest.get("flight")
-        self._saved = self._progress.count
+        self._saved = min(self._saved, self._progress.count)  # a checkpoint in memory may not outlive the host
 
     def state_dict(self) -> dict[str, Any]:
         """Return the worker's state, for a loop of your own. Collective."""
