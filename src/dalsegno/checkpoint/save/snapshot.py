@@ -259,8 +259,13 @@ class Snapshotter:
         return sum(file.layout.length for file in files)
 
     def _lay_out_shared(self, shared: SharedFiles) -> None:
-        if not shared.fits(self._plan.files):
+        if shared.fits(self._plan.files):
+            return
+        try:
             collectives.run_on_all_ranks(lambda: shared.lay_out(self._plan.files))
+        except BaseException:
+            shared.clear()  # on every rank, so that all ranks lay out the files again at the next save
+            raise
 
     def _laid_out(self, name: str, layout: FileLayout) -> Buffer:
         buffer = self._buffers.setdefault(name, Buffer())

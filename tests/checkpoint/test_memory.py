@@ -1,0 +1,79 @@
+"""Slots and directories of memory checkpoints: no room, failures midway, and other runs on the host."""
+
+from __future__ import annotations
+
+import errno
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dalsegno as ds
+from dalsegno.checkpoint import ModelState, memory
+from dalsegno.checkpoint.format import memory_dir
+from dalsegno.checkpoint.save import async_save
+from dalsegno.checkpoint.save.shared_files import MappedFile
+from dalsegno.distributed import collectives
+from dalsegno.distributed.layout import Layout
+from dalsegno.errors import SaveFailed
+from dalsegno.system import filesystem
+from dalsegno.testing import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Directory of this test in place of /dev/shm."""
+    (tmp_path / "shared memory").mkdir()
+    (tmp_path / "run").mkdir()
+    monkeypatch.setenv(memory_dir.PLACE_VARIABLE, str(tmp_path / "shared memory"))
+    return tmp_path / "shared memory"
+
+
+class Leg:
+    """Saves the weights of a model in memory."""
+
+    def __init__(self, output_dir: Path, name: str | None = None, size: int = 64) -> None:
+        self.states = [ModelState(nn.ModuleList([nn.Linear(size, size) for _ in range(2)]))]
+        self.memory = memory.MemoryCheckpoints(output_dir, Layout.flat())
+        self.found = self.memory.find(name, after=-1)
+        self.memory.begin_leg(self.states, saving=True)
+
+    def save(self, step: int, *, settle: bool = True) -> None:
+        self.memory.save(step, self.states, [], {}, metrics={}, is_finite=True)
+        if settle:
+            self.memory.settle()
+
+    @property
+    def directory(self) -> memory_dir.MemoryDir:
+        (directory,) = memory_dir.find_all()
+        return directory
+
+    @property
+    def published(self) -> list[str]:
+        return sorted(path.name for path in self.directory.checkpoints.glob("step-*"))
+
+
+def saves_without_room_on_one_rank(output_dir: Path) -> list[list[str]]:
+    """What is published after each of three saves; for the second, rank 1 has no room."""
+    leg, published = Leg(output_dir), []
+    map_new = filesystem.map_new
+
+    def refuse(path: Path, length: int) -> Any:
+        filesystem.map_new = map_new
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    for step in (1, 2, 3):
+        if step == 2 and collectives.rank() == 1:
+            filesystem.map_new = refuse
+        leg.save(step)
+        published.append(collectives.from_rank_zero(lambda: leg.published))
+    return published
+
+
+def test_no_room_on_one_rank_skips_the_save_on_all_ranks(tmp_path: Path) -> None:
+    for published in run_ranks(saves_without_room_on_one_rank, 2, tmp_path / "run", timeout=60.0):
+        assert published == [["step-00000001"], ["step-00000001"], ["step-00000003"]]
