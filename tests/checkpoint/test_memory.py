@@ -77,3 +77,20 @@ def saves_without_room_on_one_rank(output_dir: Path) -> list[list[str]]:
 def test_no_room_on_one_rank_skips_the_save_on_all_ranks(tmp_path: Path) -> None:
     for published in run_ranks(saves_without_room_on_one_rank, 2, tmp_path / "run", timeout=60.0):
         assert published == [["step-00000001"], ["step-00000001"], ["step-00000003"]]
+
+
+def test_a_crashed_run_fits_again_where_it_fitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a host with memory for two slots of 2 MB: the former leg's checkpoint is freed by the first save."""
+    monkeypatch.setattr(memory, "free_disk", lambda path: 1 << 30)
+    monkeypatch.setattr(
+        memory, "available_memory", lambda: 5_000_000 - sum(each.size for each in memory_dir.find_all())
+    )
+    crashed = Leg(tmp_path / "run", size=500)
+    crashed.save(1)
+    crashed.save(2)
+    name = crashed.memory.name
+    crashed.memory.close(remove=False)
+    resumed = Leg(tmp_path / "run", name, size=500)
+    assert resumed.found is not None and resumed.found.step == 2
+    resumed.save(3)
+    assert resumed.published == ["step-00000003"]

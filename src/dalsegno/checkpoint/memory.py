@@ -320,9 +320,11 @@ class MemoryCheckpoints:
         needed = 2 * sum(collectives.gather(size, "size of memory checkpoints"))
         directory = self._directory
         assert directory is not None, "there are slots"
-        free = collectives.from_rank_zero(lambda: free_disk(directory.path) + directory.size)
+        held = collectives.from_rank_zero(lambda: directory.size)  # by a former leg: the first save frees it
+        free = collectives.from_rank_zero(lambda: free_disk(directory.path)) + held
         room = available_memory()
-        left = collectives.gather(None if room is None else room - 2 * size, "room for memory checkpoints")
+        share = held // collectives.world_size()
+        left = collectives.gather(None if room is None else room + share - 2 * size, "room for memory checkpoints")
         about = "" if is_exact else ", and what the optimizer adds in the first step"
         text = f"two slots of {format_bytes(needed // 2)}{about}"
         shortest = min((each for each in left if each is not None), default=0)
