@@ -94,3 +94,25 @@ def test_a_crashed_run_fits_again_where_it_fitted(tmp_path: Path, monkeypatch: p
     assert resumed.found is not None and resumed.found.step == 2
     resumed.save(3)
     assert resumed.published == ["step-00000003"]
+
+
+def test_a_save_that_is_stuck_is_not_taken_for_a_published_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leg = Leg(tmp_path / "run")
+    leg.save(1)
+    released = threading.Event()
+    write_to = MappedFile.write_to
+
+    def wait(file: MappedFile, directory: Path, advance: Any) -> Any:
+        released.wait()
+        return write_to(file, directory, advance)
+
+    monkeypatch.setattr(async_save, "STUCK", 0.0)
+    monkeypatch.setattr(MappedFile, "write_to", wait)
+    leg.save(2, settle=False)
+    try:
+        with pytest.raises(SaveFailed, match="no byte was written"):
+            leg.save(3)
+    finally:
+        released.set()
+    leg.memory.close(remove=False)
+    assert leg.published == ["step-00000001"]

@@ -241,6 +241,7 @@ class MemoryCheckpoints:
 
         Raises:
             CannotSave: on every rank, if a state cannot be saved.
+            SaveFailed: if the save before is stuck.
             ConfigurationError: on every rank, if the first one does not fit into memory.
         """
         self.settle()
@@ -270,16 +271,25 @@ class MemoryCheckpoints:
         self._in_progress = save, slot
 
     def settle(self) -> None:
-        """Wait for the save in progress, before the next one."""
+        """Wait for the save in progress, before the next one.
+
+        Raises:
+            SaveFailed: if that is stuck. It is cancelled.
+        """
+        if self._in_progress is not None:
+            self._in_progress[0].wait()
+        self._conclude()
+
+    def _conclude(self) -> None:
         if self._prefault is not None:
             self._prefault.stop()
         if self._in_progress is None:
             return
         (save, saved_in), self._in_progress = self._in_progress, None
         save.join()
-        if save.failure is not None:
+        if not save.done or save.failure is not None:
             if collectives.rank() == 0:
-                logger.warning("memory checkpoint: %s", save.failure)
+                logger.warning("memory checkpoint: %s", save.failure or f"{save.path.name} was not saved")
             return
         self._has_saved, self._former = True, None
         for slot in self._slots:
@@ -291,7 +301,7 @@ class MemoryCheckpoints:
         Args:
             remove: free the memory: the newest checkpoint on disk has all that these have.
         """
-        self.settle()
+        self._conclude()
         directory = self._directory
         self._leave()
         if remove and directory is not None and collectives.rank() == 0:
