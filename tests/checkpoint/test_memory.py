@@ -116,3 +116,10 @@ def test_a_save_that_is_stuck_is_not_taken_for_a_published_one(tmp_path: Path, m
         released.set()
     leg.memory.close(remove=False)
     assert leg.published == ["step-00000001"]
+
+
+def test_a_refused_leg_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_disk", lambda path: 1000)
+    with pytest.raises(ds.ConfigurationError, match="two slots of"):
+        Leg(tmp_path / "run")
+    assert memory_dir.find_all() == []

@@ -183,9 +183,19 @@ class MemoryCheckpoints:
                         filesystem.remove(path)
             return memory_dir.create(self._output_dir) if saving and directory is None else directory
 
+        is_new = directory is None
         self._directory = directory = collectives.from_rank_zero(tidy)
         if not saving or directory is None:
             return
+        try:
+            self._create_slots(directory, sharded)
+        except BaseException:
+            self._slots = []
+            if is_new:
+                self.close(remove=True)
+            raise
+
+    def _create_slots(self, directory: MemoryDir, sharded: Sequence[ShardedState]) -> None:
         if not self._is_seen(directory):
             raise ConfigurationError(
                 f"save_in_memory=: rank 0 has created {directory.path}, which other ranks do not see; all ranks must "
