@@ -118,6 +118,26 @@ def test_a_save_that_is_stuck_is_not_taken_for_a_published_one(tmp_path: Path, m
     assert leg.published == ["step-00000001"]
 
 
+def test_a_publication_that_fails_midway_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leg = Leg(tmp_path / "run")
+    leg.save(1)
+    fsync_directory = filesystem.fsync_directory
+    hidden = leg.directory.checkpoints
+    former = hidden / "step-00000001"
+
+    def fail(path: Path) -> None:
+        if path == hidden and not former.exists():
+            monkeypatch.setattr(filesystem, "fsync_directory", fsync_directory)
+            raise OSError(errno.EMFILE, "Too many open files", str(path))
+        fsync_directory(path)
+
+    monkeypatch.setattr(filesystem, "fsync_directory", fail)
+    leg.save(2)
+    assert leg.published == ["step-00000001"]
+    leg.save(3)
+    assert leg.published == ["step-00000003"]
+
+
 def test_a_refused_leg_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_disk", lambda path: 1000)
     with pytest.raises(ds.ConfigurationError, match="two slots of"):

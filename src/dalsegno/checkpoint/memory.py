@@ -9,6 +9,7 @@ No page of a former leg is written to: one of its processes may still live.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -65,15 +66,26 @@ class _Publication:
 
     def publish(self, manifest: Manifest) -> None:
         checkpoint_dir.publish(manifest, self.partial, self.path)
+        moves = [(other.published, other.hidden) for other in self.others if other.published is not None]
+        if self.former is not None:
+            moves.append((self.former, self._aside))
         try:
-            for other in self.others:
-                if other.published is not None:
-                    filesystem.rename(other.published, other.hidden)
-            if self.former is not None:
-                filesystem.remove(self.former)
+            for published, hidden in moves:
+                filesystem.rename(published, hidden)
         except BaseException:  # the save is reported as failed, and the next one writes to this slot
-            filesystem.rename(self.path, self.partial)
+            for published, hidden in [*moves, (self.partial, self.path)]:
+                with contextlib.suppress(OSError):  # raised if that did not move, or once it is back
+                    filesystem.rename(hidden, published)
             raise
+
+    def remove_former(self) -> None:
+        """To be called after publication."""
+        if self.former is not None:
+            filesystem.remove(self._aside)
+
+    @property
+    def _aside(self) -> Path:
+        return self.partial.with_name("former")
 
     def discard(self) -> None: ...  # the next save writes over it
 
@@ -269,13 +281,14 @@ class MemoryCheckpoints:
             return
         path = names.checkpoint_path(self._directory.checkpoints, step)
         others = [each for each in self._slots if each is not slot]
+        publication = _Publication(slot, path, others, self._former)
         save = AsyncSave(
             replace(snapshot, durables=()),  # what a process wrote outlives it without fsync
-            _Publication(slot, path, others, self._former),
+            publication,
             step=step,
             is_best=False,
             manifest_of=lambda records: snapshot.manifest(step, metrics, False, True, records),
-            published=int,
+            published=publication.remove_former,
             afterwards=int,
         )
         self._in_progress = save, slot
