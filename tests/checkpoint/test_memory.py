@@ -138,6 +138,30 @@ def test_a_publication_that_fails_midway_is_undone(tmp_path: Path, monkeypatch: 
     assert leg.published == ["step-00000003"]
 
 
+def test_the_base_is_left_out_in_memory_too(tmp_path: Path) -> None:
+    from support.small import small_trainer
+
+    def trainer(seed: int, *callbacks: ds.Callback) -> ds.Trainer:
+        torch.manual_seed(seed)
+        model = ds.testing.TinyRegression()
+        model.layers[0].requires_grad_(False)
+        settings = {"save_frozen": "never", "save_steps": 2, "max_steps": 8, "save_in_memory": "Every(steps=1)"}
+        settings |= {"save_in_background": False, "lr_scheduler_type": "constant"}
+        return small_trainer(tmp_path / "run", *callbacks, model=model, **settings)
+
+    class Crash(ds.Callback):
+        def on_step_begin(self, ctx: Any) -> None:
+            if ctx.state.global_step == 5:
+                raise RuntimeError("CUDA error")
+
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        trainer(0, Crash()).train()
+    (left,) = memory_dir.find_all()
+    assert left.newest_step == 5
+    with pytest.raises(ds.StateMismatch, match=r"layers\.0\.bias: has other values"):
+        trainer(1).train()
+
+
 def test_a_refused_leg_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_disk", lambda path: 1000)
     with pytest.raises(ds.ConfigurationError, match="two slots of"):

@@ -61,13 +61,19 @@ class CheckpointManager:
         self._trusted: Path | None = None  # the checkpoint that this process verified or wrote last
         self._former: FormerFiles | None = None  # of the checkpoint that this rank verified or wrote last
         self._unsettled: AsyncSave | None = None
-        self._has_saved = self._has_base = False
+        self._has_saved = False
+        self._base: FrozenBase | None = None
         self._prefault: BufferPrefault | None = None
 
     @property
     def carried(self) -> Mapping[str, SavedState]:
         """States of the loaded checkpoint that no component claimed; they go into every later checkpoint."""
         return self._carried
+
+    @property
+    def base(self) -> FrozenBase | None:
+        """The frozen parameters of which only checksums are saved; None if all are saved."""
+        return self._base
 
     def path_of(self, step: int) -> Path:
         """Path of the checkpoint of ``step``, whether it exists or not."""
@@ -171,9 +177,9 @@ class CheckpointManager:
     def leave_out_base(self, sharded: Sequence[ShardedState]) -> None:
         """Save only checksums of the frozen parameters that keep their present values, which the user's script must
         rebuild: call before anything is loaded. They are compared when a checkpoint is loaded."""
-        if not self._has_base:
-            self._has_base = True
-            self._snapshotter.leave_out(FrozenBase(sharded))
+        if self._base is None:
+            self._base = FrozenBase(sharded)
+            self._snapshotter.leave_out(self._base)
 
     def prepare(self, sharded: Sequence[ShardedState]) -> None:
         """Allocate the buffers of the first save in the background, so that it takes no longer than the next one.

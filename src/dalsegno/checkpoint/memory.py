@@ -29,6 +29,7 @@ from .format.manifest import Checkpoint, Manifest
 from .format.memory_dir import MemoryDir
 from .format.sidecar import SavedState
 from .manager import CheckpointManager
+from .save.base import FrozenBase
 from .save.async_save import AsyncSave, BufferPrefault
 from .save.resources import available_memory, free_disk
 from .save.shared_files import SharedFiles
@@ -178,8 +179,13 @@ class MemoryCheckpoints:
 
     # -- a leg ------------------------------------------------------------------------------------------------------
 
-    def begin_leg(self, sharded: Sequence[ShardedState], *, saving: bool) -> None:
+    def begin_leg(self, sharded: Sequence[ShardedState], *, saving: bool, base: FrozenBase | None = None) -> None:
         """Remove what no leg resumes from any more; if ``saving``, create the slots.
+
+        Args:
+            sharded: model and optimizer.
+            saving: whether this leg saves in memory.
+            base: frozen parameters of which only checksums are saved.
 
         Raises:
             ConfigurationError: on all ranks, if the checkpoints do not fit into memory, or the ranks share none.
@@ -200,14 +206,14 @@ class MemoryCheckpoints:
         if not saving or directory is None:
             return
         try:
-            self._create_slots(directory, sharded)
+            self._create_slots(directory, sharded, base)
         except BaseException:
             self._slots = []
             if is_new:
                 self.close(remove=True)
             raise
 
-    def _create_slots(self, directory: MemoryDir, sharded: Sequence[ShardedState]) -> None:
+    def _create_slots(self, directory: MemoryDir, sharded: Sequence[ShardedState], base: FrozenBase | None) -> None:
         if not self._is_seen(directory):
             raise ConfigurationError(
                 f"save_in_memory=: rank 0 has created {directory.path}, which other ranks do not see; all ranks must "
@@ -222,6 +228,9 @@ class MemoryCheckpoints:
 
         collectives.from_rank_zero(create)
         self._slots = [_Slot(path, Snapshotter(self._layout, shared=SharedFiles(path))) for path in hidden]
+        if base is not None:
+            for slot in self._slots:
+                slot.snapshotter.leave_out(base)
         self._check_room(sharded)
 
     def prepare(self, sharded: Sequence[ShardedState]) -> None:

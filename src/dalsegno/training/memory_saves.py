@@ -50,7 +50,8 @@ class MemorySaves:
         Raises:
             ConfigurationError: on all ranks, if the state does not fit into memory.
         """
-        self.checkpoints.begin_leg(self._contents.sharded(), saving=bool(self._parts.args.saving_in_memory))
+        saving = bool(self._parts.args.saving_in_memory)
+        self.checkpoints.begin_leg(self._contents.sharded(), saving=saving, base=self._manager.base)
 
     def prepare(self) -> None:
         """Reserve the memory. To be called after the first step, when the optimizer has its state.
