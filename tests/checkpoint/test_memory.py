@@ -118,6 +118,30 @@ def test_a_save_that_is_stuck_is_not_taken_for_a_published_one(tmp_path: Path, m
     assert leg.published == ["step-00000001"]
 
 
+def test_containers_that_share_memory_leave_each_other_theirs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both have a run in a directory of the same path, of which each container sees its own."""
+    output_dir = tmp_path / "run"
+    Leg(output_dir).save(1)
+    output_dir.rename(tmp_path / "run in the other container")
+    output_dir.mkdir()
+    (theirs,) = memory_dir.find_all()
+    assert memory_dir.find(theirs.name, output_dir) is None
+    memory_dir.remove_others(output_dir, keep=None)
+    from dalsegno.cli import main
+
+    for directories in ([], [str(output_dir)]):
+        assert main(["checkpoints", "clean", "--yes", "--json", *directories]) == 0
+        (row,) = json.loads(capsys.readouterr().out)
+        assert (row["state"], row["removed"]) == ("of another container, or of a deleted run", False)
+    output_dir.rmdir()
+    assert main(["checkpoints", "clean", "--yes"]) == 0
+    assert len(memory_dir.find_all()) == 1
+    assert main(["checkpoints", "clean", "--yes", str(output_dir)]) == 0
+    assert memory_dir.find_all() == []
+
+
 def test_a_publication_that_fails_midway_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leg = Leg(tmp_path / "run")
     leg.save(1)

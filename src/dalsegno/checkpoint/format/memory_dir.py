@@ -4,7 +4,7 @@
 
     /dev/shm/dalsegno-1000/             of this user only (mode 0700)
       9f86d081884c7d65/                 of one run; each leg in its run.json records the name
-        owner.json                      output_dir of the run, and the boot of the host
+        owner.json                      output_dir of the run, its device and inode, and the boot of the host
         checkpoints/
           step-00000490/                a published checkpoint
           slot-3b0a-0/  slot-3b0a-1/    hidden: being written, or kept to be written again
@@ -35,10 +35,19 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, slots=True)
 class MemoryDir:
-    """The directory ``path`` of the run in ``output_dir``."""
+    """The directory ``path`` of the run in ``output_dir``.
+
+    ``inode``: device and inode of ``output_dir``. Another container that shares this memory may have another directory
+    of that path.
+    """
 
     path: Path
     output_dir: Path
+    inode: tuple[int, int] | None
+
+    def is_of(self, output_dir: Path) -> bool:
+        """Whether the run is the one in ``output_dir``, as this process sees that directory."""
+        return self.output_dir == output_dir.resolve() and self.inode is not None and self.inode == _inode(output_dir)
 
     @property
     def name(self) -> str:
@@ -76,14 +85,14 @@ def create(output_dir: Path) -> MemoryDir:
     Raises:
         ConfigurationError: if this host has no shared memory that this user can write to.
     """
-    created = MemoryDir(root() / os.urandom(8).hex(), output_dir.resolve())
+    created = MemoryDir(root() / os.urandom(8).hex(), output_dir.resolve(), _inode(output_dir))
     try:
         if not root().parent.is_dir():
             raise FileNotFoundError(f"{root().parent} does not exist")
         filesystem.make_private_directory(root())
         filesystem.make_private_directory(created.path)
         filesystem.make_private_directory(created.checkpoints)
-        content = {"output_dir": str(created.output_dir), "boot": _boot()}
+        content = {"output_dir": str(created.output_dir), "inode": created.inode, "boot": _boot()}
         filesystem.write_durably(created.path / _OWNER, json.dumps(content).encode())
     except OSError as error:
         raise ConfigurationError(
@@ -98,7 +107,7 @@ def find(name: str, output_dir: Path) -> MemoryDir | None:
     if _NAME.fullmatch(name) is None or not _is_own(root()):
         return None
     found = _opened(root() / name)
-    return found if found is not None and found.output_dir == output_dir.resolve() else None
+    return found if found is not None and found.is_of(output_dir) else None
 
 
 def find_all() -> list[MemoryDir]:
@@ -110,14 +119,15 @@ def find_all() -> list[MemoryDir]:
 
 
 def remove(directory: MemoryDir) -> None:
-    """Free the memory of a directory."""
-    filesystem.remove(directory.path)
+    """Free the memory of a directory, which another process may be removing too."""
+    with contextlib.suppress(FileNotFoundError):
+        filesystem.remove(directory.path)
 
 
 def remove_others(output_dir: Path, keep: MemoryDir | None) -> None:
     """Remove all directories of the run in ``output_dir`` but ``keep``: no leg resumes from them any more."""
     for each in find_all():
-        if each.output_dir == output_dir.resolve() and (keep is None or each.path != keep.path):
+        if each.is_of(output_dir) and (keep is None or each.path != keep.path):
             remove(each)
 
 
@@ -135,9 +145,18 @@ def _opened(path: Path) -> MemoryDir | None:
         content = json.loads((path / _OWNER).read_bytes())
         if content["boot"] != _boot():  # in a directory that is not in memory
             return None
-        return MemoryDir(path, Path(content["output_dir"]))
+        device, number = content["inode"]
+        return MemoryDir(path, Path(content["output_dir"]), (device, number))
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _inode(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _boot() -> str:

@@ -1,7 +1,8 @@
 """Free the shared memory that runs on this host have left for their next leg.
 
-Lists the memory checkpoints of this user's runs; with --yes, removes them. Those of a run that is training stay. Use it
-for runs that will not be resumed on this host: a resumed run cleans up by itself.
+Lists the memory checkpoints of this user's runs; with --yes, removes them. Those of a run that is training stay, and so
+do those whose run is not found here: it may be in another container. To remove the latter, name the run's directory,
+which must be gone. Use it for runs that will not be resumed on this host: a resumed run cleans up by itself.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def run(arguments: argparse.Namespace) -> int:
     rows = []
     for each in sorted(found, key=lambda each: str(each.output_dir)):
         rows.append(_row(each))
-        if arguments.yes and rows[-1]["state"] != _IN_USE:
+        is_gone = each.output_dir in wanted and not each.output_dir.exists()
+        rows[-1]["removable"] = rows[-1]["state"] in (_RESUMABLE, _LEFT_OVER) or is_gone
+        if arguments.yes and rows[-1]["removable"]:
             memory_dir.remove(each)
             rows[-1]["removed"] = True
     _print(rows, arguments)
@@ -45,6 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 _IN_USE = "in use"
 _RESUMABLE = "of the last leg"
 _LEFT_OVER = "left over"
+_UNKNOWN = "of another container, or of a deleted run"
 
 
 def _row(directory: MemoryDir) -> dict[str, Any]:
@@ -59,10 +63,12 @@ def _row(directory: MemoryDir) -> dict[str, Any]:
 
 
 def _state(directory: MemoryDir) -> str:
-    """Whether a process writes to it, the run's next leg can resume from it, or neither."""
+    """Whether a process writes to it, the run's next leg can resume from it, or neither; or its run is not here."""
     from dalsegno.logs import RunFile
     from dalsegno.system.lock import DirectoryLock
 
+    if not directory.is_of(directory.output_dir):
+        return _UNKNOWN
     if DirectoryLock.is_held(directory.output_dir):
         return _IN_USE
     last = RunFile(directory.output_dir).last_leg()
@@ -88,5 +94,5 @@ def _print(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
         ],
         rows,
     )
-    freed = size(sum(row["size"] for row in rows if row["state"] != _IN_USE))
+    freed = size(sum(row["size"] for row in rows if row["removable"]))
     print(f"{freed} freed" if arguments.yes else f"{freed} would be freed: add --yes")
