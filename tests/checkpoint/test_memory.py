@@ -17,11 +17,13 @@ from dalsegno.checkpoint import ModelState, memory
 from dalsegno.checkpoint.format import memory_dir
 from dalsegno.checkpoint.save import async_save
 from dalsegno.checkpoint.save.shared_files import MappedFile
+from dalsegno.cli import main
 from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import Layout
 from dalsegno.errors import SaveFailed
 from dalsegno.system import filesystem
-from dalsegno.testing import run_ranks
+from dalsegno.testing import TinyRegression, run_ranks
+from support.small import small_trainer
 
 
 @pytest.fixture(autouse=True)
@@ -129,8 +131,6 @@ def test_containers_that_share_memory_leave_each_other_theirs(
     (theirs,) = memory_dir.find_all()
     assert memory_dir.find(theirs.name, output_dir) is None
     memory_dir.remove_others(output_dir, keep=None)
-    from dalsegno.cli import main
-
     for directories in ([], [str(output_dir)]):
         assert main(["checkpoints", "clean", "--yes", "--json", *directories]) == 0
         (row,) = json.loads(capsys.readouterr().out)
@@ -163,13 +163,16 @@ def test_a_publication_that_fails_midway_is_undone(tmp_path: Path, monkeypatch: 
 
 
 def test_the_base_is_left_out_in_memory_too(tmp_path: Path) -> None:
-    from support.small import small_trainer
-
     def trainer(seed: int, *callbacks: ds.Callback) -> ds.Trainer:
         torch.manual_seed(seed)
-        model = ds.testing.TinyRegression()
+        model = TinyRegression()
         model.layers[0].requires_grad_(False)
-        settings = {"save_frozen": "never", "save_steps": 2, "max_steps": 8, "save_in_memory": "Every(steps=1)"}
+        settings: dict[str, Any] = {
+            "save_frozen": "never",
+            "save_steps": 2,
+            "max_steps": 8,
+            "save_in_memory": "Every(steps=1)",
+        }
         settings |= {"save_in_background": False, "lr_scheduler_type": "constant"}
         return small_trainer(tmp_path / "run", *callbacks, model=model, **settings)
 

@@ -29,8 +29,8 @@ from .format.manifest import Checkpoint, Manifest
 from .format.memory_dir import MemoryDir
 from .format.sidecar import SavedState
 from .manager import CheckpointManager
-from .save.base import FrozenBase
 from .save.async_save import AsyncSave, BufferPrefault
+from .save.base import FrozenBase
 from .save.resources import available_memory, free_disk
 from .save.shared_files import SharedFiles
 from .save.snapshot import Snapshotter

@@ -71,6 +71,7 @@ class MemorySaves:
 
         Raises:
             CannotSave: on all ranks, if a state contains what cannot be saved.
+            SaveFailed: if the save before is stuck.
         """
         parts = self._parts
         parts.random_state.step = step  # part of the captured state
