@@ -59,6 +59,30 @@ def test_a_client_that_does_not_read_is_cut_off(path: Path, goes: bool) -> None:
     assert asyncio.run(send()) == (False, True)
 
 
+def test_a_client_that_reads_slowly_but_steadily_gets_the_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 16 KiB/s, of which 60 s are 960 KiB."""
+    parts: list[int] = []
+
+    async def take(transport: object, file: object, offset: int, count: int, *, fallback: bool) -> int:
+        if count / (16 << 10) > 60.0:
+            raise TimeoutError
+        parts.append(count)
+        return count
+
+    async def send() -> bool:
+        ours, theirs = socket.socketpair()
+        transport = await transport_of(ours)
+        monkeypatch.setattr(asyncio.get_running_loop(), "sendfile", take)
+        with path.open("rb", buffering=0) as file:
+            is_sent = await send_file(transport, file, SIZE, 60.0)
+        transport.close()
+        theirs.close()
+        return is_sent
+
+    assert asyncio.run(send())
+    assert sum(parts) == SIZE
+
+
 def test_a_file_that_is_shorter_than_was_announced_ends_the_connection(path: Path) -> None:
     async def send() -> bool:
         ours, theirs = socket.socketpair()

@@ -180,7 +180,7 @@ class _Protocol(H11Protocol):
         return self._upload
 
     async def send_file(self, file: FileIO, length: int) -> None:
-        """Send a file as the body of the answer that has begun. Closes the connection if the client takes nothing."""
+        """Send a file as the body of the answer that has begun. Closes the connection if the client is too slow."""
         if await send_file(self.transport, file, length, self._limits.write_timeout):
             body: Any = range(length)  # the parser only counts a body's bytes
             self.conn.send_with_data_passthrough(h11.Data(data=body))

@@ -18,7 +18,7 @@ DOWNLOADS = "dalsegno.downloads"
 PIECE = 1 << 20
 """Bytes that are read at a time."""
 
-_PART = 4 << 20  # bytes that a client must take within the time for an answer
+_PART = 1 << 18  # bytes that a client must take within the time for an answer: a slow one must be able to
 
 
 class FileAnswer(Response):
@@ -51,8 +51,8 @@ class FileAnswer(Response):
 
 
 async def send_file(transport: asyncio.Transport, file: FileIO, length: int, timeout: float) -> bool:
-    """Send a file. Returns whether it was sent: if the client takes nothing for ``timeout`` seconds, or is gone, the
-    connection is closed."""
+    """Send a file. Returns whether it was sent: if the client does not take ``_PART`` bytes within ``timeout`` seconds,
+    or is gone, the connection is closed."""
     loop = asyncio.get_running_loop()
     try:
         for begin in range(0, length, _PART):
