@@ -84,3 +84,13 @@ def test_an_optimizer_that_was_saved_with_other_kernels_is_the_same(
     monkeypatch.undo()
     assert equal(play(tmp_path, versions=3), play(tmp_path, versions=3))
     assert OuterRun(tmp_path, nesterov(), save_every=2).state.version == 3
+
+
+def test_a_version_that_a_power_cut_shortened_is_written_again(tmp_path: Path) -> None:
+    play(tmp_path, versions=3, save=False)
+    paths = sorted((tmp_path / "diloco/versions").iterdir())
+    whole = [path.read_bytes() for path in paths]
+    for path in paths:
+        path.write_bytes(b"")
+    again = OuterRun(tmp_path, nesterov(), save_every=2)
+    assert again.parameters(3, None if paths[-1].stem.endswith("all") else 0).read_bytes() == whole[-1]

@@ -17,6 +17,7 @@ import torch
 
 from dalsegno.errors import NotFound, SaveFailed, StateMismatch
 
+from .frames import FrameLayout
 from .outer import BLOCK, MakeOptimizer, describe, outer_step, without_kernels
 from .signature import Specs, TensorSpec
 from .state import Accepted, Applied, Event, Result, ServerState, Settings, Submission
@@ -212,23 +213,27 @@ class OuterRun:
         Raises:
             NotFound: if it is not kept.
         """
-        path = self.store.version_path(version, fragment)
-        if not path.exists():
+        if not self._is_kept(version, fragment):
             raise NotFound(f"version {version} of the parameters is not kept; register again")
-        return path
+        return self.store.version_path(version, fragment)
 
     def has(self, result: Result | None) -> bool:
         """Whether the parameters of a result can be fetched, now or later."""
         if result is None or result.version > self.state.version:
             return result is not None
-        return self.store.version_path(result.version, result.fragment).exists()
+        return self._is_kept(result.version, result.fragment)
+
+    def _is_kept(self, version: int, fragment: int | None) -> bool:
+        """Whether the file of a version is complete: written without fsync, it may be shorter after a power cut."""
+        path = self.store.version_path(version, fragment)
+        return path.exists() and path.stat().st_size == FrameLayout({"version": version}, self.specs(fragment)).length
 
     def keep_versions(self) -> None:
         """Write the present parameters for workers that will fetch them; delete versions that no worker needs."""
         state = self.state
         results = [each for member in state.members.values() for each in member.results.values()]
         for fragment in {each.fragment for each in results if each.version == state.version}:
-            if not self.store.version_path(state.version, fragment).exists():
+            if not self._is_kept(state.version, fragment):
                 self.store.write_version(state.version, fragment, self.specs(fragment), self._globals.model)
         self.store.delete_versions(
             except_for={self.store.version_path(each.version, each.fragment) for each in results}
