@@ -134,13 +134,13 @@ def losses(
 
 
 def server_memory(size: int = SIZE) -> Row:
-    """What an outer step of two workers takes beside the global parameters and their momentum."""
+    """What rounds of two workers take beside the global parameters and their momentum."""
     with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".benchmark-") as folder:
         (end,) = start_ranks(_memory_of_a_round, 1, Path(folder), size).wait(3600)
     if end.exit_code:
         raise RuntimeError(end.error)
     return Row(
-        f"peak memory of a server's round, 2 workers with {count(size)}B each in fp32",
+        f"peak memory of a server's rounds, 2 workers with {count(size)}B each in fp32",
         f"{count(end.value)}B",
         f"one submission: {count(size)}B",
         f"{three_digits(end.value / size)} ×",
@@ -161,14 +161,14 @@ def _memory_of_a_round(folder: Path, size: int) -> int:
     names = ["w0", "w1"]
     for name in names:
         run.record(Joined(name, 0, 0, False))
-    for number in (1, 2):  # the first one makes the momentum
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+    before = _own_memory("VmRSS") + size  # the momentum, which the first round makes
+    for number in (1, 2):
         for name in names:
             submission = Submission(name, number, number - 1, 0, False, 1, 1, 1.0, None, 0)
             filesystem.write_pieces(spooled, file_pieces(specs, lambda spec: tensors[0]))
             run.store.keep(spooled, submission)
             run.record(Accepted(submission))
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
-        before = _own_memory("VmRSS")
         run.record(Applied(names, {}))
     peak = _own_memory("VmHWM") - before
     run.close(save=False)
