@@ -25,8 +25,8 @@ import dalsegno as ds
 from dalsegno.events.contexts import Context
 from dalsegno.testing import run_ranks
 
+from .by_hand import LEARNING_RATE, MAX_GRAD_NORM, PARTS, Texts, Transformer, plan, steps_by_hand
 from .row import Row, duration
-from .spread import LEARNING_RATE, MAX_GRAD_NORM, PARTS, Texts, Transformer, plan, steps_by_hand
 from .timing import ratio
 
 CHUNK = 5

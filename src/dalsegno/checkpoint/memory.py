@@ -114,6 +114,11 @@ class MemoryCheckpoints:
         """Name of the run's directory in shared memory; None if it has none."""
         return None if self._directory is None else self._directory.name
 
+    def path_of(self, step: int) -> Path:
+        """Path of that step's checkpoint in shared memory, published or not; the leg saves there."""
+        assert self._directory is not None, "the leg saves in memory"
+        return names.checkpoint_path(self._directory.checkpoints, step)
+
     # -- find -------------------------------------------------------------------------------------------------------
 
     def find(self, name: str | None, *, after: int) -> Checkpoint | None:
@@ -278,7 +283,6 @@ class MemoryCheckpoints:
         self.settle()
         if not self._slots or collectives.all_reduce_max([not is_finite], "whether weights are finite")[0]:
             return
-        assert self._directory is not None, "there are slots"
         slot = next(slot for slot in self._slots if slot.published is None)
         try:
             snapshot = slot.snapshotter.capture(sharded, components, carried, copy=True)
@@ -288,7 +292,7 @@ class MemoryCheckpoints:
             if collectives.rank() == 0:
                 logger.warning("step %d: there is no room for a memory checkpoint: %s", step, error)
             return
-        path = names.checkpoint_path(self._directory.checkpoints, step)
+        path = self.path_of(step)
         others = [each for each in self._slots if each is not slot]
         publication = _Publication(slot, path, others, self._former)
         save = AsyncSave(

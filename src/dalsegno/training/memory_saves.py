@@ -8,10 +8,8 @@ saves to disk took.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from dalsegno.checkpoint import Checkpoint, CheckpointManager, MemoryCheckpoints
-from dalsegno.checkpoint.format import memory_dir, names
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import are_finite
 from dalsegno.logs import RunFile
@@ -60,11 +58,6 @@ class MemorySaves:
             ConfigurationError: on all ranks, if the state does not fit into memory.
         """
         self.checkpoints.prepare(self._contents.sharded())
-
-    def path_of(self, step: int) -> Path:
-        """Where that step's checkpoint is, or would be."""
-        assert self.checkpoints.name is not None, "the leg saves in memory"
-        return names.checkpoint_path(memory_dir.root() / self.checkpoints.name / names.CHECKPOINTS, step)
 
     def save(self, step: int, *, metrics: Mapping[str, float]) -> None:
         """Copy every state into shared memory. A failure is logged, and training continues.

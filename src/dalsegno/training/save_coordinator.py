@@ -89,7 +89,7 @@ class SaveCoordinator:
         if self._current is not None or self._requested_step == step:
             return NO_REQUESTS
         self._memory_is_prepared = True
-        called_off = self._announce(memory.path_of(step))
+        called_off = self._announce(memory.checkpoints.path_of(step))
         if not (called_off.abort or called_off.roll_back):
             memory.save(step, metrics=metrics)
         return called_off

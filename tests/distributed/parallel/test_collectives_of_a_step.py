@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.spread import MAX_GRAD_NORM, PARTS, Texts, Transformer, plan, steps_by_hand
+from benchmarks.by_hand import MAX_GRAD_NORM, PARTS, Texts, Transformer, plan, steps_by_hand
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
