@@ -1,7 +1,8 @@
 """The table: ``python -m benchmarks [--list] [--small] [--json FILE] [NAME…]``.
 
-Each benchmark is measured in a process of its own, so that none feels what another has left behind. A row whose figure
-is impossible, and a benchmark that fails, end the table with status 1.
+Each benchmark is measured in a process of its own, so that none feels what another has left behind. FILE collects the
+results: a benchmark is written as soon as it is measured, in place of its former rows. The status is 1 if a figure
+is impossible or a benchmark failed.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--list", action="store_true", help="print the names and stop")
     parser.add_argument("--small", action="store_true", help="only see that each still runs; the figures mean nothing")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows, machine and versions")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="add the rows, machine and versions to FILE")
     options = parser.parse_args(arguments)
     if options.list:
         print("\n".join(NAMES))
@@ -61,20 +62,29 @@ def main(arguments: list[str] | None = None) -> int:
     unknown = [name for name in options.names if name not in NAMES]
     if unknown:
         parser.error(f"no benchmark {unknown[0]!r}; there are {', '.join(NAMES)}")
+    if options.json and options.small:
+        parser.error("the figures of --small mean nothing; leave out --json")
+    if options.json:
+        try:
+            results.read(options.json)
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+        except (results.NotResults, OSError) as error:  # now, and not when the first benchmark is through
+            parser.error(str(error))
     names = options.names or NAMES
     measure = _measure_here if options.small or len(names) == 1 else _measure_in_a_process
     rows: list[Row] = []
     for name in names:
-        began = time.perf_counter()
+        machine, began = results.machine(), time.perf_counter()
         try:
-            rows += measure(name, options.small)
+            measured = measure(name, options.small)
         except Exception as error:  # one that breaks keeps no other from being measured
             traceback.print_exc()
-            rows.append(Row.failed(name, error))
+            measured = [Row.failed(name, error)]
         print(f"{name}: {time.perf_counter() - began:.0f} s", file=sys.stderr)
+        if options.json:
+            results.add(options.json, name, measured, machine)
+        rows += measured
     print(table(rows))
-    if options.json:
-        results.write(options.json, rows)
     return 1 if any(row.has_failed or (row.is_impossible and not options.small) for row in rows) else 0
 
 
@@ -95,7 +105,7 @@ def _measure_in_a_process(name: str, _: bool) -> list[Row]:
         done = subprocess.run(words, stdout=subprocess.DEVNULL, check=False)
         if not path.exists():
             done.check_returncode()
-        return results.read(path)
+        return results.rows_of(path, name)
 
 
 if __name__ == "__main__":

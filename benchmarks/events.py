@@ -17,7 +17,7 @@ from .timing import ROUNDS, Figure, figure, ratio, seconds_each
 TEN = range(10)
 PEERS = {"torchtnt": "torchtnt", "ignite": "Ignite", "hf": "HF Trainer", "lightning": "Lightning"}
 
-UNHANDLED = "event nobody handles"
+UNHANDLED = "event without handlers"
 PLAIN = "event handled by 10"
 PAYLOAD = "on_step_end with its payload, handled by 10"
 IN_A_LOOP = "ten bare calls in a for loop"

@@ -1,4 +1,8 @@
-"""Results as JSON: the rows, with the machine and the versions that they were measured with."""
+"""Results as JSON: the rows of each benchmark, with the machine and the versions that they were measured with.
+
+A benchmark that is measured again replaces its own rows in the file and leaves the others', so that a long table can be
+measured in pieces, whenever the machine is quiet.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +14,53 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from .row import Row
 
 VERSIONS = ("dalsegno", "torch", "numpy", "polars", "safetensors")
 
 
-def write(path: Path, rows: Sequence[Row]) -> None:
-    """Write the rows of one or several benchmarks."""
-    result = {"timestamp": time.time(), "machine": machine(), "versions": versions(), "rows": [*map(asdict, rows)]}
-    path.write_text(f"{json.dumps(result, indent=2, ensure_ascii=False)}\n", encoding="utf-8")
+class NotResults(ValueError):
+    """A file has other content than the results of benchmarks."""
 
 
-def read(path: Path) -> list[Row]:
-    """The rows of a file that :func:`write` has written."""
-    return [Row(**row) for row in json.loads(path.read_text(encoding="utf-8"))["rows"]]
+def read(path: Path) -> dict[str, Any]:
+    """The results by name of the benchmark; none if there is no file.
+
+    Raises:
+        NotResults: if the file has other content.
+    """
+    if not path.exists():
+        return {}
+    try:
+        benchmarks: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["benchmarks"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise NotResults(f"{path} does not contain results of benchmarks; name another file") from error
+    return benchmarks
+
+
+def rows_of(path: Path, name: str) -> list[Row]:
+    """The rows of one benchmark in a file."""
+    return [Row(**row) for row in read(path)[name]["rows"]]
+
+
+def add(path: Path, name: str, rows: Sequence[Row], machine: dict[str, str | int]) -> None:
+    """Write the rows of a benchmark into the file, in place of former ones of the same benchmark."""
+    measured = {
+        "timestamp": time.time(),
+        "machine": machine,
+        "versions": versions(),
+        "rows": [*map(asdict, rows)],
+    }
+    whole = {"benchmarks": {**read(path), name: measured}}
+    unfinished = path.with_name(f"{path.name}.new")
+    unfinished.write_text(f"{json.dumps(whole, indent=2, ensure_ascii=False)}\n", encoding="utf-8")
+    unfinished.replace(path)
 
 
 def machine() -> dict[str, str | int]:
-    """What the figures depend on."""
+    """What the figures depend on; the load is that of the last minute."""
     return {
         "system": platform.platform(),
         "processor": _processor(),

@@ -1,8 +1,8 @@
-"""Puts the benchmarks' results into docs/performance.md: ``python docs/images/benchmarks.py [FILE]``.
+"""Puts the benchmarks' results into docs/performance.md: ``python docs/images/benchmarks.py [FILE…]``.
 
-FILE is what ``python -m benchmarks --json FILE`` has written; it becomes docs/benchmarks.json. Without it, that file is
-read again. Writes the page's table and ``benchmarks.svg``, a picture of all rows that have a target. A test compares
-both with the file.
+Each FILE is what ``python -m benchmarks --json FILE`` has written, of all benchmarks or of some: their results replace
+those in docs/benchmarks.json, the others stay. Without a FILE, that file is read again. Writes the page's table and
+``benchmarks.svg``, a picture of all rows that have a target. A test compares both with the file.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 import sys
+import time
+from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -43,10 +44,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def picture(result: dict[str, Any]) -> str:
+def picture(rows: list[dict[str, Any]]) -> str:
     """A dot for each row that has a ratio and a target for it: the ratio over the target, with its spread."""
-    rows = [(row, share) for row in result["rows"] if (share := _share_of_target(row)) is not None]
-    height = TOP + ROW * len(rows) + 16
+    drawn = [(row, share) for row in rows if (share := _share_of_target(row)) is not None]
+    height = TOP + ROW * len(drawn) + 16
     parts = [
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {height}' {FONT} font-size='11'>",
         f"<rect width='{WIDTH}' height='{height}' fill='#ffffff'/>",
@@ -56,7 +57,7 @@ def picture(result: dict[str, Any]) -> str:
         x, colour = _x(share), INK if share == 1 else LINE
         parts.append(f"<line x1='{x}' y1='{TOP - 8}' x2='{x}' y2='{height - 12}' stroke='{colour}'/>")
         parts.append(f"<text x='{x}' y='{TOP - 12}' fill='{GREY}' text-anchor='middle'>{share:g}</text>")
-    for number, (row, share) in enumerate(rows):
+    for number, (row, share) in enumerate(drawn):
         y, colour = TOP + ROW * number + 6, MET if row["met"] else MISSED
         spread = row.get("spread") or 0.0
         parts.append(f"<text x='{LEFT - 14}' y='{y + 4}' fill='{INK}' text-anchor='end'>{escape(_label(row))}</text>")
@@ -68,17 +69,66 @@ def picture(result: dict[str, Any]) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
-def page(text: str, result: dict[str, Any]) -> str:
-    """The page ``text`` with the table of ``result``."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{_source(result)}\n\n{table(result['rows'])}\n{END}{after}"
+def page(text: str, results: dict[str, Any]) -> str:
+    """The page ``text`` with the table of ``results``.
+
+    Raises:
+        ValueError: if the page does not have the two comments between which the table stands, each once.
+    """
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(END) < text.index(BEGIN):
+        raise ValueError(f"{PAGE}: the lines {BEGIN.strip()!r} and {END.strip()!r} must be around the table, each once")
+    before, after = text[: text.index(BEGIN)], text[text.index(END) :]
+    return f"{before}{BEGIN}\n{_sources(results)}\n\n{table(rows_of(results))}\n{after}"
 
 
-def _source(result: dict[str, Any]) -> str:
-    machine, versions = result["machine"], result["versions"]
-    named = ", ".join(f"{name} {number}" for name, number in versions.items())
-    return f"Measured on {machine['processor']}, {machine['cores']} cores, with {named}."
+def rows_of(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of all benchmarks."""
+    return [row for measured in results.values() for row in measured["rows"]]
+
+
+def merged(files: Iterable[Path]) -> dict[str, Any]:
+    """The results of all files, by name of the benchmark; a later file's replace an earlier one's.
+
+    Raises:
+        ValueError: if a file does not contain results.
+    """
+    results: dict[str, Any] = {}
+    for file in files:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if "benchmarks" not in content:
+            raise ValueError(f"{file} does not contain results; write it with python -m benchmarks --json {file}")
+        results |= content["benchmarks"]
+    return results
+
+
+def _sources(results: dict[str, Any]) -> str:
+    """A sentence for each combination of machine and versions, with its benchmarks if there are several."""
+    groups: dict[str, list[str]] = {}
+    for name, measured in results.items():
+        groups.setdefault(_source(measured), []).append(name)
+    busy = [name for name, measured in results.items() if _is_busy(measured["machine"])]
+    sentences = [f"Measured {source}{_named(names) if len(groups) > 1 else ''}." for source, names in groups.items()]
+    return "\n\n".join([*sentences, *([f"Beside other work on the machine{_named(busy)}."] if busy else [])])
+
+
+def _named(benchmarks: list[str]) -> str:
+    return f": {', '.join(f'`{name}`' for name in benchmarks)}"
+
+
+def _is_busy(machine: dict[str, Any]) -> bool:
+    """Whether more threads than cores were running in the minute before."""
+    return float(machine.get("load", 0)) > machine["cores"]
+
+
+def _source(measured: dict[str, Any]) -> str:
+    machine = measured["machine"]
+    versions = ", ".join(f"{name} {number}" for name, number in measured["versions"].items())
+    return f"{_day(measured['timestamp'])}on {machine['processor']}, {machine['cores']} cores, with {versions}"
+
+
+def _day(timestamp: float | None) -> str:
+    """None: it was not recorded."""
+    return "" if timestamp is None else time.strftime("on %Y-%m-%d, ", time.gmtime(timestamp))
 
 
 def _share_of_target(row: dict[str, Any]) -> float | None:
@@ -110,11 +160,11 @@ def _met(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    if len(sys.argv) > 1:
-        shutil.copyfile(sys.argv[1], RESULTS)
-    result = json.loads(RESULTS.read_text(encoding="utf-8"))
-    PICTURE.write_text(picture(result), encoding="utf-8")
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), result), encoding="utf-8")
+    results = merged([RESULTS, *map(Path, sys.argv[1:])])
+    text = page(PAGE.read_text(encoding="utf-8"), results)
+    RESULTS.write_text(f"{json.dumps({'benchmarks': results}, indent=2, ensure_ascii=False)}\n", encoding="utf-8")
+    PICTURE.write_text(picture(rows_of(results)), encoding="utf-8")
+    PAGE.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ nothing = Row("nothing", "0 MB", "80 MB", "0.0 ×", "≤ 3 ×", True)
 made = {"sound": [sound], "nothing": [sound, nothing]}
 main._measure_here = lambda name, small: made[sys.argv[1]]
 status = main.main(["loop", "--json", "rows.json"])
-assert sys.argv[1] == "none" or results.read(Path("rows.json"))[0] == sound
+assert sys.argv[1] == "none" or results.rows_of(Path("rows.json"), "loop")[0] == sound
 sys.exit(status)
 """
 
@@ -79,8 +79,38 @@ def test_a_row_whose_figure_is_impossible_fails_and_so_does_a_benchmark_that_rai
     )
     assert done.returncode == status, done.stderr
     assert done.stdout.splitlines()[-1].rstrip(" |").endswith(met), done.stdout
-    result = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))
+    result = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))["benchmarks"]["loop"]
     assert result["machine"]["cores"] > 0 and {"torch", "dalsegno", "python"} <= set(result["versions"])
+
+
+def test_results_collect_in_a_file_and_a_benchmark_replaces_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks.row import Row
+
+    from benchmarks import __main__ as program
+    from benchmarks import results
+
+    file = tmp_path / "new" / "rows.json"
+    for ratio, name in (("1.0 ×", "loop"), ("2.0 ×", "save"), ("3.0 ×", "loop")):
+        row = Row(name, "1 s", "1 s", ratio)
+        monkeypatch.setattr(program, "_measure_here", lambda name, small, row=row: [row])
+        assert program.main([name, "--json", str(file)]) == 0
+    assert list(results.read(file)) == ["loop", "save"]
+    assert [row.ratio for name in ("loop", "save") for row in results.rows_of(file, name)] == ["3.0 ×", "2.0 ×"]
+    assert [path.name for path in file.parent.iterdir()] == ["rows.json"]
+
+    monkeypatch.setattr(program, "_measure_here", None)  # nothing is measured
+    (tmp_path / "else.json").write_text("[1]")
+    for words, reason in (
+        (["loop", "--json", str(tmp_path / "else.json")], "does not contain results of benchmarks"),
+        (["loop", "--small", "--json", str(file)], "leave out --json"),
+    ):
+        with pytest.raises(SystemExit):
+            program.main(words)
+        assert reason in capsys.readouterr().err
+    assert (tmp_path / "else.json").read_text() == "[1]"
 
 
 def test_a_ratio_knows_how_far_its_rounds_spread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,23 +40,58 @@ def test_the_pictures_of_the_rooms_show_them() -> None:
 
 def test_the_table_and_the_picture_of_the_benchmarks_show_their_results() -> None:
     module = script("images/benchmarks")
-    result = json.loads(module.RESULTS.read_text(encoding="utf-8"))
+    results = module.merged([module.RESULTS])
     text = module.PAGE.read_text(encoding="utf-8")
-    assert module.page(text, result) == text, "run: python docs/images/benchmarks.py"
-    picture = module.picture(result)
+    assert module.page(text, results) == text, "run: python docs/images/benchmarks.py"
+    picture = module.picture(module.rows_of(results))
     assert module.PICTURE.read_text(encoding="utf-8") == picture, "run: python docs/images/benchmarks.py"
     assert picture.count("<circle") > 20
 
 
+ROW = {
+    "what": "w",
+    "ours": "3 s",
+    "peer": "p: 2 s",
+    "ratio": "1.50 ×",
+    "target": "≤ 1.2 ×",
+    "met": False,
+    "spread": 0.1,
+}
+
+
 def test_a_benchmark_that_misses_its_target_is_drawn_right_of_one_with_its_spread() -> None:
     module = script("images/benchmarks")
-    row = {"what": "w", "ours": "3 s", "peer": "p: 2 s", "ratio": "1.50 ×", "target": "≤ 1.2 ×", "met": False}
-    missed, unknown = {**row, "spread": 0.1}, {**row, "met": None, "spread": None}
-    picture = module.picture({"rows": [missed, unknown]})
+    picture = module.picture([ROW, {**ROW, "met": None, "spread": None}])
     (place,) = re.findall(r"<circle cx='([\d.]+)'", picture)
     assert float(place) > module._x(1.0)
     assert picture.count("stroke-width='2'") == 1 and picture.count(module.MISSED) == 2
-    assert "| 1.50 × | ± 10 % | ≤ 1.2 × | NO |" in module.table([missed])
+    assert "| 1.50 × | ± 10 % | ≤ 1.2 × | NO |" in module.table([ROW])
+
+
+def test_results_of_some_benchmarks_replace_their_own_rows_and_no_others(tmp_path: Path) -> None:
+    module = script("images/benchmarks")
+    machine = {"processor": "a CPU", "cores": 2, "load": "0.5"}
+    former = {"timestamp": None, "machine": machine, "versions": {"torch": "2.12"}, "rows": [ROW]}
+    later = {**former, "timestamp": 0.0, "versions": {"torch": "2.13"}, "rows": [{**ROW, "ratio": "1.10 ×"}]}
+    for name, content in (("old", {"loop": former, "save": former}), ("new", {"loop": later})):
+        (tmp_path / name).write_text(json.dumps({"benchmarks": content}), encoding="utf-8")
+    results = module.merged([tmp_path / "old", tmp_path / "new"])
+    assert [row["ratio"] for row in module.rows_of(results)] == ["1.10 ×", "1.50 ×"]
+
+    text = f"before\n{module.BEGIN}former table\n{module.END}after\n"
+    page = module.page(text, results)
+    assert page.startswith(f"before\n{module.BEGIN}") and page.endswith(f"|\n\n{module.END}after\n")
+    assert "Measured on 1970-01-01, on a CPU, 2 cores, with torch 2.13: `loop`." in page
+    assert "Measured on a CPU, 2 cores, with torch 2.12: `save`." in page and "Beside other work" not in page
+    results["loop"]["machine"]["load"] = "2.5"
+    assert "Beside other work on the machine: `loop`." in module.page(page, results)
+
+
+@pytest.mark.parametrize("text", ["{BEGIN}table\nwords\n", "words\n", "{END}{BEGIN}", "{BEGIN}{BEGIN}{END}"])
+def test_a_page_without_its_marks_is_left_as_it_is(text: str) -> None:
+    module = script("images/benchmarks")
+    with pytest.raises(ValueError, match="each once"):
+        module.page(text.format(BEGIN=module.BEGIN, END=module.END), {})
 
 
 def test_files_that_the_page_about_the_rooms_names_exist() -> None:
