@@ -17,12 +17,10 @@ import torch
 
 import dalsegno
 from dalsegno.diloco import DiLoCoServer, DiLoCoWorker, Rules, WorkerOptions
-from dalsegno.diloco.frames import file_pieces
 from dalsegno.diloco.outer import nesterov
 from dalsegno.diloco.run import OuterRun
 from dalsegno.diloco.signature import TensorSpec
-from dalsegno.diloco.state import Accepted, Applied, Joined, Settings, Submission
-from dalsegno.system import filesystem
+from dalsegno.diloco.state import Accepted, Applied, Joined, Submission
 from dalsegno.testing import start_ranks
 from dalsegno.testing.tiny import TinyLanguageModel
 
@@ -152,12 +150,9 @@ def server_memory(size: int = SIZE) -> Row:
 def _memory_of_a_round(folder: Path, size: int) -> int:
     """Bytes."""
     specs = tuple(TensorSpec(f"p.{each}", torch.float32, (size // 16 // 4,)) for each in range(16))
-    tensors = [torch.full(spec.shape, 1e-3) for spec in specs]
-    settings = Settings([spec.to_json() for spec in specs], 1)
     run = OuterRun(folder, nesterov(), 1000)
-    spooled = run.store.spool()
-    filesystem.write_pieces(spooled, file_pieces(specs, lambda spec: tensors[0]))
-    run.begin(settings, spooled)
+    with run.store.spooled(specs, _Constant()) as arrived:
+        run.begin(arrived)
     names = ["w0", "w1"]
     for name in names:
         run.record(Joined(name, 0, 0, False))
@@ -166,13 +161,22 @@ def _memory_of_a_round(folder: Path, size: int) -> int:
     for number in (1, 2):
         for name in names:
             submission = Submission(name, number, number - 1, 0, False, 1, 1, 1.0, None, 0)
-            filesystem.write_pieces(spooled, file_pieces(specs, lambda spec: tensors[0]))
-            run.store.keep(spooled, submission)
+            with run.store.spooled(specs, _Constant()) as arrived:
+                run.store.keep(arrived, submission)
             run.record(Accepted(submission))
         run.record(Applied(names, {}))
     peak = _own_memory("VmHWM") - before
     run.close(save=False)
     return peak
+
+
+class _Constant:
+    """Tensors with one value, as from the network."""
+
+    def fill(self, memory: memoryview) -> None:
+        torch.frombuffer(memory, dtype=torch.float32).fill_(1e-3)
+
+    def end(self) -> None: ...
 
 
 def _own_memory(line: str) -> int:

@@ -1,7 +1,8 @@
 """A round of a DiLoCo server, beside the same bytes through plain sockets, and beside torch.save.
 
 Each of the two workers is a process that sends a submission of bfloat16, waits for the other worker's, and receives as
-many bytes of parameters. The first round, which touches all memory for the first time, does not count.
+many bytes of parameters. The first rounds, which touch all memory and write all files for the first time, do not count:
+the server overwrites the files of submissions once a checkpoint has them.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from .timing import figure
 
 WORKERS = 2
 TENSORS = 16
+SAVE_EVERY = 3
+"""Rounds between two checkpoints of the server; as many do not count."""
 
 
 def server_rounds(size: int, repeats: int) -> list[Row]:
@@ -65,13 +68,18 @@ def server_rounds(size: int, repeats: int) -> list[Row]:
 
 
 def _seconds_per_round(work: Callable[..., list[float]], repeats: int, *arguments: Any) -> list[float]:
-    """Of each round after the first one, from the end of the round before. ``work``: returns when its rounds ended."""
-    running = [start_ranks(work, 1, number, repeats + 1, *arguments) for number in range(WORKERS)]
+    """Of each round after the first ones, from the end of the round before. ``work``: returns when its rounds ended."""
+    running = [start_ranks(work, 1, number, _rounds(repeats), *arguments) for number in range(WORKERS)]
     outcomes = [outcome for ranks in running for outcome in ranks.wait(3600)]
     if failed := [outcome.error for outcome in outcomes if outcome.exit_code]:
         raise RuntimeError(failed[0])
     ends = [max(each) for each in zip(*(outcome.value for outcome in outcomes), strict=True)]
-    return [end - before for before, end in itertools.pairwise(ends)]
+    return [end - before for before, end in itertools.pairwise(ends[SAVE_EVERY:])]
+
+
+def _rounds(repeats: int) -> int:
+    """Number of rounds, with those that do not count."""
+    return SAVE_EVERY + 1 + repeats
 
 
 def _specs(size: int) -> Specs:
@@ -88,7 +96,7 @@ def _tensors(specs: Specs) -> list[torch.Tensor]:
 def _ours(size: int, repeats: int) -> list[float]:
     specs = _specs(size)
     settings = Settings([spec.to_json() for spec in specs], 1)
-    rules = Rules(WORKERS, heartbeat_timeout=0.0, save_every=1000)
+    rules = Rules(WORKERS, heartbeat_timeout=0.0, save_every=SAVE_EVERY)
     with (
         tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".benchmark-") as folder,
         DiLoCoServer(folder, WORKERS, rules=rules) as server,
@@ -124,7 +132,9 @@ def _sockets(size: int, repeats: int) -> list[float]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         everyone = threading.Barrier(WORKERS)
         threads = [
-            threading.Thread(target=_serve_socket, args=(listener, everyone, size, repeats + 1), daemon=True)
+            threading.Thread(
+                target=_serve_socket, args=(listener, everyone, size, repeats + 1 + SAVE_EVERY), daemon=True
+            )
             for _ in range(WORKERS)
         ]
         for thread in threads:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,11 @@ from torch import nn
 import dalsegno as ds
 from dalsegno.callbacks import DiLoCoCallback, JsonLogger
 from dalsegno.diloco import DiLoCoServer, DiLoCoWorker, Rules, WorkerOptions, nesterov
-from dalsegno.diloco.frames import file_pieces
+from dalsegno.diloco.frames import in_file_order
 from dalsegno.diloco.outer import MakeOptimizer
 from dalsegno.diloco.run import OuterRun
 from dalsegno.diloco.signature import Specs, TensorSpec
-from dalsegno.diloco.state import Accepted, Applied, Joined, Settings, Submission
+from dalsegno.diloco.state import Accepted, Applied, Joined, Submission
 from dalsegno.system import filesystem
 from dalsegno.testing.tiny import TinyRegression, tiny_regression_data
 from support import layouts
@@ -32,10 +32,18 @@ def values(specs: Specs, seed: int) -> dict[str, torch.Tensor]:
     return {spec.name: torch.randn(spec.shape, generator=generator).to(spec.dtype) for spec in specs}
 
 
-def write_tensors(path: Path, specs: Specs, seed: int) -> Path:
-    tensors = values(specs, seed)
-    filesystem.write_pieces(path, file_pieces(specs, lambda spec: tensors[spec.name]))
-    return path
+class Given:
+    """Tensors that arrive, from memory."""
+
+    def __init__(self, specs: Specs, tensors: Mapping[str, torch.Tensor]) -> None:
+        data = [tensors[spec.name].reshape(-1).view(torch.uint8) for spec in in_file_order(specs)]
+        self._left = memoryview(torch.cat(data).numpy().data)
+
+    def fill(self, memory: memoryview) -> None:
+        memory[:], self._left = self._left[: len(memory)], self._left[len(memory) :]
+
+    def end(self) -> None:
+        assert not self._left
 
 
 def submission_of(worker_id: str, number: int, base: int, **other: Any) -> Submission:
@@ -47,9 +55,8 @@ def play(folder: Path, versions: int = 5, *, save_every: int = 2, save: bool = T
     """A run of two workers without network, from wherever it is to so many versions. Returns all that it led to."""
     run = OuterRun(folder, nesterov(), save_every)
     if not run.has_begun:
-        spooled = write_tensors(run.store.spool(), SPECS, 0)
-        run.begin(Settings([spec.to_json() for spec in SPECS], 1), spooled)
-        spooled.unlink()
+        with run.store.spooled(SPECS, Given(SPECS, values(SPECS, 0))) as arrived:
+            run.begin(arrived)
     for worker_id in ("w0", "w1"):
         if worker_id not in run.state.members:
             run.record(Joined(worker_id, 0, 0, False))
@@ -57,8 +64,9 @@ def play(folder: Path, versions: int = 5, *, save_every: int = 2, save: bool = T
         for seed, (worker_id, member) in enumerate(sorted(run.state.members.items())):
             if member.pending is None:
                 submission = submission_of(worker_id, member.number + 1, run.state.version, samples=2 + seed)
-                spooled = write_tensors(run.store.spool(), SPECS, 10 * submission.number + seed)
-                run.store.keep(spooled, submission)
+                given = Given(SPECS, values(SPECS, 10 * submission.number + seed))
+                with run.store.spooled(SPECS, given) as arrived:
+                    run.store.keep(arrived, submission)
                 run.record(Accepted(submission))
         run.record(Applied(["w0", "w1"], {}))
         run.keep_versions()

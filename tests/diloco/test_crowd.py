@@ -11,7 +11,7 @@ from dalsegno.diloco.coordinator import Coordinator
 from dalsegno.diloco.run import OuterRun
 from dalsegno.diloco.state import Settings
 from dalsegno.logs import read_records
-from diloco.scenes import SPECS, rules, submission_of, write_tensors
+from diloco.scenes import SPECS, Given, rules, submission_of, values
 
 SETTINGS = Settings([spec.to_json() for spec in SPECS], 1)
 
@@ -26,8 +26,8 @@ class Crowd:
         self.accepted: set[tuple[str, int]] = set()
         self.staleness = 0
         self.start()
-        spooled = write_tensors(self.coordinator.spool(), SPECS, 0)
-        self.coordinator.initialize(SETTINGS, spooled)
+        with self.coordinator.spooled(SPECS, Given(SPECS, values(SPECS, 0))) as arrived:
+            self.coordinator.initialize(arrived)
 
     def start(self) -> None:
         run = OuterRun(self.folder, delayed_nesterov(buffer_size=8), save_every=25)
@@ -60,7 +60,8 @@ class Crowd:
         count, base = self.alive[name]
         submission = submission_of(name, count + 1, base)
         assert self.coordinator.offer(submission) is not None
-        self.coordinator.accept(submission, write_tensors(self.coordinator.spool(), SPECS, count))
+        with self.coordinator.spooled(SPECS, Given(SPECS, values(SPECS, count))) as arrived:
+            self.coordinator.accept(submission, arrived)
         self.accepted.add((name, count + 1))
         assert self.coordinator.offer(submission) is None  # once more, as if the answer had been lost
 

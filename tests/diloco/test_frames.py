@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
-import itertools
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ from safetensors.torch import load
 
 from dalsegno.diloco.frames import (
     FrameLayout,
-    FrameParser,
     FrameReader,
     FrameWriter,
     frame_pieces,
@@ -23,6 +23,7 @@ from dalsegno.diloco.frames import (
     length_limits,
 )
 from dalsegno.diloco.signature import Specs, TensorSpec
+from dalsegno.diloco.spool import SpareFiles, spooled
 from dalsegno.errors import ConfigurationError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
@@ -53,16 +54,6 @@ def frame(head: dict[str, Any], specs: Specs, tensors: dict[str, torch.Tensor]) 
     return bytes(written)
 
 
-def parse(data: bytes, specs: Specs, cuts: list[int]) -> tuple[Any, bytes]:
-    file = bytearray()
-    parser = FrameParser(specs, file.extend)
-    places = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
-    for begin, end in itertools.pairwise(places):
-        parser.feed(data[begin:end])
-    parser.end()
-    return parser.head, bytes(file)
-
-
 def reading(data: bytes) -> Callable[[memoryview], None]:
     stream = io.BytesIO(data)
 
@@ -73,18 +64,26 @@ def reading(data: bytes) -> Callable[[memoryview], None]:
     return read_into
 
 
-@given(some_specs, st.dictionaries(st.text(max_size=5), st.integers()), st.lists(st.integers(0, 5000), max_size=8))
+def stored(data: bytes, specs: Specs, length: int | None = None) -> tuple[Any, bytes]:
+    """What a server stores of a frame: its head, and the file."""
+    with TemporaryDirectory() as folder:
+        reader = FrameReader(reading(data), specs, length=length)
+        with spooled(SpareFiles(Path(folder)), specs, reader) as arrived:
+            return reader.head, arrived.path.read_bytes()
+
+
+@given(some_specs, st.dictionaries(st.text(max_size=5), st.integers()))
 @settings(deadline=None)
-def test_a_frame_in_any_pieces(specs: Specs, head: dict[str, int], cuts: list[int]) -> None:
+def test_what_is_written_is_read_and_stored(specs: Specs, head: dict[str, int]) -> None:
     tensors = values(specs)
     data = frame(head, specs, tensors)
     least, most = length_limits(specs)
     assert least <= len(data) <= most
-    read, file = parse(data, specs, cuts)
+    read, file = stored(data, specs, len(data))
     assert read == head
-    stored = load(file)  # what is on disk is plain safetensors
-    assert stored.keys() == tensors.keys()
-    assert all(torch.equal(stored[name], tensors[name]) for name in tensors)
+    loaded = load(file)  # what is on disk is plain safetensors
+    assert loaded.keys() == tensors.keys()
+    assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
     reader = FrameReader(reading(data), specs)
     for spec in reader.order:
         target = torch.empty(spec.shape, dtype=spec.dtype)
@@ -102,8 +101,8 @@ def test_a_changed_byte_is_noticed(data: st.DataObject) -> None:
     place = data.draw(st.integers(0, len(good) - 1))
     bad = bytearray(good)
     bad[place] ^= data.draw(st.integers(1, 255))
-    with pytest.raises(ConfigurationError):
-        parse(bytes(bad), specs, [])
+    with pytest.raises((ConfigurationError, OSError)):
+        stored(bytes(bad), specs)
     with pytest.raises((ConfigurationError, OSError)):
         reader = FrameReader(reading(bytes(bad)), specs)
         for spec in reader.order:
@@ -116,17 +115,17 @@ def test_a_changed_byte_is_noticed(data: st.DataObject) -> None:
 def test_a_frame_that_is_cut_or_too_long(data: st.DataObject) -> None:
     specs = specs_of([(torch.float32, [3])])
     good = frame({}, specs, values(specs))
-    with pytest.raises(ConfigurationError, match="incomplete"):
-        parse(good[: data.draw(st.integers(0, len(good) - 1))], specs, [])
-    with pytest.raises(ConfigurationError, match="longer"):
-        parse(good + b"\0", specs, data.draw(st.lists(st.integers(0, 5000), max_size=3)))
+    with pytest.raises(OSError, match="the end"):
+        stored(good[: data.draw(st.integers(0, len(good) - 1))], specs)
+    with pytest.raises(ConfigurationError, match="shorter or longer"):
+        stored(good, specs, len(good) + data.draw(st.sampled_from([-1, 1])))
 
 
-@given(st.binary(max_size=200), st.lists(st.integers(0, 200), max_size=3))
+@given(st.binary(max_size=200))
 @settings(deadline=None)
-def test_noise_is_refused(data: bytes, cuts: list[int]) -> None:
-    with pytest.raises(ConfigurationError):
-        parse(data, specs_of([(torch.float32, [3])]), cuts)
+def test_noise_is_refused(data: bytes) -> None:
+    with pytest.raises((ConfigurationError, OSError)):
+        stored(data, specs_of([(torch.float32, [3])]))
 
 
 @pytest.mark.parametrize(
@@ -140,17 +139,23 @@ def test_noise_is_refused(data: bytes, cuts: list[int]) -> None:
 )
 def test_other_tensors_are_refused_before_a_byte_of_them(other: list[tuple[torch.dtype, list[int]]]) -> None:
     specs, theirs = specs_of([(torch.float32, [3])]), specs_of(other)
-    taken = bytearray()
-    parser = FrameParser(specs, taken.extend)
+    data = frame({}, theirs, values(theirs))
+    left = len(data)
+
+    def read_into(memory: memoryview) -> None:
+        nonlocal left
+        reading(data[-left:])(memory)
+        left -= len(memory)
+
     with pytest.raises(ConfigurationError, match="tensors"):
-        parser.feed(frame({}, theirs, values(theirs)))
-    assert not taken
+        FrameReader(read_into, specs)
+    assert left >= 16 + sum(spec.size for spec in theirs)
 
 
 def test_a_frame_of_the_bytes_of_tensors() -> None:
     specs = specs_of([(torch.float32, [300, 5]), (torch.bfloat16, [7])])
     tensors = values(specs)
-    _, file = parse(frame({"a": 1}, specs, tensors), specs, [])
+    _, file = stored(frame({"a": 1}, specs, tensors), specs)
     layout = FrameLayout({"b": 2}, specs)
     again = b"".join(frame_pieces(layout, [memoryview(file)[len(layout.header) :]]))
     assert len(again) == layout.length

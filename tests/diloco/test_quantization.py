@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dalsegno.diloco.frames import file_pieces
 from dalsegno.diloco.outer import BLOCK
 from dalsegno.diloco.quantization import GROUP, as_received, coded_size, element_count, quantize
-from dalsegno.diloco.signature import Specs, TensorSpec, as_sent
-from dalsegno.diloco.store import TensorFile, check_finite
+from dalsegno.diloco.signature import TensorSpec, as_sent
+from dalsegno.diloco.spool import SpareFiles, spooled
+from dalsegno.diloco.store import TensorFile
 from dalsegno.errors import ConfigurationError
-from dalsegno.system import filesystem
+from diloco.scenes import Given
 
 
 @given(st.integers(0, 10_000))
@@ -38,16 +38,15 @@ def test_zeros_stay_zeros() -> None:
     assert not as_received(torch.zeros(3, 100)).any()
 
 
-def write(path: Path, tensor: torch.Tensor) -> Specs:
+def write(folder: Path, tensor: torch.Tensor) -> TensorFile:
     specs = as_sent((TensorSpec("w", tensor.dtype, tuple(tensor.shape)),), bf16=True, int8=True)
-    coded = quantize(tensor)
-    filesystem.write_pieces(path, file_pieces(specs, lambda spec: coded))
-    return specs
+    with spooled(SpareFiles(folder), specs, Given(specs, {"w": quantize(tensor)})) as arrived:
+        return TensorFile(arrived.path, specs)
 
 
 def test_a_file_is_read_in_blocks(tmp_path: Path) -> None:
     tensor = torch.randn(BLOCK + 5 * GROUP + 3, generator=torch.Generator().manual_seed(0))
-    file = TensorFile(tmp_path / "w", write(tmp_path / "w", tensor))
+    file = write(tmp_path, tensor)
     blocks = [file.block("w", begin, min(BLOCK, len(tensor) - begin)).clone() for begin in (0, BLOCK)]
     assert torch.equal(torch.cat(blocks), as_received(tensor))
 
@@ -55,8 +54,7 @@ def test_a_file_is_read_in_blocks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_values_that_are_not_finite_are_found(tmp_path: Path, bad: float) -> None:
     tensor = torch.ones(3 * GROUP)
-    check_finite(tmp_path / "good", write(tmp_path / "good", tensor))
+    write(tmp_path, tensor)
     tensor[2 * GROUP + 1] = bad
-    specs = write(tmp_path / "bad", tensor)
     with pytest.raises(ConfigurationError, match="w contains NaN or infinity"):
-        check_finite(tmp_path / "bad", specs)
+        write(tmp_path, tensor)

@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from dalsegno.diloco import DiLoCoClient, DiLoCoServer, DiLoCoWorker, WorkerOptions
-from dalsegno.diloco.frames import FrameLayout, FrameWriter, in_file_order
+from dalsegno.diloco.frames import PIECE, FrameLayout, FrameWriter, in_file_order
 from dalsegno.diloco.signature import Specs, TensorSpec
 from dalsegno.diloco.state import Settings, Submission
 from dalsegno.errors import ConfigurationError, Locked, NotFound, NotRunning, StateMismatch
-from dalsegno.web import uploads
 from dalsegno.web.security import trusting
 from diloco.scenes import SPECS, Line, rules, submission_of, values
 
@@ -204,9 +203,9 @@ def test_a_worker_that_stops_in_mid_body_holds_up_no_round(scene: Scene) -> None
 
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_bodies_of_several_buffers(tmp_path: Path, certificate: tuple[Path, Path], encrypted: bool) -> None:
-    """As large as several of the server's buffers, and connections that are cut in the midst of them; the parameters
+    """As large as several pieces, and connections that are cut in the midst of them; the parameters
     come back as they were sent."""
-    specs = (TensorSpec("w", torch.float32, (5 * uploads.PIECE // 8,)), TensorSpec("b", torch.float32, (3,)))
+    specs = (TensorSpec("w", torch.float32, (5 * PIECE // 8,)), TensorSpec("b", torch.float32, (3,)))
     settings = Settings([spec.to_json() for spec in specs], 1)
     sent = values(specs, 0)
     files = dict(zip(("certfile", "keyfile"), certificate, strict=True)) if encrypted else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import socket
 from pathlib import Path
@@ -60,27 +61,53 @@ def test_a_client_that_does_not_read_is_cut_off(path: Path, goes: bool) -> None:
 
 
 def test_a_client_that_reads_slowly_but_steadily_gets_the_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At 16 KiB/s, of which 60 s are 960 KiB."""
-    parts: list[int] = []
+    """It takes 16 KiB at a time; in between, nothing can be sent."""
+    sendfile, calls = os.sendfile, itertools.count()
 
-    async def take(transport: object, file: object, offset: int, count: int, *, fallback: bool) -> int:
-        if count / (16 << 10) > 60.0:
-            raise TimeoutError
-        parts.append(count)
-        return count
+    def take(out: int, file: int, offset: int, count: int) -> int:
+        if next(calls) % 2:
+            raise BlockingIOError
+        return sendfile(out, file, offset, min(count, 16 << 10))
+
+    async def send() -> tuple[bool, bytes]:
+        ours, theirs = socket.socketpair()
+        transport = await transport_of(ours)
+        reader, writer = await asyncio.open_connection(sock=theirs)
+        reading = asyncio.create_task(reader.readexactly(SIZE))
+        monkeypatch.setattr(os, "sendfile", take)
+        with path.open("rb", buffering=0) as file:
+            is_sent = await send_file(transport, file, SIZE, 60.0)
+        received = await reading
+        transport.close()
+        writer.close()
+        return is_sent, received
+
+    assert asyncio.run(send()) == (True, path.read_bytes())
+    assert next(calls) > 2 * SIZE // (16 << 10)
+
+
+def test_a_connection_that_is_closed_meanwhile_gets_no_more(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file goes through a descriptor of its own, which closing the transport does not close."""
+    calls = []
 
     async def send() -> bool:
         ours, theirs = socket.socketpair()
         transport = await transport_of(ours)
-        monkeypatch.setattr(asyncio.get_running_loop(), "sendfile", take)
+
+        def close(out: int, file: int, offset: int, count: int) -> int:
+            calls.append(offset)
+            if offset:
+                transport.abort()
+            return count
+
+        monkeypatch.setattr(os, "sendfile", close)
         with path.open("rb", buffering=0) as file:
             is_sent = await send_file(transport, file, SIZE, 60.0)
-        transport.close()
         theirs.close()
         return is_sent
 
-    assert asyncio.run(send())
-    assert sum(parts) == SIZE
+    assert not asyncio.run(send())
+    assert len(calls) == 2
 
 
 def test_a_file_that_is_shorter_than_was_announced_ends_the_connection(path: Path) -> None:

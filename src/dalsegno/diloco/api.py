@@ -21,11 +21,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import Awaitable, Callable
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -37,17 +35,16 @@ from starlette.types import ASGIApp
 
 from dalsegno.errors import ConfigurationError, NotFound, NotRunning, StateMismatch
 from dalsegno.stateful.schema import Count, check
-from dalsegno.system import filesystem
-from dalsegno.web.answers import Answer, answer_error, off_loop, read_json, together
+from dalsegno.web.answers import Answer, answer_error, off_loop, read_json
 from dalsegno.web.downloads import FileAnswer
 from dalsegno.web.security import Gate
 from dalsegno.web.uploads import UPLOADS
 
 from .coordinator import Coordinator
-from .frames import FrameParser, length_limits
+from .frames import FrameReader, length_limits
 from .signature import Specs
+from .spool import SpooledTensors
 from .state import Settings, Submission, check_worker_id, submission_from_json
-from .store import check_finite
 
 LARGEST_DESCRIPTION = 1 << 26
 """Bytes of a worker's description of its model."""
@@ -189,8 +186,8 @@ class _Api:
             raise StateMismatch("this worker was not asked for parameters; register first")
         specs = settings.specs()
 
-        def finish(path: Path) -> None:
-            self._coordinator.initialize(settings, path)
+        def finish(arrived: SpooledTensors) -> None:
+            self._coordinator.initialize(arrived, settings.num_fragments)
 
         return await self._receive(request, specs, lambda head: None, finish)
 
@@ -219,8 +216,8 @@ class _Api:
             if submission_from_json(head) != submission:
                 raise ConfigurationError("the frame's head describes another submission than the one that was offered")
 
-        def finish(path: Path) -> None:
-            self._coordinator.accept(submission, path)
+        def finish(arrived: SpooledTensors) -> None:
+            self._coordinator.accept(submission, arrived)
 
         return await self._receive(request, specs, check_head, finish)
 
@@ -246,9 +243,13 @@ class _Api:
                     task.cancel()
 
     async def _receive(
-        self, request: Request, specs: Specs, check_head: Callable[[Any], object], finish: Callable[[Path], object]
+        self,
+        request: Request,
+        specs: Specs,
+        check_head: Callable[[Any], object],
+        finish: Callable[[SpooledTensors], object],
     ) -> Response:
-        """Write the tensors of a frame to a new file, call ``finish`` with it, and answer.
+        """Write the tensors of a frame to a file, call ``finish`` with it, and answer.
 
         Raises:
             ConfigurationError: if it is not a complete frame with these tensors, or has a NaN or an infinity.
@@ -257,22 +258,16 @@ class _Api:
         length = request.headers.get("content-length", "")
         if not length.isdecimal() or not least <= int(length) <= most:
             raise ConfigurationError(f"Content-Length: {length or 'missing'}; expected is {least} to {most}")
-        path = self._coordinator.spool()
-        descriptor = filesystem.open_own(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        try:
-            parser = FrameParser(specs, lambda data: filesystem.write_soon(descriptor, data, path))
+        upload = request.scope["extensions"][UPLOADS]()
+
+        def receive() -> None:
             try:
-                async for piece in request.scope["extensions"][UPLOADS](int(length)).pieces():
-                    await off_loop(partial(parser.feed, piece))
+                frame = FrameReader(upload.read_into, specs, length=int(length))
+                check_head(frame.head)
+                with self._coordinator.spooled(specs, frame) as arrived:
+                    finish(arrived)
             except ConnectionError:
                 raise ConfigurationError("the frame is incomplete: the connection was cut") from None
-            parser.end()
-            check_head(parser.head)
-            await together(
-                off_loop(lambda: filesystem.fsync(descriptor, path)), off_loop(lambda: check_finite(path, specs))
-            )
-            await off_loop(lambda: finish(path))
-            return Answer({}, headers={"Connection": "close"})
-        finally:
-            os.close(descriptor)
-            path.unlink(missing_ok=True)
+
+        await off_loop(receive)
+        return Answer({}, headers={"Connection": "close"})

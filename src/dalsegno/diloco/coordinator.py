@@ -12,6 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from dalsegno.errors import NotFound, NotRunning, StateMismatch
 from .rules import Rules
 from .run import OuterRun
 from .signature import Specs, check_same
+from .spool import Source, SpooledTensors
 from .state import Accepted, Applied, Joined, Left, Member, Returned, ServerState, Settings, Submission
 
 logger = logging.getLogger("dalsegno")
@@ -198,22 +200,22 @@ class Coordinator:
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
-    def spool(self) -> Path:
-        """Path of a new file for tensors that arrive."""
-        return self._run.store.spool()
+    def spooled(self, specs: Specs, source: Source) -> AbstractContextManager[SpooledTensors]:
+        """Write tensors that arrive to a file, on any thread: see :func:`.spool.spooled`."""
+        return self._run.store.spooled(specs, source)
 
-    def initialize(self, settings: Settings, spooled: Path) -> None:
+    def initialize(self, arrived: SpooledTensors, num_fragments: int = 1) -> None:
         """Take a worker's parameters as the first version.
 
         Raises:
             StateMismatch: if the run has parameters.
-            ConfigurationError: if a parameter is not finite, or has an impossible name.
+            ConfigurationError: if a parameter has an impossible name.
         """
         with self._lock:
             self._check_running()
             if self._run.has_begun:
                 raise StateMismatch("this run has parameters already; register again")
-            self._run.begin(settings, spooled)
+            self._run.begin(arrived, num_fragments)
 
     def parameters(self, version: int, fragment: int | None) -> Path:
         """The file of a version: a frame.
@@ -258,8 +260,8 @@ class Coordinator:
             if submission.fragment != state.version % state.settings.num_fragments:
                 raise StateMismatch(f"{who}: fragment {submission.fragment} is not that of this round")
 
-    def accept(self, submission: Submission, spooled: Path) -> None:
-        """Accept a submission whose file is complete, checked, and on disk. Once this returns it is never lost.
+    def accept(self, submission: Submission, arrived: SpooledTensors) -> None:
+        """Accept a submission. Once this returns it is never lost.
 
         Raises:
             StateMismatch: as :meth:`offer`: things may have changed while it was sent.
@@ -268,7 +270,7 @@ class Coordinator:
             self._check_running()
             if self.offer(submission) is None:
                 return
-            self._run.store.keep(spooled, submission)
+            self._run.store.keep(arrived, submission)
             self._run.record(Accepted(submission))
             self._lock.notify_all()
 

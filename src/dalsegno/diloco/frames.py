@@ -17,9 +17,11 @@ socket; no second copy of them is made.
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ import xxhash
 from dalsegno.checkpoint.format.layout import as_bytes
 from dalsegno.errors import ConfigurationError
 
-from .signature import Specs, TensorSpec, file_layout
+from .signature import Specs, file_layout
 
 PIECE = 1 << 20
 """Bytes that are handed to a socket or a file at a time."""
@@ -105,18 +107,21 @@ class FrameReader:
     Args:
         read_into: fills a buffer; raises OSError if the frame ends before.
         specs: of the tensors.
+        length: of the frame, in bytes, if it is known.
 
     Raises:
         ConfigurationError: if it is not a frame with these tensors, or its checksum differs.
     """
 
-    def __init__(self, read_into: Callable[[memoryview], object], specs: Specs) -> None:
+    def __init__(self, read_into: Callable[[memoryview], object], specs: Specs, *, length: int | None = None) -> None:
         self._read_into = read_into
         self._digest = xxhash.xxh3_128()
         expected = file_layout(specs)
         head_length, file_length = _unpack(self._bytes(_PREFIX.size))
         self.head = _parse_head(self._bytes(head_length))
         _check_file(file_length, expected.length)
+        if length not in (None, _PREFIX.size + head_length + file_length + _DIGEST):
+            raise ConfigurationError(f"the frame is shorter or longer than {length} bytes")
         _check_header(self._bytes(len(expected.header)), expected.header)
         self.order = in_file_order(specs)
 
@@ -124,7 +129,12 @@ class FrameReader:
         """Read the next tensor into ``target``, contiguous and on the CPU."""
         memory = target.view(-1).view(torch.uint8).numpy().data
         for begin in range(0, len(memory), PIECE):
-            self._fill(memory[begin : begin + PIECE])
+            self.fill(memory[begin : begin + PIECE])
+
+    def fill(self, memory: memoryview) -> None:
+        """Read the next bytes of the tensors."""
+        self._read_into(memory)
+        self._digest.update(memory)
 
     def end(self) -> None:
         """Compare the checksum."""
@@ -135,83 +145,8 @@ class FrameReader:
 
     def _bytes(self, length: int) -> bytes:
         data = bytearray(length)
-        self._fill(memoryview(data))
+        self.fill(memoryview(data))
         return bytes(data)
-
-    def _fill(self, memory: memoryview) -> None:
-        self._read_into(memory)
-        self._digest.update(memory)
-
-
-class FrameParser:
-    """Takes a frame in pieces of any size, and passes its safetensors file on.
-
-    Args:
-        specs: of the tensors.
-        write: takes the bytes of the file.
-
-    Raises:
-        ConfigurationError: on :meth:`feed` and :meth:`end`, if it is not a complete frame with these tensors.
-    """
-
-    def __init__(self, specs: Specs, write: Callable[[memoryview], object]) -> None:
-        self.head: Head = {}
-        self._write = write
-        self._file = file_layout(specs)
-        self._digest = xxhash.xxh3_128()
-        self._held = bytearray()  # of a part that is needed whole
-        self._left = self._file.length - len(self._file.header)  # bytes of tensors
-        self._parts = self._small_parts()
-        self._wanted = next(self._parts)
-        self._is_in_tensors = False
-        self._trailer = bytearray()
-
-    def feed(self, data: bytes | memoryview) -> None:
-        """Take the next piece."""
-        view = memoryview(data)
-        while len(view):
-            if self._is_in_tensors:
-                piece, view = view[: self._left], view[self._left :]
-                if len(piece):
-                    self._digest.update(piece)
-                    self._write(piece)
-                    self._left -= len(piece)
-                if len(view):
-                    self._trailer += view
-                    if len(self._trailer) > _DIGEST:
-                        raise ConfigurationError("the frame is longer than its tensors")
-                    return
-            else:
-                take = self._wanted - len(self._held)
-                self._held += view[:take]
-                view = view[take:]
-                if len(self._held) == self._wanted:
-                    part, self._held = bytes(self._held), bytearray()
-                    self._digest.update(part)
-                    self._next_part(part)
-
-    def end(self) -> None:
-        """Check that the frame is complete, and its checksum."""
-        if not self._is_in_tensors or self._left or len(self._trailer) != _DIGEST:
-            raise ConfigurationError("the frame is incomplete: the connection was cut")
-        _check_digest(self._digest.digest(), bytes(self._trailer))
-
-    def _next_part(self, part: bytes) -> None:
-        wanted = self._parts.send(part)
-        if wanted:
-            self._wanted = wanted
-        else:
-            self._is_in_tensors = True
-
-    def _small_parts(self) -> Any:
-        """Yield the length of each part before the tensors, receive the part; at last 0."""
-        head_length, file_length = _unpack((yield _PREFIX.size))
-        _check_file(file_length, self._file.length)
-        self.head = _parse_head((yield head_length))
-        header = yield len(self._file.header)
-        _check_header(header, self._file.header)
-        self._write(memoryview(header))
-        yield 0
 
 
 def frame_pieces(layout: FrameLayout, tensors: Iterable[memoryview]) -> Iterator[memoryview]:
@@ -223,13 +158,15 @@ def frame_pieces(layout: FrameLayout, tensors: Iterable[memoryview]) -> Iterator
     yield memoryview(digest.digest())
 
 
-def file_pieces(specs: Specs, tensor_of: Callable[[TensorSpec], torch.Tensor]) -> Iterator[memoryview]:
-    """The safetensors file of such tensors, in pieces."""
-    yield memoryview(file_layout(specs).header)
-    for spec in in_file_order(specs):
-        memory = as_bytes(tensor_of(spec)).numpy().data
-        for begin in range(0, len(memory), PIECE):
-            yield memory[begin : begin + PIECE]
+def is_whole_frame(path: Path) -> bool:
+    """Whether a file is a frame with the right checksum."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        left = max(0, os.fstat(file.fileno()).st_size - _DIGEST)
+        while left and (piece := file.read(min(PIECE, left))):
+            digest.update(piece)
+            left -= len(piece)
+        return file.read() == digest.digest()
 
 
 def _unpack(data: bytes) -> tuple[int, int]:

@@ -17,11 +17,11 @@ import torch
 
 from dalsegno.errors import NotFound, SaveFailed, StateMismatch
 
-from .frames import FrameLayout
 from .outer import BLOCK, MakeOptimizer, describe, outer_step, without_kernels
 from .signature import Specs, TensorSpec
+from .spool import SpooledTensors
 from .state import Accepted, Applied, Event, Result, ServerState, Settings, Submission
-from .store import Globals, ServerStore, TensorFile, check_finite
+from .store import Globals, ServerStore, TensorFile
 
 logger = logging.getLogger("dalsegno")
 
@@ -70,17 +70,17 @@ class OuterRun:
             raise NotFound("this run has no parameters yet; register first")
         return self._state
 
-    def begin(self, settings: Settings, spooled: Path) -> None:
+    def begin(self, arrived: SpooledTensors, num_fragments: int = 1) -> None:
         """Take a worker's parameters as the first version, and save them.
 
         Raises:
-            ConfigurationError: if a parameter is not finite, or has an impossible name.
+            ConfigurationError: if a parameter has an impossible name.
             SaveFailed: if they cannot be saved; the run has not begun.
         """
-        specs = settings.specs()
-        check_finite(spooled, specs)
+        specs = arrived.specs
+        settings = Settings([spec.to_json() for spec in specs], num_fragments)
         parts = Globals.of(specs, self._make_optimizer)
-        file = TensorFile(spooled, specs)
+        file = TensorFile(arrived.path, specs)
         for spec in specs:
             flat = parts.model.by_name[spec.name].data.view(-1)
             for begin in range(0, spec.count, BLOCK):
@@ -94,7 +94,7 @@ class OuterRun:
     def _recover(self) -> None:
         found = self.store.find()
         if found is None:
-            self.store.delete_submissions(except_for=())
+            self.store.release_submissions(except_for=())
             return
         checkpoint, state = found
         parts = Globals.of(state.settings.specs(), self._make_optimizer)
@@ -110,7 +110,8 @@ class OuterRun:
         events = list(self.store.events(after=state.events))
         accepted = [event.submission for event in events if isinstance(event, Accepted)]
         needed = [*state.pending(state.members), *accepted]
-        self.store.delete_submissions(except_for={each.file_name for each in needed})
+        self.store.release_submissions(except_for={each.file_name for each in needed})
+        self.store.release_damaged_versions()
         for event in events:
             self._carry_out(event)
         self.keep_versions()
@@ -224,17 +225,15 @@ class OuterRun:
         return self._is_kept(result.version, result.fragment)
 
     def _is_kept(self, version: int, fragment: int | None) -> bool:
-        """Whether the file of a version is complete: written without fsync, it may be shorter after a power cut."""
-        path = self.store.version_path(version, fragment)
-        return path.exists() and path.stat().st_size == FrameLayout({"version": version}, self.specs(fragment)).length
+        return self.store.version_path(version, fragment).exists()
 
     def keep_versions(self) -> None:
-        """Write the present parameters for workers that will fetch them; delete versions that no worker needs."""
+        """Write the present parameters for workers that will fetch them; release versions that no worker needs."""
         state = self.state
         results = [each for member in state.members.values() for each in member.results.values()]
         for fragment in {each.fragment for each in results if each.version == state.version}:
             if not self._is_kept(state.version, fragment):
                 self.store.write_version(state.version, fragment, self.specs(fragment), self._globals.model)
-        self.store.delete_versions(
+        self.store.release_versions(
             except_for={self.store.version_path(each.version, each.fragment) for each in results}
         )

@@ -10,15 +10,14 @@
       diloco/versions/00000012-all.frame   parameters as workers fetch them: all,
       diloco/versions/00000012-3.frame     or those of a fragment
 
-A submission is deleted once a checkpoint contains it, a version once no worker may ask for it again.
+Once a checkpoint contains a submission, and once no worker may ask for a version again, its file is overwritten by the
+next one: see :mod:`.spool`.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-import os
 from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from torch.optim import Optimizer
 
 from dalsegno.checkpoint import Checkpoint, CheckpointManager, ModelState, OptimizerState, saved_states
 from dalsegno.checkpoint.format.layout import StoredFile
-from dalsegno.errors import ConfigurationError, StateMismatch
+from dalsegno.errors import StateMismatch
 from dalsegno.logs import RecordLog, read_records
 from dalsegno.logs.line_file import LineFile
 from dalsegno.logs.rewind import PositionState
@@ -37,14 +36,14 @@ from dalsegno.policies.retention import Latest
 from dalsegno.stateful.component import Component
 from dalsegno.system import filesystem
 
-from .frames import FrameLayout, frame_pieces
+from .frames import FrameLayout, frame_pieces, is_whole_frame
 from .outer import BLOCK, GlobalModel, MakeOptimizer
 from .quantization import GROUP, dequantize, element_count
 from .signature import Specs, file_layout
+from .spool import Source, SpareFiles, SpooledTensors, spooled
 from .state import Event, ServerState, Submission, event_from_json, event_to_json
 
 _STATE, _LOG = "diloco", "log"  # keys of components
-_PARTIAL = ".partial"
 
 
 @dataclass(slots=True)
@@ -61,7 +60,7 @@ class Globals:
 
 
 class ServerStore:
-    """The files below ``folder``. Used on one thread at a time, but for :meth:`spool` and what reads versions."""
+    """The files below ``folder``. Used on one thread at a time, but for :meth:`spooled` and what reads versions."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -73,7 +72,7 @@ class ServerStore:
         self._manager = CheckpointManager(folder, keep=Latest(2))
         self._log = RecordLog("logs/train.jsonl", folder)
         self._log_position: PositionState | None = None
-        self._spooled = itertools.count()
+        self._spare_submissions, self._spare_versions = SpareFiles(self._submissions), SpareFiles(self._versions)
 
     # -- start and end ----------------------------------------------------------------------------------------------
 
@@ -85,7 +84,8 @@ class ServerStore:
             StateMismatch: if it is not a checkpoint of a DiLoCo server.
         """
         self._manager.remove_partial()
-        self.delete_partial()
+        self._spare_submissions.delete_all()
+        self._spare_versions.delete_all()
         found = self._manager.find()
         if found is None:
             self._log.open()
@@ -149,35 +149,30 @@ class ServerStore:
         components = [Component(_STATE, _Saved(state.to_json())), Component(_LOG, _LogPosition(self))]
         self._manager.save(state.version, self._sharded(parts), components)
         self._journal.replace([])
-        self.delete_submissions(except_for={each.file_name for each in state.pending(state.members)})
+        self.release_submissions(except_for={each.file_name for each in state.pending(state.members)})
 
     def _sharded(self, parts: Globals) -> list[ModelState | OptimizerState]:
         return [ModelState(parts.model), OptimizerState(parts.model, parts.optimizer)]
 
     # -- submissions ------------------------------------------------------------------------------------------------
 
-    def spool(self) -> Path:
-        """Path of a new file for tensors that arrive."""
-        return self._submissions / f".{os.getpid()}-{next(self._spooled)}{_PARTIAL}"
+    def spooled(self, specs: Specs, source: Source) -> AbstractContextManager[SpooledTensors]:
+        """Write tensors that arrive to a file: see :func:`.spool.spooled`."""
+        return spooled(self._spare_submissions, specs, source)
 
-    def keep(self, spooled: Path, submission: Submission) -> None:
+    def keep(self, arrived: SpooledTensors, submission: Submission) -> None:
         """Give a complete submission its name. It is on disk when this returns."""
-        filesystem.rename(spooled, self._submissions / submission.file_name)
+        arrived.keep(self._submissions / submission.file_name)
 
     def tensors(self, submission: Submission, specs: Specs) -> TensorFile:
         """The file of a submission."""
         return TensorFile(self._submissions / submission.file_name, submission.sent(specs))
 
-    def delete_submissions(self, *, except_for: Collection[str]) -> None:
-        """Delete the submissions that no event needs any more; not those that are just arriving."""
-        for path in self._submissions.iterdir():
-            if path.name not in except_for and path.suffix != _PARTIAL:
-                filesystem.remove(path)
-
-    def delete_partial(self) -> None:
-        """Delete what a killed server had received of submissions. Before the first :meth:`spool`."""
-        for path in self._submissions.glob(f".*{_PARTIAL}"):
-            filesystem.remove(path)
+    def release_submissions(self, *, except_for: Collection[str]) -> None:
+        """Let the files of submissions be overwritten that no event needs any more."""
+        for path in list(self._spare_submissions.named()):
+            if path.name not in except_for:
+                self._spare_submissions.give_back(path)
 
     # -- versions ---------------------------------------------------------------------------------------------------
 
@@ -187,17 +182,22 @@ class ServerStore:
 
     def write_version(self, version: int, fragment: int | None, specs: Specs, model: GlobalModel) -> None:
         """Write parameters for workers to fetch. Without fsync: the journal can make them again."""
-        path = self.version_path(version, fragment)
-        temporary = path.with_suffix(".tmp")
+        spare = self._spare_versions.take()
         layout = FrameLayout({"version": version}, specs)
-        filesystem.write_pieces(temporary, frame_pieces(layout, model.bytes_as_trained(layout.order)))
-        temporary.replace(path)
+        filesystem.write_pieces(spare, frame_pieces(layout, model.bytes_as_trained(layout.order)))
+        filesystem.rename_nosync(spare, self.version_path(version, fragment))
 
-    def delete_versions(self, *, except_for: Collection[Path]) -> None:
-        """Delete the versions that no worker may ask for any more."""
-        for path in self._versions.iterdir():
+    def release_versions(self, *, except_for: Collection[Path]) -> None:
+        """Let the files of versions be overwritten that no worker may ask for any more."""
+        for path in list(self._spare_versions.named()):
             if path not in except_for:
-                filesystem.remove(path)
+                self._spare_versions.give_back(path)
+
+    def release_damaged_versions(self) -> None:
+        """As :meth:`release_versions`, for those that a power cut has left with other content."""
+        for path in list(self._spare_versions.named()):
+            if not is_whole_frame(path):
+                self._spare_versions.give_back(path)
 
 
 class TensorFile:
@@ -215,18 +215,6 @@ class TensorFile:
         block = self._stored_block(name, begin, count)
         return block if spec.dtype != torch.int8 else dequantize(block, self._scales(name, begin, count))
 
-    def is_finite(self, name: str) -> bool:
-        """Whether a tensor has neither NaN nor infinity."""
-        spec, _ = self._stored[name]
-        is_coded = spec.dtype == torch.int8
-        count = element_count(spec.count) if is_coded else spec.count
-        for begin in range(0, count, BLOCK):
-            read = self._scales if is_coded else self._stored_block
-            bounds = torch.aminmax(read(name, begin, min(BLOCK, count - begin)))  # a NaN is both bounds
-            if not all(math.isfinite(bound) for bound in bounds):
-                return False
-        return True
-
     def _stored_block(self, name: str, begin: int, count: int) -> torch.Tensor:
         spec, span = self._stored[name]
         if spec.dtype not in self._scratch:
@@ -243,17 +231,6 @@ class TensorFile:
         coded = scales.view(spec.dtype)
         self._file.fill(coded, span, spec.dtype, (spec.count,), [(first, len(coded))])
         return scales
-
-
-def check_finite(path: Path, specs: Specs) -> None:
-    """
-    Raises:
-        ConfigurationError: if a tensor has a NaN or an infinity; names it.
-    """
-    file = TensorFile(path, specs)
-    for spec in specs:
-        if not file.is_finite(spec.name):
-            raise ConfigurationError(f"{spec.name} contains NaN or infinity; nothing of this submission is used")
 
 
 def _parse(text: bytes) -> tuple[int, Event]:

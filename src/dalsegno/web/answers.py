@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
@@ -44,13 +44,6 @@ async def off_loop(call: Callable[[], T]) -> T:
 
     threading.Thread(target=run, name="dalsegno-control-call", daemon=True).start()
     return await future
-
-
-async def together(*calls: Awaitable[object]) -> None:
-    """Wait until all of them have ended, then raise the first one's error, if there is one."""
-    for outcome in await asyncio.gather(*calls, return_exceptions=True):
-        if isinstance(outcome, BaseException):
-            raise outcome
 
 
 class Answer(Response):

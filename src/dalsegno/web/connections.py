@@ -164,18 +164,14 @@ class _Protocol(H11Protocol):
         scope["extensions"] = {UPLOADS: self.open_upload, DOWNLOADS: self.send_file if is_plain else None}
         await self._app(scope, receive, send)
 
-    def open_upload(self, length: int) -> Upload:
+    def open_upload(self) -> Upload:
         """Receive the body of the request in progress past the HTTP parser. The connection then closes: the answer
-        needs the header ``Connection: close``.
-
-        Args:
-            length: of the whole body, in bytes.
-        """
+        needs the header ``Connection: close``."""
         received = bytes(self.cycle.body)
         self.cycle.body = bytearray()
         self.cycle.keep_alive = False
-        self._upload = Upload(self, self.transport, received, length, self._watch)
         self.flow.resume_reading()
+        self._upload = Upload(self, self.transport, received, self._watch)
         self._watch()
         return self._upload
 

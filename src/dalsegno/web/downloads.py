@@ -6,6 +6,7 @@ Over TLS, which encrypts in this process, the file is read in pieces.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from io import FileIO
 
@@ -16,9 +17,10 @@ DOWNLOADS = "dalsegno.downloads"
 """Key in a scope's ``extensions``: a function that sends a file, whose length it is given, as the body of an answer."""
 
 PIECE = 1 << 20
-"""Bytes that are read at a time."""
+"""Bytes that are read or sent at a time: other connections wait for no more."""
 
-_PART = 1 << 18  # bytes that a client must take within the time for an answer: a slow one must be able to
+_FIRST = 1 << 12  # bytes that go through asyncio
+_LOOKS = 8  # attempts to send within the time in which a client must take something
 
 
 class FileAnswer(Response):
@@ -51,16 +53,60 @@ class FileAnswer(Response):
 
 
 async def send_file(transport: asyncio.Transport, file: FileIO, length: int, timeout: float) -> bool:
-    """Send a file. Returns whether it was sent: if the client does not take ``_PART`` bytes within ``timeout`` seconds,
-    or is gone, the connection is closed."""
+    """Send a file. Returns whether it was sent: if the client takes nothing for ``timeout`` seconds, or is gone, the
+    connection is closed."""
     loop = asyncio.get_running_loop()
+    first = min(_FIRST, length)
     try:
-        for begin in range(0, length, _PART):
-            part = min(_PART, length - begin)
-            if await asyncio.wait_for(loop.sendfile(transport, file, begin, part, fallback=False), timeout) < part:
-                raise EOFError("the file was truncated while it was sent")
+        # asyncio waits until what was written before is sent. It reports nothing before a part is sent completely, so
+        # the time for a large part would be too short for a slow client, and small parts would slow down a fast one.
+        if first and await asyncio.wait_for(loop.sendfile(transport, file, 0, first, fallback=False), timeout) < first:
+            raise EOFError("the file was truncated while it was sent")
+        if first < length:
+            await _send_rest(transport, file, first, length, timeout)
     except (OSError, TimeoutError, EOFError, RuntimeError):  # RuntimeError: the transport is closing
         transport.abort()
         await asyncio.sleep(0)  # the protocol is notified
         return False
     return True
+
+
+async def _send_rest(transport: asyncio.Transport, file: FileIO, begin: int, end: int, timeout: float) -> None:
+    """
+    Raises:
+        TimeoutError: if the client takes nothing for ``timeout`` seconds.
+        OSError: if the client is gone.
+        EOFError: if the file is too short.
+    """
+    loop = asyncio.get_running_loop()
+    descriptor = os.dup(transport.get_extra_info("socket").fileno())  # asyncio watches the transport's own
+    is_writable = asyncio.Event()
+    loop.add_writer(descriptor, is_writable.set)
+    try:
+        taken = loop.time()
+        while begin < end:
+            if transport.is_closing():
+                raise ConnectionAbortedError("the connection is closed")
+            is_writable.clear()
+            try:
+                count = os.sendfile(descriptor, file.fileno(), begin, min(PIECE, end - begin))
+            except BlockingIOError:
+                if loop.time() - taken > timeout:
+                    raise TimeoutError("the client takes nothing") from None
+                # Linux reports a socket as writable once a third of its buffer is free, which a slow client may not
+                # achieve in time; some bytes can be sent before.
+                await _wait(is_writable, timeout / _LOOKS)
+                continue
+            if not count:
+                raise EOFError("the file was truncated while it was sent")
+            begin, taken = begin + count, loop.time()
+            await asyncio.sleep(0)  # the turn of other connections
+    finally:
+        loop.remove_writer(descriptor)
+        os.close(descriptor)
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    """Wait for ``event``, but not longer."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), seconds)

@@ -1,0 +1,97 @@
+"""Files for tensors that arrive: only finite tensors get a name, and old files serve again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from dalsegno.diloco import nesterov
+from dalsegno.diloco.frames import PIECE
+from dalsegno.diloco.run import OuterRun
+from dalsegno.diloco.signature import Specs, TensorSpec
+from dalsegno.diloco.spool import SpareFiles, _is_finite, spooled
+from dalsegno.errors import ConfigurationError
+from diloco.scenes import Given, play, values
+
+WIDTHS = {
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+}
+
+
+def specs_of(dtype: torch.dtype, *counts: int) -> Specs:
+    return tuple(TensorSpec(f"p.{number}", dtype, (count,)) for number, count in enumerate(counts))
+
+
+@given(st.data())
+@settings(deadline=None)
+def test_any_bits_are_told_apart(data: st.DataObject) -> None:
+    dtype = data.draw(st.sampled_from(list(WIDTHS)))
+    bits = 8 * dtype.itemsize
+    drawn = data.draw(st.lists(st.integers(-(1 << bits - 1), (1 << bits - 1) - 1), min_size=1, max_size=5))
+    tensor = torch.tensor(drawn, dtype=WIDTHS[dtype]).view(dtype)
+    assert _is_finite(dtype)(tensor.view(torch.uint8).numpy()) == bool(torch.isfinite(tensor).all())
+
+
+@pytest.mark.parametrize("dtype", WIDTHS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_number_that_is_not_finite_is_found_wherever_it_is(tmp_path: Path, dtype: torch.dtype, bad: float) -> None:
+    specs = specs_of(dtype, 3, PIECE // dtype.itemsize + 5)
+    for name, place in (("p.0", 0), ("p.1", -1), ("p.1", PIECE // dtype.itemsize - 1)):
+        tensors = {each: tensor.clone() for each, tensor in values(specs, 0).items()}
+        tensors[name][place] = bad
+        with (
+            pytest.raises(ConfigurationError, match=f"{name} contains NaN or infinity"),
+            spooled(SpareFiles(tmp_path), specs, Given(specs, tensors)),
+        ):
+            pass
+
+
+def test_a_file_that_is_not_kept_is_overwritten_by_a_larger_and_a_smaller_one(tmp_path: Path) -> None:
+    files = SpareFiles(tmp_path)
+    for number, counts in enumerate([(7,), (PIECE, 9), (3, 3)]):
+        specs = specs_of(torch.float32, *counts)
+        with spooled(files, specs, Given(specs, values(specs, number))) as arrived:
+            assert len(list(tmp_path.iterdir())) == 1
+            stored = load_file(arrived.path)
+        assert all(torch.equal(stored[name], tensor) for name, tensor in values(specs, number).items())
+
+
+def test_a_file_that_is_kept_is_left_alone_until_it_is_given_back(tmp_path: Path) -> None:
+    files, specs = SpareFiles(tmp_path), specs_of(torch.float32, 4)
+    with spooled(files, specs, Given(specs, values(specs, 0))) as arrived:
+        arrived.keep(tmp_path / "first")
+    with spooled(files, specs, Given(specs, values(specs, 1))) as arrived:
+        arrived.keep(tmp_path / "second")
+    assert sorted(path.name for path in files.named()) == ["first", "second"]
+    assert torch.equal(load_file(tmp_path / "first")["p.0"], values(specs, 0)["p.0"])
+    inode = (tmp_path / "first").stat().st_ino
+    files.give_back(tmp_path / "first")
+    with spooled(files, specs, Given(specs, values(specs, 2))) as arrived:
+        assert arrived.path.stat().st_ino == inode
+    files.delete_all()
+    assert [path.name for path in tmp_path.iterdir()] == ["second"]
+
+
+def test_a_server_keeps_no_more_files_than_between_two_checkpoints(tmp_path: Path) -> None:
+    """Two submissions in each round, and a checkpoint after every second one."""
+    play(tmp_path, 9, save_every=2, save=False)
+    assert len(list((tmp_path / "diloco/submissions").iterdir())) <= 4
+
+
+def test_a_version_that_a_power_cut_mixed_up_is_made_again(tmp_path: Path) -> None:
+    """A version's file is not fsynced: after a power cut it may have some of the bytes that were there before."""
+    play(tmp_path, 3, save=False)
+    versions = tmp_path / "diloco/versions"
+    newest = max(path for path in versions.iterdir() if path.suffix == ".frame")
+    whole = newest.read_bytes()
+    newest.write_bytes(whole[:-40] + bytes(24) + whole[-16:])
+    OuterRun(tmp_path, nesterov(), 2).close(save=False)
+    assert newest.read_bytes() == whole
