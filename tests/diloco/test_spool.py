@@ -16,6 +16,7 @@ from dalsegno.diloco.run import OuterRun
 from dalsegno.diloco.signature import Specs, TensorSpec
 from dalsegno.diloco.spool import SpareFiles, _is_finite, spooled
 from dalsegno.errors import ConfigurationError
+from dalsegno.system import filesystem
 from diloco.scenes import Given, play, values
 
 WIDTHS = {
@@ -80,10 +81,18 @@ def test_a_file_that_is_kept_is_left_alone_until_it_is_given_back(tmp_path: Path
     assert [path.name for path in tmp_path.iterdir()] == ["second"]
 
 
-def test_a_server_keeps_no_more_files_than_between_two_checkpoints(tmp_path: Path) -> None:
-    """Two submissions in each round, and a checkpoint after every second one."""
-    play(tmp_path, 9, save_every=2, save=False)
-    assert len(list((tmp_path / "diloco/submissions").iterdir())) <= 4
+def test_a_server_writes_old_submissions_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two submissions in each round, and a checkpoint after every second one; at the end none is left."""
+    submissions, files = tmp_path / "diloco/submissions", set()
+
+    def watch(what: str, path: Path) -> None:
+        if what == "fsync" and path.parent == submissions:
+            files.add(path.stat().st_ino)
+
+    monkeypatch.setattr(filesystem, "watcher", watch)
+    play(tmp_path, 9, save_every=2)
+    assert 0 < len(files) <= 4
+    assert not list(submissions.iterdir())
 
 
 def test_a_version_that_a_power_cut_mixed_up_is_made_again(tmp_path: Path) -> None:

@@ -121,8 +121,10 @@ class ServerStore:
             yield event
 
     def close(self) -> None:
-        """Close the log."""
+        """Close the log, and delete the files that nothing refers to."""
         self._log.close()
+        self._spare_submissions.delete_all()
+        self._spare_versions.delete_all()
 
     # -- events, records, checkpoints -------------------------------------------------------------------------------
 
