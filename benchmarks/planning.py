@@ -1,29 +1,39 @@
-"""Planning who writes what, for 1,024 ranks that are simulated by torch's fake process group, and 10,000 tensors.
+"""Planning who writes what, and finding it again, for 1,024 ranks that are simulated by torch's fake process group, and
+10,000 tensors.
 
 Ours needs no word from another rank. With DCP each rank plans its part, pickles it to rank 0, and rank 0 makes one plan
-of all. What would take minutes is measured on a part, and scaled up by the number of pieces: both go piece by piece.
-A plan is kept from save to save; before each save it is only looked whether it still fits.
+of all, whose metadata every rank unpickles before it loads. What would take minutes with DCP is measured on a part, and
+scaled up by the number of pieces: it goes piece by piece. A plan is kept from save to save; before each save it is only
+looked whether it still fits.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import pickle
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import default_planner
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from dalsegno.checkpoint.format import names
+from dalsegno.checkpoint.format.index import Index
+from dalsegno.checkpoint.format.stored_tensors import ChunkReader
+from dalsegno.checkpoint.load.tensor_reader import planned_reads
 from dalsegno.checkpoint.save import planning
+from dalsegno.checkpoint.save.planning import Spread
 from dalsegno.checkpoint.state.contract import TensorsByComponent
 from dalsegno.testing import run_ranks
 
@@ -35,7 +45,7 @@ T = TypeVar("T")
 WORLD = 1024
 TENSORS = 10_000
 PART = 500
-"""Tensors that are measured on rank 0, where it goes rank by rank."""
+"""Tensors of which DCP plans the whole, where it goes rank by rank."""
 PLANS = 8
 """Of DCP's local plans that are made into one."""
 ROUNDS = 5
@@ -47,25 +57,32 @@ SMALL = {"world": 8, "tensors": 40, "part": 20, "rounds": 1}
 
 def run(world: int = WORLD, tensors: int = TENSORS, part: int = PART, rounds: int = ROUNDS) -> list[Row]:
     """Medians of the rounds."""
-    ours: dict[str, Figure] = run_ranks(_ours, 1, world, tensors, part, rounds, timeout=1500)[0]
-    local, size, whole = run_ranks(_dcp, 1, world, tensors, part, rounds, timeout=1500)[0]
-    scaled = ours["rank 0"] * tensors / part
+    ours: dict[str, Figure] = run_ranks(_ours, 1, world, tensors, rounds, timeout=1500)[0]
+    dcp: dict[str, float] = run_ranks(_dcp, 1, world, tensors, part, rounds, timeout=1500)[0]
     what = f"planning a save, {world:,} ranks and {tensors:,} tensors"
-    sent = f"DCP: {duration(local)}, and {size / 1e6:.0f} MB to rank 0"
+    find = f"finding its chunks before a load, {world:,} ranks and {tensors:,} tensors: each rank"
+    sent = f"DCP: {duration(dcp['rank'])}, and {dcp['sent'] / 1e6:.0f} MB to rank 0"
     return [
         Row(
             f"{what}: each rank",
             duration(ours["rank"]),
             sent,
-            f"{ours['rank'] / local:.2f} ×",
+            f"{ours['rank'] / dcp['rank']:.2f} ×",
             spread=ours["rank"].spread,
         ),
         Row(
-            f"{what}: rank 0 (scaled up)",
-            duration(scaled),
-            f"DCP: {duration(whole)}, and {size * world / 1e9:.1f} GB received",
-            f"{scaled / whole:.2f} ×",
+            f"{what}: rank 0",
+            duration(ours["rank 0"]),
+            f"DCP (scaled up): {duration(dcp['rank 0'])}, and {dcp['sent'] * world / 1e9:.1f} GB received",
+            f"{ours['rank 0'] / dcp['rank 0']:.3f} ×",
             spread=ours["rank 0"].spread,
+        ),
+        Row(
+            find,
+            f"{duration(ours['find'])}, of {ours['read'] / 1e6:.1f} MB",
+            f"DCP (scaled up): {duration(dcp['find'])}, of {dcp['read'] / 1e9:.1f} GB",
+            f"{ours['find'] / dcp['find']:.3f} ×",
+            spread=ours["find"].spread,
         ),
         Row(
             f"{what}: does the kept plan still fit?",
@@ -76,29 +93,61 @@ def run(world: int = WORLD, tensors: int = TENSORS, part: int = PART, rounds: in
     ]
 
 
-def _ours(world: int, tensors: int, part: int, rounds: int) -> dict[str, Figure]:
-    """Seconds; rank 0's for a part of the tensors."""
-    all_of_them, some = _as_rank(5, world, tensors), _as_rank(0, world, part)
-    before = planning.signature(all_of_them(dict), {})
-    return {
-        "rank": all_of_them(lambda state: _median(lambda: planning.plan(state, {}, {}), rounds)),
-        "rank 0": some(lambda state: _median(lambda: planning.plan(state, {}, {}), rounds)),
-        "kept": all_of_them(lambda state: _median(lambda: planning.signature(state, {}) == before, rounds)),
-    }
+def _ours(world: int, tensors: int, rounds: int) -> dict[str, Figure]:
+    """Seconds; ``read``: bytes that a rank reads before it loads."""
+    of_one, of_zero = _as_rank(5, world, tensors), _as_rank(0, world, tensors)
+    before = planning.signature(of_one(dict), {})
+    with tempfile.TemporaryDirectory() as directory:
+        files = _Files(Path(directory), of_zero(_planned), of_one(_planned))
+        return {
+            "rank": of_one(lambda state: _median(lambda: _planned(state), rounds)),
+            "rank 0": of_zero(lambda state: _median(lambda: _planned(state), rounds)),
+            "kept": of_one(lambda state: _median(lambda: planning.signature(state, {}) == before, rounds)),
+            "find": of_one(lambda state: _median(lambda: files.find(state), rounds)),
+            "read": figure([files.read]),
+        }
 
 
-def _dcp(world: int, tensors: int, part: int, rounds: int) -> tuple[float, int, float]:
-    """Seconds of a rank's plan; its bytes; seconds for the whole of all ranks' plans."""
+def _planned(state: TensorsByComponent) -> planning.Plan:
+    Spread.of.cache_clear()
+    return planning.plan(state, {}, {})
+
+
+class _Files:
+    """The index, and a rank's file of tensors, without their bytes."""
+
+    def __init__(self, directory: Path, of_zero: planning.Plan, of_rank: planning.Plan) -> None:
+        assert of_zero.index is not None
+        (own,) = of_rank.files
+        self._directory = directory
+        self._index = directory / names.INDEX
+        self._index.write_bytes(of_zero.index)
+        self.file(own.name).parent.mkdir()
+        self.file(own.name).write_bytes(own.layout.header)
+        os.truncate(self.file(own.name), own.layout.length)
+        self.read = len(of_zero.index) + len(own.layout.header)
+
+    def file(self, name: str) -> Path:
+        return self._directory / name
+
+    def find(self, state: TensorsByComponent) -> None:
+        """As before a load with the same layout."""
+        index, reader = Index.read(self._index), ChunkReader(self)
+        for read in planned_reads(state, index):
+            reader.span(read.chunk, read.dtype)
+
+
+def _dcp(world: int, tensors: int, part: int, rounds: int) -> dict[str, float]:
+    """Seconds and bytes; those of all ranks' plans are scaled up."""
 
     def planned(state: TensorsByComponent) -> SavePlan:
         planner = DefaultSavePlanner(flatten_sharded_tensors=False)
         planner.set_up_planner(state, is_coordinator=False)
         return planner.create_local_plan()
 
-    of_one = _as_rank(5, world, tensors)
-    local = of_one(lambda state: _median(lambda: planned(state), rounds))
-    size = len(pickle.dumps(of_one(planned)))
+    of_one, of_part = _as_rank(5, world, tensors), _as_rank(5, world, part)
     plans = [_as_rank(rank, world, part)(planned) for rank in range(PLANS)]
+    more = (world / PLANS) * (tensors / part)
 
     def together() -> None:
         planner = DefaultSavePlanner(flatten_sharded_tensors=False)
@@ -107,7 +156,20 @@ def _dcp(world: int, tensors: int, part: int, rounds: int) -> tuple[float, int, 
             planner.create_global_plan(list(plans))
 
     logging.getLogger(default_planner.__name__).setLevel(logging.ERROR)
-    return local, size, _median(together, rounds) * (world / PLANS) * (tensors / part)
+    metadata = pickle.dumps(default_planner.create_default_global_save_plan(list(plans))[1])
+
+    def found(state: TensorsByComponent) -> None:
+        planner = DefaultLoadPlanner(flatten_sharded_tensors=False)
+        planner.set_up_planner(state, pickle.loads(metadata), is_coordinator=False)
+        planner.create_local_plan()
+
+    return {
+        "rank": of_one(lambda state: _median(lambda: planned(state), rounds)),
+        "sent": len(pickle.dumps(of_one(planned))),
+        "rank 0": _median(together, rounds) * more,
+        "find": of_part(lambda state: _median(lambda: found(state), rounds)) * more,
+        "read": len(metadata) * more,
+    }
 
 
 def _median(work: Callable[[], object], rounds: int) -> Figure:

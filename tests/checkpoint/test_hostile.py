@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import xxhash
 
 from checkpoint import jobs
 from checkpoint.parts import Saved
 from dalsegno.checkpoint import CheckpointManager
-from dalsegno.checkpoint.format.manifest import _checksum_of
+from dalsegno.checkpoint.format.manifest import Checkpoint, _checksum_of
+from dalsegno.checkpoint.inspect.json_view import readable_tensors
+from dalsegno.errors import DamagedCheckpoint
 from dalsegno.testing import run_ranks, start_ranks
 
 
@@ -95,17 +98,30 @@ def edited(directory: Path, name: str, old: str, new: str) -> None:
 @pytest.mark.parametrize(
     ("name", "old", "new"),
     [
-        ("index.json", '"file":"model/shard-00000.safetensors"', '"file":"../../../../etc/passwd"'),
-        ("index.json", '"file":"model/shard-00000.safetensors"', '"file":"optimizer"'),
-        ("index.json", '"bytes":[', '"bytes":[99999999,'),
-        ("index.json", '"offsets":[0', '"offsets":[1'),
+        ("index.json", '"ranks":[0', '"ranks":[7'),
+        ("index.json", '"ranks":[0', '"ranks":[-1'),
+        ("index.json", '"ranks":[0', '"ranks":[16777216'),
+        ("index.json", '"ranks":[0', '"ranks":[0,1,2'),
+        ("index.json", '"ranks":[0', '"ranks":["../../../../etc/passwd"'),
+        ("index.json", '"mesh":[1', '"mesh":[3'),
+        ("index.json", '"mesh":[1', '"mesh":[0'),
+        ("index.json", '"mesh":[1', '"mesh":[281474976710655,281474976710655'),
+        ("index.json", '"cuts":[', '"cuts":[[0,9]'),
+        ("index.json", '"cuts":[', '"cuts":[[9,0]'),
+        ("index.json", '"cuts":[', '"cuts":[[0,0],[0,0]'),
+        ("index.json", '"cuts":[', '"cuts":[[0]'),
+        ("index.json", '"sharding":0', '"sharding":1'),
+        ("index.json", '"sharding":0', '"sharding":-1'),
+        ("index.json", '"sharding":0', '"sharding":0,"replica":1'),
+        ("index.json", '"sharding":0', '"sharding":0,"frozen":true'),
         ("index.json", '"dtype":"float32"', '"dtype":"load"'),
         ("index.json", '"shape":[7', '"shape":[7000000000000'),
         ("index.json", '"shape":[7', '"shape":[-7'),
         ("index.json", '"shape":[7', '"shape":[true'),
         ("index.json", '"shape":[7', '"shape":[7.0'),
-        ("index.json", '"bytes":[', '"bytes":[-'),
-        ("index.json", '"pieces":[', '"pieces":[{},'),
+        ("index.json", '"format":4', '"format":1'),
+        ("index.json", '"format":4', '"format":[4]'),
+        ("index.json", '"model.0.', '"model.9.'),
         ("shared.json", '"$tensor"', '"$int"'),
         ("shared.json", '"dtype":"float32"', '"dtype":"object"'),
         ("shared.json", '"format":1', '"format":9'),
@@ -124,6 +140,64 @@ def test_a_lie_in_one_place(tmp_path: Path, name: str, old: str, new: str) -> No
     with pytest.raises((OSError, ValueError)) as raised:
         manager.load(found, saved.sharded, saved.components)
     assert type(raised.value).__module__ == "dalsegno.errors", raised.value
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"file": "model/shard-00000.safetensors"', '"file": "../../../../etc/passwd"'),
+        ('"file": "model/shard-00000.safetensors"', '"file": "optimizer"'),
+        ('"offsets": [0', '"offsets": [1'),
+        ('"shape": [7', '"shape": [-7'),
+        ('"bytes": [', '"bytes": [-'),
+        ('"pieces": [', '"pieces": [{},'),
+    ],
+)
+def test_a_lie_in_an_index_of_a_former_format(tmp_path: Path, old: str, new: str) -> None:
+    manager, saved = CheckpointManager(tmp_path), Saved()
+    saved.save(manager, 1)
+    lay_former_index(manager.path_of(1))
+    found = manager.find()
+    assert found is not None
+    manager.load(found, saved.sharded, saved.components)
+    edited(manager.path_of(1), "index.json", old, new)
+    found = manager.find()
+    assert found is not None
+    with pytest.raises((OSError, ValueError)) as raised:
+        manager.load(found, saved.sharded, saved.components)
+    assert type(raised.value).__module__ == "dalsegno.errors", raised.value
+
+
+def lay_former_index(directory: Path) -> None:
+    """The index as the formats 1 to 3 had it."""
+    tensors = readable_tensors(Checkpoint.open(directory))
+    (directory / "index.json").write_text(json.dumps({"format": 1, "tensors": tensors}))
+    agreeing_manifest(directory)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"0.weight":{"dtype":"F32","shape":[7,3]', b'"9.weight":{"dtype":"F32","shape":[7,3]'),
+        (b'"data_offsets":[0,', b'"data_offsets":[8,'),
+        (b'"data_offsets":[', b'"data_offsets":{'),
+    ],
+)
+def test_a_header_that_contradicts_the_index_changes_nothing(tmp_path: Path, old: bytes, new: bytes) -> None:
+    manager, saved = CheckpointManager(tmp_path), Saved()
+    saved.save(manager, 1)
+    path = manager.path_of(1) / "model/shard-00000.safetensors"
+    content = path.read_bytes()
+    assert old in content
+    path.write_bytes(content.replace(old, new, 1))
+    agreeing_manifest(manager.path_of(1))
+    other = Saved()
+    before = [each.clone() for each in other.model.parameters()]
+    found = manager.find()
+    assert found is not None
+    with pytest.raises(DamagedCheckpoint, match="shard-00000"):
+        manager.load(found, other.sharded, other.components)
+    assert all(torch.equal(was, now) for was, now in zip(before, other.model.parameters(), strict=True))
 
 
 DEEP = "[" * 200_000 + "]" * 200_000
@@ -192,6 +266,7 @@ def lay_index(directory: Path, tensor: dict[str, Any]) -> None:
 
 def twice_the_same_half(directory: Path) -> None:
     """As many elements as the tensor has; the other half would stay what it happened to be in memory."""
+    lay_former_index(directory)
     index = json.loads((directory / "index.json").read_bytes())
     (piece,) = index["tensors"]["model.2.weight"]["pieces"]
     rows, begin = piece["shape"][1] * 4, piece["bytes"][0]

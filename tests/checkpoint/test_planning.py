@@ -18,9 +18,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from dalsegno.checkpoint import CheckpointManager
 from dalsegno.checkpoint.format.index import Index
-from dalsegno.checkpoint.load.dcp_reader import load
-from dalsegno.checkpoint.save.planning import box_at
+from dalsegno.checkpoint.format.sharding import Sharding
+from dalsegno.checkpoint.load.tensor_reader import load
 from dalsegno.checkpoint.state.contract import Captured
+from dalsegno.checkpoint.state.sharding import cuts_of
 from dalsegno.errors import CannotSave
 from dalsegno.testing import run_ranks
 
@@ -33,6 +34,13 @@ def spread(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], list[Plac
     shape, mesh = draw(SHAPES), draw(MESHES)
     shards = st.integers(0, len(shape) - 1).map(Shard)
     return shape, mesh, [draw(st.just(Replicate()) | shards) for _ in mesh]
+
+
+def box_at(
+    shape: tuple[int, ...], mesh: tuple[int, ...], coordinate: tuple[int, ...], placements: list[Placement]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    box = Sharding((), mesh, cuts_of(placements, mesh)).box_at(shape, coordinate)
+    return box.offsets, box.shape
 
 
 @given(spread())

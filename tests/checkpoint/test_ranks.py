@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from checkpoint import jobs
 from checkpoint.sameness import assert_same
+from dalsegno.checkpoint.format.manifest import Checkpoint
+from dalsegno.checkpoint.inspect.json_view import readable_tensors
 from dalsegno.errors import RankFailed
 from dalsegno.testing import run_ranks
 
@@ -32,16 +33,15 @@ def test_what_one_world_saves_another_loads(
 
 def test_what_is_replicated_is_saved_once(tmp_path: Path) -> None:
     run_ranks(jobs.save_after_training, 2, tmp_path, "ddp", "adamw")
-    index = json.loads((tmp_path / "checkpoints/step-00000002/index.json").read_text())
-    pieces = [piece for tensor in index["tensors"].values() for piece in tensor["pieces"]]
-    assert len(pieces) == len(index["tensors"])
+    tensors = readable_tensors(Checkpoint.open(tmp_path / "checkpoints/step-00000002"))
+    pieces = [piece for tensor in tensors.values() for piece in tensor["pieces"]]
+    assert len(pieces) == len(tensors)
     assert {piece["file"][-17:-12] for piece in pieces} == {"00000", "00001"}  # and by the rank that had less to do
 
 
 def test_each_rank_has_its_own_shard(tmp_path: Path) -> None:
     run_ranks(jobs.save_after_training, 2, tmp_path, "fsdp", "adamw")
-    index = json.loads((tmp_path / "checkpoints/step-00000002/index.json").read_text())
-    weight = index["tensors"]["model.embed.weight"]
+    weight = readable_tensors(Checkpoint.open(tmp_path / "checkpoints/step-00000002"))["model.embed.weight"]
     assert [(piece["file"], piece["offsets"], piece["shape"]) for piece in weight["pieces"]] == [
         ("model/shard-00000.safetensors", [0, 0], [4, 5]),
         ("model/shard-00001.safetensors", [4, 0], [3, 5]),

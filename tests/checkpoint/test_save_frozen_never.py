@@ -144,7 +144,7 @@ def test_the_base_is_compared_by_diff(tmp_path: Path, capsys: pytest.CaptureFixt
 )
 def test_a_forged_fingerprint_is_refused(tmp_path: Path, damage: Callable[[dict[str, Any]], None]) -> None:
     from dalsegno.checkpoint.format.fingerprints import read_fingerprints
-    from dalsegno.checkpoint.format.index import index_of
+    from dalsegno.checkpoint.format.index import Index
 
     trainer(tmp_path, 2).train()
     checkpoint = newest(tmp_path)
@@ -153,7 +153,7 @@ def test_a_forged_fingerprint_is_refused(tmp_path: Path, damage: Callable[[dict[
     damage(content["tensors"]["layers.0.weight"])
     path.write_text(json.dumps(content))
     with pytest.raises(ds.DamagedCheckpoint):
-        read_fingerprints(checkpoint, index_of(checkpoint))
+        read_fingerprints(checkpoint, Index.of_checkpoint(checkpoint))
 
 
 def train_on_ranks(folder: Path, steps: int, parallel: str, seed: int) -> None:

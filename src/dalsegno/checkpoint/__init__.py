@@ -14,7 +14,7 @@ this rank → ``save/staging`` copies tensors into buffers laid out as the files
 thread → ``format/checkpoint_dir`` writes the manifest and publishes by a rename → unkept checkpoints are deleted.
 
 A load: :meth:`CheckpointManager.find` verifies every byte of the newest checkpoint → :meth:`CheckpointManager.load` →
-``load/restore`` compares it with the run and prepares all states, or refuses → ``load/dcp_reader`` reads each rank's
+``load/restore`` compares it with the run and prepares all states, or refuses → ``load/tensor_reader`` reads each rank's
 shards into tensors of ``state/sharded`` → ``load/states`` restores all other components from the sidecars.
 
 Names are imported on first use, so that commands which only read checkpoints need not import torch.

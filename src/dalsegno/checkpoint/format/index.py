@@ -1,19 +1,22 @@
-"""index.json: where each chunk of each sharded tensor is stored, so that no rank reads the headers of all files.
+"""index.json: every sharded tensor, and which ranks have written which part of it.
 
 ::
 
-    {"format": 1, "tensors": {"model.weight": {"dtype": "float32", "shape": [4, 2], "pieces": [
-        {"file": "model/shard-00000.safetensors", "bytes": [4096, 4112], "offsets": [0, 0], "shape": [2, 2]}, …]}}}
+    {"format": 4,
+     "shardings": [{"ranks": [0, 1, 2, 3], "mesh": [2, 2], "cuts": [[1, 0]]}],
+     "tensors": {"model.weight": {"dtype": "float32", "shape": [4, 2], "sharding": 0, "replica": 1}}}
 
-``bytes`` is the range in the file; ``offsets`` and ``shape`` are the chunk's box in the full tensor. With
-``save_frozen="never"`` there is a section ``absent`` of the tensors that are not saved: ``{"dtype": …, "shape": …}``.
+``cuts``: dimension 1 of the mesh cuts dimension 0 of the tensor, into parts of equal length, rounded up. Along the rest
+of the mesh (dimension 0) are copies: replica 1 was written, by the ranks 2 and 3, to ``model/shard-00002.safetensors``
+and ``model/shard-00003.safetensors``; with ``"frozen": true`` to ``model/frozen-…``. The header of each file has the
+positions in it, so that no rank writes or reads those of all files: at 1,024 ranks and 10,000 tensors they take 1 GB.
+
+With ``save_frozen="never"`` there is a section ``absent`` of the tensors that are not saved, each with dtype and shape.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,58 +27,44 @@ import torch
 from dalsegno.errors import DamagedCheckpoint
 from dalsegno.stateful.schema import Must, check
 
-from . import names
-from .layout import DTYPES, byte_count, is_shape, name_of
-from .manifest import Checkpoint, read_json
+from . import former_index, names
+from .chunks import ListedChunks, ShardedChunks
+from .former_index import FormEntry, FormerIndexFile
+from .layout import DTYPES, is_shape, name_of
+from .manifest import FORMAT, Checkpoint, read_json
+from .sharding import Sharding
+from .stored_tensors import StoredTensor
 
-FORMAT = 1
-
-_MOST_CUTS = 8  # dimensions along which a tensor may be sharded
-
-Shape = Annotated[list[Any], Must("a list of dimensions", is_shape)]
-
-
-class PieceEntry(TypedDict):
-    file: str
-    bytes: Shape
-    offsets: Shape
-    shape: Shape
+_MOST_RANKS = 1 << 24
 
 
-class FormEntry(TypedDict):
-    dtype: Annotated[str, Must(f"one of {', '.join(DTYPES)}", DTYPES.__contains__)]
-    shape: Shape
+def _is_ranks(value: object) -> bool:
+    return isinstance(value, list) and all(type(rank) is int and 0 <= rank < _MOST_RANKS for rank in value)
+
+
+def _is_cut(value: object) -> bool:
+    return is_shape(value) and len(value) == 2  # type: ignore[arg-type]
+
+
+class ShardingEntry(TypedDict):
+    ranks: Annotated[list[Any], Must("a list of ranks", _is_ranks)]
+    mesh: Annotated[list[Any], Must("a list of dimensions", is_shape)]
+    cuts: list[Annotated[list[Any], Must("a pair of dimensions", _is_cut)]]
 
 
 class TensorEntry(FormEntry):
-    pieces: list[PieceEntry]
+    sharding: int
+    replica: NotRequired[int]
+    frozen: NotRequired[bool]
 
 
 class IndexFile(TypedDict):
     """Content of the file."""
 
-    format: Literal[1]
+    format: Literal[4]
+    shardings: list[ShardingEntry]
     tensors: dict[str, TensorEntry]
     absent: NotRequired[dict[str, FormEntry]]
-
-
-@dataclass(frozen=True, slots=True)
-class StoredChunk:
-    """A box of a tensor. ``span``: its first byte in ``file`` and the byte after its last."""
-
-    file: str
-    span: tuple[int, int]
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor in a checkpoint. Its chunks cover each element exactly once; an absent tensor has none."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    chunks: tuple[StoredChunk, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,56 +86,76 @@ class Index:
         """Tensors of one component, saved or not."""
         return self.of(component) | self.absent_of(component)
 
-    def to_bytes(self) -> bytes:
-        tensors = {
-            name: {
-                "dtype": name_of(each.dtype),
-                "shape": each.shape,
-                "pieces": [
-                    {"file": chunk.file, "bytes": chunk.span, "offsets": chunk.offsets, "shape": chunk.shape}
-                    for chunk in each.chunks
-                ],
-            }
-            for name, each in self.tensors.items()
-        }
-        absent = {name: {"dtype": name_of(each.dtype), "shape": each.shape} for name, each in self.absent.items()}
-        content = {"format": FORMAT, "tensors": tensors} | ({"absent": absent} if absent else {})
-        return json.dumps(content, separators=(",", ":")).encode()
+    @classmethod
+    def of_checkpoint(cls, checkpoint: Checkpoint) -> Index:
+        """Read the index of a verified checkpoint.
+
+        Raises:
+            DamagedCheckpoint: if it is invalid.
+        """
+        return cls.read(checkpoint.file(names.INDEX))
 
     @classmethod
     def read(cls, path: Path) -> Index:
-        """Read the index at ``path``.
+        """Read the index at ``path``, of this format or a former one.
 
         Raises:
             DamagedCheckpoint: if the file is not an index, or the chunks of a tensor do not cover it exactly once.
         """
-        content = read_json(path)
-        check(content, IndexFile, str(path), DamagedCheckpoint)
+        return cls.parse(read_json(path), path)
+
+    @classmethod
+    def parse(cls, content: Any, path: Path) -> Index:
+        """As :meth:`read`, from the content of a file; ``path`` is for messages only."""
+        is_former = isinstance(content, dict) and content.get("format") == former_index.FORMAT
+        check(content, FormerIndexFile if is_former else IndexFile, str(path), DamagedCheckpoint)
         try:
-            return cls(
-                {name: _tensor(name, entry) for name, entry in content["tensors"].items()},
-                {
-                    name: StoredTensor(DTYPES[entry["dtype"]], tuple(entry["shape"]), ())
-                    for name, entry in content.get("absent", {}).items()
-                },
-            )
+            tensors = former_index.tensors_of(content) if is_former else _tensors_of(content)
         except ValueError as error:
             raise DamagedCheckpoint(f"{path}: {error}") from error
+        absent = {
+            name: StoredTensor(DTYPES[entry["dtype"]], tuple(entry["shape"]), ListedChunks(()))
+            for name, entry in content.get("absent", {}).items()
+        }
+        return cls(tensors, absent)
 
 
-def index_of(checkpoint: Checkpoint) -> Index:
-    """Read the index of a verified checkpoint.
+class IndexWriter:
+    """Builds the index of a checkpoint tensor by tensor."""
 
-    Raises:
-        DamagedCheckpoint: if it is invalid, or a chunk is not in one of the checkpoint's files.
-    """
-    path, sizes = checkpoint.file(names.INDEX), checkpoint.manifest.files
-    index = Index.read(path)
-    for name, stored in index.tensors.items():
-        for chunk in stored.chunks:
-            if chunk.file not in sizes or chunk.span[1] > sizes[chunk.file].size:
-                raise DamagedCheckpoint(f"{path}: {name}: bytes {list(chunk.span)} are not in {chunk.file!r}")
-    return index
+    def __init__(self) -> None:
+        self._shardings: dict[Sharding, int] = {}
+        self._tensors: dict[str, TensorEntry] = {}
+        self._absent: dict[str, FormEntry] = {}
+
+    def add(
+        self,
+        name: str,
+        dtype: torch.dtype,
+        shape: Sequence[int],
+        sharding: Sharding,
+        *,
+        replica: int = 0,
+        is_frozen: bool = False,
+    ) -> None:
+        """Add the tensor ``<component>.<name>``; the other arguments as in :class:`ShardedChunks`."""
+        number = self._shardings.setdefault(sharding, len(self._shardings))
+        entry: TensorEntry = {"dtype": name_of(dtype), "shape": list(shape), "sharding": number}
+        if replica:
+            entry["replica"] = replica
+        if is_frozen:
+            entry["frozen"] = True
+        self._tensors[name] = entry
+
+    def add_absent(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> None:
+        """Add a tensor that is not saved."""
+        self._absent[name] = {"dtype": name_of(dtype), "shape": list(shape)}
+
+    def to_bytes(self) -> bytes:
+        """Content of the file."""
+        shardings = [{"ranks": each.ranks, "mesh": each.mesh, "cuts": each.cuts} for each in self._shardings]
+        content = {"format": FORMAT, "shardings": shardings, "tensors": self._tensors}
+        return json.dumps(content | ({"absent": self._absent} if self._absent else {}), separators=(",", ":")).encode()
 
 
 def _within(component: str, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -154,49 +163,17 @@ def _within(component: str, tensors: Mapping[str, StoredTensor]) -> dict[str, St
     return {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
 
 
-def split(full_name: str) -> tuple[str, str]:
-    """Component, and the tensor's name within it. A callback's component contains a dot: ``callbacks.EMA``."""
-    component, _, name = full_name.partition(".")
-    if component == "callbacks":
-        own, _, name = name.partition(".")
-        component = f"{component}.{own}"
-    return component, name
-
-
-def _tensor(name: str, entry: TensorEntry) -> StoredTensor:
-    dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
-    chunks = tuple(_chunk(name, chunk, dtype, shape) for chunk in entry["pieces"])
-    if not _cover(chunks, shape):
-        raise ValueError(f"the chunks of {name} do not cover it")
-    return StoredTensor(dtype, shape, chunks)
-
-
-def _cover(chunks: Sequence[StoredChunk], whole: tuple[int, ...]) -> bool:
-    """Whether the chunks, all within ``whole``, cover each element once.
-
-    They do if the element counts are equal, and if the corners of the full tensor are the only ones that occur an odd
-    number of times: then an odd number of chunks covers each element, which can only be one. No pairs are compared.
-    """
-    full = [chunk for chunk in chunks if math.prod(chunk.shape)]
-    if sum(math.prod(chunk.shape) for chunk in full) != math.prod(whole):
-        return False
-    cut = [dimension for dimension, size in enumerate(whole) if any(chunk.shape[dimension] != size for chunk in full)]
-    if len(full) <= 1:
-        return True
-    if len(cut) > _MOST_CUTS:
-        return False
-    odd: set[tuple[int, ...]] = set()
-    for chunk in full:
-        ends = ((chunk.offsets[each], chunk.offsets[each] + chunk.shape[each]) for each in cut)
-        odd.symmetric_difference_update(itertools.product(*ends))
-    return odd == set(itertools.product(*((0, whole[each]) for each in cut)))
-
-
-def _chunk(name: str, entry: PieceEntry, dtype: torch.dtype, whole: tuple[int, ...]) -> StoredChunk:
-    span, offsets, shape = entry["bytes"], tuple(entry["offsets"]), tuple(entry["shape"])
-    inside = len(offsets) == len(shape) == len(whole) and all(
-        begin + size <= limit for begin, size, limit in zip(offsets, shape, whole, strict=True)
-    )
-    if not inside or len(span) != 2 or span[1] - span[0] != byte_count(shape, dtype):
-        raise ValueError(f"a chunk of {name} is outside the tensor")
-    return StoredChunk(entry["file"], (span[0], span[1]), offsets, shape)
+def _tensors_of(content: IndexFile) -> Mapping[str, StoredTensor]:
+    shardings = [Sharding.checked(each["ranks"], each["mesh"], each["cuts"]) for each in content["shardings"]]
+    tensors = {}
+    for full_name, entry in content["tensors"].items():
+        shape, replica = tuple(entry["shape"]), entry.get("replica", 0)
+        if not 0 <= entry["sharding"] < len(shardings):
+            raise ValueError(f"{full_name}: there is no sharding {entry['sharding']}")
+        sharding = shardings[entry["sharding"]]
+        if not sharding.fits(shape) or not 0 <= replica < sharding.owners.shape[1]:
+            raise ValueError(f"{full_name}: its sharding is not one of a tensor of shape {list(shape)}")
+        component, name = names.component_and_name(full_name)
+        chunks = ShardedChunks(component, name, shape, sharding, replica, entry.get("frozen", False))
+        tensors[full_name] = StoredTensor(DTYPES[entry["dtype"]], shape, chunks)
+    return tensors

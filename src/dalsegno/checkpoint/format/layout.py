@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 from dalsegno.errors import CannotSave, DamagedCheckpoint, StateMismatch
 from dalsegno.system import filesystem
 
+from .header import METADATA, HeaderEntry, read_header
 from .manifest import opened
 
 SAFETENSORS_NAMES = {
@@ -47,9 +48,7 @@ DTYPES: dict[str, torch.dtype] = {str(dtype).removeprefix("torch."): dtype for d
 }
 """Every dtype that a checkpoint can contain, by torch's name."""
 
-_METADATA = "__metadata__"
 _KNOWN = frozenset(DTYPES.values())
-_LARGEST_HEADER = 100_000_000  # bytes; the limit of other safetensors readers too
 _DTYPES_OF_SAFETENSORS = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 
 
@@ -131,8 +130,8 @@ class FileLayout:
 
 
 def _header(placed: Sequence[tuple[TensorChunk, tuple[int, int]]]) -> bytes:
-    if any(chunk.name == _METADATA for chunk, _ in placed):
-        raise CannotSave(f"cannot save a tensor named {_METADATA}, which safetensors reserves; rename it")
+    if any(chunk.name == METADATA for chunk, _ in placed):
+        raise CannotSave(f"cannot save a tensor named {METADATA}, which safetensors reserves; rename it")
     entries: dict[str, Any] = {}
     parts: dict[str, Any] = {}
     for chunk, span in placed:
@@ -143,7 +142,7 @@ def _header(placed: Sequence[tuple[TensorChunk, tuple[int, int]]]) -> bytes:
             part = {"offsets": chunk.offsets, "shape": chunk.whole, "dtype": name_of(chunk.dtype)}
             parts[chunk.name] = part
     metadata = {"format": "pt"} | ({"parts": json.dumps(parts)} if parts else {})
-    text = json.dumps({_METADATA: metadata, **entries}, separators=(",", ":")).encode()
+    text = json.dumps({METADATA: metadata, **entries}, separators=(",", ":")).encode()
     padding = -(8 + len(text)) % filesystem.PAGE
     return (len(text) + padding).to_bytes(8, "little") + text + b" " * padding
 
@@ -169,7 +168,7 @@ class StoredFile:
 
     def tensor(self, span: tuple[int, int], dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         """Read the tensor of ``dtype`` and ``shape`` at ``span``."""
-        self._check(span, dtype, shape)
+        self.check(span, dtype, shape)
         memory = torch.empty(span[1] - span[0], dtype=torch.uint8)
         self._read(memory, span[0])
         return memory.view(dtype).view(list(shape))
@@ -188,7 +187,7 @@ class StoredFile:
             target: a tensor of the box's shape.
             box: begin and length in each dimension.
         """
-        self._check(span, dtype, shape)
+        self.check(span, dtype, shape)
         if not shape:
             target.copy_(self.tensor(span, dtype, shape))
             return
@@ -210,7 +209,11 @@ class StoredFile:
                 part = part.narrow(dimension, at, length)
             target[done : done + rows].copy_(part)
 
-    def _check(self, span: tuple[int, int], dtype: torch.dtype, shape: Sequence[int]) -> None:
+    def check(self, span: tuple[int, int], dtype: torch.dtype, shape: Sequence[int]) -> None:
+        """
+        Raises:
+            DamagedCheckpoint: if a tensor of ``dtype`` and ``shape`` cannot be at ``span``.
+        """
         begin, end = span
         if not 0 <= begin <= end <= self._length or end - begin != byte_count(shape, dtype):
             raise DamagedCheckpoint(
@@ -238,51 +241,35 @@ class StoredFile:
 
     def spans(self) -> dict[str, tuple[int, int]]:
         """Span of each tensor, from the file's header."""
-        begin, header = self._header()
-        return {name: (begin + span[0], begin + span[1]) for name, (_, _, span) in header.items()}
+        return {name: entry.span for name, entry in self.header().items()}
 
-    def entries(self) -> dict[str, tuple[torch.dtype, tuple[int, ...], tuple[int, int]]]:
-        """Dtype, shape and span of each tensor, from the file's header.
+    def entries(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Dtype and shape of each tensor, from the file's header.
 
         Raises:
             DamagedCheckpoint: if a span is outside the file or has another length than dtype and shape.
             StateMismatch: for a dtype that only other readers of safetensors know.
         """
-        begin, header = self._header()
         entries = {}
-        for name, (kind, shape, span) in header.items():
+        for name, entry in self.header().items():
+            kind, shape = entry.kind, entry.shape
             if kind not in _DTYPES_OF_SAFETENSORS:
                 raise StateMismatch(f"{self.path}: {name} has the dtype {kind!r}, which this dalsegno does not support")
-            dtype, place = _DTYPES_OF_SAFETENSORS[kind], (begin + span[0], begin + span[1])
+            dtype = _DTYPES_OF_SAFETENSORS[kind]
             if not is_shape(shape):
                 raise DamagedCheckpoint(f"{self.path}: {name} has the shape {shape!r}")
-            self._check(place, dtype, shape)
-            entries[name] = (dtype, tuple(shape), place)
+            self.check(entry.span, dtype, shape)
+            entries[name] = (dtype, tuple(shape))
         return entries
 
-    def _header(self) -> tuple[int, dict[str, tuple[Any, Any, list[int]]]]:
-        """Position of the first tensor; dtype, shape, and offsets from there of each tensor, unchecked."""
-        length = int.from_bytes(self._bytes(0, 8), "little")
-        if length > self._length - 8:
-            raise DamagedCheckpoint(f"{self.path}: its header is truncated")
-        if length > _LARGEST_HEADER:
-            raise DamagedCheckpoint(f"{self.path}: its header is larger than safetensors allows")
+    def header(self) -> Mapping[str, HeaderEntry]:
+        """The file's header, read anew; errors are those of :func:`read_header`."""
         try:
-            header = json.loads(self._bytes(8, length))
-            header.pop(_METADATA, None)
-            entries = {
-                name: (entry.get("dtype"), entry.get("shape"), entry["data_offsets"]) for name, entry in header.items()
-            }
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise DamagedCheckpoint(f"{self.path}: its header is not a safetensors header ({error!r})") from error
-        if not all(is_shape(span) and len(span) == 2 for _, _, span in entries.values()):
-            raise DamagedCheckpoint(f"{self.path}: its header has invalid data_offsets")
-        return 8 + length, entries
-
-    def _bytes(self, begin: int, length: int) -> bytes:
-        memory = torch.empty(length, dtype=torch.uint8)
-        self._read(memory, begin)
-        return memory.numpy().tobytes()
+            return read_header(self.path, self._descriptor)
+        except OSError as error:
+            if error.errno is None:
+                raise
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
 
 def _is_plain_memory(tensor: torch.Tensor) -> bool:

@@ -2,8 +2,7 @@
 
 ::
 
-    {"format": 2,        3 if frozen parameters are not saved
-     "step": 500, "world_size": 2, "torch": "2.13.0", "dalsegno": "0.1.0", "created": "2026-…Z",
+    {"format": 4, "step": 500, "world_size": 2, "torch": "2.13.0", "dalsegno": "0.1.0", "created": "2026-…Z",
      "metrics": {"eval_loss": 2.5}, "best": true,
      "finite": false,     only if NaN or infinity is in the weights
      "files": {"model/shard-00000.safetensors": {"size": 8192, "xxh3": "…32 hex digits…"}, …},
@@ -33,9 +32,7 @@ from dalsegno.policies.retention import Entry
 
 from . import names
 
-FORMAT = 2
-FORMAT_WITHOUT_FROZEN = 3
-"""Of a checkpoint without its frozen parameters, which an older version would take for a damaged one."""
+FORMAT = 4
 
 _READ_BYTES = 1 << 20  # bytes hashed at once: still in the processor's cache
 _READERS = 4  # files read at once: a network disk gives one reader a fraction of its bandwidth
@@ -98,7 +95,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         content = {
-            "format": FORMAT_WITHOUT_FROZEN if names.fingerprints_among(self.files) else FORMAT,
+            "format": FORMAT,
             "step": self.step,
             "world_size": self.world_size,
             "torch": self.torch,
@@ -145,10 +142,9 @@ class Manifest:
             _expect(type(content) is dict, "not an object")
             claimed = content.pop("xxh3")
             _expect(claimed == _checksum_of(content), "its content does not match its checksum")
-            if type(content["format"]) is not int or content["format"] > FORMAT_WITHOUT_FROZEN:
-                newest = FORMAT_WITHOUT_FROZEN
+            if type(content["format"]) is not int or content["format"] > FORMAT:
                 raise StateMismatch(
-                    f"{path}: has format {content['format']!r}; this version of dalsegno reads up to {newest}"
+                    f"{path}: has format {content['format']!r}; this version of dalsegno reads up to {FORMAT}"
                 )
             return cls._parse(content)
         except StateMismatch:

@@ -5,7 +5,7 @@
     <output_dir>/checkpoints/
       step-00000500/                            a published checkpoint
         manifest.json                           written last: what it does not name is not part of the checkpoint
-        index.json                              where each sharded tensor is stored
+        index.json                              every sharded tensor, and which ranks have written it
         model/shard-00000.safetensors           one directory per sharded component, one file per writing rank
         model/frozen-00000.safetensors          parameters that are not trained, in files of their own: hard links to
                                                 those of the checkpoint before, if unchanged
@@ -61,6 +61,15 @@ def is_partial(path: Path) -> bool:
 
 def is_quarantined(path: Path) -> bool:
     return _DAMAGED.fullmatch(path.name) is not None
+
+
+def component_and_name(full_name: str) -> tuple[str, str]:
+    """Component of a tensor, and its name within it. A callback's component contains a dot: ``callbacks.EMA``."""
+    component, _, name = full_name.partition(".")
+    if component == "callbacks":
+        own, _, name = name.partition(".")
+        component = f"{component}.{own}"
+    return component, name
 
 
 def shard(component: str, rank: int) -> str:

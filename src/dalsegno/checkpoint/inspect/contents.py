@@ -4,45 +4,26 @@ from __future__ import annotations
 
 import torch
 
-from dalsegno.checkpoint.format import index, names
-from dalsegno.checkpoint.format.index import Index, StoredTensor
-from dalsegno.checkpoint.format.layout import StoredFile
+from dalsegno.checkpoint.format.index import Index
 from dalsegno.checkpoint.format.manifest import Checkpoint
-from dalsegno.checkpoint.load import dcp_reader
+from dalsegno.checkpoint.format.names import component_and_name
+from dalsegno.checkpoint.format.stored_tensors import ChunkReader
 from dalsegno.checkpoint.load.states import SavedStates
 from dalsegno.stateful.component import State
 
 
 def read_tensors(checkpoint: Checkpoint) -> dict[str, dict[str, torch.Tensor]]:
-    """Component to name to full tensor, on the CPU, assembled from the shards of all ranks. In one process only.
+    """Component to name to full tensor, on the CPU, assembled from the shards of all ranks.
 
     Raises:
         DamagedCheckpoint: if a file has content that dalsegno cannot have written.
     """
-    stored = Index.read(checkpoint.file(names.INDEX))
-    components = sorted({index.split(name)[0] for name in stored.tensors})
-    tensors = {
-        component: {name: torch.empty(each.shape, dtype=each.dtype) for name, each in stored.of(component).items()}
-        for component in components
-    }
-    dcp_reader.load(tensors, checkpoint, stored)
-    return tensors
-
-
-def full_tensor(stored: StoredTensor, checkpoint: Checkpoint) -> torch.Tensor:
-    """A full tensor from its chunks; each file is open only while its chunk is copied.
-
-    Raises:
-        DamagedCheckpoint: if a chunk is not where the index says.
-    """
-    full = torch.empty(stored.shape, dtype=stored.dtype)
-    for chunk in stored.chunks:
-        box = full
-        for dimension, (begin, length) in enumerate(zip(chunk.offsets, chunk.shape, strict=True)):
-            box = box.narrow(dimension, begin, length)
-        whole_chunk = [(0, length) for length in chunk.shape]
-        StoredFile(checkpoint.file(chunk.file)).fill(box, chunk.span, stored.dtype, chunk.shape, whole_chunk)
-    return full
+    reader = ChunkReader(checkpoint)
+    tensors: dict[str, dict[str, torch.Tensor]] = {}
+    for full_name, stored in Index.of_checkpoint(checkpoint).tensors.items():
+        component, name = component_and_name(full_name)
+        tensors.setdefault(component, {})[name] = reader.full_tensor(stored)
+    return dict(sorted(tensors.items()))
 
 
 def saved_states(checkpoint: Checkpoint) -> dict[str, list[State]]:

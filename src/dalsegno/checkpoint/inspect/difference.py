@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from dalsegno.checkpoint.format import names
 from dalsegno.checkpoint.format.fingerprints import read_fingerprints
-from dalsegno.checkpoint.format.index import Index, StoredTensor
+from dalsegno.checkpoint.format.index import Index
 from dalsegno.checkpoint.format.layout import name_of
 from dalsegno.checkpoint.format.manifest import Checkpoint
+from dalsegno.checkpoint.format.stored_tensors import ChunkReader, StoredTensor
 from dalsegno.stateful.component import State
 
-from .contents import full_tensor, saved_states
+from .contents import saved_states
 
 CHUNK = 1 << 20
 """Elements compared as float64 at once."""
@@ -69,7 +69,8 @@ def tensor_differences(first: Checkpoint, second: Checkpoint) -> Iterator[Tensor
     Raises:
         DamagedCheckpoint: if an index has content that dalsegno cannot have written.
     """
-    indexes = [Index.read(each.file(names.INDEX)) for each in (first, second)]
+    indexes = [Index.of_checkpoint(each) for each in (first, second)]
+    readers = [ChunkReader(each) for each in (first, second)]
     yield from _base_differences(*zip((first, second), indexes, strict=True))
     one, other = (each.tensors for each in indexes)
     for name in _union(one, other):
@@ -77,7 +78,7 @@ def tensor_differences(first: Checkpoint, second: Checkpoint) -> Iterator[Tensor
         if forms[0] != forms[1]:
             yield TensorDifference(name, forms)
         elif not _same_bytes(first, one[name], second, other[name]):
-            pair = full_tensor(one[name], first), full_tensor(other[name], second)
+            pair = readers[0].full_tensor(one[name]), readers[1].full_tensor(other[name])
             if found := _difference(name, *pair):
                 yield found
 
@@ -153,9 +154,9 @@ def _form(dtype: torch.dtype, shape: Sequence[int]) -> str:
 
 def _same_bytes(first: Checkpoint, one: StoredTensor, second: Checkpoint, other: StoredTensor) -> bool:
     """Whether the files' checksums prove equality without reading a byte."""
-    return one.chunks == other.chunks and all(
-        first.manifest.files[chunk.file] == second.manifest.files[chunk.file] for chunk in one.chunks
-    )
+    chunks = list(one.chunks)
+    files = ([each.manifest.files.get(chunk.file) for chunk in chunks] for each in (first, second))
+    return chunks == list(other.chunks) and all(here == there is not None for here, there in zip(*files, strict=True))
 
 
 def _difference(name: str, one: torch.Tensor, other: torch.Tensor) -> TensorDifference | None:

@@ -11,7 +11,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dalsegno.checkpoint.format import names
-from dalsegno.checkpoint.format.manifest import Checkpoint, read_json
+from dalsegno.checkpoint.format.chunks import ShardedChunks
+from dalsegno.checkpoint.format.header import HeaderEntry, read_header
+from dalsegno.checkpoint.format.manifest import Checkpoint, opened, read_json
+from dalsegno.checkpoint.format.sharding import Sharding
 from dalsegno.errors import DamagedCheckpoint
 
 Json = Any
@@ -34,18 +37,19 @@ def readable_states(checkpoint: Checkpoint) -> dict[str, list[Json]]:
 
 
 def readable_tensors(checkpoint: Checkpoint) -> dict[str, Json]:
-    """Every sharded tensor, by ``<component>.<name>``: dtype, shape and chunks, from the index. One that is not
-    saved (``save_frozen="never"``) has no chunks.
+    """Every sharded tensor, by ``<component>.<name>``: dtype, shape and chunks, from the index and the files' headers.
+    One that is not saved (``save_frozen="never"``) has no chunks.
 
     Raises:
-        DamagedCheckpoint: if the index has content that dalsegno cannot have written.
+        DamagedCheckpoint: if the index or a header has content that dalsegno cannot have written, or a file is missing.
     """
     path = checkpoint.file(names.INDEX)
     content = read_json(path)
     try:
         absent = {name: {**entry, "pieces": []} for name, entry in content.get("absent", {}).items()}
-        return {name: _tensor(entry) for name, entry in {**content["tensors"], **absent}.items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        saved = content["tensors"] if "shardings" not in content else _listed(checkpoint, content)
+        return {name: _tensor(entry) for name, entry in {**saved, **absent}.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError) as error:
         raise DamagedCheckpoint(f"{path}: not an index ({error!r})") from error
 
 
@@ -85,6 +89,32 @@ def _entries(checkpoint: Checkpoint, name: str) -> list[tuple[str, Mapping[str, 
     except (TypeError, KeyError, AttributeError) as error:
         raise DamagedCheckpoint(f"{path}: not a sidecar ({error!r})") from error
     raise DamagedCheckpoint(f"{path}: not a sidecar")
+
+
+def _listed(checkpoint: Checkpoint, content: Mapping[str, Any]) -> dict[str, Json]:
+    """The tensors of an index as former formats have them: with every chunk, and its bytes in its file."""
+    shardings = [Sharding.checked(each["ranks"], each["mesh"], each["cuts"]) for each in content["shardings"]]
+    headers: dict[str, Mapping[str, HeaderEntry]] = {}
+    listed = {}
+    for full_name, entry in content["tensors"].items():
+        component, name = names.component_and_name(full_name)
+        shape, sharding = tuple(_numbers(entry["shape"])), shardings[entry["sharding"]]
+        pieces = []
+        for chunk in ShardedChunks(
+            component, name, shape, sharding, entry.get("replica", 0), entry.get("frozen", False)
+        ):
+            if chunk.file not in headers:
+                path = checkpoint.file(chunk.file)
+                with opened(path) as descriptor:
+                    headers[chunk.file] = read_header(path, descriptor)
+            if name not in headers[chunk.file]:
+                raise DamagedCheckpoint(f"{checkpoint.file(chunk.file)}: does not contain {name}")
+            span = list(headers[chunk.file][name].span)
+            pieces.append(
+                {"file": chunk.file, "bytes": span, "offsets": [*chunk.box.offsets], "shape": [*chunk.box.shape]}
+            )
+        listed[full_name] = {"dtype": entry["dtype"], "shape": entry["shape"], "pieces": pieces}
+    return listed
 
 
 def _tensor(entry: Any) -> Json:

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from dalsegno.checkpoint.format import names
-from dalsegno.checkpoint.format.index import Index, StoredTensor
+from dalsegno.checkpoint.format.index import Index
 from dalsegno.checkpoint.format.keys import MODEL, SETTINGS
 from dalsegno.checkpoint.format.manifest import Checkpoint
+from dalsegno.checkpoint.format.stored_tensors import StoredTensor
 from dalsegno.checkpoint.inspect import listing
 from dalsegno.checkpoint.load.states import SavedStates
 from dalsegno.errors import ConfigurationError, DamagedCheckpoint, NotFound
@@ -84,7 +84,7 @@ def export_adapters(
     _check_free(target)
     source = listing.newest_verified(Path(checkpoint))
     source = best_of(source) if best else source
-    index, saved = Index.read(source.file(names.INDEX)), SavedStates(source)
+    index, saved = Index.of_checkpoint(source), SavedStates(source)
     stored = index.of(MODEL) | (averages(index, average) if average is not None else {})
     configurations = _configurations(saved.state(SETTINGS) if SETTINGS in saved else {})
     if not configurations:

@@ -16,14 +16,13 @@ from pathlib import Path
 
 import torch
 
-from dalsegno.checkpoint.format import index, names
-from dalsegno.checkpoint.format.index import Index, StoredTensor
+from dalsegno.checkpoint.format.index import Index
 from dalsegno.checkpoint.format.keys import CALLBACKS, MODEL
 from dalsegno.checkpoint.format.layout import SAFETENSORS_NAMES, byte_count, name_of
 from dalsegno.checkpoint.format.manifest import Checkpoint
-from dalsegno.checkpoint.format.names import checkpoint_path
+from dalsegno.checkpoint.format.names import checkpoint_path, component_and_name
+from dalsegno.checkpoint.format.stored_tensors import ChunkReader, StoredTensor
 from dalsegno.checkpoint.inspect import listing
-from dalsegno.checkpoint.inspect.contents import full_tensor
 from dalsegno.checkpoint.load.states import SavedStates
 from dalsegno.errors import CannotSave, ConfigurationError, NotFound, UnknownName
 from dalsegno.system import filesystem
@@ -113,7 +112,7 @@ def export_model(
     source = listing.newest_verified(Path(checkpoint))
     if best:
         source = best_of(source)
-    tensors = Index.read(source.file(names.INDEX))
+    tensors = Index.of_checkpoint(source)
     stored = tensors.of(MODEL)
     if average is not None:
         stored |= averages(tensors, average)
@@ -182,7 +181,7 @@ def averages(tensors: Index, name: str) -> dict[str, StoredTensor]:
     model = tensors.of(MODEL)
     found = {tensor: each for tensor, each in tensors.of(f"{CALLBACKS}{name}").items() if tensor in model}
     if not found:
-        keys = {index.split(each)[0] for each in tensors.tensors}
+        keys = {component_and_name(each)[0] for each in tensors.tensors}
         known = sorted(key.removeprefix(CALLBACKS) for key in keys if key.startswith(CALLBACKS))
         raise UnknownName("average", name, known)
     return found
@@ -239,8 +238,9 @@ def tensor_file(
     # Wide dtypes first, so that each tensor is aligned, as in every safetensors file.
     order = sorted(stored, key=lambda name: -stored[name].dtype.itemsize)
     yield _header(stored, order, {alias: name for alias, name in tied.items() if name in stored})
+    reader = ChunkReader(source)
     for name in order:
-        yield full_tensor(stored[name], source).reshape(-1).view(torch.uint8).numpy().data
+        yield reader.full_tensor(stored[name]).reshape(-1).view(torch.uint8).numpy().data
 
 
 def _header(stored: Mapping[str, StoredTensor], order: Sequence[str], aliases: Mapping[str, str]) -> bytes:

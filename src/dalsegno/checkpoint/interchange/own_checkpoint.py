@@ -91,7 +91,7 @@ def read(checkpoint: Checkpoint) -> RunState:
             f"{checkpoint.path}: contains no {', '.join(missing)}, so no program can resume from it; export its model "
             "alone, without program="
         )
-    index = Index.read(checkpoint.file(names.INDEX))
+    index = Index.of_checkpoint(checkpoint)
     expect_all_saved(checkpoint, index, index.of(MODEL))
     saved, tensors = SavedStates(checkpoint), read_tensors(checkpoint)
     trainer, rest = saved.state("trainer"), saved.state(MODEL)

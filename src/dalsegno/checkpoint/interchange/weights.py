@@ -13,10 +13,13 @@ from typing import Any
 
 import torch
 
-from dalsegno.checkpoint.format.index import Index, StoredChunk, StoredTensor
+from dalsegno.checkpoint.format.chunks import ListedChunks, StoredChunk
+from dalsegno.checkpoint.format.index import Index
 from dalsegno.checkpoint.format.keys import MODEL
 from dalsegno.checkpoint.format.layout import StoredFile
 from dalsegno.checkpoint.format.manifest import Checkpoint, read_json
+from dalsegno.checkpoint.format.sharding import Box
+from dalsegno.checkpoint.format.stored_tensors import ChunkReader, StoredTensor
 from dalsegno.checkpoint.load.compatibility import raise_if_incompatible
 from dalsegno.checkpoint.load.restore import StoredTensors, find_mismatches, restore_sharded
 from dalsegno.checkpoint.load.states import LoadReport
@@ -80,9 +83,7 @@ class Weights:
         return torch.equal(self._read(one), self._read(other))
 
     def _read(self, name: str) -> torch.Tensor:
-        stored = self.index.tensors[f"{MODEL}.{name}"]
-        (chunk,) = stored.chunks
-        return StoredFile(self.paths[chunk.file]).tensor(chunk.span, stored.dtype, stored.shape)
+        return ChunkReader(self).full_tensor(self.index.tensors[f"{MODEL}.{name}"])
 
 
 def load_weights(path: Path, model: ModelState, *, allowed: Collection[str] = ()) -> LoadReport:
@@ -160,6 +161,6 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 def _tensors_in(name: str, path: Path) -> dict[str, StoredTensor]:
     return {
-        tensor: StoredTensor(dtype, shape, (StoredChunk(name, span, (0,) * len(shape), shape),))
-        for tensor, (dtype, shape, span) in StoredFile(path).entries().items()
+        tensor: StoredTensor(dtype, shape, ListedChunks([StoredChunk(name, tensor, Box.whole(shape))]))
+        for tensor, (dtype, shape) in StoredFile(path).entries().items()
     }

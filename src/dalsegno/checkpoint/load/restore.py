@@ -7,10 +7,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dalsegno.checkpoint.format.index import Index, index_of
+from dalsegno.checkpoint.format.index import Index
 from dalsegno.checkpoint.format.keys import SETTINGS
 from dalsegno.checkpoint.format.layout import name_of
 from dalsegno.checkpoint.format.manifest import Checkpoint
+from dalsegno.checkpoint.format.stored_tensors import Files
 from dalsegno.checkpoint.state.contract import LoadTarget, ShardedState
 from dalsegno.checkpoint.state.sharded import OptimizerState
 from dalsegno.distributed import collectives
@@ -18,10 +19,9 @@ from dalsegno.distributed.layout import Layout
 from dalsegno.errors import StateMismatch
 from dalsegno.stateful.component import Component, State
 
-from . import dcp_reader
+from . import tensor_reader
 from .base import find_other_base
 from .compatibility import Change, Value, compare, raise_if_incompatible
-from .dcp_reader import Files
 from .states import (
     LoadReport,
     SavedStates,
@@ -144,7 +144,7 @@ class StoredTensors:
             return cls(
                 saved.path,
                 saved.checkpoint,
-                index_of(saved.checkpoint),
+                Index.of_checkpoint(saved.checkpoint),
                 {key: saved.state(key) for key in keys},
                 {key: saved.record(key).class_name for key in keys},
             )
@@ -195,7 +195,7 @@ def restore_sharded(stored: StoredTensors, sharded: Sequence[ShardedState]) -> l
         return targets
 
     targets = collectives.run_on_all_ranks(prepare)
-    dcp_reader.load({key: each.tensors for key, each in targets.items()}, stored.files, stored.index)
+    tensor_reader.load({key: each.tensors for key, each in targets.items()}, stored.files, stored.index)
 
     def commit() -> None:
         for key, each in targets.items():

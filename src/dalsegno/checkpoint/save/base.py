@@ -8,10 +8,11 @@ import torch
 
 from dalsegno.checkpoint.format.fingerprints import checksum_of
 from dalsegno.checkpoint.state.contract import Capturable, TensorsByComponent
+from dalsegno.checkpoint.state.sharding import local_part
 from dalsegno.distributed import collectives
 from dalsegno.distributed.stage_places import is_elsewhere
 
-from .planning import FrozenNames, local_part
+from .planning import FrozenNames
 
 Checksums = Mapping[str, Mapping[str, str]]
 """Of this rank's part of each tensor, by component and name."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from dalsegno.checkpoint.format.index import StoredTensor
+from dalsegno.checkpoint.format.stored_tensors import StoredTensor
 
 Cast = tuple[torch.dtype, torch.dtype]
 """From dtype, to dtype."""

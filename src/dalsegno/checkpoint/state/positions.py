@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from dalsegno.checkpoint.format.index import StoredTensor
+from dalsegno.checkpoint.format.stored_tensors import StoredTensor
 
 
 def name_of(group: int, position: int) -> str:

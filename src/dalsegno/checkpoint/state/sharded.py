@@ -14,9 +14,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from dalsegno.checkpoint.format.index import Index, StoredTensor
+from dalsegno.checkpoint.format.index import Index
 from dalsegno.checkpoint.format.keys import LOSS, MODEL
 from dalsegno.checkpoint.format.layout import DTYPES, name_of
+from dalsegno.checkpoint.format.stored_tensors import StoredTensor
 from dalsegno.distributed.sharded_tensors import once, strip_wrappers
 from dalsegno.distributed.stage_places import is_cut, is_elsewhere, like_parameter
 from dalsegno.errors import CannotSave

@@ -1,0 +1,94 @@
+"""Tensor reader: load sharded tensors at any number of ranks; each rank reads its shards, wherever they are stored.
+
+All reads are planned before the first byte is copied: a checkpoint whose files lack a chunk changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from dalsegno.checkpoint.format.chunks import StoredChunk
+from dalsegno.checkpoint.format.index import Index
+from dalsegno.checkpoint.format.layout import as_bytes
+from dalsegno.checkpoint.format.sharding import Box
+from dalsegno.checkpoint.format.stored_tensors import ChunkReader, Files, part
+from dalsegno.checkpoint.state.contract import TensorsByComponent
+from dalsegno.checkpoint.state.sharding import box_here, local_part
+from dalsegno.distributed import collectives
+from dalsegno.distributed.sharded_tensors import once
+from dalsegno.errors import StateMismatch
+
+
+def load(tensors: TensorsByComponent, files: Files, index: Index) -> None:
+    """Load into ``tensors`` in place; those of components and names that ``index`` has. Collective.
+
+    Raises:
+        DamagedCheckpoint: on every rank, before anything is changed, if a file does not contain what the index has.
+        StateMismatch: on every rank, if an expanded tensor here is not one in the checkpoint.
+    """
+    reader = ChunkReader(files)
+
+    def plan_reads() -> list[Read]:
+        reads = sorted(planned_reads(tensors, index), key=lambda read: read.chunk.file)
+        for read in reads:
+            reader.span(read.chunk, read.dtype)
+        return reads
+
+    reads = collectives.run_on_all_ranks(plan_reads)
+
+    def read_all() -> None:
+        for read in reads:
+            read.fill(reader)
+
+    collectives.run_on_all_ranks(read_all)
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A box to read from a chunk with elements of ``dtype`` into ``target``."""
+
+    target: torch.Tensor
+    chunk: StoredChunk
+    dtype: torch.dtype
+    box: Box
+
+    def fill(self, reader: ChunkReader) -> None:
+        memory = once(self.target)
+        if memory.shape == self.target.shape:
+            reader.fill(self.target, self.chunk, self.dtype, self.box)
+            return
+        read = torch.empty(self.target.shape, dtype=self.dtype)
+        reader.fill(read, self.chunk, self.dtype, self.box)
+        memory.copy_(_unexpanded(read, memory.shape, self.chunk.name))
+
+
+def planned_reads(tensors: TensorsByComponent, index: Index) -> Iterator[Read]:
+    """What this rank reads: the common boxes of its shards and the stored chunks."""
+    for component, its in tensors.items():
+        stored = index.of(component)
+        for name, tensor in its.items():
+            if name not in stored or (here := box_here(tensor)) is None:
+                continue
+            local = local_part(tensor)
+            for chunk in stored[name].chunks.overlapping(here):
+                box = chunk.box.common(here)
+                assert box is not None, "chunks that overlap have common elements"
+                yield Read(part(local, box.relative_to(here)), chunk, stored[name].dtype, box)
+
+
+def _unexpanded(read: torch.Tensor, shape: torch.Size, name: str) -> torch.Tensor:
+    """The part of ``read`` of that shape, which is repeated along the expanded dimensions.
+
+    Raises:
+        StateMismatch: if it is not repeated.
+    """
+    first = read[tuple(slice(size) for size in shape)]
+    if not torch.equal(as_bytes(first.expand(read.shape)), as_bytes(read)):  # as bytes, a NaN equals itself
+        raise StateMismatch(
+            f"{name}: here it is an expanded tensor, of shape {list(shape)} in memory, but the saved tensor differs "
+            "along the expanded dimensions; use .expand(…).clone()"
+        )
+    return first
