@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from pathlib import Path
 
@@ -12,14 +13,18 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset as as_torch_cuts
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dalsegno.checkpoint import CheckpointManager
+from dalsegno.checkpoint.format.chunks import ShardedChunks
 from dalsegno.checkpoint.format.index import Index
-from dalsegno.checkpoint.format.sharding import Sharding
+from dalsegno.checkpoint.format.sharding import Box, Sharding
+from dalsegno.checkpoint.format.stored_tensors import part
 from dalsegno.checkpoint.load.tensor_reader import load
+from dalsegno.checkpoint.save.planning import Plan, plan
 from dalsegno.checkpoint.state.contract import Captured
 from dalsegno.checkpoint.state.sharding import cuts_of
 from dalsegno.errors import CannotSave
@@ -55,6 +60,25 @@ def test_parts_are_where_torch_cuts(case: tuple[tuple[int, ...], tuple[int, ...]
             assert offsets == tuple(their_offsets)
             boxes.add((offsets, sizes))
     assert sum(math.prod(sizes) for _, sizes in boxes) == math.prod(shape)  # every element, once
+
+
+@given(spread(), st.data())
+def test_any_box_is_found_in_the_chunks_once(
+    case: tuple[tuple[int, ...], tuple[int, ...], list[Placement]], data: st.DataObject
+) -> None:
+    shape, mesh, placements = case
+    sharding = Sharding(tuple(range(math.prod(mesh))), mesh, cuts_of(placements, mesh))
+    begins = tuple(data.draw(st.integers(0, size)) for size in shape)
+    sizes = tuple(data.draw(st.integers(0, size - begin)) for begin, size in zip(begins, shape, strict=True))
+    wanted = Box(begins, sizes)
+    count = torch.zeros(shape, dtype=torch.int)
+    for chunk in ShardedChunks("model", "weight", shape, sharding, 0, False).overlapping(wanted):
+        box = chunk.box.common(wanted)
+        assert box is not None
+        part(count, box).add_(1)
+    expected = torch.zeros(shape, dtype=torch.int)
+    part(expected, wanted).fill_(1)
+    assert torch.equal(count, expected)
 
 
 @pytest.mark.parametrize("mesh", [(2, 2), (2, 3), (3, 2)])
@@ -124,6 +148,58 @@ def test_every_kind_of_spreading_comes_back(tmp_path: Path) -> None:
     assert torch.equal(loaded["both"], torch.arange(36.0).reshape(6, 6))
     assert loaded["scalar"].item() == 7.0
     assert loaded["empty"].shape == (0, 3)
+
+
+def plan_of(rank: int, world: int, mesh: tuple[int, ...], placements: list[Placement]) -> Plan:
+    """What one of many ranks plans for tensors of the same kind; the others are simulated."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        ranks = init_device_mesh("cpu", mesh)
+        state: dict[str, torch.Tensor] = {"buffer": torch.empty(3, device="meta")}
+        for number in range(20):
+            local = torch.empty((4, 3), device="meta")
+            state[f"{number}.weight"] = DTensor.from_local(local, ranks, placements, run_check=False)
+        return plan({"model": state}, {}, {})
+    finally:
+        dist.destroy_process_group()
+
+
+def planned(world: int, mesh: tuple[int, ...], placements: list[Placement]) -> list[Plan]:
+    return [plan_of(rank, world, mesh, placements) for rank in range(world)]
+
+
+MANY: dict[str, tuple[tuple[int, ...], list[Placement]]] = {
+    "fsdp": ((-1,), [Shard(0)]),
+    "hsdp": ((2, -1), [Replicate(), Shard(0)]),
+    "ddp": ((-1,), [Replicate()]),
+}
+
+
+@pytest.mark.parametrize("layout", MANY)
+def test_the_index_does_not_grow_with_the_ranks(layout: str) -> None:
+    """But by their numbers; and each chunk is written by one rank."""
+    mesh, placements = MANY[layout]
+    sizes = {}
+    for world in (8, 32):
+        dimensions = tuple(
+            world // 2 if size == -1 and len(mesh) > 1 else world if size == -1 else size for size in mesh
+        )
+        (plans,) = run_ranks(planned, 1, world, dimensions, placements)
+        assert plans[0].index is not None and all(each.index is None for each in plans[1:])
+        sizes[world] = len(plans[0].index)
+        written = [(chunk.name, chunk.offsets) for each in plans for file in each.files for chunk in file.layout.chunks]
+        assert len(written) == len(set(written))
+        index = Index.parse(json.loads(plans[0].index), Path("index.json"))
+        stored = {
+            (chunk.name, chunk.box.offsets): chunk.file for each in index.tensors.values() for chunk in each.chunks
+        }
+        assert stored == {
+            (chunk.name, chunk.offsets): file.name
+            for each in plans
+            for file in each.files
+            for chunk in file.layout.chunks
+        }
+    assert sizes[32] - sizes[8] < 24 * 4 * 3 + 20 * 20
 
 
 def save_what_differs(directory: Path) -> str:

@@ -65,7 +65,8 @@ class Boxes:
     def overlapping(self, box: Box) -> Iterator[int]:
         """Numbers of the boxes that have elements in common with ``box``."""
         begins, sizes = np.array([box.offsets, box.shape], np.int64)
-        found = ((self.offsets < begins + sizes) & (self.offsets + self.sizes > begins)).all(1)
+        ends = np.minimum(self.offsets + self.sizes, begins + sizes)
+        found = (ends > np.maximum(self.offsets, begins)).all(1)
         return iter(np.flatnonzero(found).tolist())
 
 
