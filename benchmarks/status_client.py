@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -13,10 +14,11 @@ PERIOD = 0.1
 
 
 def ask(state_home: Path) -> None:
-    """Ask the job for its status whenever there is one."""
+    """Ask the job for its status whenever there is one, until the process that started this one has ended."""
+    parent = os.getppid()
     files = state_home / "dalsegno/jobs/benchmark"
     connection, token = None, ""
-    while True:
+    while os.getppid() == parent:
         time.sleep(PERIOD)
         try:
             if connection is None:

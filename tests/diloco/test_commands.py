@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dalsegno.cli import main
+from dalsegno.diloco import WorkerOptions
 from dalsegno.logs import read_records
 
 TRAINING = """
@@ -28,6 +29,8 @@ output_dir = "run"
 max_steps = 6
 per_device_train_batch_size = 4
 """
+
+WORKER, TRAIN = ["worker", "--server", "h:1"], ["--", "train", "run.toml"]
 
 
 def test_a_server_and_a_worker(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,6 +80,14 @@ def test_a_server_and_a_worker(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["serve", "-o", "x", "-n", "2", "--host", "0.0.0.0", "--disable-auth"], "disable_auth=True with host"),
         (["worker", "--server", "h:1"], "-- train"),
         (["worker", "--", "train", "run.toml"], "no server"),
+        ([*WORKER, "--overlap-steps", "-1", *TRAIN], "DiLoCo: overlap_steps=-1"),
+        ([*WORKER, "--overlap-steps", "9", "--sync-every", "4", *TRAIN], "overlap_steps=9 with sync_every=4"),
+        ([*WORKER, "--mixing-factor", "1", *TRAIN], "DiLoCo: mixing_factor=1.0"),
+        ([*WORKER, "--timeout", "0", *TRAIN], "DiLoCo: timeout=0.0"),
+        ([*WORKER, "--max-sync-retries", "-2", *TRAIN], "DiLoCo: max_sync_retries=-2"),
+        ([*WORKER, "--int8-comm", "--fp32-comm", *TRAIN], "not allowed with"),
+        ([*WORKER, "--token-file", "gone", *TRAIN], "DILOCO_TOKEN_FILE='gone': No such file"),
+        ([*WORKER, "--certificate", "gone", *TRAIN], "DILOCO_CERTIFICATE='gone': No such file"),
         (["status"], "no server"),
     ],
 )
@@ -85,6 +96,19 @@ def test_wrong_use(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("DILOCO_SERVER", raising=False)
-    assert main(["diloco", *words]) == 2
+    try:
+        assert main(["diloco", *words]) == 2
+    except SystemExit as end:  # argparse's own
+        assert end.code == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_options_of_a_worker_reach_its_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("SERVER", "INT8_COMM", "OVERLAP_STEPS", "TIMEOUT"):
+        monkeypatch.setenv(f"DILOCO_{name}", "7")  # which is restored at the end
+    assert (
+        main(["diloco", *WORKER, "--int8-comm", "--overlap-steps", "5", "--timeout", "60", *TRAIN]) == 2
+    )  # no such file
+    assert WorkerOptions().with_environment() == WorkerOptions("h:1", int8_comm=True, overlap_steps=5, timeout=60.0)

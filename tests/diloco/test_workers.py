@@ -426,6 +426,9 @@ def test_options_of_the_environment(tmp_path: Path) -> None:
     assert WorkerOptions("other:2", 9).with_environment(environment).sync_every == 9
     with pytest.raises(ConfigurationError, match="DILOCO_SYNC_EVERY='often'"):
         WorkerOptions().with_environment({"DILOCO_SYNC_EVERY": "often"})
+    with pytest.raises(ConfigurationError, match="DILOCO_TOKEN_FILE='/nowhere': No such file"):
+        WorkerOptions().with_environment({"DILOCO_TOKEN_FILE": "/nowhere"})
+    assert WorkerOptions().with_environment({"DILOCO_TOKEN": "first", "DILOCO_TOKEN_FILE": "/nowhere"}).token == "first"
 
 
 def test_only_what_is_published_on_disk_is_given_up_after_a_resume(tmp_path: Path) -> None:

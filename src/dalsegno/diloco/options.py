@@ -90,18 +90,18 @@ class WorkerOptions:
         its certificate in the file ``DILOCO_CERTIFICATE``.
 
         Raises:
-            ConfigurationError: for a variable with an invalid value; names it.
-            OSError: if a file is not readable.
+            ConfigurationError: for a variable with an invalid value, or whose file is not readable; names it.
         """
         found: dict[str, Any] = {}
-        for name, (variable, parse) in _VARIABLES.items():
-            if variable in environment and getattr(self, name) == getattr(_DEFAULTS, name):
+        for variable, (name, parse) in _VARIABLES.items():
+            if variable in environment and name not in found and getattr(self, name) == getattr(_DEFAULTS, name):
+                text = environment[variable]
                 try:
-                    found[name] = parse(environment[variable])
+                    found[name] = parse(text)
+                except OSError as error:
+                    raise ConfigurationError(f"{variable}={text!r}: {error.strerror or error}") from error
                 except ValueError as error:
-                    raise ConfigurationError(f"{variable}={environment[variable]!r}: {error}") from error
-        if self.token is None and "DILOCO_TOKEN" not in environment and "DILOCO_TOKEN_FILE" in environment:
-            found["token"] = Path(environment["DILOCO_TOKEN_FILE"]).read_text("ascii").strip()
+                    raise ConfigurationError(f"{variable}={text!r}: {error}") from error
         return replace(self, **found)
 
 
@@ -112,19 +112,20 @@ def _flag(text: str) -> bool:
 
 
 _VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
-    "server_addr": ("DILOCO_SERVER", str),
-    "sync_every": ("DILOCO_SYNC_EVERY", int),
-    "worker_id": ("DILOCO_WORKER_ID", str),
-    "bf16_comm": ("DILOCO_BF16_COMM", _flag),
-    "int8_comm": ("DILOCO_INT8_COMM", _flag),
-    "dylu": ("DILOCO_DYLU", _flag),
-    "heartbeat_interval": ("DILOCO_HEARTBEAT_INTERVAL", float),
-    "num_fragments": ("DILOCO_NUM_FRAGMENTS", int),
-    "timeout": ("DILOCO_TIMEOUT", float),
-    "max_sync_retries": ("DILOCO_MAX_SYNC_RETRIES", int),
-    "overlap_steps": ("DILOCO_OVERLAP_STEPS", int),
-    "mixing_factor": ("DILOCO_MIXING_FACTOR", float),
-    "token": ("DILOCO_TOKEN", str),
-    "certificate": ("DILOCO_CERTIFICATE", lambda path: read_certificate(Path(path))),
+    "DILOCO_SERVER": ("server_addr", str),
+    "DILOCO_SYNC_EVERY": ("sync_every", int),
+    "DILOCO_WORKER_ID": ("worker_id", str),
+    "DILOCO_BF16_COMM": ("bf16_comm", _flag),
+    "DILOCO_INT8_COMM": ("int8_comm", _flag),
+    "DILOCO_DYLU": ("dylu", _flag),
+    "DILOCO_HEARTBEAT_INTERVAL": ("heartbeat_interval", float),
+    "DILOCO_NUM_FRAGMENTS": ("num_fragments", int),
+    "DILOCO_TIMEOUT": ("timeout", float),
+    "DILOCO_MAX_SYNC_RETRIES": ("max_sync_retries", int),
+    "DILOCO_OVERLAP_STEPS": ("overlap_steps", int),
+    "DILOCO_MIXING_FACTOR": ("mixing_factor", float),
+    "DILOCO_TOKEN": ("token", str),
+    "DILOCO_TOKEN_FILE": ("token", lambda path: Path(path).read_text("ascii").strip()),
+    "DILOCO_CERTIFICATE": ("certificate", lambda path: read_certificate(Path(path))),
 }
 _DEFAULTS = WorkerOptions()

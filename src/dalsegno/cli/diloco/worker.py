@@ -31,9 +31,26 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num-fragments", metavar="N", type=int, help="synchronize the model in N parts, one at a time"
     )
-    parser.add_argument("--fp32-comm", action="store_true", help="send float32, not bfloat16")
+    wire = parser.add_mutually_exclusive_group()
+    wire.add_argument("--fp32-comm", action="store_true", help="send float32, not bfloat16")
+    wire.add_argument("--int8-comm", action="store_true", help="send int8 with scales, half the bytes of bfloat16")
     parser.add_argument("--dylu", action="store_true", help="let the server choose the number of local steps")
+    parser.add_argument(
+        "--overlap-steps", metavar="N", type=int, help="local steps during which a submission travels (default: 0)"
+    )
+    parser.add_argument(
+        "--mixing-factor",
+        metavar="SHARE",
+        type=float,
+        help="of its own parameters after these (default: 0.5)",
+    )
     parser.add_argument("--heartbeat-interval", metavar="SECONDS", type=float, help="time between two heartbeats")
+    parser.add_argument(
+        "--timeout", metavar="SECONDS", type=float, help="time to wait for the other workers (default: 600)"
+    )
+    parser.add_argument(
+        "--max-sync-retries", metavar="N", type=int, help="further attempts of a synchronization (default: 3)"
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help=f"{' or '.join(RUN)} …")
 
 
@@ -53,11 +70,16 @@ def run(arguments: argparse.Namespace) -> int:
         "DILOCO_SYNC_EVERY": arguments.sync_every,
         "DILOCO_NUM_FRAGMENTS": arguments.num_fragments,
         "DILOCO_BF16_COMM": "false" if arguments.fp32_comm else None,
+        "DILOCO_INT8_COMM": "true" if arguments.int8_comm else None,
         "DILOCO_DYLU": "true" if arguments.dylu else None,
+        "DILOCO_OVERLAP_STEPS": arguments.overlap_steps,
+        "DILOCO_MIXING_FACTOR": arguments.mixing_factor,
         "DILOCO_HEARTBEAT_INTERVAL": arguments.heartbeat_interval,
+        "DILOCO_TIMEOUT": arguments.timeout,
+        "DILOCO_MAX_SYNC_RETRIES": arguments.max_sync_retries,
     }
-    os.environ.update(environment_of(arguments))
-    os.environ.update({name: str(value) for name, value in given.items() if value is not None})
-    if WorkerOptions().with_environment().server_addr is None:
+    variables = environment_of(arguments) | {name: str(value) for name, value in given.items() if value is not None}
+    if WorkerOptions().with_environment({**os.environ, **variables}).server_addr is None:
         raise ConfigurationError("no server: give --server HOST:PORT, or set DILOCO_SERVER")
+    os.environ.update(variables)
     return cli.main(words)
