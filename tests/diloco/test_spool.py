@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,25 @@ def test_a_file_that_is_not_kept_is_overwritten_by_a_larger_and_a_smaller_one(tm
             assert len(list(tmp_path.iterdir())) == 1
             stored = load_file(arrived.path)
         assert all(torch.equal(stored[name], tensor) for name, tensor in values(specs, number).items())
+
+
+def test_a_full_disk_gets_its_room_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, specs = SpareFiles(tmp_path), specs_of(torch.float32, PIECE)
+
+    def full(what: str, path: Path) -> None:
+        if what == "write" and path.exists() and path.stat().st_size > PIECE:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(filesystem, "watcher", full)
+        with (
+            pytest.raises(OSError, match="No space left"),
+            spooled(files, specs, Given(specs, values(specs, 0))),
+        ):
+            pass
+    assert not list(tmp_path.iterdir())
+    with spooled(files, specs, Given(specs, values(specs, 1))) as arrived:
+        assert torch.equal(load_file(arrived.path)["p.0"], values(specs, 1)["p.0"])
 
 
 def test_a_file_that_is_kept_is_left_alone_until_it_is_given_back(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import itertools
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -96,6 +96,8 @@ class SpooledTensors:
 def spooled(files: SpareFiles, specs: Specs, source: Source) -> Iterator[SpooledTensors]:
     """Write tensors to a file of ``files``, which takes the file back at the end, unless it was kept.
 
+    A file that cannot be written is deleted: a full disk needs the room.
+
     Args:
         files: of the directory.
         specs: of the tensors.
@@ -107,7 +109,12 @@ def spooled(files: SpareFiles, specs: Specs, source: Source) -> Iterator[Spooled
     """
     tensors = SpooledTensors(files.take(), specs)
     try:
-        _write(tensors.path, specs, source)
+        try:
+            _write(tensors.path, specs, source)
+        except OSError:
+            with suppress(OSError):
+                filesystem.remove(tensors.path)
+            raise
         yield tensors
     finally:
         if not tensors.is_kept:
