@@ -49,7 +49,8 @@ FLOORS_WITHIN = {
         ["save", "load"],
         ["inspect"],
         ["interchange", "remote"],
-        ["manager"],
+        ["manager", "spread"],
+        ["memory_search"],
         ["memory"],
     ],
 }

@@ -106,6 +106,7 @@ if TYPE_CHECKING:
     from .policies.triggers import AtEnd as AtEnd
     from .policies.triggers import AtSteps as AtSteps
     from .policies.triggers import Every as Every
+    from .policies.triggers import InMemory as InMemory
     from .policies.triggers import OnBest as OnBest
     from .state import TrainerControl as TrainerControl
     from .state import TrainerState as TrainerState
@@ -221,6 +222,7 @@ _HOMES = {
         "AtEnd",
         "AtSteps",
         "Every",
+        "InMemory",
         "OnBest",
     ),
     "state": (

@@ -15,7 +15,7 @@ from torch import nn
 import dalsegno as ds
 from dalsegno.checkpoint import ModelState, memory
 from dalsegno.checkpoint.format import memory_dir
-from dalsegno.checkpoint.save import async_save
+from dalsegno.checkpoint.save import async_save, memory_room
 from dalsegno.checkpoint.save.shared_files import MappedFile
 from dalsegno.cli import main
 from dalsegno.distributed import collectives
@@ -41,11 +41,12 @@ class Leg:
     def __init__(self, output_dir: Path, name: str | None = None, size: int = 64) -> None:
         self.states = [ModelState(nn.ModuleList([nn.Linear(size, size) for _ in range(2)]))]
         self.memory = memory.MemoryCheckpoints(output_dir, Layout.flat())
-        self.found = self.memory.find(name, after=-1)
+        self.found = self.memory.find({} if name is None else {name: None}, after=-1)
         self.memory.begin_leg(self.states, saving=True)
 
     def save(self, step: int, *, settle: bool = True) -> None:
-        self.memory.save(step, self.states, [], {}, metrics={}, is_finite=True)
+        self.memory.capture(step, self.states, [], {}, metrics={}, is_finite=True)
+        self.memory.publish()
         if settle:
             self.memory.settle()
 
@@ -83,9 +84,9 @@ def test_no_room_on_one_rank_skips_the_save_on_all_ranks(tmp_path: Path) -> None
 
 def test_a_crashed_run_fits_again_where_it_fitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a host with memory for two slots of 2 MB: the former leg's checkpoint is freed by the first save."""
-    monkeypatch.setattr(memory, "free_disk", lambda path: 1 << 30)
+    monkeypatch.setattr(memory_room, "free_disk", lambda path: 1 << 30)
     monkeypatch.setattr(
-        memory, "available_memory", lambda: 5_000_000 - sum(each.size for each in memory_dir.find_all())
+        memory_room, "available_memory", lambda: 5_000_000 - sum(each.size for each in memory_dir.find_all())
     )
     crashed = Leg(tmp_path / "run", size=500)
     crashed.save(1)
@@ -130,7 +131,7 @@ def test_containers_that_share_memory_leave_each_other_theirs(
     output_dir.mkdir()
     (theirs,) = memory_dir.find_all()
     assert memory_dir.find(theirs.name, output_dir) is None
-    memory_dir.remove_others(output_dir, keep=None)
+    memory_dir.remove_others(output_dir)
     for directories in ([], [str(output_dir)]):
         assert main(["checkpoints", "clean", "--yes", "--json", *directories]) == 0
         (row,) = json.loads(capsys.readouterr().out)
@@ -190,7 +191,7 @@ def test_the_base_is_left_out_in_memory_too(tmp_path: Path) -> None:
 
 
 def test_a_refused_leg_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "free_disk", lambda path: 1000)
+    monkeypatch.setattr(memory_room, "free_disk", lambda path: 1000)
     with pytest.raises(ds.ConfigurationError, match="two slots of"):
         Leg(tmp_path / "run")
     assert memory_dir.find_all() == []

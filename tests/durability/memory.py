@@ -9,7 +9,6 @@ from pathlib import Path
 from dalsegno.distributed import collectives
 from dalsegno.testing import FaultPlan
 from support.runs import busy_trainer
-from support.stopping import CountsWithoutSaves
 
 from . import soak as on_disk
 from .soak import STEPS, Tally
@@ -22,10 +21,7 @@ def leg(output_dir: Path, plan: FaultPlan | None, victim: int) -> None:
     if plan is not None and collectives.rank() == victim:
         plan.arm()
     parallel = "none" if collectives.world_size() == 1 else "fsdp"
-    trainer = busy_trainer(output_dir, parallel, STEPS, save_steps=16, save_in_memory="Every(steps=1)")
-    trainer.remove_callback("Counts")  # a save in memory is skipped, with its event, while one to disk is in progress
-    trainer.add_callback(CountsWithoutSaves())
-    trainer.train()
+    busy_trainer(output_dir, parallel, STEPS, save_steps=16, save_in_memory="Every(steps=1)").train()
 
 
 def soak(kills: int, world_size: int, folder: Path, seed: int, say: Callable[[Tally], object]) -> Tally:

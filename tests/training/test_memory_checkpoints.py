@@ -20,6 +20,7 @@ import dalsegno as ds
 from dalsegno.callbacks import CheckLoss
 from dalsegno.checkpoint import ModelState, OptimizerState, memory
 from dalsegno.checkpoint.format import memory_dir
+from dalsegno.checkpoint.save import memory_room
 from dalsegno.cli import main
 from dalsegno.distributed.layout import Layout
 from dalsegno.logs import RunFile
@@ -241,7 +242,7 @@ def test_the_disk_is_not_touched_and_two_slots_are_enough(tmp_path: Path) -> Non
 
 
 def test_refused_before_training_if_it_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "free_disk", lambda directory: 1000)
+    monkeypatch.setattr(memory_room, "free_disk", lambda directory: 1000)
     with pytest.raises(ds.ConfigurationError, match=r"two slots of .* are free in .*leave save_in_memory out"):
         trainer(tmp_path).train()
     assert RunFile(tmp_path).load() is None

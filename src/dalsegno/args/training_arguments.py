@@ -13,7 +13,7 @@ from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.policies.recovery import RecoveryPolicy, recovery_of
 from dalsegno.policies.retention import Best, Latest, Retention, retention_of
 from dalsegno.policies.step_schedule import StepSchedule, StepValues
-from dalsegno.policies.triggers import Every, OnBest, SaveTrigger, memory_trigger, save_trigger
+from dalsegno.policies.triggers import Every, InMemory, OnBest, SaveTrigger, in_memory, memory_trigger, save_trigger
 from dalsegno.system.tracebacks import short_traceback
 from dalsegno.system.urls import cache_dir, is_mangled_url, is_url
 
@@ -150,9 +150,9 @@ class TrainingArguments:
 
     save_in_background: bool = True
     """Continue training while a checkpoint is written; needs memory for a copy of the state. False: wait for it."""
-    save_in_memory: SaveTrigger | str | None = None
-    """When to also save into shared memory: ``Every(steps=10)``, or that as text. It outlives a crash of the process,
-    not of the host. The next leg resumes from there if that is newer than all checkpoints on disk. None: never."""
+    save_in_memory: SaveTrigger | InMemory | str | None = None
+    """When to also save into shared memory, which outlives a crash of the process: ``Every(steps=10)`` or, with copies
+    that outlive a lost host, ``InMemory(steps=10, copies=1)``; or that as text. None: never."""
     save_frozen: Literal["once", "never"] = "once"
     """``once``: parameters with ``requires_grad=False`` are written once, and linked by later checkpoints. ``never``:
     only their checksums are saved; a leg that resumes must build the model with the same values."""
@@ -351,9 +351,9 @@ class TrainingArguments:
         return saving | OnBest() if saving and self.load_best_model_at_end else saving
 
     @property
-    def saving_in_memory(self) -> Every:
+    def saving_in_memory(self) -> InMemory:
         """When to save into shared memory; false if never."""
-        return Every() if self.save_in_memory is None else memory_trigger(self.save_in_memory)
+        return InMemory() if self.save_in_memory is None else in_memory(memory_trigger(self.save_in_memory))
 
     @property
     def keeping(self) -> Retention | None:

@@ -174,14 +174,26 @@ class BackgroundGroup:
         """
         if self._group is None:
             return judge([value])
-        group = self._group()
-        if group is None:
-            raise errors.RankFailed("the process group has been destroyed")
+        group = self._live()
         gathered: list[Any] | None = [None] * world_size() if rank() == 0 else None
         dist.gather_object(value, gathered, dst=0, group=group)
         box: list[Any] = [judge(gathered) if gathered is not None else None]
         dist.broadcast_object_list(box, src=0, group=group)
         return box[0]  # type: ignore[no-any-return]
+
+    def send(self, tensor: torch.Tensor, target: int) -> None:
+        """Send a CPU tensor to the rank ``target``, which must call :meth:`receive` for it."""
+        dist.send(tensor, target, group=self._live())
+
+    def receive(self, tensor: torch.Tensor, source: int) -> None:
+        """Fill a CPU tensor with the one of that size that the rank ``source`` sends."""
+        dist.recv(tensor, source, group=self._live())
+
+    def _live(self) -> dist.ProcessGroup:
+        group = None if self._group is None else self._group()
+        if group is None:
+            raise errors.RankFailed("the process group has been destroyed")
+        return group
 
 
 _TIMEOUT = datetime.timedelta(minutes=60)  # for a live rank that still has a lot to write

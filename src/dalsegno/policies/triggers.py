@@ -161,16 +161,60 @@ def save_trigger(given: SaveTrigger | str | Sequence[SaveTrigger | str]) -> Save
     return parts[0] if len(parts) == 1 else AnyTrigger(parts)
 
 
-def memory_trigger(given: SaveTrigger | str) -> Every:
+@dataclass(frozen=True, slots=True, repr=False)
+class InMemory(Policy):
+    """Save into shared memory at each multiple of ``steps`` or ``epochs``; 0 means never.
+
+    ``copies``: number of other hosts that keep a copy of what this host's ranks save, so that the run also resumes from
+    memory after that many neighbouring hosts are lost. Each takes as much memory again.
+
+    Raises:
+        ConfigurationError: if a number is negative, or not an integer.
+    """
+
+    steps: int = 0
+    epochs: int = 0
+    copies: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in (("steps", self.steps), ("epochs", self.epochs), ("copies", self.copies)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ConfigurationError(f"InMemory({name}={value!r}): needs an integer, 0 (never) or more")
+
+    def __bool__(self) -> bool:
+        """Whether a save is ever due."""
+        return bool(self.steps or self.epochs)
+
+    def at_step(self, step: int) -> bool:
+        """Whether a save is due after ``step`` finished optimizer steps."""
+        return self.steps > 0 and step % self.steps == 0
+
+    def at_epoch(self, epoch: int) -> bool:
+        """Whether a save is due after ``epoch`` finished epochs."""
+        return self.epochs > 0 and epoch % self.epochs == 0
+
+
+def memory_trigger(given: InMemory | SaveTrigger | str) -> InMemory | Every:
     """Convert user input to a trigger by steps and epochs alone, which all ranks know without asking each other.
 
     Raises:
         ConfigurationError: for any other trigger.
     """
+    if isinstance(given, str) and given.strip().startswith(InMemory.__name__):
+        given, *others = (each for each in read_policies(given, (InMemory,)) if isinstance(each, InMemory))
+        if others:
+            raise ConfigurationError(f"{given!r} and {others[0]!r}: give one")
+    if isinstance(given, InMemory):
+        return given
     when = save_trigger(given)
     if not isinstance(when, Every) or when.interval_s < math.inf:
         raise ConfigurationError(f"{when!r} needs steps or epochs, such as Every(steps=10)")
     return when
+
+
+def in_memory(trigger: InMemory | Every) -> InMemory:
+    """The trigger as :class:`InMemory`; ``Every(…)`` keeps no copies."""
+    return trigger if isinstance(trigger, InMemory) else InMemory(trigger.steps, trigger.epochs)
 
 
 def _parts(when: SaveTrigger) -> tuple[SaveTrigger, ...]:

@@ -345,6 +345,26 @@ def map_new(path: Path, length: int) -> mmap.mmap:
     return memory
 
 
+def rewrite_in_place(path: Path, pieces: Iterable[Buffer], length: int) -> None:
+    """Write ``length`` bytes to ``path``, a file in memory, into the pages that it has; for this user alone.
+
+    Raises:
+        OSError: if there is not enough memory, before the first piece is taken.
+    """
+    descriptor = open_own(path, os.O_WRONLY | os.O_CREAT, 0o600)
+    try:
+        if length:
+            os.posix_fallocate(descriptor, 0, length)
+        for piece in pieces:
+            write_all(descriptor, piece, path)
+        truncate(descriptor, length, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+    finally:
+        os.close(descriptor)
+
+
 def whole_pages(length: int) -> int:
     """``length`` bytes, rounded up to whole pages."""
     return -(-length // PAGE) * PAGE

@@ -1,13 +1,13 @@
 """MemorySaves: the run's newest state in shared memory, beside its checkpoints on disk.
 
 They serve one purpose: a leg resumes from them if they are newer than all on disk. Whatever else selects a checkpoint
-(a path, retention, a rollback, the best model) sees those on disk only: which steps memory has depends on how long
-saves to disk took.
+(a path, retention, a rollback, the best model) sees those on disk only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from dalsegno.checkpoint import Checkpoint, CheckpointManager, MemoryCheckpoints
 from dalsegno.distributed import collectives
@@ -40,7 +40,20 @@ class MemorySaves:
     def newest(self) -> Checkpoint | None:
         """The newest checkpoint in memory that verifies; None if there is none, or one on disk is as new."""
         on_disk, step = self._manager.newest_published()
-        return self.checkpoints.find(self._last_name(), after=-1 if on_disk is None else step)
+        candidates = collectives.from_rank_zero(self._candidates)
+        return self.checkpoints.find(candidates, after=-1 if on_disk is None else step)
+
+    def _candidates(self) -> dict[str, int | None]:
+        """The directory of the last leg; and the checkpoint in memory that it resumed from, as long as it has none."""
+        last = self._run_file.last_leg()
+        candidates: dict[str, int | None] = {}
+        if last is not None and last.from_checkpoint is not None:
+            former = Path(last.from_checkpoint)
+            if self.checkpoints.owns(former):
+                candidates[former.parent.parent.name] = last.first_step
+        if last is not None and last.memory is not None:
+            candidates[last.memory] = None
+        return candidates
 
     def begin_leg(self) -> None:
         """Free what no leg resumes from any more; make room, if this leg saves in memory.
@@ -48,8 +61,10 @@ class MemorySaves:
         Raises:
             ConfigurationError: on all ranks, if the state does not fit into memory.
         """
-        saving = bool(self._parts.args.saving_in_memory)
-        self.checkpoints.begin_leg(self._contents.sharded(), saving=saving, base=self._manager.base)
+        when = self._parts.args.saving_in_memory
+        self.checkpoints.begin_leg(
+            self._contents.sharded(), saving=bool(when), copies=when.copies, base=self._manager.base
+        )
 
     def prepare(self) -> None:
         """Reserve the memory. To be called after the first step, when the optimizer has its state.
@@ -59,8 +74,8 @@ class MemorySaves:
         """
         self.checkpoints.prepare(self._contents.sharded())
 
-    def save(self, step: int, *, metrics: Mapping[str, float]) -> None:
-        """Copy every state into shared memory. A failure is logged, and training continues.
+    def capture(self, step: int, *, metrics: Mapping[str, float]) -> None:
+        """Copy every state into shared memory, for :meth:`MemoryCheckpoints.publish`.
 
         Raises:
             CannotSave: on all ranks, if a state contains what cannot be saved.
@@ -68,7 +83,7 @@ class MemorySaves:
         """
         parts = self._parts
         parts.random_state.step = step  # part of the captured state
-        self.checkpoints.save(
+        self.checkpoints.capture(
             step,
             self._contents.sharded(),
             self._contents.components(),
@@ -83,8 +98,4 @@ class MemorySaves:
 
     def discard(self) -> None:
         """Give up what is in memory, also of the leg before: the run goes back, or begins elsewhere."""
-        self.checkpoints.discard(self._last_name())
-
-    def _last_name(self) -> str | None:
-        last = collectives.from_rank_zero(self._run_file.last_leg)
-        return None if last is None else last.memory
+        self.checkpoints.discard()

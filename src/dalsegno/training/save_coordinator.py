@@ -73,11 +73,12 @@ class SaveCoordinator:
             self._checkpointer.memory.prepare()
 
     def save_in_memory(self, metrics: Mapping[str, float]) -> ControlRequests:
-        """Save this step in shared memory, unless a save to disk is in progress or a handler of on_before_save calls it
-        off. Collective.
+        """Save this step in shared memory, unless it is saved to disk or a handler of on_before_save calls it off.
+        Collective.
 
-        So all earlier saves to disk are published, or have failed and are counted, and a leg that resumes from this
-        step finds the same checkpoints as an uninterrupted run.
+        While a save to disk is in progress, the state is copied, in place of the last such copy, and published once the
+        checkpoint on disk is; never, if that fails. So a leg that resumes from this step finds the same checkpoints as
+        an uninterrupted run.
 
         Args:
             metrics: of the evaluation at this step.
@@ -86,12 +87,14 @@ class SaveCoordinator:
             The requests that have called the save off.
         """
         memory, step = self._checkpointer.memory, self._state.global_step
-        if self._current is not None or self._requested_step == step:
+        if self._requested_step == step:
             return NO_REQUESTS
         self._memory_is_prepared = True
         called_off = self._announce(memory.checkpoints.path_of(step))
         if not (called_off.abort or called_off.roll_back):
-            memory.save(step, metrics=metrics)
+            memory.capture(step, metrics=metrics)
+            if self._current is None:
+                memory.checkpoints.publish()
         return called_off
 
     def save(self, metrics: Mapping[str, float]) -> ControlRequests:
@@ -160,10 +163,12 @@ class SaveCoordinator:
         save.wait()
         self._current = None
         if save.failure is not None:
+            self._checkpointer.memory.checkpoints.drop()  # that has the failed one as its best, perhaps
             self._control_sync.expect_lease()
             self._note_failure(save, save.failure)
             return
         self._note_success(save)
+        self._checkpointer.memory.checkpoints.publish()
         dispatcher = self._dispatcher
         if dispatcher.save:
             state = self._state if self._state.global_step == save.step else self._captured_state
@@ -199,6 +204,7 @@ class SaveCoordinator:
             failure = error
         if failure is None:
             self._note_success(save)
+            self._checkpointer.memory.checkpoints.publish()
         elif collectives.rank() == 0:
             logger.error("%s", failure)
 

@@ -18,7 +18,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -211,6 +211,10 @@ class Checkpoint:
         with ThreadPoolExecutor(_READERS, thread_name_prefix="verify") as readers:
             for _ in readers.map(lambda name: _verify(self.path, name, self.manifest.files[name]), names):
                 pass
+
+    def require(self, names: Collection[str]) -> None:
+        """Make the files ``names`` readable for this rank. Collective; each rank passes its own. Those of a checkpoint
+        on disk are readable."""
 
     def file(self, name: str) -> Path:
         """Path of a file that the manifest names, so that :meth:`verify` has covered it.

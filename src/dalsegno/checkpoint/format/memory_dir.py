@@ -3,11 +3,14 @@
 ::
 
     /dev/shm/dalsegno-1000/             of this user only (mode 0700)
-      9f86d081884c7d65/                 of one run; each leg in its run.json records the name
+      9f86d081884c7d65/                 of one leg of a run, on each of its hosts; run.json records the name
         owner.json                      output_dir of the run, its device and inode, and the boot of the host
         checkpoints/
           step-00000490/                a published checkpoint
           slot-3b0a-0/  slot-3b0a-1/    hidden: being written, or kept to be written again
+
+With several hosts, each has the files of its own ranks, copies of its neighbours' if the run keeps any, and the whole
+manifest.
 """
 
 from __future__ import annotations
@@ -17,11 +20,13 @@ import json
 import os
 import re
 import stat
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from dalsegno.errors import ConfigurationError
 from dalsegno.system import filesystem
+from dalsegno.system.posix import host_name
 
 from . import checkpoint_dir, names
 
@@ -79,13 +84,22 @@ def root() -> Path:
     return Path(os.environ.get(PLACE_VARIABLE) or "/dev/shm") / f"dalsegno-{os.geteuid()}"
 
 
-def create(output_dir: Path) -> MemoryDir:
-    """Create a directory for the run in ``output_dir``.
+def place() -> object:
+    """Identifies the memory that this process uses: equal for processes that see the same one."""
+    return _boot() or host_name(), _inode(root().parent)
+
+
+def new_name() -> str:
+    return os.urandom(8).hex()
+
+
+def create(output_dir: Path, name: str) -> MemoryDir:
+    """Create the directory ``name`` for the run in ``output_dir``, unless it exists.
 
     Raises:
         ConfigurationError: if this host has no shared memory that this user can write to.
     """
-    created = MemoryDir(root() / os.urandom(8).hex(), output_dir.resolve(), _inode(output_dir))
+    created = MemoryDir(root() / name, output_dir.resolve(), _inode(output_dir))
     try:
         if not root().parent.is_dir():
             raise FileNotFoundError(f"{root().parent} does not exist")
@@ -124,10 +138,10 @@ def remove(directory: MemoryDir) -> None:
         filesystem.remove(directory.path)
 
 
-def remove_others(output_dir: Path, keep: MemoryDir | None) -> None:
+def remove_others(output_dir: Path, keep: Collection[MemoryDir] = ()) -> None:
     """Remove all directories of the run in ``output_dir`` but ``keep``: no leg resumes from them any more."""
     for each in find_all():
-        if each.is_of(output_dir) and (keep is None or each.path != keep.path):
+        if each.is_of(output_dir) and each not in keep:
             remove(each)
 
 

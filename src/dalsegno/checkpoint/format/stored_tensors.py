@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -28,6 +28,10 @@ class StoredTensor:
 
 class Files(Protocol):
     """The files that an index refers to: a verified checkpoint, or another library's files."""
+
+    def require(self, names: Collection[str]) -> None:
+        """Make the files ``names`` readable for this rank. Collective; each rank passes its own."""
+        ...
 
     def file(self, name: str) -> Path:
         """Path of a file that the index names."""

@@ -41,6 +41,9 @@ class Weights:
     index: Index
     paths: Mapping[str, Path]
 
+    def require(self, names: Collection[str]) -> None:
+        """Do nothing: every rank reads all files."""
+
     def file(self, name: str) -> Path:
         """Path of the file ``name``."""
         return self.paths[name]

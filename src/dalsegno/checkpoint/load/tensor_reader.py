@@ -32,12 +32,16 @@ def load(tensors: TensorsByComponent, files: Files, index: Index) -> None:
     reader = ChunkReader(files)
 
     def plan_reads() -> list[Read]:
-        reads = sorted(planned_reads(tensors, index), key=lambda read: read.chunk.file)
-        for read in reads:
-            reader.span(read.chunk, read.dtype)
-        return reads
+        return sorted(planned_reads(tensors, index), key=lambda read: read.chunk.file)
 
     reads = collectives.run_on_all_ranks(plan_reads)
+    files.require({read.chunk.file for read in reads})
+
+    def check_all() -> None:
+        for read in reads:
+            reader.span(read.chunk, read.dtype)
+
+    collectives.run_on_all_ranks(check_all)
 
     def read_all() -> None:
         for read in reads:

@@ -125,7 +125,7 @@ class AsyncSave:
             if self._snapshot.is_copy:
                 lower_thread_priority()
             reason = self._group.gather_decide(self._snapshot.length, self._make_room)
-            reason = reason or self._group.gather_decide(self._write(), self._finish)
+            reason = reason or self._conclude(self._write())
             failure = None if reason is None else f"{self.path.name} was not saved: {reason}"
         except BaseException as error:  # wait() must end, whatever happened here
             failure = self._outcome_without_ranks(error)
@@ -135,19 +135,23 @@ class AsyncSave:
             with _logged(f"after {self.path.name} was saved"):
                 self._afterwards()
 
+    def _conclude(self, report: Report) -> str | None:
+        """Publish the checkpoint, unless a rank reports a failure; why it was not published."""
+        return self._group.gather_decide(report, self._finish)
+
     def _outcome_without_ranks(self, error: BaseException) -> str | None:
         """This rank's failure if it lost the connection to the others, which training is about to find out too."""
         if self._is_published:
             return None
         verdict = "was not saved" if self._is_rank_zero else "may not have been saved"
-        return f"{self.path.name} {verdict}: the ranks have lost each other ({_described(error)})"
+        return f"{self.path.name} {verdict}: the ranks have lost each other ({described(error)})"
 
     def _write(self) -> Report:
         try:
             self.records = self._snapshot.write_to(self._destination.partial, self._advance)
             return self.records, None
         except BaseException as error:  # the other ranks wait for this report
-            return {}, _described(error)
+            return {}, described(error)
         finally:
             self._progress.complete()
 
@@ -164,25 +168,28 @@ class AsyncSave:
             if reason is None:
                 return None
         except Exception as error:
-            reason = _described(error)
+            reason = described(error)
         self._remove_partial()
         return reason
 
-    def _finish(self, reports: Sequence[Report]) -> str | None:
+    def _reasons(self, reports: Sequence[Report]) -> list[str]:
+        """Why not to publish."""
         reasons = [
             reason if len(reports) == 1 else f"rank {number}: {reason}"
             for number, (_, reason) in enumerate(reports)
             if reason is not None
         ]
-        if self._is_cancelled and not reasons:
-            reasons = ["it was cancelled"]
+        return ["it was cancelled"] if self._is_cancelled and not reasons else reasons
+
+    def _finish(self, reports: Sequence[Report]) -> str | None:
+        reasons = self._reasons(reports)
         if not reasons:
             try:
                 manifest = self._manifest_of([records for records, _ in reports])
                 self._destination.publish(manifest)
                 self._is_published = True
             except Exception as error:
-                reasons = [_described(error)]
+                reasons = [described(error)]
         if reasons:
             self._remove_partial()
             return "; ".join(reasons)
@@ -217,7 +224,8 @@ class BufferPrefault:
                     return
 
 
-def _described(error: BaseException) -> str:
+def described(error: BaseException) -> str:
+    """The reason that a report gives for an error."""
     return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 

@@ -1,0 +1,143 @@
+"""Find the newest memory checkpoint of which every file is in the memory of some host, and verify it there.
+
+A host may have its own ranks' files, copies of another host's, or none, if it replaces one that was lost. A directory
+belongs to one leg. So what a host that comes back has kept of a dead timeline is found by no later leg.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from dalsegno.distributed import collectives
+from dalsegno.distributed.hosts import Hosts
+from dalsegno.errors import DamagedCheckpoint, RankFailed, StateMismatch
+from dalsegno.system import filesystem
+
+from .format import checkpoint_dir, memory_dir, names
+from .format.manifest import Checkpoint, Manifest
+from .format.memory_dir import MemoryDir
+from .spread import SpreadCheckpoint
+
+logger = logging.getLogger("dalsegno")
+
+Candidates = Mapping[str, int | None]
+"""Names of directories that may contain the checkpoint, each with its step; None: any step."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Published:
+    """A published checkpoint. ``digest``: of its manifest, so that only parts of the same save are put together."""
+
+    step: int
+    name: str
+    digest: str
+
+
+def newest_in_memory(output_dir: Path, candidates: Candidates, *, after: int, hosts: Hosts) -> SpreadCheckpoint | None:
+    """The newest checkpoint of a step greater than ``after`` that is valid and whole on all hosts together; None if
+    there is none. Every host then has a directory for it, with all but the tensors that it may not need. Collective.
+
+    One that is damaged, or not whole, is skipped with a warning.
+    """
+    of_hosts = hosts.run(lambda: _published(output_dir, candidates, after))
+    for found in sorted({each for of_host in of_hosts for each in of_host}, reverse=True):
+        try:
+            return _assembled(output_dir, found, hosts, next(n for n, those in enumerate(of_hosts) if found in those))
+        except (DamagedCheckpoint, StateMismatch, OSError, RankFailed) as error:
+            if collectives.rank() == 0:
+                logger.warning("no memory checkpoint can be used: %s", error)
+    return None
+
+
+def _published(output_dir: Path, candidates: Candidates, after: int) -> list[_Published]:
+    """Those on this host."""
+    found = []
+    for name, only in candidates.items():
+        directory = memory_dir.find(name, output_dir)
+        for path in [] if directory is None else checkpoint_dir.newest_first(directory.checkpoints, after=after):
+            step, data = names.step_of(path), _manifest_data(path)
+            if step is not None and data is not None and only in (None, step):
+                found.append(_Published(step, name, _digest(data)))
+    return found
+
+
+def _assembled(output_dir: Path, found: _Published, hosts: Hosts, first: int) -> SpreadCheckpoint:
+    """``first``: number of the first host that has it.
+
+    Raises:
+        DamagedCheckpoint: on every rank, if a file is damaged, or on no host.
+        OSError, RankFailed: on every rank, if one cannot be read, or a host has no room for what it needs.
+    """
+    directory = memory_dir.find(found.name, output_dir)
+    data = None if directory is None else _manifest_data(names.checkpoint_path(directory.checkpoints, found.step))
+    is_here = data is not None and _digest(data) == found.digest
+    sent = collectives.gather(data if hosts.leads and hosts.here == first else None, "manifest in memory")
+    (data,) = (each for each in sent if each is not None)
+    manifest = Manifest.parse(data, Path(found.name))
+    valid, problems = set[str](), list[str]()
+    if directory is not None and is_here:
+        path = names.checkpoint_path(directory.checkpoints, found.step)
+        valid, problems = _verified(Checkpoint(path, found.step, manifest), hosts)
+    of_ranks = collectives.gather((valid, problems), "files in memory")
+    held = [set[str]().union(*(of_ranks[rank][0] for rank in hosts.ranks(host))) for host in range(hosts.count)]
+    if missing := sorted(manifest.files.keys() - set[str]().union(*held)):
+        problem = next((each for _, problems in of_ranks for each in problems), None)
+        raise DamagedCheckpoint(
+            problem or f"step {found.step}: {missing[0]} was in the memory of a host that is lost, and no other has it"
+        )
+    hosts.run(lambda: None if is_here else _create(output_dir, found, data))
+    directory = memory_dir.find(found.name, output_dir)
+    assert directory is not None, "it was there, or is created"
+    path = names.checkpoint_path(directory.checkpoints, found.step)
+    checkpoint = SpreadCheckpoint(path, found.step, manifest, hosts, held)
+    checkpoint.require([name for name in manifest.files if "/" not in name or name.endswith(".json")])
+    return checkpoint
+
+
+def _verified(checkpoint: Checkpoint, hosts: Hosts) -> tuple[set[str], list[str]]:
+    """This rank's share of the files in the directory: those that are valid, and why the others are not."""
+    files = checkpoint.manifest.files
+    here = sorted((name for name in files if (checkpoint.path / name).exists()), key=lambda name: -files[name].size)
+    share = here[hosts.position :: len(hosts.ranks(hosts.here))]
+    try:
+        checkpoint.verify(share)  # several at once
+        return {*share}, []
+    except (DamagedCheckpoint, OSError):
+        return _verified_apart(checkpoint, share)
+
+
+def _verified_apart(checkpoint: Checkpoint, share: Sequence[str]) -> tuple[set[str], list[str]]:
+    valid, problems = set(), []
+    for name in share:
+        try:
+            checkpoint.verify([name])
+            valid.add(name)
+        except (DamagedCheckpoint, OSError) as error:
+            problems.append(str(error))
+    return valid, problems
+
+
+def _create(output_dir: Path, found: _Published, manifest: bytes) -> MemoryDir:
+    """An empty directory for a checkpoint that other hosts have."""
+    directory = memory_dir.create(output_dir, found.name)
+    path = names.checkpoint_path(directory.checkpoints, found.step)
+    filesystem.remove(path)
+    filesystem.mkdir_nosync(path)
+    filesystem.write_durably(path / names.MANIFEST, manifest)
+    return directory
+
+
+def _manifest_data(path: Path) -> bytes | None:
+    try:
+        return (path / names.MANIFEST).read_bytes()
+    except OSError:
+        return None
+
+
+def _digest(data: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(data)

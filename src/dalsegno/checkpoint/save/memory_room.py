@@ -1,0 +1,75 @@
+"""Size of a run's memory checkpoints on each host, compared with the memory that is free, before the first step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from dalsegno.checkpoint.format.keys import MODEL
+from dalsegno.checkpoint.state.contract import ShardedState
+from dalsegno.checkpoint.state.first_step import tensors_per_parameter
+from dalsegno.distributed import collectives
+from dalsegno.distributed.hosts import Hosts
+from dalsegno.errors import ConfigurationError
+from dalsegno.system.byte_sizes import format_bytes
+
+from .resources import available_memory, free_disk
+from .snapshot import Snapshotter
+
+logger = logging.getLogger("dalsegno")
+
+
+def check_room(
+    snapshotter: Snapshotter,
+    sharded: Sequence[ShardedState],
+    directory: Path,
+    hosts: Hosts,
+    *,
+    copies: int,
+    freed: int,
+) -> None:
+    """Compute the size of two slots, before the first step has created the optimizer's state; log it on rank 0.
+
+    Args:
+        snapshotter: of one slot; plans the files.
+        sharded: model and optimizer.
+        directory: of this run in shared memory.
+        hosts: the run's.
+        copies: number of other hosts that keep each host's files.
+        freed: bytes on this host that the first save frees.
+
+    Raises:
+        ConfigurationError: on all ranks, if they do not fit into the memory of a host.
+    """
+    snapshotter.check_serializable(sharded, ())
+    size, trained = snapshotter.planned_bytes(), snapshotter.planned_bytes_trained(MODEL)
+    is_exact = True
+    for each in sharded:
+        if each.optimizer is not None and not each.optimizer.state:
+            per_parameter = tensors_per_parameter(each.optimizer)
+            is_exact = is_exact and per_parameter is not None
+            size += trained * (per_parameter or 0)
+    sizes = collectives.gather(size, "size of memory checkpoints")
+    own = [sum(sizes[rank] for rank in hosts.ranks(host)) for host in range(hosts.count)]
+    slots = [sum(own[host - distance] for distance in range(copies + 1)) for host in range(hosts.count)]
+    needed, ranks_here = 2 * slots[hosts.here], len(hosts.ranks(hosts.here))
+    free, room = free_disk(directory) + freed, available_memory()
+    left = free - needed if room is None else min(free - needed, ranks_here * room + freed - needed)
+    is_disk = left == free - needed
+    of_ranks = collectives.gather((left, is_disk), "room for memory checkpoints")
+    about = "" if is_exact else ", and what the optimizer adds in the first step"
+    shortest, is_disk = min(of_ranks)
+    host = hosts.of_rank[of_ranks.index((shortest, is_disk))] if shortest < 0 else 0
+    text = f"two slots of {format_bytes(slots[host])}{about}"
+    if copies:
+        text += f" ({format_bytes(own[host])} of its own, the rest copies of other hosts' parts)"
+    if shortest < 0:
+        place = directory.parent.parent if is_disk else "memory"
+        where = f" of the host of rank {hosts.ranks(host)[0]}" if hosts.count > 1 else ""
+        raise ConfigurationError(
+            f"save_in_memory=: memory checkpoints take {text}, and {format_bytes(max(0, 2 * slots[host] + shortest))} "
+            f"are free in {place}{where}; leave save_in_memory out, or train on a host with more memory"
+        )
+    if collectives.rank() == 0:
+        logger.info("memory checkpoints: %s in %s, where %s are free", text, directory, format_bytes(free))

@@ -1,0 +1,160 @@
+"""MemorySave: an async save whose files are in shared memory, published on each host by itself.
+
+::
+
+    each rank hashes its files               rank 0: build the manifest, which every rank receives
+    each rank sends its files on             to the hosts that keep copies; these verify them
+    each host publishes                      by a rename, once all copies are whole
+    each host hides the checkpoint before    once all hosts have published: so a whole one is left at any instant
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dalsegno.checkpoint.format import names
+from dalsegno.checkpoint.format.manifest import Manifest
+from dalsegno.distributed.file_transfer import Transfer, transfer
+from dalsegno.distributed.hosts import Hosts
+from dalsegno.system import filesystem
+
+from .async_save import AsyncSave, Records, Report, described
+from .snapshot import Snapshot
+
+logger = logging.getLogger("dalsegno")
+
+
+@dataclass(slots=True)
+class MemoryPublication:
+    """The destination of a save on one host: the slot ``partial``, which becomes the checkpoint ``path``.
+
+    Attributes:
+        superseded: published checkpoints that it supersedes, each with the name under which it is hidden.
+        former: directory of a former leg, which it supersedes too; None if there is none.
+    """
+
+    partial: Path
+    path: Path
+    superseded: Sequence[tuple[Path, Path]]
+    former: Path | None
+    _moves: list[tuple[Path, Path]] = field(default_factory=list)
+
+    def make_room(self, length: int) -> str | None:
+        return None  # it is laid out
+
+    def publish(self, manifest: Manifest) -> None:
+        """Turn the slot into the checkpoint."""
+        filesystem.write_durably(self.partial / names.MANIFEST, manifest.to_bytes())
+        self._move(self.partial, self.path)
+
+    def hide_superseded(self) -> None:
+        """Rename the superseded checkpoints; the next save writes to their files."""
+        for published, hidden in self.superseded:
+            self._move(published, hidden)
+
+    def undo(self) -> None:
+        """Rename everything back: the save is reported as failed, and the next one writes to this slot."""
+        while self._moves:
+            source, target = self._moves.pop()
+            with contextlib.suppress(OSError):  # raised if that did not move, or once it is back
+                filesystem.rename(target, source)
+
+    def remove_former(self) -> None:
+        """Free the memory of the former leg."""
+        if self.former is not None:
+            filesystem.remove(self.former)
+
+    def discard(self) -> None: ...  # the next save writes over it
+
+    def _move(self, source: Path, target: Path) -> None:
+        self._moves.append((source, target))
+        filesystem.rename(source, target)
+
+
+class MemorySave(AsyncSave):
+    """A save into the shared memory of each host, and of the ``copies`` hosts after it."""
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        publication: MemoryPublication,
+        hosts: Hosts,
+        *,
+        copies: int,
+        step: int,
+        manifest_of: Callable[[Sequence[Records]], Manifest],
+    ) -> None:
+        """Start the save; arguments as of :class:`AsyncSave`, and ``copies``: less than the number of hosts."""
+        self._publication, self._hosts, self._copies = publication, hosts, copies
+        super().__init__(
+            snapshot, publication, step=step, is_best=False, manifest_of=manifest_of, published=int, afterwards=int
+        )
+
+    def _conclude(self, report: Report) -> str | None:
+        decision = self._group.gather_decide(report, self._manifest)
+        if isinstance(decision, str):
+            return decision
+        manifest, files = decision
+        publication = self._publication
+        reason = self._group.gather_decide(self._send_copies(manifest, files), _joined)
+        reason = reason or self._on_each_host(lambda: publication.publish(manifest))
+        reason = reason or self._on_each_host(publication.hide_superseded)
+        if reason is not None:
+            if self._hosts.leads:
+                publication.undo()
+            return reason
+        self._is_published = True
+        if self._hosts.leads:
+            try:
+                publication.remove_former()
+            except OSError as error:
+                logger.warning("the memory of the leg before is not freed: %s", error)
+        return None
+
+    def _manifest(self, reports: Sequence[Report]) -> tuple[Manifest, list[list[str]]] | str:
+        """On rank 0: the manifest, and the names of each rank's files; or why the save has failed."""
+        if reasons := self._reasons(reports):
+            return "; ".join(reasons)
+        try:
+            return self._manifest_of([records for records, _ in reports]), [sorted(records) for records, _ in reports]
+        except Exception as error:
+            return described(error)
+
+    def _send_copies(self, manifest: Manifest, files: Sequence[Sequence[str]]) -> str | None:
+        """Send this rank's files to the hosts that keep copies, and receive those of others."""
+        try:
+            return transfer(self._transfers(manifest, files), self._destination.partial, self._group, self._advance)
+        finally:
+            self._progress.complete()
+
+    def _transfers(self, manifest: Manifest, files: Sequence[Sequence[str]]) -> list[Transfer]:
+        """In an order in which hosts of even number send while the others receive, and the reverse."""
+        hosts, transfers = self._hosts, []
+        for distance in range(1, self._copies + 1):
+            for source in sorted(range(len(files)), key=lambda rank: (hosts.of_rank[rank] % 2, rank)):
+                host = hosts.of_rank[source]
+                targets = hosts.ranks((host + distance) % hosts.count)
+                target = targets[hosts.ranks(host).index(source) % len(targets)]
+                for name in files[source]:
+                    record = manifest.files[name]
+                    transfers.append(Transfer(name, record.size, record.xxh3, source, target))
+        return transfers
+
+    def _on_each_host(self, act: Callable[[], object]) -> str | None:
+        """Run ``act`` on the lowest rank of each host; why it has failed on one."""
+        failure = None
+        if self._hosts.leads:
+            try:
+                act()
+            except Exception as error:
+                failure = described(error)
+        return self._group.gather_decide(failure, _joined)
+
+
+def _joined(failures: Sequence[str | None]) -> str | None:
+    found = [f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure is not None]
+    return "; ".join(found) or None

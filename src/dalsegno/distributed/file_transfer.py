@@ -1,0 +1,115 @@
+"""Transfer files between the memories of hosts: in pieces, over gloo, each verified by its checksum on arrival.
+
+All ranks pass the same transfers, and each takes part in its own, in that order. So no two ranks wait for each other,
+whatever the order is; one in which neighbours take turns lets several pairs move bytes at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+
+from dalsegno.system import filesystem
+from dalsegno.system.posix import O_NOFOLLOW
+
+from . import collectives
+from .collectives import BackgroundGroup
+
+_PIECE_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A file of ``size`` bytes that rank ``source`` sends to rank ``target``; ``xxh3``: its hexadecimal xxh3-128."""
+
+    name: str
+    size: int
+    xxh3: str
+    source: int
+    target: int
+
+
+def transfer(
+    transfers: Sequence[Transfer],
+    directory: Path,
+    group: BackgroundGroup,
+    advance: Callable[[int], object] = int,
+) -> str | None:
+    """Send and receive this rank's part of ``transfers``, from and to files in ``directory``. A failure here does not
+    keep other ranks waiting: the rest is sent and received all the same.
+
+    Args:
+        transfers: the same on all ranks.
+        directory: of this rank.
+        group: used by no other thread meanwhile.
+        advance: called with the number of bytes received or sent. An exception is a failure.
+
+    Returns:
+        The first failure on this rank; None if all went well.
+    """
+    failures: list[str] = []
+    for each in transfers:
+        if collectives.rank() == each.source:
+            failures += _send(each, directory / each.name, group, advance)
+        elif collectives.rank() == each.target:
+            failures += _receive(each, directory / each.name, group, advance)
+    return failures[0] if failures else None
+
+
+def _send(sent: Transfer, path: Path, group: BackgroundGroup, advance: Callable[[int], object]) -> list[str]:
+    failures: list[str] = []
+    try:
+        descriptor = os.open(path, os.O_RDONLY | O_NOFOLLOW)
+    except OSError as error:
+        failures.append(str(error))
+        descriptor = -1
+    for piece in _pieces(sent.size):
+        try:
+            if not failures:
+                advance(len(piece))
+                os.readv(descriptor, [memoryview(piece.numpy())])  # the target compares the checksum
+        except Exception as error:
+            failures.append(f"{path}: {error}")
+        group.send(piece, sent.target)
+    if descriptor >= 0:
+        os.close(descriptor)
+    return failures
+
+
+def _receive(received: Transfer, path: Path, group: BackgroundGroup, advance: Callable[[int], object]) -> list[str]:
+    checksum = xxhash.xxh3_128()
+
+    def arriving() -> Iterator[memoryview]:
+        for piece in _pieces(received.size):
+            group.receive(piece, received.source)
+            yield memoryview(piece.numpy())
+
+    def hashed() -> Iterator[memoryview]:
+        for piece in incoming:
+            advance(len(piece))
+            checksum.update(piece)
+            yield piece
+
+    incoming = arriving()
+    try:
+        filesystem.mkdir_nosync(path.parent)
+        filesystem.rewrite_in_place(path, hashed(), received.size)
+    except Exception as error:
+        for _ in incoming:  # nothing more arrives if the connection was lost
+            pass
+        return [f"{path}: {error}"]
+    if checksum.hexdigest() != received.xxh3:
+        return [f"{path}: has checksum {checksum.hexdigest()} on arrival from rank {received.source}"]
+    return []
+
+
+def _pieces(size: int) -> Iterator[torch.Tensor]:
+    """Pieces of one buffer that add up to ``size`` bytes."""
+    buffer = torch.empty(min(size, _PIECE_BYTES), dtype=torch.uint8)
+    for begin in range(0, size, _PIECE_BYTES):
+        yield buffer[: size - begin]
