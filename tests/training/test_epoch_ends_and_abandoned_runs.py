@@ -274,3 +274,26 @@ def test_a_log_in_a_folder_of_its_own_is_compared(tmp_path: Path) -> None:
     log.write_text("".join(f"{json.dumps(record)}\n" for record in records))
     differing = [row.what for row in compare_runs(tmp_path / "first", tmp_path / "second").rows if not row.identical]
     assert differing == ["m/t.jsonl"]
+
+
+@pytest.mark.parametrize("place", ["rewound/timeline.0001", "logs/rewound"])
+def test_going_back_may_be_interrupted_between_logs_and_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Before the first operation there: the logs always reach as far as the newest checkpoint that is left."""
+
+    class Killed(BaseException):
+        pass
+
+    def kill(operation: str, path: Path) -> None:
+        if path.is_relative_to(tmp_path / "run" / place):
+            raise Killed
+
+    by_epochs(tmp_path / "whole", GradNormLogger(), JsonLogger()).train()
+    by_epochs(tmp_path / "run", GradNormLogger(), JsonLogger(), max_steps=10).train()
+    with monkeypatch.context() as killing, pytest.raises(Killed):
+        killing.setattr(filesystem, "watcher", kill)
+        with_norms(tmp_path / "run").train(tmp_path / "run" / "checkpoints" / "step-00000005")
+    with_norms(tmp_path / "run").train()
+    comparison = compare_runs(tmp_path / "whole", tmp_path / "run")
+    assert comparison.identical, comparison.table()

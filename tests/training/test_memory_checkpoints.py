@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -315,6 +317,40 @@ def test_before_save_fires_before_each_save_in_memory(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="CUDA error"):
         crashing.train()
     assert announced == [(1, False), (2, False), (3, True), (4, False), (5, False)]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_save_in_memory_during_one_to_disk_is_published_after_it(
+    tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """The save of step 8 does not end before the crash after step 10. Its failure would leave a gap on disk."""
+    ended, announced, published = threading.Event(), list[int](), set[str]()
+
+    def hold(operation: str, path: Path) -> None:
+        if operation == "write" and path.parent.name == "step-00000008.partial" and path.name == "manifest.json":
+            assert ended.wait(60)
+            if fails:
+                raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    def look(ctx: Any) -> None:
+        (directory,) = shared_memory(tmp_path)
+        if ctx.state.global_step > 8:
+            published.update(path.name for path in directory.glob("checkpoints/step-*"))
+        if ctx.state.global_step == 10:
+            ended.set()
+            raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(filesystem, "watcher", hold)
+    crashing = trainer(tmp_path, save_in_background=True)
+    crashing.add_callback(Listener({"on_step_begin": look, "on_before_save": lambda ctx: announced.append(ctx.step)}))
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        crashing.train()
+    monkeypatch.setattr(filesystem, "watcher", None)
+    assert announced == [*range(1, 11)]
+    assert published == {"step-00000007"}
+    trainer(tmp_path, save_in_background=True).train()
+    assert origins(tmp_path) == [None, f"memory step-{7 if fails else 10:08d}"]
+    expect_equal(tmp_path, uninterrupted, but=("settings[0].save_in_background",))
 
 
 def test_a_step_whose_loss_is_infinite_is_not_saved_in_memory(tmp_path: Path) -> None:

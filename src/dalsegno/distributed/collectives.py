@@ -190,7 +190,7 @@ class BackgroundGroup:
         dist.recv(tensor, source, group=self._live())
 
     def _live(self) -> dist.ProcessGroup:
-        group = None if self._group is None else self._group()
+        group: dist.ProcessGroup | None = None if self._group is None else self._group()
         if group is None:
             raise errors.RankFailed("the process group has been destroyed")
         return group

@@ -72,7 +72,7 @@ def _send(sent: Transfer, path: Path, group: BackgroundGroup, advance: Callable[
         try:
             if not failures:
                 advance(len(piece))
-                os.readv(descriptor, [memoryview(piece.numpy())])  # the target compares the checksum
+                os.readv(descriptor, [piece.numpy().data])  # the target compares the checksum
         except Exception as error:
             failures.append(f"{path}: {error}")
         group.send(piece, sent.target)
@@ -87,7 +87,7 @@ def _receive(received: Transfer, path: Path, group: BackgroundGroup, advance: Ca
     def arriving() -> Iterator[memoryview]:
         for piece in _pieces(received.size):
             group.receive(piece, received.source)
-            yield memoryview(piece.numpy())
+            yield piece.numpy().data
 
     def hashed() -> Iterator[memoryview]:
         for piece in incoming:

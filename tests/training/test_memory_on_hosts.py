@@ -1,0 +1,194 @@
+"""Memory checkpoints of a run on several hosts: each rank has a directory of its own in place of its host's memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dalsegno as ds
+from dalsegno.checkpoint.format import memory_dir
+from dalsegno.checkpoint.save import memory_room
+from dalsegno.distributed import collectives, file_transfer
+from dalsegno.distributed.collectives import BackgroundGroup
+from dalsegno.distributed.file_transfer import Transfer
+from dalsegno.errors import DalsegnoError
+from dalsegno.testing import compare_runs, run_ranks
+from training.test_memory_checkpoints import origins, trainer
+
+
+class Messages(logging.Handler):
+    """Messages of rank 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def leg(folder: Path, hosts: Sequence[str], crash: int | None, parallel: str, changes: dict[str, Any]) -> str:
+    """One leg of the run, each rank on the host of that name; the messages, and the error if one was raised."""
+    place = folder / "hosts" / hosts[collectives.rank()]
+    place.mkdir(parents=True, exist_ok=True)
+    os.environ[memory_dir.PLACE_VARIABLE] = str(place)
+    logging.getLogger("dalsegno").addHandler(messages := Messages())
+    logging.getLogger("dalsegno").setLevel(logging.INFO)
+    origin = changes.pop("origin", True)
+    running = trainer(folder / "run", crash, parallel=parallel, **changes)
+    try:
+        running.train(resume_from_checkpoint=origin)
+    except (RuntimeError, DalsegnoError) as error:
+        messages.texts.append(f"{type(error).__name__}: {error}")
+    return "\n".join(messages.texts)
+
+
+class Run:
+    """A run on hosts of which some are lost between its legs."""
+
+    def __init__(self, folder: Path, parallel: str, copies: int = 1, **changes: Any) -> None:
+        self.folder, self.parallel = folder, parallel
+        self.changes = {"save_in_memory": f"InMemory(steps=1, copies={copies})", **changes}
+
+    def leg(self, *hosts: str, crash: int | None = None, **changes: Any) -> str:
+        """Rank 0's messages."""
+        changes = self.changes | changes
+        return run_ranks(leg, len(hosts), self.folder, hosts, crash, self.parallel, changes, timeout=120.0)[0]
+
+    def lose(self, *hosts: str) -> None:
+        for host in hosts:
+            shutil.rmtree(self.folder / "hosts" / host)
+
+    @property
+    def origins(self) -> list[str | None]:
+        return origins(self.folder / "run")
+
+    def memory_of(self, host: str) -> list[Path]:
+        return [*(self.folder / "hosts" / host).glob("dalsegno-*/*")]
+
+    def expect_equal(self, other: Run) -> None:
+        comparison = compare_runs(other.folder / "run", self.folder / "run")
+        assert comparison.identical, comparison.table()
+
+
+def test_a_host_that_replaces_a_lost_one_gets_its_part_from_the_neighbour(tmp_path: Path) -> None:
+    uninterrupted, run = Run(tmp_path / "uninterrupted", "fsdp"), Run(tmp_path / "lossy", "fsdp")
+    assert "CUDA error" in run.leg("a", "b", crash=5)
+    run.lose("b")
+    assert "fetching" in run.leg("a", "c", crash=11)
+    run.lose("a")
+    run.leg("d", "c")
+    assert run.origins == [None, "memory step-00000005", "memory step-00000011"]
+    uninterrupted.leg("a", "b")
+    run.expect_equal(uninterrupted)
+    assert [run.memory_of(host) for host in ("c", "d")] == [[], []]
+
+
+def test_without_the_neighbours_copy_it_resumes_from_the_disk(tmp_path: Path) -> None:
+    run = Run(tmp_path, "fsdp")
+    run.leg("a", "b", crash=11)
+    run.lose("a", "b")
+    run.leg("a", "b", crash=10)
+    assert run.origins == [None, "step-00000008"]
+    uncopied = {"save_in_memory": "Every(steps=1)"}
+    run.leg("a", "b", crash=13, **uncopied)
+    run.leg("a", "b", crash=14, **uncopied)
+    assert run.origins[2:] == ["memory step-00000010", "memory step-00000013"]
+    run.lose("b")
+    assert "was in the memory of a host that is lost" in run.leg("a", "c", crash=12, **uncopied)
+    assert run.origins[4:] == ["step-00000008"]
+
+
+def test_ranks_fetch_the_files_that_they_read(tmp_path: Path) -> None:
+    """Under DDP each file is written once, and read by all ranks."""
+    uninterrupted, run = Run(tmp_path / "uninterrupted", "ddp", 0), Run(tmp_path / "run", "ddp", 0)
+    run.leg("a", "b", crash=5)
+    assert "fetching" in run.leg("a", "b", crash=7)
+    run.leg("a", "b")
+    assert run.origins == [None, "memory step-00000005", "memory step-00000007"]
+    uninterrupted.leg("a", "b")
+    run.expect_equal(uninterrupted)
+
+
+def test_a_host_may_have_more_ranks_than_its_neighbour(tmp_path: Path) -> None:
+    run = Run(tmp_path, "fsdp", per_device_train_batch_size=1)
+    run.leg("a", "a", "b", crash=3)
+    run.lose("a")
+    run.leg("c", "c", "b", crash=5)
+    run.lose("b")
+    run.leg("c", "c", "c", crash=6)
+    assert run.origins == [None, "memory step-00000003", "memory step-00000005"]
+
+
+def test_a_host_that_comes_back_has_a_dead_timeline(tmp_path: Path) -> None:
+    """Host b is lost with the state of step 5, and comes back after the others have resumed from there."""
+    run = Run(tmp_path, "fsdp")
+    run.leg("a", "b", crash=5)
+    shutil.move(tmp_path / "hosts" / "b", tmp_path / "lost")
+    run.leg("a", "c", crash=7, learning_rate=0.02)
+    run.lose("a", "c")
+    shutil.move(tmp_path / "lost", tmp_path / "hosts" / "b")
+    run.leg("b", "d", crash=4)
+    assert run.origins == [None, "memory step-00000005", None]
+
+
+def test_memory_for_the_copies_is_counted(tmp_path: Path) -> None:
+    logged = Run(tmp_path, "fsdp").leg("a", "b", crash=0)
+    assert "memory checkpoints: two slots of" in logged and "the rest copies of other hosts' parts" in logged
+
+
+def refused(folder: Path) -> str:
+    memory_room.free_disk = lambda directory: 1000 if collectives.rank() else 1 << 40
+    return leg(folder, ["a", "b"], None, "fsdp", {"save_in_memory": "InMemory(steps=1, copies=1)"})
+
+
+def test_one_host_without_room_refuses_the_run_on_all(tmp_path: Path) -> None:
+    for message in run_ranks(refused, 2, tmp_path, timeout=120.0):
+        assert "are free in" in message and "of the host of rank 1" in message
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
+def test_copies_on_one_host_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer(tmp_path, max_steps=1, save_in_memory="InMemory(steps=1, copies=1)").train()
+    assert "copies=1, and the ranks are on one host: nothing is copied" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["InMemory(steps=10, copies=-1)", "InMemory(steps=1) | InMemory(steps=2)"])
+def test_a_wrong_number_of_copies_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ds.ConfigurationError):
+        ds.TrainingArguments(tmp_path, save_in_memory=text)
+    assert ds.TrainingArguments(
+        tmp_path, save_in_memory="InMemory(steps=10, copies=1)"
+    ).saving_in_memory == ds.InMemory(steps=10, copies=1)
+
+
+def transfers_with_a_fault(folder: Path) -> tuple[str | None, bool]:
+    """Rank 0 sends a file that changes on the way, one that is gone, and a good one; rank 1 returns what it notices."""
+    rank = collectives.rank()
+    directory = folder / str(rank)
+    directory.mkdir()
+    size = (1 << 24) + 5
+    content = os.urandom(size) if rank == 0 else b""
+    if rank == 0:
+        (directory / "changed").write_bytes(content)
+        (directory / "good").write_bytes(content)
+    digest = collectives.broadcast(file_transfer.xxhash.xxh3_128_hexdigest(content), "digest")
+    sent = [Transfer(name, size, digest, 0, 1) for name in ("changed", "gone", "good")]
+    if rank == 0:
+        (directory / "changed").write_bytes(b"\0" * size)
+    failure = file_transfer.transfer(sent, directory, BackgroundGroup())
+    arrived = (directory / "good").read_bytes()
+    return failure, file_transfer.xxhash.xxh3_128_hexdigest(arrived) == digest
+
+
+def test_a_damaged_transfer_is_noticed_and_keeps_no_rank_waiting(tmp_path: Path) -> None:
+    (sender, _), (receiver, arrived) = run_ranks(transfers_with_a_fault, 2, tmp_path, timeout=120.0)
+    assert sender is not None and "gone" in sender
+    assert receiver is not None and "changed: has checksum" in receiver
+    assert arrived
