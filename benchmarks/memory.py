@@ -65,7 +65,8 @@ def _standing_still(directory: Path, size: int, rounds: int) -> dict[str, list[f
         step += 1
         os.sync()  # as before the copy
         began = time.perf_counter()
-        checkpoints.save(step, [state], [], {}, metrics={}, is_finite=True)
+        checkpoints.capture(step, [state], [], {}, metrics={}, is_finite=True)
+        checkpoints.publish()
         seconds = time.perf_counter() - began
         checkpoints.settle()
         return seconds
