@@ -77,7 +77,9 @@ def _assembled(output_dir: Path, found: _Published, hosts: Hosts, first: int) ->
     data = None if directory is None else _manifest_data(names.checkpoint_path(directory.checkpoints, found.step))
     is_here = data is not None and _digest(data) == found.digest
     sent = collectives.gather(data if hosts.leads and hosts.here == first else None, "manifest in memory")
-    (data,) = (each for each in sent if each is not None)
+    data = next((each for each in sent if each is not None), None)
+    if data is None:
+        raise DamagedCheckpoint(f"step {found.step}: its manifest in memory is gone")
     manifest = Manifest.parse(data, Path(found.name))
     valid, problems = set[str](), list[str]()
     if directory is not None and is_here:

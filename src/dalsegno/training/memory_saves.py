@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dalsegno.checkpoint import Checkpoint, CheckpointManager, MemoryCheckpoints
+from dalsegno.checkpoint.format import memory_dir
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import are_finite
 from dalsegno.logs import RunFile
@@ -48,9 +49,9 @@ class MemorySaves:
         last = self._run_file.last_leg()
         candidates: dict[str, int | None] = {}
         if last is not None and last.from_checkpoint is not None:
-            former = Path(last.from_checkpoint)
-            if self.checkpoints.owns(former):
-                candidates[former.parent.parent.name] = last.first_step
+            former = memory_dir.name_of(Path(last.from_checkpoint))
+            if former is not None:
+                candidates[former] = last.first_step
         if last is not None and last.memory is not None:
             candidates[last.memory] = None
         return candidates

@@ -89,6 +89,12 @@ def place() -> object:
     return _boot() or host_name(), _inode(root().parent)
 
 
+def name_of(checkpoint: Path) -> str | None:
+    """Name of the directory that contains a memory checkpoint, by its path alone; None for any other path."""
+    name = checkpoint.parent.parent.name
+    return name if checkpoint.is_absolute() and _NAME.fullmatch(name) else None
+
+
 def new_name() -> str:
     return os.urandom(8).hex()
 

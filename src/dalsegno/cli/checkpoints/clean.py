@@ -64,6 +64,7 @@ def _row(directory: MemoryDir) -> dict[str, Any]:
 
 def _state(directory: MemoryDir) -> str:
     """Whether a process writes to it, the run's next leg can resume from it, or neither; or its run is not here."""
+    from dalsegno.checkpoint.format import memory_dir
     from dalsegno.logs import RunFile
     from dalsegno.system.lock import DirectoryLock
 
@@ -72,8 +73,10 @@ def _state(directory: MemoryDir) -> str:
     if DirectoryLock.is_held(directory.output_dir):
         return _IN_USE
     last = RunFile(directory.output_dir).last_leg()
-    is_last = last is not None and last.memory == directory.name and directory.newest_step is not None
-    return _RESUMABLE if is_last else _LEFT_OVER
+    if last is None or directory.newest_step is None:
+        return _LEFT_OVER
+    former = None if last.from_checkpoint is None else memory_dir.name_of(Path(last.from_checkpoint))
+    return _RESUMABLE if directory.name in (last.memory, former) else _LEFT_OVER
 
 
 def _print(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
