@@ -83,11 +83,13 @@ def test_a_host_that_replaces_a_lost_one_gets_its_part_from_the_neighbour(tmp_pa
     run.lose("b")
     assert "fetching" in run.leg("a", "c", crash=11)
     run.lose("a")
-    run.leg("d", "c")
-    assert run.origins == [None, "memory step-00000005", "memory step-00000011"]
+    run.leg("d", "c", crash=11)
+    run.lose("d")
+    run.leg("e", "c")
+    assert run.origins == [None, "memory step-00000005", "memory step-00000011", "memory step-00000011"]
     uninterrupted.leg("a", "b")
     run.expect_equal(uninterrupted)
-    assert [run.memory_of(host) for host in ("c", "d")] == [[], []]
+    assert [run.memory_of(host) for host in ("c", "e")] == [[], []]
 
 
 def test_without_the_neighbours_copy_it_resumes_from_the_disk(tmp_path: Path) -> None:

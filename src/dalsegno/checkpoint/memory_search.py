@@ -77,10 +77,10 @@ def _assembled(output_dir: Path, found: _Published, hosts: Hosts, first: int) ->
     data = None if directory is None else _manifest_data(names.checkpoint_path(directory.checkpoints, found.step))
     is_here = data is not None and _digest(data) == found.digest
     sent = collectives.gather(data if hosts.leads and hosts.here == first else None, "manifest in memory")
-    data = next((each for each in sent if each is not None), None)
-    if data is None:
+    received = [each for each in sent if each is not None]
+    if not received:
         raise DamagedCheckpoint(f"step {found.step}: its manifest in memory is gone")
-    manifest = Manifest.parse(data, Path(found.name))
+    manifest = Manifest.parse(received[0], Path(found.name))
     valid, problems = set[str](), list[str]()
     if directory is not None and is_here:
         path = names.checkpoint_path(directory.checkpoints, found.step)
@@ -92,7 +92,7 @@ def _assembled(output_dir: Path, found: _Published, hosts: Hosts, first: int) ->
         raise DamagedCheckpoint(
             problem or f"step {found.step}: {missing[0]} was in the memory of a host that is lost, and no other has it"
         )
-    hosts.run(lambda: None if is_here else _create(output_dir, found, data))
+    hosts.run(lambda: None if is_here else _create(output_dir, found, received[0]))
     directory = memory_dir.find(found.name, output_dir)
     assert directory is not None, "it was there, or is created"
     path = names.checkpoint_path(directory.checkpoints, found.step)
