@@ -129,15 +129,16 @@ def test_a_host_may_have_more_ranks_than_its_neighbour(tmp_path: Path) -> None:
 
 
 def test_a_host_that_comes_back_has_a_dead_timeline(tmp_path: Path) -> None:
-    """Host b is lost with the state of step 5, and comes back after the others have resumed from there."""
+    """Host b is lost with the state of step 5, and comes back after the others have trained on, at another rate."""
     run = Run(tmp_path, "fsdp")
     run.leg("a", "b", crash=5)
     shutil.move(tmp_path / "hosts" / "b", tmp_path / "lost")
     run.leg("a", "c", crash=7, learning_rate=0.02)
+    run.leg("a", "c", crash=7, learning_rate=0.02)
     run.lose("a", "c")
     shutil.move(tmp_path / "lost", tmp_path / "hosts" / "b")
     run.leg("b", "d", crash=4)
-    assert run.origins == [None, "memory step-00000005", None]
+    assert run.origins == [None, "memory step-00000005", "memory step-00000007", None]
 
 
 def test_memory_for_the_copies_is_counted(tmp_path: Path) -> None:
