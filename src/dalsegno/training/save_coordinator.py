@@ -204,7 +204,6 @@ class SaveCoordinator:
             failure = error
         if failure is None:
             self._note_success(save)
-            self._checkpointer.memory.checkpoints.publish()
         elif collectives.rank() == 0:
             logger.error("%s", failure)
 
