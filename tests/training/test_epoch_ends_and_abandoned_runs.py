@@ -289,8 +289,8 @@ def test_going_back_may_be_interrupted_between_logs_and_checkpoints(
         if path.is_relative_to(tmp_path / "run" / place):
             raise Killed
 
-    by_epochs(tmp_path / "whole", GradNormLogger(), JsonLogger()).train()
-    by_epochs(tmp_path / "run", GradNormLogger(), JsonLogger(), max_steps=10).train()
+    with_norms(tmp_path / "whole").train()
+    with_norms(tmp_path / "run").train()
     with monkeypatch.context() as killing, pytest.raises(Killed):
         killing.setattr(filesystem, "watcher", kill)
         with_norms(tmp_path / "run").train(tmp_path / "run" / "checkpoints" / "step-00000005")
