@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from support import warm
+
 DALSEGNO = Path(sys.executable).with_name("dalsegno")
 
 
@@ -16,6 +18,11 @@ def environment() -> dict[str, str]:
 
 def dalsegno(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run it in ``folder``, to its end."""
+    return warm.run([DALSEGNO, *words], folder=folder, env=environment())
+
+
+def cold(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run it in ``folder``, to its end, in a process that has imported nothing."""
     return subprocess.run(
         [DALSEGNO, *words], cwd=folder, env=environment(), capture_output=True, text=True, encoding="utf-8"
     )

@@ -19,6 +19,7 @@ from dalsegno.cli import main
 from dalsegno.cli.demo import story
 from dalsegno.cli.demo.legs import Job, LegEnd, Watch, run_leg
 from dalsegno.testing import FaultPlan
+from support.warm import Program
 
 COMPARED = [
     "weights",
@@ -82,22 +83,19 @@ def test_a_difference_is_exit_status_1(
 
 
 def test_an_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
-    child = subprocess.Popen(
+    child = Program(
         [DALSEGNO, "demo", "--steps", "5000", "--out", tmp_path],
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
-        encoding="utf-8",
         start_new_session=True,
     )
-    assert child.stdout is not None
+    assert child.stdout is not None and child.stderr is not None
     while "starts from scratch" not in child.stdout.readline():
         assert child.poll() is None
     (leg,) = legs_of(tmp_path / "reference")
     child.send_signal(signal.SIGINT)
-    _, complaint = child.communicate()
-    assert (child.returncode, complaint) == (130, "\ndalsegno: interrupted\n")
+    assert (child.wait(), child.stderr.read()) == (130, "\ndalsegno: interrupted\n")
     with pytest.raises(ProcessLookupError):
         os.kill(leg["pid"], 0)
     assert legs_of(tmp_path / "reference")[0]["reason"] is None, "it trained on until it found nobody to tell"

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from cli.command import DALSEGNO, dalsegno, environment
+from cli.command import DALSEGNO, cold, environment
 from dalsegno.cli import main
 from dalsegno.logs import RunFile
+from support import warm
+from support.warm import Program
 
 OWN_TRAINING = """
 import os, signal, sys
@@ -164,7 +166,7 @@ def test_a_signal_to_the_whole_group_stops_the_ranks_with_a_checkpoint(folder: P
     """As a terminal's Ctrl-C, or Slurm, which signals every process: the one that ranks are forked from, too."""
     words = ["launch", "--nproc", "2", "run.toml", "--set", "args.max_steps=1000000", "--set", "args.save_steps=0"]
     words += ["--set", "callbacks.own_launch:Last.name=last"]
-    launcher = subprocess.Popen([DALSEGNO, *words], env=environment(), start_new_session=True)
+    launcher = Program([DALSEGNO, *words], env=environment(), start_new_session=True)
     file = folder / "runs" / "a" / "pid-0"
     while not file.exists():
         assert launcher.poll() is None
@@ -182,7 +184,7 @@ def test_two_hosts_restart_together(folder: Path) -> None:
         endpoint = f"localhost:{free.getsockname()[1]}"
     words = ["launch", "--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-id", "both", "run.toml"]
     words += ["--set", "callbacks.own_launch:Kill.step=5"]
-    hosts = [subprocess.Popen([DALSEGNO, *words], env=environment()) for _ in range(2)]
+    hosts = [Program([DALSEGNO, *words], env=environment()) for _ in range(2)]
     assert [host.wait() for host in hosts] == [0, 0]
     assert legs(folder) == [(0, "rank 1 was killed by SIGKILL"), (4, None)]
 
@@ -257,11 +259,11 @@ if __name__ == "__main__":
 
 def test_a_programs_own_classes_travel(folder: Path) -> None:
     (folder / "program.py").write_text(PROGRAM)
-    done = subprocess.run([sys.executable, "program.py"], cwd=folder, env=environment(), capture_output=True, text=True)
+    done = warm.run(["program.py"], folder=folder, env=environment())
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "3 103"
 
 
 def test_the_help_has_the_statuses(folder: Path) -> None:
-    done = dalsegno("launch", "--help", folder=folder)
+    done = cold("launch", "--help", folder=folder)
     assert "75 stopped in time" in " ".join(done.stdout.split())

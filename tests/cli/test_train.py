@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.command import dalsegno
+from cli.command import cold, dalsegno
 from dalsegno.cli import main
 from dalsegno.logs import read_records
 
@@ -80,7 +80,7 @@ def steps(folder: Path) -> list[int]:
 
 
 def test_a_run_is_trained_gone_on_with_and_begun_anew(folder: Path) -> None:
-    done = dalsegno("train", "run.toml", "--set", "args.save_steps=2", folder=folder)
+    done = cold("train", "run.toml", "--set", "args.save_steps=2", folder=folder)
     assert (done.returncode, done.stderr) == (0, "")
     assert "output     runs/a" not in done.stdout, "the InfoCallback is switched off"
     assert main(["train", "run.toml", "--set", "args.max_steps=6"]) == 0

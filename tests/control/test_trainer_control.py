@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from dalsegno.web import connections, server
 from support.listeners import Listener
 from support.own_loops import OwnLoop
 from support.small import same, weights
+from support.warm import Program
 
 
 @pytest.fixture(autouse=True)
@@ -77,16 +77,15 @@ def steered(trainer: Any, steer: Callable[[Job], Any]) -> tuple[Any, Any]:
     return answers[0], result
 
 
-def start_job(folder: Path, *options: str) -> subprocess.Popen[str]:
+def start_job(folder: Path, *options: str) -> Program:
     """A training process of its own."""
     tests = Path(__file__).parents[1]
     path = os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")])
-    return subprocess.Popen(
-        [sys.executable, "-m", "control.job", folder, *options],
+    return Program(
+        [tests / "control" / "job.py", folder, *options],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
     )
 
 
@@ -116,7 +115,7 @@ def test_a_client_of_the_old_api_works_unchanged(tmp_path: Path) -> None:
         token = (client.jobs / job["job_id"] / "auth_token").read_text()
         assert len(token) == 64
         assert client.send_command(job["job_id"], "graceful_stop").status == 200
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate()
     assert process.returncode == 0, err
     assert out.split()[0] == "stopped"
     assert client.list_jobs() == []

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from cli.command import DALSEGNO
 from dalsegno.cli import main
 from dalsegno.diloco import WorkerOptions
 from dalsegno.logs import read_records
+from support.warm import Program
 
 TRAINING = """
 import dalsegno as ds
@@ -36,11 +37,10 @@ WORKER, TRAIN = ["worker", "--server", "h:1"], ["--", "train", "run.toml"]
 def test_a_server_and_a_worker(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "my_training.py").write_text(TRAINING)
     (tmp_path / "run.toml").write_text(CONFIGURATION)
-    dalsegno = [sys.executable, "-m", "dalsegno", "diloco"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
     environment |= {"OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "2"}  # threads of libraries, since their import
     server = subprocess.Popen(
-        [*dalsegno, "serve", "-o", "outer", "-n", "1", "--port", "0"],
+        [DALSEGNO, "diloco", "serve", "-o", "outer", "-n", "1", "--port", "0"],
         cwd=tmp_path,
         env=environment,
         stdout=subprocess.PIPE,
@@ -51,13 +51,8 @@ def test_a_server_and_a_worker(tmp_path: Path, capsys: pytest.CaptureFixture[str
         address = server.stdout.readline().split()[1]
         token_file = tmp_path / server.stdout.readline().split()[1]
         reach = ["--server", address, "--token-file", str(token_file)]
-        worker = subprocess.run(
-            [*dalsegno, "worker", *reach, "--sync-every", "3", "--worker-id", "w", "--", "train", "run.toml"],
-            cwd=tmp_path,
-            env=environment,
-            check=False,
-        )
-        assert worker.returncode == 0
+        words = ["worker", *reach, "--sync-every", "3", "--worker-id", "w", "--", "train", "run.toml"]
+        assert Program([DALSEGNO, "diloco", *words], folder=tmp_path, env=environment).wait() == 0
         synced = [each for each in read_records(tmp_path / "run/logs/train.jsonl") if each.get("kind") == "sync"]
         assert [(each["global_step"], each["version"]) for each in synced] == [(3, 1), (6, 2)]
         assert main(["diloco", "status", *reach]) == 0

@@ -261,9 +261,10 @@ class Disk:
         match operation:
             case Write(file, offset, data):
                 content = self.files.setdefault(file, bytearray())
-                for begin in range(0, len(data), SECTOR):
+                size = SECTOR if chance else max(1, len(data))
+                for begin in range(0, len(data), size):
                     if chance is None or chance.random() < 0.5:
-                        piece = data[begin : begin + SECTOR]
+                        piece = data[begin : begin + size]
                         end = offset + begin + len(piece)
                         content.extend(bytes(max(0, end - len(content))))
                         content[offset + begin : end] = piece

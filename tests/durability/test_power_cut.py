@@ -6,6 +6,7 @@ import os
 import random
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -158,12 +159,19 @@ def check(cut: Cut, log: str, positions: Positions, folder: Path) -> None:
         assert steps == list(range(1, found.step + 1))
 
 
-def test_every_moment(recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def in_memory() -> Iterator[Path]:
+    """Where a file costs half of what it costs on a disk."""
+    with tempfile.TemporaryDirectory(dir=os.environ["DALSEGNO_SHARED_MEMORY"]) as folder:
+        yield Path(folder)
+
+
+def test_every_moment(recorded: Recorded, in_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log, operations, cuts, positions = recorded.log, recorded.operations, recorded.cuts, Positions()
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # thousands of disks, each looked at once
     assert len(operations) > 250 and len(cuts) > 1000 and max(cut.published for cut in cuts) == STEPS
     for number, cut in enumerate(cuts):
-        folder = tmp_path / str(number)
+        folder = in_memory / str(number)
         try:
             check(cut, log, positions, folder)
         except BaseException as error:
