@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +31,23 @@ class Counts(ds.Callback):
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
-        for event in set(Event) - ONCE_PER_LEG:
-            setattr(self, event.handler, partial(self._count, event.handler))
-
-    def _count(self, handler: str, ctx: Any) -> None:
-        self.counts[handler] = self.counts.get(handler, 0) + 1
 
     def state_dict(self) -> dict[str, int]:
         return dict(sorted(self.counts.items()))
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.counts = dict(state)
+
+
+def _counting(handler: str) -> Callable[[Counts, Any], None]:
+    def count(self: Counts, ctx: Any) -> None:
+        self.counts[handler] = self.counts.get(handler, 0) + 1
+
+    return count
+
+
+for event in set(Event) - ONCE_PER_LEG:
+    setattr(Counts, event.handler, _counting(event.handler))
 
 
 class RunningLoss(ds.Callback):

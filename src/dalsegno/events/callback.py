@@ -24,8 +24,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable
-from types import TracebackType
+from types import FunctionType, TracebackType
 from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar
+from weakref import WeakSet
 
 from dalsegno.errors import ConfigurationError, UnknownName
 from dalsegno.state import Handler, TrainerControl
@@ -190,8 +191,16 @@ class Callback:
     def on_train_end(self, ctx: contexts.TrainEndContext) -> Answer: ...
 
 
+_checked: WeakSet[FunctionType] = WeakSet()
+"""Functions of classes known to take (self, ctx): inspecting one takes 20 µs, and a leg asks hundreds of times."""
+
+
 def _check_signature(callback: Callback, event: Event) -> None:
     handler = getattr(callback, event.handler)
+    function = getattr(handler, "__func__", None)
+    is_method = isinstance(function, FunctionType)
+    if is_method and function in _checked:
+        return
     try:
         inspect.signature(handler).bind(object())
     except TypeError as error:
@@ -199,6 +208,8 @@ def _check_signature(callback: Callback, event: Event) -> None:
             f"{callback.key}.{event.handler}({', '.join(inspect.signature(handler).parameters)}): a handler takes "
             "(self, ctx); everything else is in ctx: ctx.args, ctx.state, ctx.control, ctx.model, …"
         ) from error
+    if is_method:
+        _checked.add(function)
 
 
 def components_of(callbacks: Iterable[Callback]) -> list[Component]:
