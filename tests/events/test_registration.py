@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,27 @@ def report(output_dir: Path, *callbacks: ds.Callback, steps: int) -> Any:
     told: list[Any] = []
     train(output_dir, Listener({"on_load": lambda ctx: told.append(ctx.report)}), *callbacks, steps=steps)
     return told[0]
+
+
+# --- handlers ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_handler_of_a_class_is_inspected_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many legs and callbacks of the class; one that an instance brings along is inspected each time."""
+
+    class Watches(ds.Callback):
+        def on_step_end(self, ctx: ds.StepEndContext) -> None: ...
+
+    inspected: list[Any] = []
+    signature = inspect.signature
+    monkeypatch.setattr(inspect, "signature", lambda each: inspected.append(each) or signature(each))
+    for _ in range(3):
+        assert Watches().handled_events() == [ds.Event.STEP_END]
+    assert len(inspected) == 1
+    one = Watches()
+    one.on_step_end = lambda: None  # type: ignore[method-assign]
+    with pytest.raises(ConfigurationError, match=r"takes \(self, ctx\)"):
+        one.handled_events()
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------
