@@ -280,7 +280,7 @@ def test_a_log_in_a_folder_of_its_own_is_compared(tmp_path: Path) -> None:
 def test_going_back_may_be_interrupted_between_logs_and_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    """Before the first operation there: the logs always reach as far as the newest checkpoint that is left."""
+    """Before the first operation there: logs are cut once training begins, so they reach as far as any checkpoint."""
 
     class Killed(BaseException):
         pass

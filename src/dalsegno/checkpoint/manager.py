@@ -262,7 +262,6 @@ class CheckpointManager:
         settings: Mapping[str, Value] | None = None,
         allowed: Collection[str] = (),
         adapt: Mapping[str, Callable[[State], State]] | None = None,
-        compared: Callable[[], object] = int,
     ) -> LoadReport:
         """Restore everything from a checkpoint that :meth:`find` returned.
 
@@ -276,14 +275,12 @@ class CheckpointManager:
             settings: the run's present settings, compared with those saved under that key.
             allowed: changes that are not refused: see :data:`dalsegno.checkpoint.load.compatibility.REFUSED`.
             adapt: by component key, a function applied to the saved state before it is loaded.
-            compared: called on all ranks once everything is known to fit, before the states that change files (logs).
 
         Raises:
             StateMismatch: before anything is changed, if a state does not fit its component.
             DamagedCheckpoint: if a file has content that dalsegno cannot have written.
         """
         saved = SavedStates(checkpoint, self._layout)
-        carried, states = unclaimed_states(saved, components)
         report = restore(
             saved,
             sharded,
@@ -292,10 +289,8 @@ class CheckpointManager:
             settings=settings or {},
             allowed=allowed,
             adapt=adapt or {},
-            compared=compared,
         )
-        report.carried.extend(carried)
-        self._carried = states
+        self._carried = unclaimed_states(saved, components, report)
         return report
 
     def newest_published(self, until: int | None = None) -> tuple[Path | None, int]:

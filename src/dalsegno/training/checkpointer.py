@@ -234,21 +234,13 @@ class Checkpointer:
 
     # -- load ---------------------------------------------------------------------------------------------------
 
-    def load(
-        self,
-        checkpoint: Checkpoint,
-        *,
-        strict_callbacks: bool,
-        allowed: Collection[str],
-        compared: Callable[[], object] = int,
-    ) -> LoadReport:
+    def load(self, checkpoint: Checkpoint, *, strict_callbacks: bool, allowed: Collection[str]) -> LoadReport:
         """Restore every state.
 
         Args:
             checkpoint: verified.
             strict_callbacks: whether a saved callback that is missing here, or the reverse, raises.
             allowed: changes since the save that do not raise.
-            compared: called on all ranks once everything is known to fit, before any log is rewound.
 
         Raises:
             StateMismatch: before anything is changed, if a saved state does not fit its object here.
@@ -268,7 +260,6 @@ class Checkpointer:
             settings=self._settings.state_dict(),
             allowed=allowed,
             adapt=adapt,
-            compared=compared,
         )
         if SETTINGS in report.fresh:
             report.notes.append("settings: not saved in this checkpoint, so nothing was compared")

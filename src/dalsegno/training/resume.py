@@ -115,20 +115,12 @@ class Resumer:
         """
         is_own = self._checkpointer.owns(checkpoint.path, checkpoint.step)
         with self._commands.restoring(checkpoint.step if is_own else 0, goes_back=options.chooses):
-            notes: list[str] = []
-
-            def archive_later() -> None:  # while the logs still fit the later checkpoints
-                if options.chooses:
-                    notes.extend(self._archive_after(checkpoint.step if is_own else None))
-
             report = self._checkpointer.load(
-                checkpoint,
-                strict_callbacks=options.strict_callbacks,
-                allowed=options.allow_changes,
-                compared=archive_later,
+                checkpoint, strict_callbacks=options.strict_callbacks, allowed=options.allow_changes
             )
-            report.notes.extend(notes)
             self._continue_from(checkpoint, is_own=is_own)
+            if options.chooses:
+                self._archive_after(checkpoint.step if is_own else None, report)
             self.complete_rollback()
         logger.info("resumed from %s\n%s", checkpoint.path, report.table())
         self._report(checkpoint.path, checkpoint.step, report)
@@ -221,14 +213,15 @@ class Resumer:
             state = self._state
             state.best_metric, state.best_global_step, state.best_model_checkpoint = None, 0, None
 
-    def _archive_after(self, step: int | None) -> list[str]:
+    def _archive_after(self, step: int | None, report: LoadReport) -> None:
         """Keep one timeline: move the checkpoints after a chosen one's step away; all of them, if it is another run's
-        (None). Notes for the user."""
+        (None)."""
         place = archive.new_archive_dir(self._output_dir) / "checkpoints"
         moved = self._checkpointer.archive_after(step, place)
         if step is None:
             self._rollbacks.archive(place.parent)
-        return [f"{len(moved)} later checkpoint(s) are now in {place}"] if moved else []
+        if moved:
+            report.notes.append(f"{len(moved)} later checkpoint(s) are now in {place}")
 
     def _fire_before_load(self, path: Path | None, step: int) -> None:
         before_load = self._dispatcher.before_load

@@ -41,7 +41,6 @@ def restore(
     settings: Mapping[str, Value],
     allowed: Collection[str],
     adapt: Mapping[str, Callable[[State], State]],
-    compared: Callable[[], object],
 ) -> LoadReport:
     """Restore everything; arguments and errors are those of :meth:`CheckpointManager.load`. Collective."""
     if strict_callbacks:
@@ -52,7 +51,7 @@ def restore(
     )
     report.changes.extend(stored.find_other_base(saved.checkpoint, sharded))
     raise_if_incompatible(report.changes, allowed, saved.path)
-    _restore(saved, stored, sharded, components, report, adapt, compared)
+    _restore(saved, stored, sharded, components, report, adapt)
     for key in stored.rests:
         if key not in {each.key for each in sharded}:
             report.notes.append(f"{key}: is in the checkpoint, but nothing takes it; it is not carried forward")
@@ -89,7 +88,6 @@ def _restore(
     components: Sequence[Component],
     report: LoadReport,
     adapt: Mapping[str, Callable[[State], State]],
-    compared: Callable[[], object] = int,
 ) -> None:
     """Load all that fits, and add the outcome to ``report``."""
     _check_scopes(saved, sharded, components)
@@ -99,7 +97,6 @@ def _restore(
     prepared = prepare_components(saved, components, report, adapt)
     report.notes.extend(restore_sharded(stored, known))
     report.restored.extend(each.key for each in known)
-    compared()
     restore_components(saved, prepared, report)
 
 

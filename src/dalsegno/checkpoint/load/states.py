@@ -194,12 +194,14 @@ def restore_components(saved: SavedStates, prepared: Sequence[tuple[Component, S
     collectives.run_on_all_ranks(restore)
 
 
-def unclaimed_states(saved: SavedStates, components: Sequence[Component]) -> tuple[list[str], Mapping[str, SavedState]]:
-    """Keys of the states that no component claims; and on rank 0 these states, to save them again. Collective."""
+def unclaimed_states(
+    saved: SavedStates, components: Sequence[Component], report: LoadReport
+) -> Mapping[str, SavedState]:
+    """States that no component claims, for rank 0 to save again. Adds their keys to ``report``. Collective."""
     taken = {key for component in components for key in component.keys}
-    keys = [key for key in saved if key not in taken and saved.record(key).scope != "sharded"]
-    return keys, collectives.run_on_all_ranks(
-        lambda: {key: saved.carried(key) for key in keys} if collectives.rank() == 0 else {}
+    report.carried.extend(key for key in saved if key not in taken and saved.record(key).scope != "sharded")
+    return collectives.run_on_all_ranks(
+        lambda: {key: saved.carried(key) for key in report.carried} if collectives.rank() == 0 else {}
     )
 
 
