@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from dalsegno.diloco import DiLoCoClient, DiLoCoServer, DiLoCoWorker, WorkerOptions
-from dalsegno.diloco.frames import PIECE, FrameLayout, FrameWriter, in_file_order
+from dalsegno.diloco.frames import FrameLayout, FrameWriter, in_file_order
 from dalsegno.diloco.signature import Specs, TensorSpec
+from dalsegno.diloco.spool import PIECE
 from dalsegno.diloco.state import Settings, Submission
 from dalsegno.errors import ConfigurationError, Locked, NotFound, NotRunning, StateMismatch
 from dalsegno.web.security import trusting

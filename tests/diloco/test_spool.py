@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from dalsegno.diloco import nesterov
-from dalsegno.diloco.frames import PIECE
 from dalsegno.diloco.run import OuterRun
 from dalsegno.diloco.signature import Specs, TensorSpec
-from dalsegno.diloco.spool import SpareFiles, _is_finite, spooled
+from dalsegno.diloco.spool import PIECE, SpareFiles, _is_finite, spooled
 from dalsegno.errors import ConfigurationError
 from dalsegno.system import filesystem
 from diloco.scenes import Given, play, values
