@@ -59,6 +59,12 @@ def test_a_leg_that_saved_its_last_step_cuts_nothing(tmp_path: Path) -> None:
     assert find_restarts(legs, read_tails(tmp_path / "train.jsonl")) == [Restart(50, 59, None), Restart(100, 100, 2)]
 
 
+def test_the_final_record_of_a_stopped_leg_is_cut_off_by_the_restart(tmp_path: Path) -> None:
+    archive(tmp_path, 1, range(156, 157), began=1000)
+    legs = [leg(1, 900, 0, "stopped"), leg(2, 2000, 156)]
+    assert find_restarts(legs, read_tails(tmp_path / "train.jsonl")) == [Restart(156, 156, 2)]
+
+
 def test_no_archive_and_an_empty_one(tmp_path: Path) -> None:
     assert read_tails(tmp_path / "train.jsonl") == []
     archive(tmp_path, 1, range(0), began=0)

@@ -92,9 +92,9 @@ def _archived(log: Path) -> list[Path]:
 def find_restarts(legs: Sequence[Leg], tails: Sequence[Tail]) -> list[Restart]:
     """Every start of a leg after the first, and every rollback, in the order of time.
 
-    A tail belongs to the leg during which its last record was logged. If the next leg started at a step before the end
-    of that leg's last tail, logged after its last rollback, the next leg cut this tail off; every other tail was cut
-    off by a rollback, of which ``run.json`` may know more.
+    A tail belongs to the leg during which its last record was logged. If the last tail of a leg has only records of the
+    step from which the next leg resumed and of later ones, logged after the last rollback, the next leg cut this tail
+    off (if the leg was stopped, its final record). A rollback cut off every other tail; ``run.json`` may have its reason.
     """
     restarts = []
     for index, leg in enumerate(legs):
@@ -105,7 +105,7 @@ def find_restarts(legs: Sequence[Leg], tails: Sequence[Tail]) -> list[Restart]:
         went_back = (
             own
             and following is not None
-            and following.first_step < own[-1].last_step
+            and following.first_step <= own[-1].first_step
             and own[-1].timestamp > rolled_back
         )
         cut_by_restart = own.pop() if went_back else None
