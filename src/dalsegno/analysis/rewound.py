@@ -94,7 +94,8 @@ def find_restarts(legs: Sequence[Leg], tails: Sequence[Tail]) -> list[Restart]:
 
     A tail belongs to the leg during which its last record was logged. If the last tail of a leg has only records of the
     step from which the next leg resumed and of later ones, logged after the last rollback, the next leg cut this tail
-    off (if the leg was stopped, its final record). A rollback cut off every other tail; ``run.json`` may have its reason.
+    off (if the leg was stopped, its final record). Every other tail was cut off by a rollback, of which ``run.json``
+    may know more.
     """
     restarts = []
     for index, leg in enumerate(legs):
