@@ -33,7 +33,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks
 
 # A thousand kills at random instants: twenty minutes or so; `make soak KILLS=100` is shorter. Then every kind of data,
-# broken off in each of its first epochs.
+# interrupted in each of its first epochs.
 soak: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m durability.soak --kills $(or $(KILLS),1000)
 	PYTHONPATH=tests $(BIN)/python -W ignore -m durability.matrix --write

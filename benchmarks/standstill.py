@@ -2,7 +2,7 @@
 
 It stands still for a copy of the state into warm memory, and is held against nothing but that copy: 512 MB, moved
 tensor by tensor. The first save of a run has had its memory prepared while training began. The steps are forward,
-backward and update of a small network on one thread, first with nothing else going on, then while 2 GB go to disk.
+backward and update of a small network on one thread, first alone, then while 2 GB go to disk.
 """
 
 from __future__ import annotations

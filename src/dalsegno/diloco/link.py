@@ -38,7 +38,7 @@ class Verdict(Enum):
     AGAIN = "again"
     """The server was not reached, or could not work: trying again may help."""
     LATE = "late"
-    """The server has gone on without this worker, which registers again."""
+    """The server continued without this worker, which registers again."""
 
 
 class ServerLink:

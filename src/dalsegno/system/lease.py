@@ -8,7 +8,7 @@ leader election of Kubernetes, an observer counts the seconds since it has last 
 Every change of the holder is decided by one atomic operation: the new holder creates ``.lock.after-…``, named by the
 former entry, which only one process can. It reads ``.lock`` again, writes its own entry, and removes the file. If it
 dies before that, the file names it as the holder. A holder that was late to renew (suspended, or cut off from its
-store) succeeds itself in the same way: either nobody has taken over and nobody can any more, or its lease is lost.
+store) succeeds itself in the same way: either no other process has taken over, and none can now, or its lease is lost.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Entry(NamedTuple):
 
 
 def read_entry(files: LeaseFiles) -> Entry:
-    """Read the present holder: that of ``.lock``, or whoever is succeeding it."""
+    """Read the present holder: that of ``.lock``, or the process that is succeeding it."""
     holder, takings = Holder.parse(files.read(LOCK)), list[str]()
     while (name := _taking(holder)) not in takings and (successor := Holder.parse(files.read(name))) is not None:
         holder = successor

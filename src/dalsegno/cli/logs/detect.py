@@ -153,7 +153,8 @@ def _detect(marked: dict[str | None, list[Series]], settings: DetectorSettings, 
 
 
 def _checkpoint_before(fired: Firing | None, arguments: argparse.Namespace) -> int | None:
-    """Step of the checkpoint to which the run would have gone back; None if it would not, or nobody asks."""
+    """Step of the checkpoint to which the run would have gone back; None if it would not, or without
+    ``--save-steps``."""
     from dalsegno.policies.recovery import RecoveryPolicy
 
     policy = RecoveryPolicy(margin=arguments.margin)
