@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from dalsegno.errors import ConfigurationError
 
-from .stage_places import place_of
+from .stage_places import is_elsewhere, place_of
+from .wrapped_tensors import holds_numbers, plain_parts
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
@@ -64,10 +65,11 @@ def check_materialized(model: nn.Module) -> None:
 
 
 def parameter_shards(model: nn.Module) -> list[LocalShard]:
-    """Return the shards of all parameters, including frozen ones."""
+    """Return the shards of all parameters, including frozen ones, but not quantized ones."""
     return [
         LocalShard(name, own_part(parameter, parameter.detach()), shard_groups(parameter))
         for name, parameter in named_parameters(model)
+        if holds_numbers(parameter)
     ]
 
 
@@ -77,9 +79,10 @@ def gradient_shards(model: nn.Module) -> list[LocalShard]:
 
 
 def are_finite(model: nn.Module) -> bool:
-    """Whether this rank's shards of the parameters contain no NaN or infinity. Syncs the device; no collective."""
-    pieces = [piece.local for piece in parameter_shards(model)]
-    parts = [part for part in pieces if part.is_floating_point() and part.numel()]
+    """Whether this rank's shards of the parameters contain no NaN or infinity; of quantized ones, the scales. Syncs the
+    device; no collective."""
+    held = [part for each in model.parameters() if not is_elsewhere(each) for part in plain_parts(each.detach())]
+    parts = [dense(part) for part in held if holds_numbers(part) and part.numel()]
     largest = torch._foreach_norm(parts, torch.inf) if parts else ()  # a maximum propagates NaN
     return all(bool(each.isfinite()) for each in largest)
 

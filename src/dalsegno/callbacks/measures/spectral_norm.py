@@ -141,8 +141,9 @@ def _measured(model: nn.Module) -> Iterator[LocalShard]:
     """Yield each parameter's shard, of whole rows; for stacked matrices, each whole matrix."""
     modules = [(name, module) for name, module in model.named_modules() if isinstance(module, _ConvNd)]
     convolved = {strip_wrappers(f"{name}.weight").lstrip(".") for name, _ in modules}
-    parameters = [parameter for _, parameter in named_parameters(model)]
-    for parameter, piece in zip(parameters, parameter_shards(model), strict=True):
+    parameters = dict(named_parameters(model))
+    for piece in parameter_shards(model):
+        parameter = parameters[piece.name]
         if parameter.dim() != 3 or piece.name in convolved:
             yield _by_rows(parameter, piece)
             continue

@@ -9,12 +9,13 @@ from torch.distributed.tensor import DTensor
 from dalsegno.checkpoint.format.layout import is_plain
 from dalsegno.distributed.stage_places import is_elsewhere
 
-_TENSORS = (torch.Tensor, nn.Parameter, DTensor)  # a subclass may hide its data
+_TENSORS = (torch.Tensor, nn.Parameter)  # a subclass may hide its data
 
 
 def is_dense(value: torch.Tensor) -> bool:
     """Whether the tensor can be saved, here or by the rank that stores it."""
-    return type(value) in _TENSORS and (is_plain(value) or is_elsewhere(value))
+    memory = value._local_tensor if type(value) is DTensor else value
+    return type(memory) in _TENSORS and (is_plain(memory) or is_elsewhere(value))
 
 
 def is_sharded(value: object, parameter: torch.Tensor) -> bool:

@@ -13,11 +13,13 @@ from dalsegno.stateful.component import State
 from dalsegno.stateful.schema import Must, check, check_like
 
 from .optimizer_rows import OptimizerRows
+from .wrapped import is_form
 
 
 class ModelRest(TypedDict):
     tied: dict[str, str]
     extra: dict[str, Any]
+    wrapped: NotRequired[dict[str, Annotated[Any, Must("the form of a wrapped tensor", is_form)]]]
 
 
 Names = dict[str, list[str]]

@@ -7,7 +7,7 @@ the model's parameters, so that state is found at any world size and in any orde
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dalsegno.checkpoint.format.index import Index
 from dalsegno.checkpoint.format.keys import LOSS, MODEL
-from dalsegno.checkpoint.format.layout import DTYPES, name_of
+from dalsegno.checkpoint.format.layout import name_of
 from dalsegno.checkpoint.format.stored_tensors import StoredTensor
 from dalsegno.distributed.sharded_tensors import once, strip_wrappers
 from dalsegno.distributed.stage_places import is_cut, is_elsewhere, like_parameter
@@ -25,15 +25,17 @@ from dalsegno.stateful.component import State
 
 from . import positions
 from .contract import Captured, LoadTarget, Tensors
-from .dense import is_dense, is_sharded
+from .dense import is_sharded
+from .named_tensors import NamedTensors
 from .non_tensor_schema import check_model_rest, check_optimizer_rest
 from .optimizer_rows import OptimizerRows
 from .placement import cast_as, exactly, like, placed_like
 from .stages import of_all_stages
+from .wrapped import hidden_tensors
 
 
 class ModelState:
-    """A model's parameters, persistent buffers and extra state. Tied tensors are saved once.
+    """A model's parameters, persistent buffers and extra state. Tied tensors are saved once, wrapped ones in parts.
 
     Args:
         model: the module; DistributedDataParallel around it is removed. Under FSDP2 its parameters are DTensors, and
@@ -54,19 +56,26 @@ class ModelState:
         return class_name_of(self._model)
 
     def capture(self) -> Captured:
-        tensors, tied, extra, frozen = self._sorted()
-        return Captured(tensors, {"tied": tied, "extra": extra}, frozen)
+        here = self._sorted()
+        wrapped = {"wrapped": here.wrapped} if here.wrapped else {}
+        return Captured(here.tensors, {"tied": here.tied, "extra": here.extra, **wrapped}, here.frozen)
 
     def check_rest(self, stored: Index, rest: State, where: str) -> None:
         check_model_rest(rest, stored.known_of(self.key), where)
 
     def differences(self, stored: Index, rest: State, *, any_dtype: bool = False) -> list[str]:
-        tensors, tied, extra, _ = self._sorted()
-        here = {**tensors, **{alias: tensors[name] for alias, name in tied.items()}}
+        model = self._sorted()
+        tensors, tied, extra = model.tensors, model.tied, model.extra
         known = stored.known_of(self.key)
-        sources = self._sources(known, rest)
+        sources = model.sources(known, rest)
+        misfits = model.misfits(rest)
+        in_misfits = {part for misfit in misfits for part in misfit.parts}
+        here = {**tensors, **{alias: tensors[name] for alias, name in tied.items()}}
+        here = {name: each for name, each in here.items() if name not in in_misfits}
         there = _with_aliases(known, {**rest["tied"], **sources})
+        there = {name: each for name, each in there.items() if name not in in_misfits}
         lines = [
+            *(f"{misfit.name}: {misfit.difference}" for misfit in misfits),
             *(f"missing in the checkpoint: {name}{_form(here[name])}" for name in here.keys() - there.keys()),
             *(f"missing in the checkpoint: {name}" for name in extra.keys() - rest["extra"].keys()),
             *(f"unexpected in the checkpoint: {name}{_form(there[name])}" for name in there.keys() - here.keys()),
@@ -86,20 +95,28 @@ class ModelState:
 
     def prepare(self, stored: Index, rest: State) -> LoadTarget:
         there = stored.of(self.key)
-        sources = self._sources(stored.known_of(self.key), rest)
+        model = self._sorted()
+        sources = model.sources(stored.known_of(self.key), rest)
+        in_misfits = {part for misfit in model.misfits(rest) for part in misfit.parts}
         targets = {
             sources[name]: tensor
-            for name, tensor in self._sorted()[0].items()
-            if sources[name] in there and tensor.shape == there[sources[name]].shape and not is_elsewhere(tensor)
+            for name, tensor in model.tensors.items()
+            if name not in in_misfits
+            and sources[name] in there
+            and tensor.shape == there[sources[name]].shape
+            and not is_elsewhere(tensor)
         }
 
         def commit() -> None:
             # Most tensors are loaded in place by now. Loading them again runs the model's load_state_dict hooks, and
-            # copies tensors that were tied when saved, but are not now, to each of their names.
-            state = {}
+            # copies tensors that were tied when saved, but are not now, to each of their names. Wrapped tensors are
+            # left out, which have no tensor of their own name, or one of another class.
+            state, hidden = {}, hidden_tensors(self._model)
             for raw, here in self._raw().items():
                 name = strip_wrappers(raw)
-                source = targets.get(sources[name])
+                if name in model.wrapped or raw in hidden:
+                    continue
+                source = targets.get(sources.get(name, name))
                 if isinstance(here, torch.Tensor) and once(here).shape != here.shape:
                     continue  # already loaded, and torch cannot write to an expanded tensor
                 if source is not None and isinstance(here, torch.Tensor) and source.shape == here.shape:
@@ -113,10 +130,11 @@ class ModelState:
     def absent(self, stored: Index, rest: State) -> Tensors:
         """This model's tensors, by their names in the checkpoint, whose values are not saved there."""
         there = stored.absent_of(self.key)
-        sources = self._sources(stored.known_of(self.key), rest)
+        model = self._sorted()
+        sources = model.sources(stored.known_of(self.key), rest)
         return {
             sources[name]: tensor
-            for name, tensor in self._sorted()[0].items()
+            for name, tensor in model.tensors.items()
             if sources[name] in there and tensor.shape == there[sources[name]].shape
         }
 
@@ -136,58 +154,29 @@ class ModelState:
 
     def names(self) -> set[str]:
         """Names of all tensors, including further names of tied ones."""
-        tensors, tied, *_ = self._sorted()
-        return {*tensors, *tied}
+        model = self._sorted()
+        return {*model.tensors, *model.tied}
 
     def tied_names(self) -> list[list[str]]:
         """Names of each tied tensor; first the name under which it is saved."""
-        names: dict[str, list[str]] = {}
-        for alias, name in self._sorted()[1].items():
-            names.setdefault(name, [name]).append(alias)
-        return list(names.values())
-
-    def _sources(self, there: Collection[str], rest: State) -> dict[str, str]:
-        """Stored name of each tensor here. One that is tied here may be stored under any of its names only."""
-        sources = {strip_wrappers(raw): strip_wrappers(raw) for raw in self._raw()}
-        sources = {name: rest["tied"].get(name, name) for name in sources}
-        for names in self.tied_names():
-            present = [sources[name] for name in names if sources[name] in there]
-            sources |= {name: present[0] for name in names if present and sources[name] not in there}
-        return sources
+        return self._sorted().tied_names()
 
     def _raw(self) -> dict[str, Any]:
         """The model's state dict, with the parameters themselves."""
-        raw: dict[str, Any] = dict(self._model.state_dict(keep_vars=True))
+        try:
+            raw: dict[str, Any] = dict(self._model.state_dict(keep_vars=True)) | hidden_tensors(self._model)
+        except NotImplementedError as error:  # which some libraries' modules raise
+            raise CannotSave(
+                f"{self.key}: its state_dict() raises NotImplementedError: {error}; replace that module, or give it "
+                "a _save_to_state_dict"
+            ) from error
         if self._apart_from is None:
             return raw
         others = {id(each) for each in self._apart_from.state_dict(keep_vars=True).values()}
         return {name: each for name, each in raw.items() if id(each) not in others}
 
-    def _sorted(self) -> tuple[Tensors, dict[str, str], dict[str, Any], set[str]]:
-        """Tensors, each once; further names of tied tensors; values of ``get_extra_state``; names of the tensors that
-        are frozen parameters."""
-        tensors: Tensors = {}
-        tied: dict[str, str] = {}
-        extra: dict[str, Any] = {}
-        frozen: set[str] = set()
-        names: dict[int, str] = {}
-        for raw_name, value in self._raw().items():
-            name = strip_wrappers(raw_name)
-            if not isinstance(value, torch.Tensor) or name.endswith("_extra_state"):
-                extra[name] = value
-            elif id(value) in names:
-                tied[name] = names[id(value)]
-            elif not is_dense(value):
-                raise CannotSave(
-                    f"{self.key}.{name}: cannot save a {type(value).__qualname__} with {value.layout}, {value.dtype} "
-                    f"on {value.device}; it must be a dense tensor or DTensor, of one of {', '.join(DTYPES)}"
-                )
-            else:
-                names[id(value)] = name
-                tensors[name] = like_parameter(value.detach(), value)
-                if not value.requires_grad and isinstance(value, nn.Parameter):
-                    frozen.add(name)
-        return tensors, tied, extra, frozen
+    def _sorted(self) -> NamedTensors:
+        return NamedTensors.of(self._raw(), self.key)
 
 
 class OptimizerState:

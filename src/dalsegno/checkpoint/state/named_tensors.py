@@ -1,0 +1,111 @@
+"""A model's state dict in the form in which a checkpoint contains it: each tensor once, wrapped ones as their parts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from dalsegno.distributed.sharded_tensors import strip_wrappers
+from dalsegno.distributed.stage_places import like_parameter
+from dalsegno.stateful.component import State
+
+from .contract import Tensors
+from .wrapped import Form, Parts, describe_mismatch, ends, parts_of
+
+
+class Misfit(NamedTuple):
+    """A tensor that is wrapped here or in a checkpoint, and otherwise in the other: ``parts`` are the names of its
+    plain tensors in both."""
+
+    name: str
+    difference: str
+    parts: Collection[str]
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTensors:
+    """Content of a state dict.
+
+    Attributes:
+        tensors: by name, each once, without gradients; they share the model's memory.
+        tied: further name of a tied tensor to its name in ``tensors``.
+        extra: values of ``get_extra_state``.
+        frozen: names of the tensors that are frozen parameters.
+        wrapped: forms of the wrapped tensors, of which ``tensors`` has the parts.
+    """
+
+    tensors: Tensors
+    tied: dict[str, str]
+    extra: dict[str, Any]
+    frozen: set[str]
+    wrapped: dict[str, Form]
+
+    @classmethod
+    def of(cls, raw: Mapping[str, Any], component: str) -> NamedTensors:
+        """
+        Args:
+            raw: a state dict with the parameters themselves.
+            component: for errors.
+
+        Raises:
+            CannotSave: for a tensor that is neither plain nor can be taken apart; names it.
+        """
+        found = cls({}, {}, {}, set(), {})
+        names: dict[int, str] = {}
+        taken_apart: dict[int, Parts] = {}  # keeps the parts alive, whose ids are compared
+        for raw_name, value in raw.items():
+            name = strip_wrappers(raw_name)
+            if not isinstance(value, torch.Tensor) or name.endswith("_extra_state"):
+                found.extra[name] = value
+                continue
+            if found.wrapped and not found.wrapped.keys().isdisjoint(_parents(name)):
+                continue  # by which the module itself saves the wrapped tensor
+            if id(value) not in taken_apart:
+                taken_apart[id(value)] = parts_of(value, f"{component}.{name}")
+            parts, form = taken_apart[id(value)]
+            if form is not None:
+                found.wrapped[name] = form
+            for end, part in parts.items():
+                full_name = f"{name}{end}"
+                if id(part) in names:
+                    found.tied[full_name] = names[id(part)]
+                    continue
+                names[id(part)] = full_name
+                found.tensors[full_name] = like_parameter(part.detach(), value)
+                if not value.requires_grad and isinstance(value, nn.Parameter):
+                    found.frozen.add(full_name)
+        return found
+
+    def tied_names(self) -> list[list[str]]:
+        """Names of each tied tensor; first the name under which it is saved."""
+        names: dict[str, list[str]] = {}
+        for alias, name in self.tied.items():
+            names.setdefault(name, [name]).append(alias)
+        return list(names.values())
+
+    def sources(self, there: Collection[str], rest: State) -> dict[str, str]:
+        """Stored name of each tensor. One that is tied here may be stored under any of its names only."""
+        sources = {name: rest["tied"].get(name, name) for name in (*self.tensors, *self.tied)}
+        for names in self.tied_names():
+            present = [sources[name] for name in names if sources[name] in there]
+            sources |= {name: present[0] for name in names if present and sources[name] not in there}
+        return sources
+
+    def misfits(self, rest: State) -> list[Misfit]:
+        """Tensors whose saved form is another one."""
+        saved: Mapping[str, Form] = rest.get("wrapped", {})
+        return [
+            Misfit(name, difference, {f"{name}{end}" for form in (there, here) for end in ends(form)})
+            for name in {**self.wrapped, **saved}
+            if (difference := describe_mismatch(there := saved.get(name), here := self.wrapped.get(name)))
+        ]
+
+
+def _parents(name: str) -> Iterator[str]:
+    """``a.b`` and ``a`` for ``a.b.c``."""
+    while name := name.rpartition(".")[0]:
+        yield name

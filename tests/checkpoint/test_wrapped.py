@@ -1,0 +1,310 @@
+"""Quantized and wrapped tensors are saved as the plain tensors inside them, and loaded into the live ones in place."""
+
+from __future__ import annotations
+
+import enum
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+from checkpoint.sameness import bits
+from dalsegno.callbacks import WeightNormLogger
+from dalsegno.checkpoint import CheckpointManager, ModelState, OptimizerState
+from dalsegno.checkpoint.state.wrapped import describe_mismatch, parts_of
+from dalsegno.cli import main
+from dalsegno.distributed.sharded_tensors import are_finite
+from dalsegno.errors import CannotSave, StateMismatch
+from support.small import small_trainer
+
+ALL_DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
+BY_VALUE = {torch.qint8, torch.qint32, torch.quint8, torch.quint4x2, torch.quint2x4}
+"""torch's own quantized tensors, which it will remove."""
+
+
+class Rounding(enum.Enum):
+    NEAREST = 1
+    DOWN = 2
+
+
+class Numbers(NamedTuple):
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Scaled(torch.Tensor):
+    """An int8 tensor with a scale for each row, as torchao's and others' are written."""
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor, scale: torch.Tensor, rounding: Rounding = Rounding.NEAREST) -> Scaled:
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=scale.dtype, device=data.device)
+
+    def __init__(self, data: torch.Tensor, scale: torch.Tensor, rounding: Rounding = Rounding.NEAREST) -> None:
+        self.data_, self.scale, self.rounding = data, scale, rounding
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, rounding: Rounding = Rounding.NEAREST) -> Scaled:
+        scale = tensor.abs().amax(1, keepdim=True) / 127
+        return cls((tensor / scale).round().to(torch.int8), scale, rounding)
+
+    def __tensor_flatten__(self) -> tuple[list[str], object]:
+        numbers = Numbers(self.scale.dtype, self.data_.device)
+        return ["data_", "scale"], {"rounding": self.rounding, "numbers": numbers, "blocks": [1, (2, None)]}
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].data_, args[0].scale, args[0].rounding)
+        plain = pytree.tree_map_only(Scaled, lambda each: each.data_ * each.scale, args)
+        return function(*plain, **(kwargs or {}))
+
+
+class Adapted(nn.Module):
+    """A frozen quantized base with a trained adapter."""
+
+    def __init__(self, seed: int = 0, rounding: Rounding = Rounding.NEAREST, *, is_wrapped: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.base = nn.Linear(8, 1, bias=False)
+        weight = torch.randn(1, 8)
+        self.base.weight = nn.Parameter(Scaled.of(weight, rounding) if is_wrapped else weight, requires_grad=False)
+        self.adapter = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self.base(x) + self.adapter(x), y)
+
+
+def plain(model: nn.Module) -> dict[str, bytes]:
+    """Bits of every plain tensor of a model, by its name in a checkpoint."""
+    return {name: bits(each) for name, each in ModelState(model).capture().tensors.items()}
+
+
+def carry_over(directory: Path, source: nn.Module, target: nn.Module) -> None:
+    CheckpointManager(directory).save(1, [ModelState(source)], [])
+    manager = CheckpointManager(directory)
+    checkpoint = manager.find()
+    assert checkpoint is not None
+    manager.load(checkpoint, [ModelState(target)], [])
+
+
+def holder(tensor: torch.Tensor) -> nn.Module:
+    model = nn.Linear(1, 1)
+    model.register_buffer("held", tensor)
+    return model
+
+
+@pytest.mark.parametrize("save_frozen", ["once", "never"])
+def test_a_run_over_a_quantized_base_resumes_bit_by_bit(tmp_path: Path, save_frozen: str) -> None:
+    def train(folder: str, steps: int, seed: int) -> nn.Module:
+        settings = {"save_frozen": save_frozen, "lr_scheduler_type": "constant", "save_steps": 2}
+        trainer = small_trainer(tmp_path / folder, model=Adapted(seed), max_steps=steps, **settings)
+        trainer.train()
+        return trainer.model
+
+    base = 0 if save_frozen == "never" else 7  # "once" restores it into a model of other values
+    whole = train("whole", 8, 0)
+    train("run", 4, 0)
+    resumed = train("run", 8, base)
+    assert plain(resumed) == plain(whole)
+    assert type(resumed.base.weight) is Scaled
+    directory = tmp_path / "run/checkpoints/step-00000008/model"
+    kept = {"once": "frozen-00000.safetensors", "never": "frozen-00000.json"}
+    assert {each.name for each in directory.iterdir()} == {"shard-00000.safetensors", kept[save_frozen]}
+    if save_frozen == "never":
+        with pytest.raises(StateMismatch, match=r"base\.weight\.\w+: has other values than the ones"):
+            train("run", 10, 7)
+
+
+def test_it_is_loaded_into_the_live_tensor(tmp_path: Path) -> None:
+    source, target = Adapted(0), Adapted(1)
+    weight, scale = target.base.weight, target.base.weight.scale
+    carry_over(tmp_path, source, target)
+    assert target.base.weight is weight
+    assert weight.scale is scale
+    assert plain(target) == plain(source)
+
+
+def test_a_tied_one_is_saved_once(tmp_path: Path) -> None:
+    def tied(seed: int) -> nn.Module:
+        model = nn.ModuleList([Adapted(seed), Adapted(seed)])
+        model[1].base.weight = model[0].base.weight
+        return model
+
+    source, target = tied(0), tied(1)
+    assert "1.base.weight.scale" not in plain(source)
+    carry_over(tmp_path, source, target)
+    assert plain(target) == plain(source)
+
+
+def test_wrappers_in_wrappers(tmp_path: Path) -> None:
+    def nested(seed: int) -> nn.Module:
+        generator = torch.Generator().manual_seed(seed)
+        values = [torch.randn(3, 2, generator=generator) for _ in range(3)]
+        return holder(TwoTensor(TwoTensor(values[0], values[1]), values[2]))
+
+    source, target = nested(0), nested(1)
+    assert {"held.a.a", "held.a.b", "held.b"} <= plain(source).keys()
+    carry_over(tmp_path, source, target)
+    assert plain(target) == plain(source)
+
+
+def test_a_jagged_nested_tensor(tmp_path: Path) -> None:
+    def jagged(start: float) -> nn.Module:
+        rows = [torch.arange(start, start + 2), torch.arange(start, start + 3)]
+        return holder(torch.nested.nested_tensor(rows, layout=torch.jagged))
+
+    source, target = jagged(0.0), jagged(5.0)
+    carry_over(tmp_path, source, target)
+    assert [each.tolist() for each in target.held.unbind()] == [[0, 1], [0, 1, 2]]
+
+
+@pytest.mark.parametrize("dtype", [each for each in ALL_DTYPES if each not in BY_VALUE], ids=str)
+def test_every_dtype_of_torch(tmp_path: Path, dtype: torch.dtype) -> None:
+    def of(bytes_: torch.Tensor) -> nn.Module:
+        return holder(bytes_.view(dtype).reshape(2, -1))
+
+    source = of(torch.ones(64, dtype=torch.uint8))
+    target = of(torch.zeros(64, dtype=torch.uint8))
+    carry_over(tmp_path, source, target)
+    assert target.held.dtype == dtype
+    assert bits(target.held.view(torch.uint8)) == b"\1" * 64
+    if dtype.itemsize == 1:  # strides of another dtype cannot be viewed as bytes
+        carry_over(tmp_path / "strided", holder(source.held.T), into := holder(target.held.T))
+        assert into.held.stride() == target.held.T.stride()
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "difference"),
+    [
+        (Adapted(), Adapted(rounding=Rounding.DOWN), r"base\.weight: \S+Scaled saved with context.rounding \S+NEAREST"),
+        (Adapted(), Adapted(is_wrapped=False), r"base\.weight: saved as \S+Scaled, here a plain tensor"),
+        (Adapted(is_wrapped=False), Adapted(), r"base\.weight: saved as a plain tensor, here \S+Scaled"),
+        (
+            holder(TwoTensor(torch.ones(2), torch.ones(2))),
+            holder(Scaled.of(torch.ones(2, 1))),
+            r"held: saved as \S+TwoTensor, here \S+Scaled",
+        ),
+    ],
+)
+def test_another_class_or_context_is_refused(
+    tmp_path: Path, saved: nn.Module, here: nn.Module, difference: str
+) -> None:
+    before = plain(here)
+    with pytest.raises(StateMismatch, match=difference) as refused:
+        carry_over(tmp_path, saved, here)
+    assert "missing in the checkpoint" not in str(refused.value)
+    assert plain(here) == before
+
+
+def test_what_does_not_fit_stays_where_a_change_is_allowed(tmp_path: Path) -> None:
+    source, target = Adapted(0), Adapted(1, Rounding.DOWN)
+    kept = plain(target)["base.weight.scale"]
+    CheckpointManager(tmp_path).save(1, [ModelState(source)], [])
+    checkpoint = CheckpointManager(tmp_path).find()
+    assert checkpoint is not None
+    CheckpointManager(tmp_path).load(checkpoint, [ModelState(target)], [], allowed={"model"})
+    assert plain(target)["base.weight.scale"] == kept
+    assert plain(target)["adapter.weight"] == plain(source)["adapter.weight"]
+
+
+def test_a_device_is_not_part_of_the_form() -> None:
+    on_cpu = parts_of(Scaled.of(torch.ones(2, 2)), "w").form
+    on_meta = parts_of(Scaled(torch.ones(2, 2, dtype=torch.int8), torch.ones(2, 1)), "w").form
+    assert on_cpu is not None
+    assert "cpu" not in json.dumps(on_cpu)
+    assert describe_mismatch(json.loads(json.dumps(on_cpu)), on_meta) == ""
+
+
+@pytest.mark.parametrize("form", [1, {}, {"class": "os.system", "parts": {}}, {"parts": {"": None}}])
+def test_a_forged_form_is_refused_before_anything_changes(tmp_path: Path, form: object) -> None:
+    class Forged(ModelState):
+        def capture(self) -> Any:
+            captured = super().capture()
+            return captured._replace(rest={**captured.rest, "wrapped": {"base.weight": form}})
+
+    target = Adapted(1)
+    before = plain(target)
+    CheckpointManager(tmp_path).save(1, [Forged(Adapted(0), key="model")], [])
+    checkpoint = CheckpointManager(tmp_path).find()
+    assert checkpoint is not None
+    with pytest.raises(StateMismatch):
+        CheckpointManager(tmp_path).load(checkpoint, [ModelState(target)], [])
+    assert plain(target) == before
+
+
+class Opaque:
+    __slots__ = ()
+
+
+@pytest.mark.parametrize(
+    ("context", "message"),
+    [
+        ({"kernel": Opaque()}, r"model\.held: the context of its .*Odd contains a \S+Opaque"),
+        ([torch.ones(1)], r"model\.held: the context of its .*Odd contains a torch.Tensor"),
+    ],
+)
+def test_a_context_that_cannot_be_compared_is_refused(tmp_path: Path, context: Any, message: str) -> None:
+    class Odd(Scaled):
+        def __tensor_flatten__(self) -> tuple[list[str], object]:
+            return ["data_"], context
+
+    with pytest.raises(CannotSave, match=message):
+        CheckpointManager(tmp_path).save(1, [ModelState(holder(Odd.of(torch.ones(2, 2))))], [])
+
+
+def test_a_module_that_cannot_be_saved(tmp_path: Path) -> None:
+    class Unsaved(nn.Linear):
+        def _save_to_state_dict(self, *_: Any) -> None:
+            raise NotImplementedError("Saving Unsaved is not implemented")
+
+    with pytest.raises(CannotSave, match=r"model: its state_dict\(\) raises NotImplementedError: Saving Unsaved"):
+        CheckpointManager(tmp_path).save(1, [ModelState(Unsaved(1, 1))], [])
+
+
+def test_the_commands_show_its_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in (1, 2):
+        CheckpointManager(tmp_path / "checkpoints").save(number, [ModelState(Adapted(number))], [])
+    one, two = (str(tmp_path / f"checkpoints/step-0000000{number}") for number in (1, 2))
+    assert main(["checkpoints", "verify", str(tmp_path / "checkpoints")]) == 0
+    main(["checkpoints", "diff", one, two])
+    assert "base.weight.scale" in capsys.readouterr().out
+
+
+def test_a_quantized_weight_has_no_norm_but_is_checked_for_nan(tmp_path: Path) -> None:
+    trainer = small_trainer(tmp_path, WeightNormLogger(), model=Adapted(), max_steps=2, save_steps=2)
+    trainer.train()
+    manifest = json.loads((tmp_path / "checkpoints/step-00000002/manifest.json").read_text())
+    assert manifest.get("finite", True)
+    trainer.model.base.weight.scale.fill_(torch.nan)
+    assert not are_finite(trainer.model)
+
+
+def test_torchao_and_its_neighbours(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, IntxWeightOnlyConfig, quantize_
+    from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
+
+    def model(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)), nn.Linear(64, 1))
+        for number, config in enumerate((Int8WeightOnlyConfig(), Float8WeightOnlyConfig(), IntxWeightOnlyConfig())):
+            quantize_(layers[number], config)
+        layers[3].weight = nn.Parameter(to_nf4(layers[3].weight.data, 32, 32), requires_grad=False)
+        return layers
+
+    source, target = model(0), model(1)
+    optimizers = [torch.optim.AdamW(each[4].parameters()) for each in (source, target)]
+    before = plain(source)
+    assert {"0.weight.qdata", "1.weight.scale", "2.weight.zero_point", "3.weight.quantized_scalers"} <= before.keys()
+    CheckpointManager(tmp_path).save(1, [ModelState(source), OptimizerState(source, optimizers[0])], [])
+    checkpoint = CheckpointManager(tmp_path).find()
+    assert checkpoint is not None
+    CheckpointManager(tmp_path).load(checkpoint, [ModelState(target), OptimizerState(target, optimizers[1])], [])
+    assert plain(target) == before
+    inputs = torch.linspace(-1, 1, 128).reshape(2, 64)
+    assert torch.equal(source[:3](inputs), target[:3](inputs))
