@@ -268,9 +268,9 @@ def test_a_module_that_cannot_be_saved(tmp_path: Path) -> None:
 
 def test_the_commands_show_its_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in (1, 2):
-        CheckpointManager(tmp_path / "checkpoints").save(number, [ModelState(Adapted(number))], [])
+        CheckpointManager(tmp_path).save(number, [ModelState(Adapted(number))], [])
     one, two = (str(tmp_path / f"checkpoints/step-0000000{number}") for number in (1, 2))
-    assert main(["checkpoints", "verify", str(tmp_path / "checkpoints")]) == 0
+    assert main(["checkpoints", "verify", str(tmp_path)]) == 0
     main(["checkpoints", "diff", one, two])
     assert "base.weight.scale" in capsys.readouterr().out
 

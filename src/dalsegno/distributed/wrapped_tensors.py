@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the plain tensors of a tensor on this rank: itself, or those that it wraps."""
+    tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return

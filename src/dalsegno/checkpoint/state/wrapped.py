@@ -131,15 +131,19 @@ def _of_library(kind: type) -> OfLibrary | None:
     return found
 
 
-@functools.cache
 def _library_of(kind: type) -> ModuleType | None:
-    for each in kind.__mro__:
-        module = f"dalsegno.interop.{each.__module__.partition('.')[0]}.tensors"
-        try:
-            return importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            if error.name is None or not module.startswith(error.name):
-                raise
+    packages = (each.__module__.partition(".")[0] for each in kind.__mro__)
+    return next((found for package in packages if (found := _module_for(package)) is not None), None)
+
+
+@functools.cache
+def _module_for(package: str) -> ModuleType | None:
+    module = f"dalsegno.interop.{package}.tensors"
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module.startswith(error.name):
+            raise
     return None
 
 

@@ -40,8 +40,8 @@ def hidden_tensors(module: nn.Module) -> Mapping[str, torch.Tensor]:
         parts, _ = _of_4_bits(weight, state)
         return {f"weight{end}": part for end, part in parts.items() if end}
     if type(weight).__name__ == "Int8Params":
-        scales = getattr(weight, "SCB", None)
-        scales = module.state.SCB if scales is None else scales
+        moved: Any = getattr(module, "state", None)
+        scales = getattr(weight, "SCB", None) if moved is None or moved.SCB is None else moved.SCB
         return {} if scales is None else {"SCB": scales}
     return {}
 
