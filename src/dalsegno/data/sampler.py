@@ -149,11 +149,15 @@ class ResumableSampler(Sampler[list[int]]):
         """Yield this rank's share of each micro-batch from ``cursor`` on."""
         gaps, whole = self.gaps_of(epoch), self.global_batch
         rank = gaps.rank_of(cursor)
-        while (remaining := gaps.kept - rank) >= (whole if self.drop_last else 1):
-            samples, of_all = (self.batch_size, whole) if remaining >= whole else (self._split(remaining)[1], remaining)
-            rank += of_all
-            begin, cursor = cursor, self._place_behind(gaps, rank, cursor)
-            yield Share(begin, cursor, samples, of_all)
+        while (rows := min((gaps.kept - rank) // whole, max(1, BLOCK // self.batch_size))) > 0:
+            ranks = np.uint64(rank) + np.arange(1, rows, dtype=np.uint64) * np.uint64(whole)
+            rank += rows * whole
+            for end in [*gaps.places(ranks).tolist(), self._place_behind(gaps, rank, cursor)]:
+                yield Share(cursor, end, self.batch_size, whole)
+                cursor = end
+        if rank < gaps.kept and not self.drop_last:
+            remaining = gaps.kept - rank
+            yield Share(cursor, self._place_behind(gaps, gaps.kept, cursor), self._split(remaining)[1], remaining)
 
     def _place_behind(self, gaps: EpochGaps, rank: int, cursor: int) -> int:
         """Return the place of the first sample behind ``rank`` samples outside of gaps. If no micro-batch follows, that

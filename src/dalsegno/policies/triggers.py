@@ -35,6 +35,10 @@ class SaveTrigger(Policy):
         """Whether a save is due after ``step`` finished optimizer steps."""
         return False
 
+    def next_step(self, step: int) -> float:
+        """Return the first step after ``step`` at which :meth:`at_step` may be true; infinite if there is none."""
+        return step + 1
+
     def at_epoch(self, epoch: int) -> bool:
         """Whether a save is due after ``epoch`` finished epochs."""
         return False
@@ -77,6 +81,9 @@ class Every(SaveTrigger):
     def at_step(self, step: int) -> bool:
         return self.steps > 0 and step % self.steps == 0
 
+    def next_step(self, step: int) -> float:
+        return step - step % self.steps + self.steps if self.steps else math.inf
+
     def at_epoch(self, epoch: int) -> bool:
         return self.epochs > 0 and epoch % self.epochs == 0
 
@@ -102,6 +109,9 @@ class AtSteps(SaveTrigger):
     def at_step(self, step: int) -> bool:
         return step in self.steps
 
+    def next_step(self, step: int) -> float:
+        return next((each for each in self.steps if each > step), math.inf)
+
 
 @dataclass(frozen=True, slots=True, repr=False)
 class OnBest(SaveTrigger):
@@ -109,10 +119,16 @@ class OnBest(SaveTrigger):
 
     on_best = True
 
+    def next_step(self, step: int) -> float:
+        return math.inf
+
 
 @dataclass(frozen=True, slots=True, repr=False)
 class AtEnd(SaveTrigger):
     """Due only at the end of the run."""
+
+    def next_step(self, step: int) -> float:
+        return math.inf
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -137,6 +153,9 @@ class AnyTrigger(SaveTrigger):
 
     def at_step(self, step: int) -> bool:
         return any(part.at_step(step) for part in self.parts)
+
+    def next_step(self, step: int) -> float:
+        return min(part.next_step(step) for part in self.parts)
 
     def at_epoch(self, epoch: int) -> bool:
         return any(part.at_epoch(epoch) for part in self.parts)

@@ -18,8 +18,9 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import ClassVar, NamedTuple, Protocol
 
 from dalsegno.errors import LeaseLost, Locked
@@ -35,6 +36,11 @@ TTL_S = 60.0
 
 RENEW_S = 15.0
 """Seconds between two renewals."""
+
+_clock: Callable[[], float] = (
+    partial(time.clock_gettime, time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic
+)
+"""Seconds, also those that the host was suspended, if the system counts them."""
 
 _CERTAIN = 0.75  # share of the duration in which the holder needs no proof: ends before an observer's count can
 
@@ -273,8 +279,3 @@ def _until(lease: bytes | None) -> str:
         return datetime.fromisoformat(json.loads(lease or b"")["until"]).strftime("%Y-%m-%d %H:%M:%S UTC")
     except (ValueError, KeyError, TypeError):
         return "an unknown time"
-
-
-def _clock() -> float:
-    """Seconds, also those that the host was suspended, if the system counts them."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()

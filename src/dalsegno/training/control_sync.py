@@ -60,8 +60,7 @@ class ControlSync:
         Raises:
             LeaseLost: on all ranks, if another process has taken the run over.
         """
-        polled = self._poll_sources()  # first: a source that requests a stop sets the reason in the control
-        requests = polled.merge(self._control.requests())
+        requests = self._poll_sources(self._control.requests())
         if not self._alone:
             *agreed, every = collectives.all_reduce_max(
                 [*requests, self._steps.fitting()], "what a step's end shall do"
@@ -93,7 +92,7 @@ class ControlSync:
     def stop_requested(self) -> bool:
         """Whether a source on any rank requests a stop. Requests of callbacks wait for the step's end: a callback that
         repeats its request after a resume would keep the run from ever finishing the evaluation. Collective."""
-        stop: int = self._poll_sources().stop
+        stop: int = self._poll_sources(NO_REQUESTS).stop
         if not self._alone:
             stop, self._batches.every = collectives.all_reduce_max([stop, self._batches.fitting()], "whether to stop")
         if stop:
@@ -118,8 +117,8 @@ class ControlSync:
             requests = collectives.gather(self._control.stop_request, "why training stops")
             self._control.stop_request = next((each for each in requests if each), None)
 
-    def _poll_sources(self) -> ControlRequests:
-        requests = NO_REQUESTS
+    def _poll_sources(self, requests: ControlRequests) -> ControlRequests:
+        """Return ``requests`` together with those of the sources."""
         for poll in self._sources:
             if (found := poll()) is not NO_REQUESTS:
                 requests = requests.merge(found)

@@ -81,7 +81,7 @@ class ForwardPass:
             dispatcher.before_forward.fill(batch, args, kwargs)
             dispatcher.before_forward.fire()
             returned = self.module(*args, **kwargs)
-        elif isinstance(batch, Mapping):
+        elif isinstance(batch, (dict, Mapping)):  # dict first: Mapping takes 1 µs
             returned = self.module(**batch)
         else:
             returned = self.module(*_arguments(batch)[0])
@@ -99,7 +99,7 @@ class ForwardPass:
         if isinstance(returned, torch.Tensor):
             if returned.ndim == 0:
                 return returned, {"loss": returned}
-        elif isinstance(returned, MutableMapping):
+        elif isinstance(returned, (dict, MutableMapping)):
             if isinstance(returned.get("loss"), torch.Tensor):
                 return returned["loss"], returned
         elif isinstance(getattr(returned, "loss", None), torch.Tensor):

@@ -66,7 +66,7 @@ class Recoveries:
     def scaled_rates(self, step: int) -> AbstractContextManager[None]:
         """Around an update: multiply every group's learning rate by the factor, and restore it exactly. So neither a
         schedule, which may compute a rate from the one before, nor a checkpoint contains the factor."""
-        factor = self.lr_factor(step) if self._all else 1.0
+        factor = self.lr_factor(step)
         return _UNSCALED if factor == 1.0 else self._scaled(factor)
 
     @contextmanager

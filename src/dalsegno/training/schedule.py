@@ -17,16 +17,15 @@ class DueActions(NamedTuple):
     save: bool = False
     save_in_memory: bool = False
 
-    @property
-    def acts(self) -> bool:
-        """Whether any of them lets callbacks, or other processes, take part: the ranks agree on requests there."""
-        return self.log or self.evaluate or self.save
+
+NOTHING_DUE = DueActions()
 
 
 class ActionSchedule:
     """The logging, evaluation and saving schedules of one leg.
 
-    ``step`` counts finished optimizer steps; ``position`` is a place in the data, in epochs.
+    ``step`` counts finished optimizer steps; ``position`` is a place in the data, in epochs. Most steps have nothing
+    due, so the schedules are asked once per step that has, and for the next such step.
     """
 
     def __init__(self, args: TrainingArguments) -> None:
@@ -35,6 +34,7 @@ class ActionSchedule:
         self._saving_in_memory = args.saving_in_memory
         self._evaluates, self._saves = bool(self._evaluation), bool(self._saving)
         self._saves_in_memory = bool(self._saving_in_memory)
+        self._idle_after, self._idle_before = -1, 0.0  # no schedule is due at the steps between these two
 
     def is_last(self, step: int, position: float) -> bool:
         """Whether the run ends at ``step``, or at ``position`` if ``max_steps`` is not set."""
@@ -44,7 +44,11 @@ class ActionSchedule:
     def at_step(self, step: int, position: float, *, ends_epoch: bool) -> DueActions:
         """Actions due at the end of ``step``. If the step ends its epoch, the run's last save is left to
         :meth:`at_epoch_end`."""
-        is_final = self.is_last(step, position) and not ends_epoch
+        is_final = not ends_epoch and self.is_last(step, position)
+        if self._idle_after < step < self._idle_before and not is_final:
+            return NOTHING_DUE
+        schedules = self._logging, self._evaluation, self._saving, self._saving_in_memory
+        self._idle_after, self._idle_before = step, min(each.next_step(step) for each in schedules)
         return DueActions(
             log=self._logging.at_step(step) or (step == 1 and self._args.logging_first_step and bool(self._logging)),
             evaluate=self._evaluates and self._evaluation.at_step(step),

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -33,7 +34,7 @@ from .checkpointer import Checkpointer
 from .leg_recorder import LegRecorder
 from .parts import RunParts
 from .result import TrainResult, reason_of
-from .schedule import ActionSchedule, DueActions
+from .schedule import NOTHING_DUE, ActionSchedule, DueActions
 from .step_boundary import StepBoundary
 
 logger = logging.getLogger("dalsegno")
@@ -88,7 +89,7 @@ class Session:
         self._parts_of_batch = parts_of_batch(parts.args.parallel)
         self._position = parts.loader.position  # after the step in progress, in epochs; the same on all ranks
         self._ends_epoch = False  # whether the step in progress is its epoch's last, if the length of the data is known
-        self._due = DueActions()
+        self._due = NOTHING_DUE
         self._data_is_exhausted = False
         self._serializability_checked = False
         self._final_metrics: dict[str, Any] = {}
@@ -194,7 +195,7 @@ class Session:
     def _roll_back(self, recovery: Recovery) -> None:
         self._restore(recovery)
         self._schedule = ActionSchedule(self._args)
-        self._due, self._ends_epoch, self._data_is_exhausted = _NOTHING, False, False
+        self._due, self._ends_epoch, self._data_is_exhausted = NOTHING_DUE, False, False
 
     def _steps(self) -> Iterator[StepBatch]:
         epoch_begin, loader = self._dispatcher.epoch_begin, self._loader
@@ -251,10 +252,10 @@ class Session:
         return source if self._parts_of_batch == 1 else SplitBatches(source, self._parts_of_batch)
 
     def _step_sizes(self) -> Iterator[int]:
-        """Micro-batches of each step from here on."""
-        accumulation = self._args.accumulation
-        while True:
-            yield accumulation.at(self._state.global_step) * self._parts_of_batch
+        """Micro-batches of each step from here on, read step by step."""
+        accumulation, state, parts = self._args.accumulation, self._state, self._parts_of_batch
+        changing = (accumulation.at(done) * parts for done in range(state.global_step, accumulation.last_change))
+        return chain(changing, repeat(accumulation.at(accumulation.last_change) * parts))
 
     def step_end(
         self,
@@ -295,7 +296,7 @@ class Session:
         self._position, state.data_seconds = step_batch.place, step_batch.seconds
         self._ends_epoch = ends_epoch = self._position >= self._loader.epoch + 1
         self._due = due = self._schedule.at_step(step, self._position, ends_epoch=ends_epoch)
-        later = self._due_at_epoch_end(step) if ends_epoch else _NOTHING
+        later = self._due_at_epoch_end(step) if ends_epoch else NOTHING_DUE
         # A request of this rank alone counts only once the others know of it: collectives depend on these flags.
         state.will_log = due.log or later.log or (self._alone and control.should_log)
         state.will_evaluate = due.evaluate or later.evaluate or (self._alone and control.should_evaluate)
@@ -337,9 +338,6 @@ class Session:
 
     def _is_over(self) -> bool:
         return self._boundary.leaving or self._ends_inside_epoch()
-
-
-_NOTHING = DueActions()
 
 
 def _failures(work: Callable[[], object]) -> list[BaseException]:

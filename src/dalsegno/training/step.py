@@ -62,7 +62,7 @@ class TrainStep:
     Args:
         parts: of the run. A ``ReduceLROnPlateau`` among the schedulers is not stepped here.
         accumulate: adds the micro-batches' gradients.
-        parallel: clips the gradients.
+        parallel: of the model; knows how to clip its gradients.
         wants_norm: whether this step needs their total norm.
         scaler: for fp16.
     """
@@ -87,7 +87,8 @@ class TrainStep:
         self._scaler = scaler
         self._scale = 1.0  # the scaler's, as of the last step
         self._max_grad_norm = parts.args.max_grad_norm
-        self._parameters = [parameter for group in parts.optimizer.param_groups for parameter in group["params"]]
+        parameters = [parameter for group in parts.optimizer.param_groups for parameter in group["params"]]
+        self._clip = parallel.clipping(parameters)
 
     @property
     def stateful(self) -> dict[str, Stateful]:
@@ -114,14 +115,15 @@ class TrainStep:
             self._scaler.unscale_(optimizer)
         if dispatcher.gradients_ready:
             dispatcher.gradients_ready.fire()
-        grad_norm = self._parallel.clip(self._parameters, self._max_grad_norm) if self._wants_norm() else None
+        grad_norm = self._clip(self._max_grad_norm) if self._wants_norm() else None
         if dispatcher.pre_optimizer_step:
             dispatcher.pre_optimizer_step.fill(grad_norm)
             dispatcher.pre_optimizer_step.fire()
-        with self._recoveries.scaled_rates(self._state.global_step):
-            lr = optimizer.param_groups[0]["lr"]
-            lr = lr.clone() if isinstance(lr, torch.Tensor) else lr
-            stepped = self._step()
+        if self._recoveries:
+            with self._recoveries.scaled_rates(self._state.global_step):
+                lr, stepped = self._update()
+        else:
+            lr, stepped = self._update()
         if dispatcher.optimizer_step:
             dispatcher.optimizer_step.fire()
         if not stepped and dispatcher.step_skipped:
@@ -136,16 +138,18 @@ class TrainStep:
             self._schedule()
         return StepResult(loss, grad_norm, lr)
 
-    def _step(self) -> bool:
-        """Whether the weights were changed."""
+    def _update(self) -> tuple[float | torch.Tensor, bool]:
+        """Step the optimizer. Returns the learning rate that it used, and whether the weights were changed."""
+        lr = self._optimizer.param_groups[0]["lr"]
+        lr = lr.clone() if isinstance(lr, torch.Tensor) else lr
         if self._scaler is None:
             self._optimizer.step()
-            return True
+            return lr, True
         before = self._scale
         self._scaler.step(self._optimizer)
         self._scaler.update()
         self._scale = self._scaler.get_scale()
-        return self._scale >= before  # the scale shrinks if and only if a gradient was not finite
+        return lr, self._scale >= before  # the scale shrinks if and only if a gradient was not finite
 
     def _clear_gradients(self) -> None:
         if type(self._optimizer).zero_grad is not Optimizer.zero_grad:

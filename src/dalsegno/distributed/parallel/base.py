@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dalsegno.distributed.clipping import clip_to_norm, gradient_norm
+from dalsegno.distributed.clipping import GradientClipping
 from dalsegno.errors import ConfigurationError
+
+ClipGradients = Callable[[float], torch.Tensor]
+"""Clips the gradients to a total L2 norm of the given value (0: no clipping). Returns the norm before it, 0-dim: the
+full model's, reduced over the ranks of a sharded one."""
 
 
 class Parallel:
@@ -35,15 +39,9 @@ class Parallel:
     def rebind(self, optimizer: Optimizer) -> None:
         """Replace the parameters of an optimizer that was built before the model was distributed."""
 
-    def clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> torch.Tensor:
-        """Clip the gradients to a total L2 norm of ``max_norm`` (0: no clipping). Returns the norm before it, 0-dim.
-
-        The norm is the full model's: that of a sharded model is reduced over the ranks.
-        """
-        norm = gradient_norm(parameters)
-        if max_norm:
-            clip_to_norm(parameters, max_norm, norm)
-        return norm
+    def clipping(self, parameters: Sequence[nn.Parameter]) -> ClipGradients:
+        """Return a function that clips the gradients of these parameters. To be called once the optimizer has them."""
+        return GradientClipping(parameters)
 
 
 class ReplacedParameters(Parallel):

@@ -19,7 +19,7 @@ from dalsegno.distributed.gradients import GradientNorms
 from dalsegno.distributed.sharded_tensors import total_norm
 from dalsegno.errors import ConfigurationError
 
-from .base import Parallel
+from .base import ClipGradients, Parallel
 from .ddp import DataParallel
 from .trained_loss import WithTrainedLoss
 
@@ -35,7 +35,7 @@ class FusedBackward(Parallel):
         parallel: the parallel mode. It must reduce gradients before the hooks on parameters are called.
         model: provides the parameters' names.
         optimizer: its step hooks are also called for each parameter.
-        wants_norm: called before each update; whether :meth:`clip` will be called for the total norm.
+        wants_norm: called before each update; whether the step asks for the total norm.
 
     Raises:
         ConfigurationError: if this optimizer or parallel mode is not supported.
@@ -74,7 +74,10 @@ class FusedBackward(Parallel):
         self._is_last = wanted
         self._parallel.synchronize(wanted)
 
-    def clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> torch.Tensor:
+    def clipping(self, parameters: Sequence[nn.Parameter]) -> ClipGradients:
+        return self._take_norm
+
+    def _take_norm(self, max_norm: float) -> torch.Tensor:
         """Return the total norm of the gradients, which have already been used and cannot be clipped."""
         self._norms.look_at(self._optimizer)
         return total_norm(self._norms.take()).float()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from dalsegno.distributed import collectives
-from dalsegno.distributed.clipping import clip_to_norm, complete, gradient_norm
+from dalsegno.distributed.clipping import GradientClipping, complete
 from dalsegno.distributed.inference import run_stages_of
 from dalsegno.distributed.layout import data_dimensions
 from dalsegno.distributed.modes import FSDP, STAGES, TENSOR, Pipeline, TensorParallel
@@ -30,7 +31,7 @@ from dalsegno.distributed.sharded_tensors import once
 from dalsegno.distributed.stage_places import StagePlace, place_of, set_place
 from dalsegno.errors import ConfigurationError
 
-from .base import ReplacedParameters
+from .base import ClipGradients, ReplacedParameters
 from .fsdp import shard, unit_names
 from .tensor import planned_styles, split_layers
 
@@ -94,9 +95,7 @@ class Pipelined(ReplacedParameters):
         for module in modules.values():
             module.note_hooks()
         self._record_places(model, stores, here, device)
-        # Found once: a look-up of each parameter's place would take a few percent of a small step.
         self._device = device
-        self._uncounted = {id(each) for each in model.parameters() if (its := place_of(each)) and not its.counts}
         self._tied = self._groups_of_tied(model)
         self._buffers = [
             (module, key, place_of(buffer))
@@ -124,14 +123,20 @@ class Pipelined(ReplacedParameters):
             parameter.grad = gradient
             dist.all_reduce(gradient.to_local() if isinstance(gradient, DTensor) else gradient, group=group)
 
-    def clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-        counted = [each for each in parameters if id(each) not in self._uncounted]
+    def clipping(self, parameters: Sequence[nn.Parameter]) -> ClipGradients:
+        counted = [each for each in parameters if (its := place_of(each)) is None or its.counts]
+        return partial(self._clip, counted, GradientClipping(counted), GradientClipping(parameters))
+
+    def _clip(
+        self, counted: Sequence[nn.Parameter], of_counted: GradientClipping, of_all: GradientClipping, max_norm: float
+    ) -> Tensor:
+        """Clip by the norm over all stages, in which a parameter that several stages share counts once. Collective."""
         has_any = any(each.grad is not None for each in counted)
-        square = gradient_norm(counted).square() if has_any else torch.zeros((), device=self._device)
+        square = of_counted.norm().square() if has_any else torch.zeros((), device=self._device)
         dist.all_reduce(square, group=self._group)
         norm = square.sqrt()
         if max_norm:
-            clip_to_norm(parameters, max_norm, norm)
+            of_all.clip(max_norm, norm)
         return norm
 
     def _record_places(self, model: nn.Module, stores: Stores, here: int, device: torch.device) -> None:

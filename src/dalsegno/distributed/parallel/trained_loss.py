@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from dalsegno.distributed.modes import DDP, Mode
 from dalsegno.errors import ConfigurationError
 
-from .base import Parallel
+from .base import ClipGradients, Parallel
 
 
 class WithTrainedLoss(Parallel):
@@ -41,8 +40,8 @@ class WithTrainedLoss(Parallel):
         for part in self._parts:
             part.rebind(optimizer)
 
-    def clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> torch.Tensor:
-        return self._parts[0].clip(parameters, max_norm)
+    def clipping(self, parameters: Sequence[nn.Parameter]) -> ClipGradients:
+        return self._parts[0].clipping(parameters)
 
 
 def has_own_parameters(loss_fn: nn.Module, model: nn.Module, modes: Sequence[Mode]) -> bool:
