@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,28 @@ def test_joined_occasions_are_due_when_either_is(one: SaveTrigger, other: SaveTr
     assert both.on_best == (one.on_best or other.on_best)
     assert both.interval_s == min(one.interval_s, other.interval_s)
     assert bool(both) == (bool(one) or bool(other))
+
+
+@given(joined, st.integers(0, 100))
+def test_nothing_is_due_before_the_next_step(when: SaveTrigger, step: int) -> None:
+    following = when.next_step(step)
+    assert following > step
+    assert not any(when.at_step(each) for each in range(step + 1, int(min(following, 200))))
+    assert following == math.inf or when.at_step(int(following))
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class SavesFibonacci(SaveTrigger):
+    """A trigger of the user's own, which only knows whether a step is due."""
+
+    def at_step(self, step: int) -> bool:
+        return step in (1, 2, 3, 5, 8)
+
+
+def test_a_trigger_of_the_users_own_is_asked_at_each_step(tmp_path: Path) -> None:
+    small_trainer(tmp_path, max_steps=9, save=SavesFibonacci(), save_steps=500).train()
+    saved = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert saved == [f"step-{step:08d}" for step in (1, 2, 3, 5, 8, 9)]
 
 
 def test_listed_steps_are_saved_and_no_others(tmp_path: Path) -> None:

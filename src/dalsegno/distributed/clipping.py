@@ -66,7 +66,7 @@ def complete(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
     return gradient
 
 
-def _grouped(parameters: Iterable[nn.Parameter], kind: Callable[[Tensor], K]) -> dict[K | None, list[nn.Parameter]]:
+def _grouped(parameters: Iterable[nn.Parameter], kind: Callable[[DTensor], K]) -> dict[K | None, list[nn.Parameter]]:
     """Group the parameters by a property; None: those that are not DTensors."""
     groups: dict[K | None, list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -74,8 +74,8 @@ def _grouped(parameters: Iterable[nn.Parameter], kind: Callable[[Tensor], K]) ->
     return groups
 
 
-def _mesh_of(parameter: Tensor) -> DeviceMesh | None:
-    return parameter.device_mesh if isinstance(parameter, DTensor) else None
+def _mesh_of(parameter: DTensor) -> DeviceMesh:
+    return parameter.device_mesh
 
 
 def _elements(parameters: Iterable[nn.Parameter]) -> list[Tensor]:

@@ -1,8 +1,10 @@
-"""A step exchanges what the same step written by hand with torch alone exchanges; a pipeline's also the losses."""
+"""A step exchanges what the same step written by hand with torch alone exchanges; a pipeline's also the losses. How its
+tensors are sharded is not looked up again."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.by_hand import MAX_GRAD_NORM, PARTS, Texts, Transformer, plan, steps_by_hand
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -62,13 +65,18 @@ def of_last_step(folder: Path, layout: str) -> tuple[Counter[str], Counter[str]]
         ours.append(exchanges.counts)
         return result
 
-    settings: dict[str, Any] = {"parallel": mode, "max_steps": STEPS, "per_device_train_batch_size": BATCH}
-    with pytest.MonkeyPatch.context() as patched:  # not the loop around it: what that exchanges depends on the clock
-        patched.setattr(TrainStep, "__call__", counted)
-        args = arguments(folder, max_grad_norm=MAX_GRAD_NORM, save_steps=0, **settings)
-        ds.Trainer(Transformer(16, 2), args, train_dataset=texts).train()
+    train(folder, mode, texts, counted)
     assert len(ours) == STEPS
     return ours[-1], by_hand.counts
+
+
+def train(folder: Path, mode: Any, texts: Texts, step: Callable[[TrainStep, Any], Any]) -> None:
+    """Train with ``step`` in place of the trainer's; what the loop around it exchanges depends on the clock."""
+    settings: dict[str, Any] = {"parallel": mode, "max_steps": STEPS, "per_device_train_batch_size": BATCH}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(TrainStep, "__call__", step)
+        args = arguments(folder, max_grad_norm=MAX_GRAD_NORM, save_steps=0, **settings)
+        ds.Trainer(Transformer(16, 2), args, train_dataset=texts).train()
 
 
 @pytest.mark.parametrize("layout", MODES)
@@ -77,3 +85,30 @@ def test_a_step_exchanges_what_one_by_hand_does(tmp_path: Path, layout: str) -> 
     for ours, by_hand in run_ranks(of_last_step, 2, tmp_path, layout):
         assert sum(by_hand.values())
         assert ours == by_hand + Counter(beside)
+
+
+def mesh_lookups(folder: Path) -> list[int]:
+    """Process groups that each step looks up in a mesh."""
+    torch.set_num_threads(1)
+    call, get_group = TrainStep.__call__, DeviceMesh.get_group
+    found: list[int] = []
+
+    def looking_up(*arguments: Any, **named: Any) -> Any:
+        found[-1] += 1
+        return get_group(*arguments, **named)
+
+    def counted(self: TrainStep, step_batch: Any) -> Any:
+        found.append(0)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(DeviceMesh, "get_group", looking_up)
+            return call(self, step_batch)
+
+    train(folder, ds.FSDP(), Texts(STEPS * BATCH * 2), counted)
+    return found
+
+
+def test_a_step_does_not_look_up_how_each_parameter_is_sharded(tmp_path: Path) -> None:
+    """One look-up for each parameter, 2 % of a small step, before clipping found them once."""
+    for found in run_ranks(mesh_lookups, 2, tmp_path):
+        assert len(found) == STEPS
+        assert found[-1] == 0
