@@ -1,7 +1,8 @@
-"""A run on an accelerator other than CUDA: its random generators are saved and restored."""
+"""The accelerator: its random generators are saved and restored; one module asks torch about it."""
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 from typing import Any
 
@@ -111,3 +112,20 @@ def test_seeding_for_a_while_leaves_the_devices_generator_as_it_was(monkeypatch:
     with seeded_generators(3, torch.device("cpu")):
         torch.rand(4, generator=module.generator)
     assert torch.equal(module.get_rng_state(), before)
+
+
+def test_one_module_asks_torch_for_cuda() -> None:
+    """Every other one would forget the devices of other kinds. Texts are not looked at."""
+    package = Path(ds.__file__).parent
+    allowed = {package / "distributed/accelerator.py", package / "checkpoint/save/cuda_copies.py"}
+    found = [
+        f"{path.relative_to(package)}:{node.lineno}"
+        for path in package.rglob("*.py")
+        if path not in allowed
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and node.attr in ("cuda", "mps", "xpu")
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "torch"
+    ]
+    assert not found

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dalsegno.distributed import collectives
+from dalsegno.distributed import accelerator, collectives
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import (
     BeforeSaveContext,
@@ -79,7 +79,7 @@ class CheckLoss(Callback):
         """Read step, micro-batch and value of this rank's first non-finite loss; the step is 0 if there is none."""
         if self._first is None:
             return [0.0, 0.0, 0.0]
-        return [float(number) for number in torch.stack([each.double() for each in self._first]).tolist()]
+        return [float(number) for number in torch.stack([accelerator.wide(each) for each in self._first]).tolist()]
 
     def _judge(self, ctx: Context) -> None:
         """Stop if any rank has a non-finite loss. Collective."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dalsegno.distributed import accelerator
 from dalsegno.distributed.sharded_tensors import gradient_shards, reduced
 from dalsegno.events.contexts import Context, StepEndContext, TrainBeginContext
 
@@ -106,4 +107,4 @@ def _histogram(tensor: Tensor) -> Tensor:
     lowest, highest = bias + LOWEST, bias + HIGHEST - 1
     outermost = counts[: lowest + 1].sum() - zeros, counts[highest:most].sum()
     parts = [zeros[None], outermost[0][None], counts[lowest + 1 : highest], outermost[1][None], counts[most:]]
-    return torch.cat(parts).double()
+    return accelerator.wide(torch.cat(parts))

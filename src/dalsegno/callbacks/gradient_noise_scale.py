@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dalsegno.distributed import collectives
+from dalsegno.distributed import accelerator, collectives
 from dalsegno.distributed.sharded_tensors import device_of, gradient_shards, squared_norms
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Callback
@@ -133,7 +133,8 @@ def _squared_norm(model: nn.Module) -> Tensor:
     """Squared norm of all of this rank's gradients as one vector: 0-dim, float64, on the device."""
     gradients = [piece.local for piece in gradient_shards(model) if piece.exists]
     if not gradients:
-        return torch.zeros((), dtype=torch.float64, device=device_of(model))
+        device = device_of(model)
+        return torch.zeros((), dtype=accelerator.wide_dtype(device), device=device)
     return squared_norms(gradients).sum()
 
 

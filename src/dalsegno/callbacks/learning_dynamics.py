@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dalsegno.distributed import accelerator
 from dalsegno.distributed.sharded_tensors import (
     DeviceScalars,
     LocalShard,
@@ -113,7 +114,8 @@ def _signal_to_noise(ctx: Context) -> DeviceScalars:
         if name not in trained or not betas.get(id(parameter)) or not (is_here or is_on_some_stage):
             continue
         beta1, beta2 = betas[id(parameter)]  # type: ignore[misc]
-        step = torch.as_tensor(state["step"] if is_here else 1).double()  # 1 - 0.999^step has few digits in fp32
+        # 1 - 0.999^step has few digits in fp32.
+        step = accelerator.wide(torch.as_tensor(state["step"] if is_here else 1))
         starts.append(torch.stack([(1 - beta1**step) ** 2, 1 - beta2**step]))
         mean, square = state.get("exp_avg", _NOTHING), state.get("exp_avg_sq", _NOTHING)
         means.append(LocalShard(name, own_part(parameter, mean), trained[name].groups))
@@ -127,4 +129,4 @@ def _signal_to_noise(ctx: Context) -> DeviceScalars:
 
 
 def _sums(tensors: list[Tensor]) -> Tensor:
-    return torch.stack([tensor.sum(dtype=torch.float64) for tensor in tensors])
+    return torch.stack([tensor.sum(dtype=accelerator.wide_dtype(tensor.device)) for tensor in tensors])

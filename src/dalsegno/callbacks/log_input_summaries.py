@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from dalsegno.distributed import collectives
+from dalsegno.distributed import accelerator, collectives
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import LogContext, MicrobatchBeginContext
 
@@ -54,10 +54,11 @@ class LogInputSummaries(Callback):
 
 
 def _measure(tensor: Tensor) -> Tensor:
-    """Return count, mean, sum of squared deviations from the mean, minimum, maximum: shape (5,), float64."""
+    """Return count, mean, sum of squared deviations from the mean, minimum, maximum: shape (5,), in the device's widest
+    dtype."""
     if not tensor.numel():
-        return torch.tensor([0.0, 0.0, 0.0, torch.inf, -torch.inf], dtype=torch.float64, device=tensor.device)
-    flat = tensor.detach().double()
-    count = torch.full((), flat.numel(), dtype=torch.float64, device=flat.device)
+        return accelerator.wide(torch.tensor([0.0, 0.0, 0.0, torch.inf, -torch.inf], device=tensor.device))
+    flat = accelerator.wide(tensor.detach())
+    count = torch.full((), flat.numel(), dtype=flat.dtype, device=flat.device)
     mean = flat.mean()
     return torch.stack([count, mean, (flat - mean).square().sum(), flat.min(), flat.max()])

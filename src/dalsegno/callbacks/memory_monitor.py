@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from dalsegno.distributed import collectives
+from dalsegno.distributed import accelerator, collectives
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import LogContext, TrainBeginContext
@@ -34,9 +34,10 @@ class MemoryMonitor(Callback):
       fragmentation or a batch that is too large, and slows training.
     - ``memory/ooms``: number of times that still failed.
 
-    These are for CUDA, as ``torch.cuda.memory_stats`` defines them. Peaks and counts are since the process began: no
-    counter is reset, since other code may read it. Elsewhere there are the process's ``memory/resident`` and
-    ``memory/resident_peak``. Costs one small reduction per record, and does not wait for the device.
+    These are for devices whose allocator counts them, as ``torch.cuda.memory_stats`` defines them. Peaks and counts are
+    since the process began: no counter is reset, since other code may read it. Elsewhere there are the process's
+    ``memory/resident`` and ``memory/resident_peak``. Costs one small reduction per record, and does not wait for the
+    device.
     """
 
     sets_control_flags = False
@@ -54,8 +55,7 @@ class MemoryMonitor(Callback):
             ctx.logs |= dict(zip(here, most, strict=True))
 
     def _in_use(self) -> dict[str, int]:
-        if self._device.type == "cuda":
-            stats = torch.cuda.memory_stats(self._device)
+        if stats := accelerator.memory_stats(self._device):
             return {name: int(stats.get(key, 0)) for name, key in _CUDA.items()}
         resident = _resident()  # the kernel updates the peak later, so this may exceed it
         return {"memory/resident": resident, "memory/resident_peak": max(resident, peak_memory(self._device))}

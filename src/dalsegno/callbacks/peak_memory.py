@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dalsegno.distributed import collectives
+from dalsegno.distributed import accelerator, collectives
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Callback
@@ -62,8 +62,8 @@ class PeakMemory(Callback):
         check_rewound("PeakMemory", self._writer)
         self._device = device_of(ctx.model)
         self._peaks = []
-        if self._snapshot and self._device.type == "cuda":
-            torch.cuda.memory._record_memory_history(max_entries=100_000)
+        if self._snapshot and accelerator.can_record_allocations(self._device):
+            accelerator.record_allocations(100_000)
         elif self._snapshot:
             logger.warning("PeakMemory: enable_memory_snapshot needs a model on CUDA; this one is on %s", self._device)
 
@@ -87,11 +87,9 @@ class PeakMemory(Callback):
         if here == 0 or not peaks:
             for rank, peak in enumerate(peaks) if peaks else [(here, peak_memory(self._device))]:
                 print(f"peak memory of rank {rank}: {peak / 2**30:.3f} GiB", flush=True)
-        if self._device.type != "cuda":
-            return
-        if self._show_details:
-            print(torch.cuda.memory_summary(self._device), flush=True)
-        if self._snapshot:
+        if self._show_details and (summary := accelerator.memory_summary(self._device)) is not None:
+            print(summary, flush=True)
+        if self._snapshot and accelerator.can_record_allocations(self._device):
             path = ctx.args.directory / f"{self._file_prefix}-rank-{here:05d}.pickle"
-            torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
-            torch.cuda.memory._record_memory_history(enabled=None)
+            accelerator.dump_allocations(path)
+            accelerator.record_allocations(None)

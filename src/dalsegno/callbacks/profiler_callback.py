@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from dalsegno.distributed import collectives
+from dalsegno.distributed import accelerator, collectives
 from dalsegno.errors import ConfigurationError
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import Context, StepDoneContext, TrainBeginContext, TrainEndContext
@@ -81,7 +80,7 @@ class ProfilerCallback(Callback):
         if self._steps == self._start_step - self._warmup and self._rank in (None, collectives.rank()):
             self._profile = profile(
                 schedule=schedule(wait=0, warmup=self._warmup, active=self._num_steps + 1),  # stopped before the last
-                activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])],
+                activities=_activities(),
                 with_stack=self._with_stack,
                 with_flops=self._with_flops,
                 record_shapes=self._record_shapes,
@@ -111,7 +110,7 @@ class ProfilerCallback(Callback):
         folder.mkdir(parents=True, exist_ok=True)
         name = f"step-{self._first:08d}-rank-{collectives.rank():05d}"
         running.export_chrome_trace(str(folder / f"{name}.trace.json.gz"))
-        by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+        by = "self_cpu_time_total" if len(_activities()) == 1 else f"self_{accelerator.kind()}_time_total"
         try:
             table = running.key_averages().table(sort_by=by, row_limit=_ROWS)
         except UnicodeDecodeError as error:  # torch 2.13 garbles names of Python functions on other threads
@@ -121,3 +120,9 @@ class ProfilerCallback(Callback):
         if collectives.rank() == (self._rank or 0):
             print(table, flush=True)
             logger.info("profiled from step %d on: %s", self._first, folder)
+
+
+def _activities() -> list[ProfilerActivity]:
+    """The CPU's, and the accelerator's if torch profiles it."""
+    own = getattr(ProfilerActivity, str(accelerator.kind()).upper(), ProfilerActivity.CPU)
+    return list(dict.fromkeys([ProfilerActivity.CPU, own]))

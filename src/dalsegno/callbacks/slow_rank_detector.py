@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from dalsegno.distributed import collectives
+from dalsegno.distributed import accelerator, collectives
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import (
     BackwardContext,
@@ -57,7 +58,7 @@ class SlowRankDetector(Callback):
 
     def on_train_begin(self, ctx: TrainBeginContext) -> None:
         parameters = list(ctx.model.parameters())
-        self._watch = Watch(DeviceClock() if any(each.is_cuda for each in parameters) else HostClock())
+        self._watch = Watch(clock_of(parameters))
         self._syncs_in_forward = any(isinstance(each, DTensor) for each in parameters)
         self._slow = (-1, 0)
 
@@ -117,16 +118,23 @@ class HostClock:
 
 
 class DeviceClock:
-    """Time on a CUDA device's current stream: events, which are waited for only when they are read."""
+    """Time on a device's current stream: events, which are waited for only when they are read."""
 
-    def now(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
-    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    def now(self) -> Any:
+        return accelerator.timed_event(self._device)
+
+    def seconds(self, begin: Any, end: Any) -> float:
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
+
+
+def clock_of(parameters: Sequence[torch.Tensor]) -> HostClock | DeviceClock:
+    """The clock for a model's work: that of its device, if the device has one."""
+    device = next((each.device for each in parameters if each.device.type not in ("cpu", "meta")), None)
+    return HostClock() if device is None or not accelerator.has_timed_events(device) else DeviceClock(device)
 
 
 class Watch(Generic[M]):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dalsegno.args import TrainingArguments
+from dalsegno.distributed import accelerator
 from dalsegno.distributed.layout import Layout
 from dalsegno.errors import ConfigurationError
 
@@ -107,6 +108,6 @@ def _reading(args: TrainingArguments, layout: Layout, collator: Collator | None)
         "world_size": layout.data_size,
         "collate_fn": collator,
         "num_workers": args.dataloader_num_workers,
-        "pin_memory": args.dataloader_pin_memory and torch.cuda.is_available() and not args.use_cpu,
+        "pin_memory": args.dataloader_pin_memory and accelerator.can_pin() and not args.use_cpu,
         "prefetch_factor": args.dataloader_prefetch_factor,
     }

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from dalsegno.distributed import accelerator
 from dalsegno.errors import StateMismatch
 from dalsegno.stateful.component import is_stateful
 
@@ -115,7 +116,7 @@ def _is_shared(generator: Generator) -> bool:
         generator is each
         for each in (
             torch.default_generator,
-            *torch.cuda.default_generators,
+            *accelerator.default_generators(),
             np.random.mtrand._rand,
             np.random.mtrand._rand._bit_generator,
             getattr(random, "_inst", None),

@@ -1,15 +1,156 @@
-"""Random generators of an accelerator other than CUDA: Apple's (mps), Intel's (xpu), or one that a library registers.
+"""The accelerator: everything that is asked of torch about devices other than the CPU.
 
-A Trainer does not use such a device yet; a loop of the user's own may.
+The kind of device has torch's name: ``cuda`` (and ROCm), ``mps`` (a Mac), ``xpu``, ``npu``, or one that a library
+registers. What only some kinds have is looked up on torch's module for the kind. No other module calls ``torch.cuda``,
+except for the copies of a save (``checkpoint/save/cuda_copies.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypedDict, final
 
 import torch
+import torch.distributed as dist
+
+CPU = torch.device("cpu")
+
+_WITHOUT_FLOAT64 = ("mps",)
+_WITHOUT_PINNED_MEMORY = ("mps",)  # its memory is the host's
+
+
+def kind() -> str | None:
+    """Type of this machine's accelerator; None without one."""
+    if not torch.accelerator.is_available():
+        return None
+    device = torch.accelerator.current_accelerator()
+    return None if device is None else device.type
+
+
+def device_count() -> int:
+    """Number of devices. Does not initialize them: a process may still be forked."""
+    here = kind()
+    return 0 if here is None else int(torch.get_device_module(here).device_count())
+
+
+def current_device() -> torch.device:
+    """This rank's device, as :func:`use_device` has set it; the CPU without an accelerator."""
+    here = kind()
+    return CPU if here is None else torch.device(here, torch.accelerator.current_device_index())
+
+
+def use_device(local_rank: int) -> torch.device:
+    """Make the device of that number the current one, if there are several; return the current one."""
+    if device_count() > 1:
+        torch.accelerator.set_device_index(local_rank)
+    return current_device()
+
+
+def group_backend(device: torch.device) -> str | None:
+    """Backend of a process group of ranks on ``device``: ``cpu:gloo,cuda:nccl``. CPU tensors (of checkpoints and flags)
+    use gloo on any. None if torch has no collectives for it."""
+    if device.type == "cpu":
+        return "gloo"
+    backend = dist.get_default_backend_for_device(device.type)
+    return None if backend == "gloo" else f"cpu:gloo,{device.type}:{backend}"
+
+
+def has_own_backend(backend: str) -> bool:
+    """Whether a group of that ``backend`` has collectives for tensors on this machine's accelerator only."""
+    if not backend or "gloo" in backend or (here := kind()) is None:
+        return False
+    return dist.get_default_backend_for_device(here) in backend
+
+
+def name_of(device: torch.device) -> str:
+    """Name of the product, such as ``NVIDIA H100 80GB HBM3``, if torch knows it; else the type."""
+    get_name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return device.type if get_name is None else str(get_name(device))
+
+
+def synchronize(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait until the devices of ``tensors`` have done all work, on every stream."""
+    for device in {tensor.device for tensor in tensors}:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+
+
+def has_timed_events(device: torch.device) -> bool:
+    """Whether :func:`timed_event` works for ``device``."""
+    return hasattr(torch.get_device_module(device), "Event")
+
+
+def timed_event(device: torch.device) -> Any:
+    """Record an event on the current stream; ``elapsed_time`` of two is in milliseconds."""
+    event = torch.get_device_module(device).Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def memory_stats(device: torch.device) -> dict[str, int] | None:
+    """Counters of torch's allocator on ``device``, named as in ``torch.cuda.memory_stats``; None if it has none."""
+    stats = getattr(torch.get_device_module(device), "memory_stats", None)
+    return None if stats is None else dict(stats(device))
+
+
+def memory_allocated(device: torch.device) -> int | None:
+    """Bytes of tensors on ``device``; None if torch does not count them."""
+    measure = getattr(torch.get_device_module(device), "memory_allocated", None)
+    return None if measure is None else int(measure(device))
+
+
+def max_memory_allocated(device: torch.device) -> int | None:
+    """Most bytes of tensors on ``device`` so far; None if torch does not count them."""
+    measure = getattr(torch.get_device_module(device), "max_memory_allocated", None)
+    return None if measure is None else int(measure(device))
+
+
+def memory_summary(device: torch.device) -> str | None:
+    """Table of the allocator's counters; None if it has none."""
+    summary = getattr(torch.get_device_module(device), "memory_summary", None)
+    return None if summary is None else str(summary(device))
+
+
+def can_record_allocations(device: torch.device) -> bool:
+    """Whether torch can record the allocations on ``device``: only on CUDA."""
+    return device.type == "cuda"
+
+
+def record_allocations(entries: int | None) -> None:
+    """Keep the newest ``entries`` allocations and their stacks; None: stop."""
+    torch.cuda.memory._record_memory_history(**({"enabled": None} if entries is None else {"max_entries": entries}))
+
+
+def dump_allocations(path: Path) -> None:
+    """Write the recorded allocations to ``path``, for pytorch.org/memory_viz."""
+    torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+
+
+def is_initialized() -> bool:
+    """Whether this process has used a device, which a forked one could not use again."""
+    found = _accelerator()
+    return found is not None and bool(getattr(found[1], "is_initialized", bool)())
+
+
+def can_pin() -> bool:
+    """Whether copies to the device are faster from page-locked memory."""
+    here = kind()
+    return here is not None and here not in _WITHOUT_PINNED_MEMORY
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """Dtype for sums that need many digits: float64, or float32 where the device has no wider one."""
+    return torch.float32 if device.type in _WITHOUT_FLOAT64 else torch.float64
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` in :func:`wide_dtype` of its device."""
+    return tensor.to(wide_dtype(tensor.device))
+
+
+# --- random generators --------------------------------------------------------------------------------------------
 
 
 @final
@@ -53,8 +194,15 @@ def seed_accelerator(seed: int) -> None:
 
 
 @contextmanager
-def seeded_accelerator(seed: int) -> Iterator[None]:
-    """Seed the generators; restore them on exit."""
+def seeded_accelerator(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed the generators; restore them on exit. On CUDA only that of ``device``, if it is one: there may be many."""
+    if (found := _accelerator()) is not None and found[0] == "cuda":
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            if device.type == "cuda":
+                with torch.cuda.device(device):
+                    torch.cuda.manual_seed(seed)
+            yield
+        return
     before = capture_accelerator()
     seed_accelerator(seed)
     try:
@@ -63,9 +211,19 @@ def seeded_accelerator(seed: int) -> Iterator[None]:
         restore_accelerator(before)
 
 
+def check_states(type: str, states: list[torch.Tensor]) -> None:
+    """Raise what torch raises for a state that no generator of devices of that type can have, if there are any here."""
+    if (found := _accelerator()) is not None and found[0] == type:
+        for state in states:
+            torch.Generator(type).set_state(state)
+
+
+def default_generators() -> Sequence[torch.Generator]:
+    """The generators that the devices' random operations use, where torch lists them."""
+    return () if (found := _accelerator()) is None else tuple(getattr(found[1], "default_generators", ()))
+
+
 def _accelerator() -> tuple[str, Any] | None:
     """Type of the devices, and torch's module for them."""
-    if torch.cuda.is_available() or not torch.accelerator.is_available():
-        return None
-    device = torch.accelerator.current_accelerator()
-    return None if device is None else (device.type, torch.get_device_module(device))
+    here = kind()
+    return None if here is None else (here, torch.get_device_module(here))

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from dalsegno import errors
 
+from . import accelerator
 from .exchange import exchange
 
 T = TypeVar("T")
@@ -46,11 +47,12 @@ def local_rank() -> int:
 
 
 def communication_device() -> torch.device:
-    """Return the device of tensors for collectives of the default group: the GPU for NCCL, else the CPU."""
+    """Return the device of tensors for collectives of the default group: the CPU, unless a backend such as NCCL that
+    has none for CPU tensors is alone."""
     backend = dist.get_backend() if initialized() else ""
-    if "nccl" in backend and "gloo" not in backend:  # with both, gloo carries CPU tensors without a device sync
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    if accelerator.has_own_backend(backend):  # with gloo too, gloo carries CPU tensors without a device sync
+        return accelerator.current_device()
+    return accelerator.CPU
 
 
 def all_reduce_max(values: Sequence[int], purpose: str) -> list[int]:

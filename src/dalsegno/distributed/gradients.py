@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from dalsegno.errors import ConfigurationError
 
+from . import accelerator
 from .sharded_tensors import (
     DeviceScalars,
     device_of,
@@ -88,7 +89,8 @@ class GradientNorms:
             squares = torch.cat([values.to(self._device) for _, values in seen])
             return DeviceScalars(self._names, summed(squares, self._groups).sqrt().float())
         numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
-        squares = torch.zeros(len(numbers) + 1, dtype=torch.float64, device=self._device)  # last: unknown parameters
+        wide = accelerator.wide_dtype(self._device)
+        squares = torch.zeros(len(numbers) + 1, dtype=wide, device=self._device)  # last: unknown parameters
         for some, values in seen:
             places = [numbers.get(id(parameter), -1) for parameter in some]
             squares[torch.tensor(places, device=self._device)] = values.to(self._device)

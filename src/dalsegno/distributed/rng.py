@@ -19,6 +19,7 @@ from . import collectives
 from .accelerator import (
     AcceleratorStates,
     capture_accelerator,
+    check_states,
     restore_accelerator,
     seed_accelerator,
     seeded_accelerator,
@@ -71,8 +72,7 @@ def _is_bit_generator(state: Any) -> bool:
 
 
 def _are_cuda_states(states: list[torch.Tensor]) -> bool:
-    for state in states if torch.cuda.is_available() else ():
-        torch.Generator("cuda").set_state(state)
+    check_states("cuda", states)
     return all(state.dtype == torch.uint8 and state.dim() == 1 for state in states)
 
 
@@ -137,12 +137,8 @@ def preserved_generators() -> Iterator[None]:
 @contextlib.contextmanager
 def seeded_generators(seed: int, device: torch.device) -> Iterator[None]:
     """Seed the generators, including that of ``device``; restore them on exit."""
-    devices = [device] if device.type == "cuda" else []
-    with preserved_generators(), torch.random.fork_rng(devices), seeded_accelerator(seed):
+    with preserved_generators(), seeded_accelerator(seed, device):
         seed_generators(seed)
-        for each in devices:
-            with torch.cuda.device(each):
-                torch.cuda.manual_seed(seed)
         yield
 
 
@@ -178,10 +174,9 @@ class RandomState:
         self._seed(mix(RANK, self.seed, self._random_rank, 0))
 
     def state_dict(self) -> SavedRandomState:
-        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-        state: dict[str, Any] = {"seed": self.seed, "step": self.step, **capture_generators(), "cuda": cuda}
-        if (others := capture_accelerator()) is not None:
-            state["accelerator"] = others
+        state: dict[str, Any] = {"seed": self.seed, "step": self.step, **capture_generators(), "cuda": []}
+        if (devices := capture_accelerator()) is not None:
+            state |= {"cuda": devices["states"]} if devices["type"] == "cuda" else {"accelerator": devices}
         return cast(SavedRandomState, state)
 
     def load_state_dict(self, state: SavedRandomState | DerivedState) -> None:
@@ -191,11 +186,10 @@ class RandomState:
             return
         restore_generators(state)
         derived = mix(RANK, self.seed, self._random_rank, self.step)  # if the kind or number of devices has changed
-        if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-            torch.cuda.set_rng_state_all(state["cuda"])
-        else:
-            torch.cuda.manual_seed_all(derived)
-        if not restore_accelerator(state.get("accelerator")):
+        devices: AcceleratorStates | None = state.get("accelerator")
+        if state["cuda"]:
+            devices = {"type": "cuda", "states": state["cuda"]}
+        if not restore_accelerator(devices):
             seed_accelerator(derived)
 
     @classmethod
@@ -205,5 +199,4 @@ class RandomState:
 
     def _seed(self, seed: int) -> None:
         seed_generators(seed)
-        torch.cuda.manual_seed_all(seed)  # does nothing without CUDA
         seed_accelerator(seed)

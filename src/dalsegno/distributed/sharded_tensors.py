@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from dalsegno.errors import ConfigurationError
 
+from . import accelerator
 from .stage_places import is_elsewhere, place_of
 from .wrapped_tensors import holds_numbers, plain_parts
 
@@ -163,7 +164,7 @@ class DeviceScalars:
 
 def read_together(several: Sequence[DeviceScalars]) -> list[dict[str, float]]:
     """Read several with one device sync."""
-    filled = [each.values.double() for each in several if each.names]
+    filled = [accelerator.wide(each.values) for each in several if each.names]
     numbers = iter(torch.cat(filled).tolist() if filled else [])
     return [{name: next(numbers) for name in each.names} for each in several]
 
@@ -179,7 +180,7 @@ def norms(pieces: Sequence[LocalShard]) -> DeviceScalars:
 
 def total_norm(readings: DeviceScalars) -> Tensor:
     """Return the norm over all tensors, from their individual norms: 0-dim, on the device."""
-    return readings.values.double().norm() if len(readings.names) else torch.zeros((), dtype=torch.float64)
+    return accelerator.wide(readings.values).norm() if len(readings.names) else torch.zeros((), dtype=torch.float64)
 
 
 def reduced(pieces: Sequence[LocalShard], measure: Callable[[list[Tensor]], Tensor]) -> Tensor:
@@ -220,7 +221,7 @@ def squared_norms(tensors: list[Tensor]) -> Tensor:
     """Return shape (number of tensors,), float64."""
     has_double = torch.float64 in set(map(_dtype, tensors))
     dtype = torch.float64 if has_double else torch.float32  # _foreach_norm cannot narrow
-    return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)).double().square()
+    return accelerator.wide(torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype))).square()
 
 
 def local_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> list[Tensor]:

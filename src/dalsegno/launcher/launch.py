@@ -15,11 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError
 
+from dalsegno.distributed import accelerator
 from dalsegno.errors import ConfigurationError, LeaseLost, RankFailed
 from dalsegno.events.registration import check_callbacks
 from dalsegno.system.exit_status import ExitStatus
@@ -147,7 +147,7 @@ def _run(target: Target, options: LaunchOptions, folder: Path) -> JobEnd:
         threads=_threads(options.nproc),
         ignored=[number for number in SIGNALS if signal.getsignal(number) is signal.SIG_IGN],
         launched=time.time(),
-        needs_gpu=torch.cuda.device_count() > 0,
+        needs_gpu=accelerator.device_count() > 0,
         target=target if forks else None,
     )
     rendezvous = rendezvous_for(options)
@@ -229,7 +229,7 @@ def _check_forkable() -> None:
     Raises:
         ConfigurationError: if a device has been used, which a forked process cannot use again.
     """
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if accelerator.is_initialized():
         raise ConfigurationError(
             "start='fork': this process has used a GPU already, so forked ranks could not; launch before the first "
             "use of CUDA, or define everything in a module and use start='forkserver'"

@@ -7,8 +7,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
+from dalsegno.distributed import accelerator
 from dalsegno.errors import ConfigurationError
 
 Start = Literal["forkserver", "fork"]
@@ -75,7 +74,7 @@ class LaunchOptions:
 
 def _ranks(nproc: int | str) -> int:
     if nproc == "auto":
-        return max(1, torch.cuda.device_count())
+        return max(1, accelerator.device_count())
     number = int(nproc) if isinstance(nproc, str) and nproc.isdecimal() else nproc
     if type(number) is not int or number < 1:
         raise ConfigurationError(f"nproc={nproc!r}; needs the number of ranks on this host, or 'auto': one per GPU")

@@ -13,9 +13,9 @@ from multiprocessing import parent_process
 from multiprocessing.connection import wait
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
+from dalsegno.distributed import accelerator
 from dalsegno.distributed.forked import settle_after_fork
 from dalsegno.errors import ConfigurationError, DalsegnoError
 from dalsegno.events.registration import register_global_callback
@@ -98,7 +98,7 @@ def _check_gpu(start: RankStart) -> None:
     Raises:
         ConfigurationError: if CUDA was used before the fork; training would otherwise run on the CPU without a word.
     """
-    if start.needs_gpu and not torch.cuda.is_available():
+    if start.needs_gpu and accelerator.kind() is None:
         raise ConfigurationError(
             "start='fork': CUDA was initialized before the launch (torch.cuda.is_available() is enough), so the ranks "
             "cannot use it; restart the notebook and launch first, or use start='forkserver'"

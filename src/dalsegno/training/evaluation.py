@@ -11,6 +11,7 @@ import torch
 
 from dalsegno.data import EvalLoader, to_device
 from dalsegno.data.step_batch import LossWeight, iter_steps
+from dalsegno.distributed import accelerator
 from dalsegno.distributed.eval_mode import evaluating
 from dalsegno.distributed.layout import Layout
 from dalsegno.events.dispatcher import Dispatcher
@@ -87,7 +88,7 @@ class LossEvaluation:
             batch = to_device(step_batch.microbatches[0].batch, self._device)
             loss, outputs = self._forward(batch)
             if step_batch.weights[0]:  # padding does not count, not even a NaN
-                losses.append(loss.double() * step_batch.weights[0])
+                losses.append(accelerator.wide(loss) * step_batch.weights[0])
             if dispatcher.prediction_step:
                 dispatcher.prediction_step.fill(batch, outputs, index, step_batch.microbatches[0].samples)
                 dispatcher.prediction_step.fire()

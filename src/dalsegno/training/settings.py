@@ -12,7 +12,7 @@ import torch
 from dalsegno.checkpoint.interchange.adapters import settings_of
 from dalsegno.checkpoint.load.compatibility import END_OF_SCHEDULE, Change
 from dalsegno.data import NOT_EXACT, TrainingData
-from dalsegno.distributed import collectives
+from dalsegno.distributed import accelerator, collectives
 from dalsegno.distributed.modes import modes_of
 from dalsegno.distributed.precision import gathered_dtype
 from dalsegno.distributed.sharded_tensors import device_of
@@ -172,10 +172,8 @@ class RecordedSettings:
         values = {"world_size": collectives.world_size(), "torch": str(torch.__version__)}
         if self._layout.mesh is not None:
             values["mesh"] = self._layout.dimensions
-        if self._device.type == "cuda":
-            return {**values, "processor": torch.cuda.get_device_name(self._device)}
         if self._device.type != "cpu":
-            return {**values, "processor": self._device.type}
+            return {**values, "processor": accelerator.name_of(self._device)}
         return {**values, "processor": _processor(), "threads": torch.get_num_threads()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from dalsegno.args import TrainingArguments
 from dalsegno.callbacks.argument_checks import number
-from dalsegno.distributed import collectives
+from dalsegno.distributed import accelerator, collectives
 from dalsegno.errors import ConfigurationError
 
 _B200, _H100, _H100_PCIE, _NVL, _A100 = 2250e12, 989e12, 756e12, 835e12, 312e12
@@ -76,9 +76,9 @@ ONLY_FP16: Mapping[str, float] = {
 
 def known_peak(device: torch.device, args: TrainingArguments) -> float | None:
     """Return one device's peak FLOP/s in 16-bit matrix products; None if unknown, or if the run is not in 16 bits."""
-    if device.type != "cuda" or not (args.bf16 or args.fp16):
+    if device.type == "cpu" or not (args.bf16 or args.fp16):
         return None
-    name = torch.cuda.get_device_name(device)
+    name = accelerator.name_of(device)
     return KNOWN_PEAKS.get(name) or (ONLY_FP16.get(name) if args.fp16 else None)
 
 

@@ -123,7 +123,7 @@ class _Krylov:
 
     def largest(self) -> _Found:
         """Estimate the largest eigenvalue. Waits for the device."""
-        entries = torch.stack([torch.stack(self._diagonal), torch.stack(self._beside)]).double().cpu()
+        entries = torch.stack([torch.stack(self._diagonal), torch.stack(self._beside)]).cpu().double()
         start = self._basis[0]
         if not entries.isfinite().all():
             return _Found(torch.tensor(math.nan, dtype=torch.float64), start, 0.0)

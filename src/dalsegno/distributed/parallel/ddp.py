@@ -17,7 +17,7 @@ class DataParallel(Parallel):
     module: DistributedDataParallel
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        devices = [device] if device.type == "cuda" else None
+        devices = [device] if device.type != "cpu" else None
         # The run broadcasts buffers at the end of each step, so that evaluations and checkpoints see them equal too.
         # Since 2.13 torch deprecates this argument, and says to keep it if the initial buffers may differ by rank:
         # forward_sync_buffers=False, its successor, overwrites them with rank 0's.

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from dalsegno.distributed import accelerator
 from dalsegno.distributed.modes import Setting, text_of
 from dalsegno.errors import ConfigurationError
 
@@ -20,20 +21,20 @@ logger = logging.getLogger("dalsegno")
 
 
 def init_distributed(use_cpu: bool) -> torch.device:
-    """Join torchrun's process group, if the environment describes one and none exists. Returns this rank's device: a
-    CUDA or ROCm device, else the CPU, with a warning if another accelerator is left idle."""
-    gpu = torch.cuda.is_available() and not use_cpu
-    if gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    elif not use_cpu and torch.accelerator.is_available() and os.environ.get("RANK", "0") == "0":
-        logger.warning(
-            "this machine has an accelerator of type %r, but training runs on the CPU: only CUDA and ROCm devices are "
-            "supported; set use_cpu=True if this is intended",
-            str(torch.accelerator.current_accelerator()),
-        )
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
-        # CPU tensors (checkpoint metadata) use gloo even where NCCL reduces the gradients.
-        backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
+    """Join torchrun's process group, if the environment describes one and none exists. Returns this rank's device: of
+    the accelerator that torch finds; else the CPU, with a warning if the ranks leave an accelerator idle."""
+    is_several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    device = accelerator.CPU if use_cpu else accelerator.use_device(int(os.environ.get("LOCAL_RANK", 0)))
+    backend = accelerator.group_backend(device)
+    if is_several and backend is None:
+        if os.environ.get("RANK", "0") == "0":
+            logger.warning(
+                "this machine has an accelerator of type %r, but training runs on the CPU: torch has no collectives "
+                "for several ranks on it; start one rank, or set use_cpu=True if this is intended",
+                device.type,
+            )
+        device, backend = accelerator.CPU, "gloo"
+    if is_several and not dist.is_initialized():
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             dist.init_process_group(
@@ -41,7 +42,7 @@ def init_distributed(use_cpu: bool) -> torch.device:
             )
         else:
             dist.init_process_group(backend)
-    return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+    return device
 
 
 def require_launch(setting: Setting) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dalsegno.distributed import accelerator
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.events.contexts import Context
 from dalsegno.interop.stand_in import StandIn, TrainerStandIn
@@ -361,7 +362,7 @@ def plain(metrics: dict[str, Any]) -> dict[str, Any]:
 
 
 def _summary(name: str, tensor: torch.Tensor) -> dict[str, float]:
-    flat = tensor.detach().double().flatten()
+    flat = accelerator.wide(tensor.detach()).flatten()
     if not flat.numel():
         return {}
     numbers = torch.stack([flat.mean(), flat.std(correction=0), flat.min(), flat.max()]).tolist()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dalsegno.distributed import collectives
+from dalsegno.distributed import accelerator, collectives
 from dalsegno.distributed.sharded_tensors import device_of
 from dalsegno.events.callback import Callback
 from dalsegno.events.contexts import (
@@ -206,8 +206,8 @@ class SharedState(Callback):
         self._checkpoint = None
 
     def _cuda_memory(self) -> float | None:
-        if self._alone and self._device.type == "cuda":
-            return torch.cuda.memory_allocated(self._device) / 2**30
+        if self._alone and (allocated := accelerator.memory_allocated(self._device)) is not None:
+            return allocated / 2**30
         return None
 
 
