@@ -20,7 +20,7 @@ _TRACKER = "configure the tracker itself, by its environment variables or its ca
 _BATCHES = "pass a part of the dataset: torch.utils.data.Subset(dataset, range(n))"
 _OUTPUT_DIR = "checkpoints and logs are in output_dir, which all hosts must see; rank 0 writes the logs"
 _LOG_LEVEL = "logging.getLogger('dalsegno').setLevel(…)"
-_DEVICE = "a GPU is used if there is one; use_cpu=True for the CPU"
+_DEVICE = "an accelerator is used if there is one; use_cpu=True for the CPU"
 _DEVICES = "torchrun --nproc-per-node N starts one process per device"
 _PRECISION = "bf16=True or fp16=True"
 _MEMORY = "callbacks=[PeakMemory()] or [MemoryMonitor()] records memory"

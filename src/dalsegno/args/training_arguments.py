@@ -124,7 +124,7 @@ class TrainingArguments:
     ``HSDP(replicate=2)``, ``TensorParallel(plan, size)``, ``Pipeline(stages)``, a list, or ``Parallelized(mesh)``. A
     single rank always has the whole model; all but ``auto`` and ``none`` require torchrun even then."""
     use_cpu: bool = False
-    """Train on the CPU even if there is a GPU. Accelerators other than CUDA and ROCm are not used, with a warning."""
+    """Train on the CPU even if PyTorch finds an accelerator (CUDA, ROCm, MPS, XPU), which is used by default."""
 
     logging_strategy: Strategy = "steps"
     """``steps``, ``epoch`` (at the end of each epoch) or ``no``."""
