@@ -76,7 +76,7 @@ ONLY_FP16: Mapping[str, float] = {
 
 def known_peak(device: torch.device, args: TrainingArguments) -> float | None:
     """Return one device's peak FLOP/s in 16-bit matrix products; None if unknown, or if the run is not in 16 bits."""
-    if device.type == "cpu" or not (args.bf16 or args.fp16):
+    if device.type in ("cpu", "meta") or not (args.bf16 or args.fp16):
         return None
     name = accelerator.name_of(device)
     return KNOWN_PEAKS.get(name) or (ONLY_FP16.get(name) if args.fp16 else None)
