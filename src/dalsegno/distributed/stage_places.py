@@ -51,6 +51,8 @@ _places: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def place_of(tensor: Tensor) -> StagePlace | None:
     """Return where a tensor of a cut model is; None for any other."""
+    if not _places.data:  # a look-up takes a microsecond, and most models are not cut
+        return None
     place: StagePlace | None = _places.get(tensor)  # type: ignore[no-untyped-call]
     return place
 

@@ -49,6 +49,8 @@ DTYPES: dict[str, torch.dtype] = {str(dtype).removeprefix("torch."): dtype for d
 """Every dtype that a checkpoint can contain, by torch's name."""
 
 _KNOWN = frozenset(DTYPES.values())
+_LARGEST_SIZE = 1 << 48  # elements in one dimension
+_MOST_DIMENSIONS = 64
 _DTYPES_OF_SAFETENSORS = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 
 
@@ -60,15 +62,15 @@ def name_of(dtype: torch.dtype) -> str:
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` is dense, with data, and of a dtype and shape that a file can contain."""
     has_elements = tensor.layout == torch.strided and tensor.dtype in _KNOWN and not tensor.is_meta
-    return has_elements and is_shape(list(tensor.shape))
+    return has_elements and max(tensor.shape, default=0) < _LARGEST_SIZE and tensor.dim() <= _MOST_DIMENSIONS
 
 
 def is_shape(value: object) -> bool:
     """Whether ``value``, possibly read from disk, is a list of dimensions on which no arithmetic overflows."""
     return (
         isinstance(value, list)
-        and len(value) <= 64
-        and all(type(size) is int and 0 <= size < 1 << 48 for size in value)
+        and len(value) <= _MOST_DIMENSIONS
+        and all(type(size) is int and 0 <= size < _LARGEST_SIZE for size in value)
     )
 
 

@@ -24,12 +24,12 @@ from dalsegno.checkpoint.format.manifest import FileRecord
 from dalsegno.system import filesystem
 
 from .cuda_copies import CudaCopies, pin
+from .host_copies import SMALL, HostCopies
 
 Advance = Callable[[int], object]
 """Called with the number of bytes that are about to be written. An exception interrupts the write."""
 
 _PREFAULT_BYTES = 2 << 20  # per turn: a huge page, and about a millisecond
-_SMALL = 1 << 15  # elements: torch copies no more than that on the calling thread alone
 _JOINED_BYTES = 1 << 20  # small tensors per call: still in the processor's cache in the next one
 
 
@@ -144,19 +144,13 @@ class Buffer:
         assert self._layout is not None
         self._touched = len(self._memory)
         self._pin()
-        small: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        for place, (begin, end), tensor in zip(self._places, self._layout.spans, tensors, strict=True):
-            if tensor.device.type != "cpu":
-                cuda.copy(place, tensor)
-            elif tensor.numel() <= _SMALL:
-                small[0].append(place)
-                small[1].append(tensor)
-            elif tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-                _move(self._bytes[begin:end], tensor.view(-1).view(torch.uint8))
+        on_host = HostCopies()
+        for place, tensor in zip(self._places, tensors, strict=True):
+            if tensor.is_cpu:
+                on_host.add(place, tensor)
             else:
-                place.copy_(tensor)
-        if small[0]:
-            torch._foreach_copy_(*small)
+                cuda.copy(place, tensor)
+        on_host.run()
 
     def blocks(self) -> Iterator[memoryview]:
         """The file, for a direct write."""
@@ -217,7 +211,7 @@ def in_file_order(layout: FileLayout, tensors: Sequence[torch.Tensor]) -> Iterat
     room = _JOINED_BYTES
     for number in sorted(range(len(tensors)), key=layout.spans.__getitem__):
         tensor = tensors[number]
-        is_small = tensor.numel() <= _SMALL and not tensor.is_complex()
+        is_small = tensor.numel() <= SMALL and not tensor.is_complex()
         if small and not (is_small and tensor.nbytes <= room and _are_alike(tensor, small[0])):
             yield _joined(small)
             small, room = [], _JOINED_BYTES
@@ -241,7 +235,7 @@ def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 def _move(place: torch.Tensor, tensor: torch.Tensor) -> None:
     """Copy bytes on the CPU. torch's copy waits for its thread pool, ten times as long on a busy machine."""
-    if tensor.numel() <= _SMALL:
+    if tensor.numel() <= SMALL:
         place.copy_(tensor)
     else:
         ctypes.memmove(place.data_ptr(), tensor.data_ptr(), tensor.numel())  # releases the GIL
