@@ -19,24 +19,24 @@ from safetensors.torch import load_file
 from checkpoint.sameness import bits
 from dalsegno.checkpoint.format.layout import DTYPES, FileLayout, StoredFile, TensorChunk
 from dalsegno.checkpoint.save.cuda_copies import CudaCopies
-from dalsegno.checkpoint.save.staging import BounceBuffers, Buffer, TensorFile
+from dalsegno.checkpoint.save.staging import BounceBuffers, Buffer, PendingFile, StagedFile, StreamedFile
 from dalsegno.errors import DamagedCheckpoint
 from dalsegno.system import filesystem
 
 
-def kept(layout: FileLayout, tensors: Sequence[torch.Tensor], buffer: Buffer) -> TensorFile:
+def kept(layout: FileLayout, tensors: Sequence[torch.Tensor], buffer: Buffer) -> PendingFile:
     """From a copy."""
     buffer.lay_out(layout)
     buffer.copy(tensors, CudaCopies())
-    return TensorFile("some.safetensors", layout.length, buffer.blocks)
+    return StagedFile("some.safetensors", buffer)
 
 
-def live(layout: FileLayout, tensors: Sequence[torch.Tensor], buffer: Buffer) -> TensorFile:
+def live(layout: FileLayout, tensors: Sequence[torch.Tensor], buffer: Buffer) -> PendingFile:
     """From the tensors themselves."""
-    return TensorFile("some.safetensors", layout.length, partial(BounceBuffers().blocks, layout, tensors))
+    return StreamedFile("some.safetensors", layout.length, partial(BounceBuffers().blocks, layout, tensors))
 
 
-Source = Callable[[FileLayout, Sequence[torch.Tensor], Buffer], TensorFile]
+Source = Callable[[FileLayout, Sequence[torch.Tensor], Buffer], PendingFile]
 
 
 @pytest.fixture(params=[kept, live])

@@ -14,7 +14,6 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
@@ -271,24 +270,20 @@ def _write_pieces(path: Path, pieces: Iterable[Buffer], mode: int = 0o644) -> No
         os.close(descriptor)
 
 
-def write_direct(path: Path, pieces: Iterator[memoryview], length: int) -> None:
+def write_direct(path: Path, pieces: Iterable[memoryview], length: int) -> None:
     """Create ``path`` from ``pieces``, written one after another past the page cache, and fsync it.
 
     Direct writes require that each piece starts at a page boundary in memory and is a whole number of pages long; the
-    file is truncated to ``length`` bytes at the end. While one piece is written, another thread produces the next one,
-    so two pieces are in use at any time. Where direct writes are refused (tmpfs, some network disks) the same pieces
-    are written normally, with an fsync after each: a single fsync at the end would take as long as the whole write,
-    during which progress could not be observed.
+    file is truncated to ``length`` bytes at the end. Where direct writes are refused (tmpfs, some network disks) the
+    same pieces are written normally, with an fsync after each: a single fsync at the end would take as long as the
+    whole write, during which progress could not be observed.
     """
     descriptor = _open_direct(path)
     try:
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="dalsegno-pieces") as beside:
-            begin = 0
-            coming = beside.submit(next, pieces, None)
-            while (piece := coming.result()) is not None:
-                coming = beside.submit(next, pieces, None)
-                _write_piece(descriptor, piece, begin, path)
-                begin += len(piece)
+        begin = 0
+        for piece in pieces:
+            _write_piece(descriptor, piece, begin, path)
+            begin += len(piece)
         truncate(descriptor, length, path)
         fsync(descriptor, path)
     finally:

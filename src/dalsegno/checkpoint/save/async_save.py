@@ -3,7 +3,7 @@
 The threads of all ranks proceed together::
 
     each rank sends its number of bytes     rank 0: check the free disk space, create the partial directory
-    each rank writes its files              at a low priority, so that training does not slow down
+    each rank writes its files              while a thread of the lowest priority hashes them
     each rank sends its file records        rank 0: write the manifest and publish, or remove the partial directory
     each rank receives the outcome          all ranks have the same one, and no training thread took part
 """
@@ -122,8 +122,6 @@ class AsyncSave:
 
     def _run(self) -> None:
         try:
-            if self._snapshot.is_copy:
-                lower_thread_priority()
             reason = self._group.gather_decide(self._snapshot.length, self._make_room)
             reason = reason or self._conclude(self._write())
             failure = None if reason is None else f"{self.path.name} was not saved: {reason}"
@@ -132,6 +130,8 @@ class AsyncSave:
         self.failure = None if failure is None else SaveFailed(failure)
         self._finished.set()
         if failure is None and self._is_rank_zero:
+            if self._snapshot.is_copy:
+                lower_thread_priority()
             with _logged(f"after {self.path.name} was saved"):
                 self._afterwards()
 

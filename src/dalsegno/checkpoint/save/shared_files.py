@@ -8,12 +8,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import xxhash
 
-from dalsegno.checkpoint.format.layout import FileLayout
 from dalsegno.checkpoint.format.manifest import FileRecord
 from dalsegno.system import filesystem
 
+from .checksum import checksum_beside
 from .cuda_copies import CudaCopies
 from .planning import FilePlan
 from .staging import Advance, Buffer
@@ -68,11 +67,11 @@ class SharedFiles:
         for buffer in [*self._buffers.values()]:
             yield from buffer.prefault()
 
-    def copied(self, name: str, layout: FileLayout, tensors: Sequence[torch.Tensor], cuda: CudaCopies) -> MappedFile:
+    def copied(self, name: str, tensors: Sequence[torch.Tensor], cuda: CudaCopies) -> MappedFile:
         """The file ``name``, once it contains the values of ``tensors``."""
         buffer = self._buffers[name]
         buffer.copy(tensors, cuda)
-        return MappedFile(name, layout.length, buffer)
+        return MappedFile(name, buffer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +79,17 @@ class MappedFile:
     """A file whose bytes are in place already; what remains is its checksum."""
 
     name: str
-    length: int
     buffer: Buffer
 
+    @property
+    def length(self) -> int:
+        return self.buffer.length
+
     def write_to(self, directory: Path, advance: Advance) -> FileRecord:
-        checksum, left = xxhash.xxh3_128(), self.length
-        for block in self.buffer.blocks():
-            content = block[:left]
-            advance(len(content))
-            checksum.update(content)
-            left -= len(content)
-        return FileRecord(self.length, checksum.hexdigest())
+        def counted() -> Iterator[memoryview]:
+            for block in self.buffer.content():
+                advance(len(block))
+                yield block
+
+        with checksum_beside(counted()) as checksum:
+            return FileRecord(self.length, checksum.result())

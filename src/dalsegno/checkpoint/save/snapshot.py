@@ -31,7 +31,7 @@ from .cuda_copies import CudaCopies
 from .planning import FilePlan, Plan
 from .resources import available_memory, has_memory_for
 from .shared_files import SharedFiles
-from .staging import Advance, BounceBuffers, Buffer, InlineFile, PendingFile, TensorFile
+from .staging import Advance, BounceBuffers, Buffer, InlineFile, PendingFile, StagedFile, StreamedFile
 from .states import States, digest_of, encode_all, signature_of, warn_of_differences
 from .unchanged import FormerFiles, UnchangedFile, record_of
 
@@ -106,7 +106,7 @@ class _FileOfTensors:
 
     def streamed(self, buffers: BounceBuffers) -> PendingFile:
         blocks = functools.partial(buffers.blocks, self.layout, self.tensors)
-        return TensorFile(self.name, self.layout.length, blocks)
+        return StreamedFile(self.name, self.layout.length, blocks)
 
 
 class Snapshotter:
@@ -274,10 +274,10 @@ class Snapshotter:
 
     def _copied(self, file: _FileOfTensors) -> PendingFile:
         if self._shared is not None and file.name in self._shared:
-            return self._shared.copied(file.name, file.layout, file.tensors, self._cuda)
+            return self._shared.copied(file.name, file.tensors, self._cuda)
         buffer = self._laid_out(file.name, file.layout)
         buffer.copy(file.tensors, self._cuda)
-        return TensorFile(file.name, file.layout.length, buffer.blocks)
+        return StagedFile(file.name, buffer)
 
     def _memory_shortage(self, wanted: Iterable[FilePlan | _FileOfTensors]) -> int:
         """Bytes of fresh memory that copies of these files need if that much is not available; else 0."""
