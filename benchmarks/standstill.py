@@ -35,7 +35,7 @@ STILL_BYTES = 512 << 20
 WRITTEN_BYTES = 2 << 30
 ROUNDS = 9
 TARGET = 1.15
-STEP_TARGET = 1.10
+STEP_TARGET = 1.05
 OURS, FIRST, COPY, ASYNC = "ours", "ours, the first of a run", "one warm memcpy", "dcp.async_save"
 
 SMALL = {"still": 1 << 20, "written": 1 << 20, "rounds": 1}
