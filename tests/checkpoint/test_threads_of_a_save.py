@@ -22,6 +22,10 @@ def priority() -> int:
     return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
+def own_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("dalsegno")}
+
+
 def test_the_thread_that_writes_has_the_priority_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the lowest one, a save of 1 GB took 55 s beside training on a machine that others kept busy; now 1.6 s."""
     priorities: dict[str, int] = {}
@@ -55,9 +59,10 @@ def test_no_thread_hashes_on_after_a_failure() -> None:
         with checksum_beside(memoryview(b"x") for _ in itertools.count()):  # endless
             raise OSError("full")
 
+    before = own_threads()
     with pytest.raises(OSError, match="full"):
         fail()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("dalsegno-hash")]
+    assert not own_threads() - before
 
 
 @pytest.mark.parametrize("background", [True, False])
@@ -68,13 +73,13 @@ def test_a_full_disk_fails_the_save_and_leaves_no_thread(
         if operation == "write" and path.name == "shard-00000.safetensors":
             raise OSError(errno.ENOSPC, "no room", str(path))
 
-    before = {*threading.enumerate()}
+    before = own_threads()
     manager, state = CheckpointManager(tmp_path), ModelState(nn.Linear(300, 300))
     monkeypatch.setattr(filesystem, "watcher", full)
     save = manager.save_async(1, [state], [], background=background)
     save.join()
     assert "no room" in str(save.failure)
-    assert not {*threading.enumerate()} - before
+    assert not own_threads() - before
     monkeypatch.setattr(filesystem, "watcher", None)
     manager.save(2, [state], [])
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
