@@ -21,6 +21,7 @@ from dalsegno.checkpoint.format.manifest import Manifest
 from dalsegno.distributed.file_transfer import Transfer, transfer
 from dalsegno.distributed.hosts import Hosts
 from dalsegno.system import filesystem
+from dalsegno.system.worker import lower_thread_priority
 
 from .async_save import AsyncSave, Records, Report, described
 from .snapshot import Snapshot
@@ -126,6 +127,7 @@ class MemorySave(AsyncSave):
 
     def _send_copies(self, manifest: Manifest, files: Sequence[Sequence[str]]) -> str | None:
         """Send this rank's files to the hosts that keep copies, and receive those of others."""
+        lower_thread_priority()  # this takes processor time, unlike a write to a disk
         try:
             return transfer(self._transfers(manifest, files), self._destination.partial, self._group, self._advance)
         finally:
