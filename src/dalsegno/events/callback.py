@@ -198,8 +198,7 @@ _checked: WeakSet[FunctionType] = WeakSet()
 def _check_signature(callback: Callback, event: Event) -> None:
     handler = getattr(callback, event.handler)
     function = getattr(handler, "__func__", None)
-    is_method = isinstance(function, FunctionType)
-    if is_method and function in _checked:
+    if isinstance(function, FunctionType) and function in _checked:
         return
     try:
         inspect.signature(handler).bind(object())
@@ -208,7 +207,7 @@ def _check_signature(callback: Callback, event: Event) -> None:
             f"{callback.key}.{event.handler}({', '.join(inspect.signature(handler).parameters)}): a handler takes "
             "(self, ctx); everything else is in ctx: ctx.args, ctx.state, ctx.control, ctx.model, …"
         ) from error
-    if is_method:
+    if isinstance(function, FunctionType):
         _checked.add(function)
 
 
