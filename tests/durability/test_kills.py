@@ -61,7 +61,7 @@ def at_an_epochs_end(dice: random.Random) -> list[FaultPlan]:
 
 
 def while_resuming() -> list[FaultPlan]:
-    """The second plan leaves a record behind its last checkpoint, wherever it is; the third dies when that is rewound."""
+    """The second plan leaves a record behind its last checkpoint, wherever that is; the third dies at its rewinding."""
     leaves_a_tail = FaultPlan(event=Event.LOG)  # comes after the loggers, and before the save of its step
     return [FaultPlan(event=Event.LOAD), leaves_a_tail, FaultPlan(operation="any", path="rewound")]
 
