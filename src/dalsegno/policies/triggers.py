@@ -208,6 +208,10 @@ class InMemory(Policy):
         """Whether a save is due after ``step`` finished optimizer steps."""
         return self.steps > 0 and step % self.steps == 0
 
+    def next_step(self, step: int) -> float:
+        """The first step after ``step`` at which a save is due; infinite if there is none."""
+        return step - step % self.steps + self.steps if self.steps else math.inf
+
     def at_epoch(self, epoch: int) -> bool:
         """Whether a save is due after ``epoch`` finished epochs."""
         return self.epochs > 0 and epoch % self.epochs == 0
