@@ -1,6 +1,6 @@
 """Whole processes, from start to exit, as they are after an installation: with the bytecode of all that they import.
 
-The first start writes it into a folder of its own; environments that keep Python from writing any do not count.
+The first start writes what is missing, in environments too that keep Python from writing any.
 """
 
 from __future__ import annotations
@@ -8,13 +8,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 
-_BYTECODE = tempfile.TemporaryDirectory(prefix="bytecode-")
 _ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-_ENVIRONMENT["PYTHONPYCACHEPREFIX"] = _BYTECODE.name
 
 
 def seconds_of(command: Sequence[str]) -> Callable[[], float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import compileall
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -49,6 +50,10 @@ _shared_memory = tempfile.TemporaryDirectory(
     prefix="dalsegno-tests-", dir=_memory_of_the_host if _memory_of_the_host.is_dir() else None
 )
 os.environ["DALSEGNO_SHARED_MEMORY"] = _shared_memory.name
+
+# `tmp_path` is in memory too where there is room: the tests would wait for a disk thousands of times, and show no more.
+if _memory_of_the_host.is_dir() and shutil.disk_usage(_memory_of_the_host).free > 8 << 30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_memory_of_the_host))
 
 # A proxy would be asked for what lies on this machine.
 os.environ["no_proxy"] = os.environ["NO_PROXY"] = "127.0.0.1,localhost"
