@@ -11,6 +11,30 @@ from torch.nn.parallel import DistributedDataParallel
 from .base import Parallel
 
 
+class _SameBuckets(DistributedDataParallel):
+    """DDP with the same buckets in each step.
+
+    Torch's own puts the gradients into other buckets, in the order in which they came, once the first step is done. Of
+    three or more ranks, where a gradient lies in its bucket decides in which order its sum is rounded: a resumed run,
+    whose next step is its leg's first, would not take the step that the killed one would have taken.
+    """
+
+    def __init__(self, model: nn.Module, devices: list[torch.device] | None) -> None:
+        # The run broadcasts buffers at the end of each step, so that evaluations and checkpoints see them equal too.
+        # Since 2.13 torch deprecates this argument, and says to keep it if the initial buffers may differ by rank:
+        # forward_sync_buffers=False, its successor, overwrites them with rank 0's.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            super().__init__(model, device_ids=devices, broadcast_buffers=False)
+        self.reducer._push_all_rebuilt_params()  # in the order below, as if they had come so
+        self.reducer._rebuild_buckets()
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        """Last to first, which is how gradients come where parameters are registered in the order of their use."""
+        parameters, expect_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        return parameters[::-1], expect_sparse[::-1]
+
+
 class DataParallel(Parallel):
     """Every rank has the full model."""
 
@@ -18,12 +42,7 @@ class DataParallel(Parallel):
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         devices = [device] if device.type != "cpu" else None
-        # The run broadcasts buffers at the end of each step, so that evaluations and checkpoints see them equal too.
-        # Since 2.13 torch deprecates this argument, and says to keep it if the initial buffers may differ by rank:
-        # forward_sync_buffers=False, its successor, overwrites them with rank 0's.
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-            self.module = DistributedDataParallel(model, device_ids=devices, broadcast_buffers=False)
+        self.module = _SameBuckets(model, devices)
 
     def synchronize(self, wanted: bool) -> None:
         self.module.require_backward_grad_sync = wanted  # as no_sync() does, without a context per micro-batch
