@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,9 @@ def test_every_kind_of_spreading_comes_back(tmp_path: Path) -> None:
     index = Index.read(path / "index.json")
 
     class There:
+        def require(self, names: Collection[str]) -> None:
+            """All are there."""
+
         def file(self, name: str) -> Path:
             return path / name
 
