@@ -25,7 +25,7 @@ from dalsegno.checkpoint.format.index import Index
 from dalsegno.checkpoint.format.sharding import Box, Sharding
 from dalsegno.checkpoint.format.stored_tensors import part
 from dalsegno.checkpoint.load.tensor_reader import load
-from dalsegno.checkpoint.save.planning import Plan, plan
+from dalsegno.checkpoint.save.planning import FilePlan, Plan, plan
 from dalsegno.checkpoint.state.contract import Captured
 from dalsegno.checkpoint.state.sharding import cuts_of
 from dalsegno.errors import CannotSave
@@ -204,6 +204,27 @@ def test_the_index_does_not_grow_with_the_ranks(layout: str) -> None:
             for chunk in file.layout.chunks
         }
     assert sizes[32] - sizes[8] < 24 * 4 * 3 + 20 * 20
+
+
+def frozen_files(rank: int, world: int, optimizer: dict[str, torch.Tensor]) -> list[FilePlan]:
+    """Files of the frozen tensors that one of many ranks writes; the others are simulated."""
+    model = {f"{number}.weight": torch.empty(1000 + 64 * (number % 3), device="meta") for number in range(100)}
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        planned = plan({"model": model, "optimizer": optimizer}, {"model": list(model)}, {})
+        return [each for each in planned.files if each.is_frozen]
+    finally:
+        dist.destroy_process_group()
+
+
+def frozen_files_before_and_after() -> list[bool]:
+    state = {"exp_avg": torch.empty(1_000_000, device="meta")}
+    return [frozen_files(rank, 4, {}) == frozen_files(rank, 4, state) for rank in range(4)]
+
+
+def test_frozen_tensors_stay_in_their_files_when_others_come() -> None:
+    """Or the whole frozen base would be written again when an optimizer gets its state."""
+    assert run_ranks(frozen_files_before_and_after, 1) == [[True] * 4]
 
 
 def save_what_differs(directory: Path) -> str:

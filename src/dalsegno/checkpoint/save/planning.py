@@ -79,8 +79,11 @@ def plan(tensors: TensorsByComponent, frozen: FrozenNames, absent: FrozenNames) 
         CannotSave: for a tensor with a partial placement.
     """
     rank, ranks = collectives.rank(), collectives.world_size()
-    whole = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for its in tensors.values() for tensor in its.values())
-    balances = {is_frozen: Balance(ranks, whole) for is_frozen in (False, True)}
+    whole = {False: 0, True: 0}  # apart: frozen tensors stay where they are when an optimizer gets its state
+    for component, its in tensors.items():
+        for name, tensor in its.items():
+            whole[name in frozen.get(component, ())] += math.prod(tensor.shape) * tensor.dtype.itemsize
+    balances = {is_frozen: Balance(ranks, of_all) for is_frozen, of_all in whole.items()}
     index = IndexWriter() if rank == 0 else None
     files: list[FilePlan] = []
     unsaved: dict[str, list[TensorChunk]] = {}
@@ -139,7 +142,7 @@ class Balance:
 
     Args:
         ranks: their number.
-        whole: bytes of all tensors.
+        whole: bytes of all tensors that it balances.
     """
 
     def __init__(self, ranks: int, whole: int) -> None:
