@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -14,13 +14,16 @@ from typing import Any
 import pytest
 import torch
 import xxhash
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from checkpoint.sameness import bits
+from dalsegno.checkpoint.format.chunks import ListedChunks, StoredChunk
 from dalsegno.checkpoint.format.layout import DTYPES, FileLayout, StoredFile, TensorChunk
+from dalsegno.checkpoint.format.sharding import Box
+from dalsegno.checkpoint.format.stored_tensors import ChunkReader, StoredTensor
 from dalsegno.checkpoint.save.cuda_copies import CudaCopies
 from dalsegno.checkpoint.save.staging import BounceBuffers, Buffer, PendingFile, StagedFile, StreamedFile
-from dalsegno.errors import DamagedCheckpoint
+from dalsegno.errors import DamagedCheckpoint, StateMismatch
 from dalsegno.system import filesystem
 
 
@@ -175,6 +178,35 @@ def test_a_file_that_is_no_safetensors(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(DamagedCheckpoint, match=r"bad\.safetensors"):
         StoredFile(path).spans()
+
+
+def test_what_another_program_calls_parts(tmp_path: Path) -> None:
+    path = tmp_path / "theirs.safetensors"
+    save_file({"x": torch.ones(2)}, path, metadata={"parts": "backbone,head"})
+    assert StoredFile(path).entries() == {"x": (torch.float32, (2,))}
+
+
+def test_a_dtype_that_is_no_text(tmp_path: Path) -> None:
+    header = b'{"x": {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}}'
+    path = tmp_path / "bad.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(StateMismatch, match="dtype"):
+        StoredFile(path).entries()
+
+
+def test_a_shape_that_no_file_has_takes_no_memory(tmp_path: Path) -> None:
+    write(tmp_path, {"x": torch.zeros(3)}, kept)
+
+    class There:
+        def require(self, names: Collection[str]) -> None: ...
+
+        def file(self, name: str) -> Path:
+            return tmp_path / name
+
+    shape = (1 << 47, 1 << 47)
+    chunks = ListedChunks([StoredChunk("some.safetensors", "x", Box.whole(shape))])
+    with pytest.raises(DamagedCheckpoint, match="are not a float32 of shape"):
+        ChunkReader(There()).full_tensor(StoredTensor(torch.float32, shape, chunks))
 
 
 def test_bytes_that_are_not_there(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def read_header(path: Path, descriptor: int) -> Mapping[str, HeaderEntry]:
     begin = 8 + length
     try:
         header = json.loads(_read(path, descriptor, 8, length))
-        parts = json.loads((header.pop(METADATA, None) or {}).get("parts", "{}"))
+        parts = _parts((header.pop(METADATA, None) or {}).get("parts"))
         entries = {}
         for name, entry in header.items():
             first, last = entry["data_offsets"]
@@ -56,6 +56,15 @@ def read_header(path: Path, descriptor: int) -> Mapping[str, HeaderEntry]:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path}: its header is not a safetensors header ({error!r})") from error
     return entries
+
+
+def _parts(text: Any) -> Mapping[str, Any]:
+    """What dalsegno says of the boxes in a file; empty where another program means something else by ``parts``."""
+    try:
+        parts = json.loads(text)
+    except (ValueError, TypeError):
+        return {}
+    return parts if isinstance(parts, dict) else {}
 
 
 def _read(path: Path, descriptor: int, begin: int, length: int) -> bytes:

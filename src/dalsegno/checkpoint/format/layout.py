@@ -255,7 +255,7 @@ class StoredFile:
         entries = {}
         for name, entry in self.header().items():
             kind, shape = entry.kind, entry.shape
-            if kind not in _DTYPES_OF_SAFETENSORS:
+            if type(kind) is not str or kind not in _DTYPES_OF_SAFETENSORS:
                 raise StateMismatch(f"{self.path}: {name} has the dtype {kind!r}, which this dalsegno does not support")
             dtype = _DTYPES_OF_SAFETENSORS[kind]
             if not is_shape(shape):

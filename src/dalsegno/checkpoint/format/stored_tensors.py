@@ -76,6 +76,8 @@ class ChunkReader:
         Raises:
             DamagedCheckpoint: if a chunk is not where the index has it.
         """
+        for chunk in stored.chunks:  # before memory is taken for a shape that no file has
+            self.span(chunk, stored.dtype)
         full = torch.empty(stored.shape, dtype=stored.dtype)
         for chunk in stored.chunks:
             self.fill(part(full, chunk.box), chunk, stored.dtype, chunk.box)
