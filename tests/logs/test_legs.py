@@ -35,6 +35,16 @@ def test_legs_of_a_run_that_died_once(tmp_path: Path) -> None:
     json.loads(run.path.read_bytes(), parse_constant=pytest.fail)
 
 
+def test_a_reason_that_reads_as_a_number(tmp_path: Path) -> None:
+    run = RunFile(tmp_path)
+    run.begin(None, world_size=1, first_step=0)
+    run.end("stopped", "NaN", 1, {"loss": math.nan}, "NaN")
+    loaded = RunFile(tmp_path).load()
+    assert loaded is not None
+    assert (loaded.legs[0].by, loaded.legs[0].why) == ("NaN", "NaN")
+    assert math.isnan(loaded.legs[0].metrics["loss"])
+
+
 def test_it_is_whole_at_every_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunFile(tmp_path)
     run.begin(None, world_size=1, first_step=0)

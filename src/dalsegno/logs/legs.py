@@ -24,6 +24,9 @@ logger = logging.getLogger("dalsegno")
 
 FORMAT = 1
 
+_NUMBERS = ("metrics", "goal_given_up")
+"""Fields of a leg with numbers that may be NaN or infinite. A text of that spelling stays one in the others."""
+
 _FAILED = (None, "exception", "interrupted")
 """Reasons of legs that did not end by themselves."""
 
@@ -261,13 +264,18 @@ def _known_fields(kind: type[Leg | RunRecord], content: Mapping[str, Any]) -> di
     return {field.name: content[field.name] for field in dataclasses.fields(kind) if field.name in content}
 
 
+def _leg(content: Mapping[str, Any]) -> dict[str, Any]:
+    fields = _known_fields(Leg, content)
+    return {name: from_json(value) if name in _NUMBERS else value for name, value in fields.items()}
+
+
 def _parse(data: bytes, path: Path) -> RunRecord:
     try:
-        content = from_json(json.loads(data))
+        content = json.loads(data)
         number = content.pop("format")
         if isinstance(number, int) and number > FORMAT:
             raise StateMismatch(f"{path}: format {number} is newer than {FORMAT}; use the dalsegno that wrote it")
-        run = _known_fields(RunRecord, content) | {"legs": [_known_fields(Leg, leg) for leg in content["legs"]]}
+        run = _known_fields(RunRecord, content) | {"legs": [_leg(leg) for leg in content["legs"]]}
     except StateMismatch:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
