@@ -18,6 +18,7 @@ from dalsegno.distributed import collectives, file_transfer
 from dalsegno.distributed.collectives import BackgroundGroup
 from dalsegno.distributed.file_transfer import Transfer
 from dalsegno.errors import DalsegnoError
+from dalsegno.logs import RunFile
 from dalsegno.testing import compare_runs, run_ranks
 from training.test_memory_checkpoints import origins, trainer
 
@@ -139,6 +140,20 @@ def test_a_host_that_comes_back_has_a_dead_timeline(tmp_path: Path) -> None:
     shutil.move(tmp_path / "lost", tmp_path / "hosts" / "b")
     run.leg("b", "d", crash=4)
     assert run.origins == [None, "memory step-00000005", "memory step-00000007", None]
+
+
+def test_what_the_last_leg_gave_up_is_no_candidate(tmp_path: Path) -> None:
+    """A host that was away may still have the checkpoint that the leg resumed from."""
+    former, own = "0123456789abcdef", "fedcba9876543210"
+    file = RunFile(tmp_path)
+    file.begin(str(memory_dir.root() / former / "checkpoints" / "step-00000015"), 2, 15, memory=own)
+    saves = trainer(tmp_path)._lifecycle._checkpointer.memory
+    saves._run_file = file
+    assert saves._candidates() == {former: 15, own: None}
+    file.roll_back({"timestamp": 1.0, "from_step": 20, "to_step": 8, "by": "the test", "reason": "the loss is bad"})
+    assert saves._candidates() == {own: None}
+    file.end("aborted", None, 8, {})
+    assert saves._candidates() == {}
 
 
 def test_memory_for_the_copies_is_counted(tmp_path: Path) -> None:

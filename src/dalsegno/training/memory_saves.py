@@ -45,14 +45,17 @@ class MemorySaves:
         return self.checkpoints.find(candidates, after=-1 if on_disk is None else step)
 
     def _candidates(self) -> dict[str, int | None]:
-        """The directory of the last leg; and the checkpoint in memory that it resumed from, as long as it has none."""
+        """The directory of the last leg; and the checkpoint in memory that it resumed from, as long as it has none and
+        is not rolled back. What a leg gave up may still be in the memory of a host that was away then."""
         last = self._run_file.last_leg()
         candidates: dict[str, int | None] = {}
-        if last is not None and last.from_checkpoint is not None:
+        if last is None or last.reason == "aborted":
+            return candidates
+        if last.from_checkpoint is not None and not last.rollbacks:
             former = memory_dir.name_of(Path(last.from_checkpoint))
             if former is not None:
                 candidates[former] = last.first_step
-        if last is not None and last.memory is not None:
+        if last.memory is not None:
             candidates[last.memory] = None
         return candidates
 
