@@ -10,6 +10,7 @@ import pytest
 
 from dalsegno.errors import StateMismatch
 from dalsegno.logs import RunFile
+from dalsegno.logs.recoveries import Recovery, RecoveryFile
 from dalsegno.system import filesystem
 
 
@@ -43,6 +44,22 @@ def test_a_reason_that_reads_as_a_number(tmp_path: Path) -> None:
     assert loaded is not None
     assert (loaded.legs[0].by, loaded.legs[0].why) == ("NaN", "NaN")
     assert math.isnan(loaded.legs[0].metrics["loss"])
+
+
+def test_a_rollback_with_a_reason_that_reads_as_a_number(tmp_path: Path) -> None:
+    recovery = Recovery(
+        number=1,
+        timestamp=1.0,
+        at_step=3,
+        to_step=1,
+        reason="NaN",
+        by="NaN",
+        until=None,
+        lr_factor=math.inf,
+        lr_steps=None,
+    )
+    RecoveryFile(tmp_path).decide(recovery)
+    assert RecoveryFile(tmp_path).read() == [recovery]
 
 
 def test_it_is_whole_at_every_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

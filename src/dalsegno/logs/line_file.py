@@ -5,8 +5,10 @@ A kill while a line is written leaves a part of it, which acknowledged nothing; 
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -15,7 +17,7 @@ from dalsegno.errors import StateMismatch
 from dalsegno.stateful import schema
 from dalsegno.system import filesystem
 
-from .values import decode, encode
+from .values import encode, from_json
 
 logger = logging.getLogger("dalsegno")
 
@@ -29,22 +31,36 @@ def parser_of(forms: Mapping[str, Any]) -> Callable[[bytes], tuple[str, dict[str
         forms: a TypedDict for each kind. Fields that it does not have are left out.
     """
 
+    hints = {kind: typing.get_type_hints(form) for kind, form in forms.items()}
+
     def parse(text: bytes) -> tuple[str, dict[str, Any]]:
         """Return a line's kind and its fields.
 
         Raises:
             ValueError, StateMismatch: if it is of no known kind, or a field is missing or invalid.
         """
-        record = decode(text)
+        try:
+            record = json.loads(text)
+        except RecursionError as error:
+            raise ValueError("nested too deeply") from error
         kind = record.get("kind") if isinstance(record, dict) else None
         form = forms.get(kind) if isinstance(kind, str) else None
         if kind is None or form is None:
             raise ValueError(f"not a line of a known kind: {text[:80]!r}")
-        line = {name: record[name] for name in form.__annotations__ if name in record}
+        line = {
+            name: record[name] if isinstance(record[name], str) and _is_text(hint) else from_json(record[name])
+            for name, hint in hints[kind].items()
+            if name in record
+        }
         schema.check(line, form, kind)
         return kind, line
 
     return parse
+
+
+def _is_text(hint: Any) -> bool:
+    """Whether a field is a text, even one that reads as a number."""
+    return hint is str or str in typing.get_args(hint)
 
 
 class LineFile(Generic[T]):
