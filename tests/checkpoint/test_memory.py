@@ -17,6 +17,7 @@ from dalsegno.checkpoint import ModelState, memory
 from dalsegno.checkpoint.format import memory_dir
 from dalsegno.checkpoint.save import async_save, memory_room
 from dalsegno.checkpoint.save.shared_files import MappedFile
+from dalsegno.checkpoint.save.snapshot import Snapshotter
 from dalsegno.cli import main
 from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import Layout
@@ -80,6 +81,20 @@ def saves_without_room_on_one_rank(output_dir: Path) -> list[list[str]]:
 def test_no_room_on_one_rank_skips_the_save_on_all_ranks(tmp_path: Path) -> None:
     for published in run_ranks(saves_without_room_on_one_rank, 2, tmp_path / "run", timeout=60.0):
         assert published == [["step-00000001"], ["step-00000001"], ["step-00000003"]]
+
+
+def test_an_error_of_a_copy_is_not_taken_for_a_lack_of_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks may have copied their states: one that skipped the save would keep theirs waiting."""
+
+    def fail(*args: Any) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    leg = Leg(tmp_path / "run")
+    leg.save(1)
+    monkeypatch.setattr(Snapshotter, "_copied", fail)
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        leg.save(2)
+    leg.memory.close(remove=True)
 
 
 def test_a_crashed_run_fits_again_where_it_fitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from dalsegno.distributed import collectives
 from dalsegno.distributed.hosts import Hosts
 from dalsegno.distributed.layout import Layout
-from dalsegno.errors import ConfigurationError, RankFailed
+from dalsegno.errors import ConfigurationError
 from dalsegno.stateful.component import Component
 from dalsegno.system import filesystem
 
@@ -33,7 +33,7 @@ from .save.async_save import BufferPrefault
 from .save.base import FrozenBase
 from .save.memory_room import check_room
 from .save.memory_save import MemoryPublication, MemorySave
-from .save.shared_files import SharedFiles
+from .save.shared_files import NoRoom, SharedFiles
 from .save.snapshot import Snapshotter
 from .state.contract import ShardedState
 
@@ -216,7 +216,7 @@ class MemoryCheckpoints:
         slots = self._slots if self._former is None else self._slots[:1]  # the other one once that is not needed
         try:
             steps = [slot.snapshotter.prepare(sharded) for slot in slots]
-        except (OSError, RankFailed) as error:
+        except NoRoom as error:
             raise self._does_not_fit(error) from error
         self._prefault = BufferPrefault(turn for each in steps for turn in each)
 
@@ -254,7 +254,7 @@ class MemoryCheckpoints:
         slot = next(slot for slot in self._slots if slot.published is None)
         try:
             snapshot = slot.snapshotter.capture(sharded, components, carried, copy=True)
-        except (OSError, RankFailed) as error:
+        except NoRoom as error:
             if not self._has_saved:
                 raise self._does_not_fit(error) from error
             if collectives.rank() == 0:

@@ -18,6 +18,10 @@ from .planning import FilePlan
 from .staging import Advance, Buffer
 
 
+class NoRoom(Exception):
+    """The files do not fit into memory. Raised on all ranks."""
+
+
 class SharedFiles:
     """The tensor files of one slot. The files stay mapped when the directory is renamed: a save costs a copy.
 

@@ -21,6 +21,7 @@ from dalsegno.checkpoint.format.sidecar import SavedState, sidecar_arrays, sidec
 from dalsegno.checkpoint.state.contract import Capturable, TensorsByComponent
 from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import Layout
+from dalsegno.errors import RankFailed
 from dalsegno.stateful.component import Component
 from dalsegno.system import filesystem
 from dalsegno.system.byte_sizes import format_bytes
@@ -30,7 +31,7 @@ from .base import FrozenBase, unchanged_everywhere
 from .cuda_copies import CudaCopies
 from .planning import FilePlan, Plan
 from .resources import available_memory, has_memory_for
-from .shared_files import SharedFiles
+from .shared_files import NoRoom, SharedFiles
 from .staging import Advance, BounceBuffers, Buffer, InlineFile, PendingFile, StagedFile, StreamedFile
 from .states import States, digest_of, encode_all, signature_of, warn_of_differences
 from .unchanged import FormerFiles, UnchangedFile, record_of
@@ -189,7 +190,7 @@ class Snapshotter:
 
         Raises:
             CannotSave: on every rank, if a state on any rank cannot be saved.
-            OSError, RankFailed: on every rank, if shared files do not fit into memory.
+            NoRoom: on every rank, if shared files do not fit into memory.
         """
         states, failure = encode_all(sharded, components, carried, self._base)
         sidecars = list(_sidecar_files(states))
@@ -263,8 +264,10 @@ class Snapshotter:
             return
         try:
             collectives.run_on_all_ranks(lambda: shared.lay_out(self._plan.files))
-        except BaseException:
+        except BaseException as error:
             shared.clear()  # on every rank, so that all ranks lay out the files again at the next save
+            if isinstance(error, (OSError, RankFailed)):
+                raise NoRoom(str(error)) from error
             raise
 
     def _laid_out(self, name: str, layout: FileLayout) -> Buffer:
