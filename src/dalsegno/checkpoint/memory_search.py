@@ -15,7 +15,7 @@ import xxhash
 
 from dalsegno.distributed import collectives
 from dalsegno.distributed.hosts import Hosts
-from dalsegno.errors import DamagedCheckpoint, RankFailed, StateMismatch
+from dalsegno.errors import ConfigurationError, DamagedCheckpoint, RankFailed, StateMismatch
 from dalsegno.system import filesystem
 
 from .format import checkpoint_dir, memory_dir, names
@@ -48,7 +48,7 @@ def newest_in_memory(output_dir: Path, candidates: Candidates, *, after: int, ho
     for found in sorted({each for of_host in of_hosts for each in of_host}, reverse=True):
         try:
             return _assembled(output_dir, found, hosts, next(n for n, those in enumerate(of_hosts) if found in those))
-        except (DamagedCheckpoint, StateMismatch, OSError, RankFailed) as error:
+        except (ConfigurationError, DamagedCheckpoint, StateMismatch, OSError, RankFailed) as error:
             if collectives.rank() == 0:
                 logger.warning("no memory checkpoint can be used: %s", error)
     return None
@@ -71,6 +71,7 @@ def _assembled(output_dir: Path, found: _Published, hosts: Hosts, first: int) ->
 
     Raises:
         DamagedCheckpoint: on every rank, if a file is damaged, or on no host.
+        ConfigurationError: on every rank, if a host has no usable shared memory.
         OSError, RankFailed: on every rank, if one cannot be read, or a host has no room for what it needs.
     """
     directory = memory_dir.find(found.name, output_dir)
