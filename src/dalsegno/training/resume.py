@@ -121,6 +121,7 @@ class Resumer:
             self._continue_from(checkpoint, is_own=is_own)
             if options.chooses:
                 self._archive_after(checkpoint.step if is_own else None, report)
+                self._rollbacks.drop("the user has chosen another beginning")
             self.complete_rollback()
         logger.info("resumed from %s\n%s", checkpoint.path, report.table())
         self._report(checkpoint.path, checkpoint.step, report)
@@ -164,7 +165,7 @@ class Resumer:
         if pending is None:
             return
         if options.chooses:
-            self._rollbacks.drop("the user has chosen another beginning")
+            self._rollbacks.set_aside()
             return
         self._archive_rolled_back(pending)
 

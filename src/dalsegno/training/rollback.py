@@ -52,6 +52,7 @@ class Rollbacks:
         self._checkpointer = checkpointer
         self._file = RecoveryFile(parts.args.directory)
         self._run_file = run_file
+        self._set_aside: Recovery | None = None  # pending, until another beginning is restored
 
     def begin_leg(self) -> None:
         """Read the rollbacks of earlier legs, and put in force what they left.
@@ -62,6 +63,7 @@ class Rollbacks:
         """
         if self._policy is not None and self._policy.lr_factor != 1:
             check_has_rates(self._optimizer)
+        self._set_aside = None
         self._recoveries.set(collectives.from_rank_zero(self._file.read))
 
     def decide(self, *, may_save: bool) -> Recovery | ControlRequests:
@@ -131,11 +133,16 @@ class Rollbacks:
         self._write(write)
         self._recoveries.set([*earlier, done])
 
-    def drop(self, why: str) -> None:
-        """Record that the pending rollback does not take place."""
-        *earlier, pending = self._recoveries
-        self._write(lambda: self._file.drop(pending, why))
+    def set_aside(self) -> None:
+        """Leave the pending rollback out of this leg. It stays pending for the next one, until :meth:`drop`."""
+        *earlier, self._set_aside = self._recoveries
         self._recoveries.set(earlier)
+
+    def drop(self, why: str) -> None:
+        """Record that the rollback that was set aside, if any, does not take place."""
+        pending, self._set_aside = self._set_aside, None
+        if pending is not None:
+            self._write(lambda: self._file.drop(pending, why))
 
     def archive(self, place: Path) -> None:
         """Move the record of an abandoned timeline's rollbacks into the directory ``place``: none is in force."""
@@ -146,6 +153,7 @@ class Rollbacks:
                 filesystem.rename(self._file.path, place / self._file.path.name)
 
         collectives.from_rank_zero(move)
+        self._set_aside = None
         self._recoveries.set([])
 
     def _checkpoint(self, request: RollbackRequest, policy: RecoveryPolicy, step: int) -> Checkpoint | None:
