@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from checkpoint.parts import FixedRankNotes, Notes, RankNotes, Saved
@@ -363,3 +364,12 @@ def bytes_read(directory: Path) -> tuple[int, int, int]:
 def _read_so_far() -> int:
     """Bytes that this process has read from files so far, from the page cache or not."""
     return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def save_in_uneven_shards(directory: Path) -> None:
+    """Rank 0 has three of four elements, which torch's own shards never are."""
+    mesh = init_device_mesh("cpu", (collectives.world_size(),))
+    held = torch.ones(3 - 2 * collectives.rank())
+    model = nn.Module()
+    model.register_parameter("w", nn.Parameter(DTensor.from_local(held, mesh, [Shard(0)], shape=(4,), stride=(1,))))
+    CheckpointManager(directory).save(1, [ModelState(model)], [])

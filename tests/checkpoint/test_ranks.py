@@ -125,3 +125,10 @@ def test_ranks_that_fail_differently_take_the_same_way_out(tmp_path: Path) -> No
     assert second.startswith("OSError: [Errno 5] Input/output error: '")
     assert first == f"RankFailed: rank 1: {second}"
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+def test_uneven_shards_are_refused_on_all_ranks(tmp_path: Path) -> None:
+    """The larger one would be copied over its neighbours in the file."""
+    with pytest.raises(RankFailed, match=r"cannot save model\.w: of its shape \[4\], rank 0 holds \[3\].* \[2\] here"):
+        run_ranks(jobs.save_in_uneven_shards, 2, tmp_path)
+    assert not list((tmp_path / "checkpoints").glob("step-*"))

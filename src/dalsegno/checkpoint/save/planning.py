@@ -76,7 +76,7 @@ def plan(tensors: TensorsByComponent, frozen: FrozenNames, absent: FrozenNames) 
         absent: names of those that are not saved.
 
     Raises:
-        CannotSave: for a tensor with a partial placement.
+        CannotSave: for a tensor with a partial placement, or in uneven shards.
     """
     rank, ranks = collectives.rank(), collectives.world_size()
     whole = {False: 0, True: 0}  # apart: frozen tensors stay where they are when an optimizer gets its state
@@ -97,6 +97,7 @@ def plan(tensors: TensorsByComponent, frozen: FrozenNames, absent: FrozenNames) 
             spread = Spread.of(sharding, shape, rank)
             replica = balances[is_frozen].assign(spread, dtype.itemsize)
             if (box := spread.here.get(replica)) is not None:
+                _check_even(f"{component}.{name}", tensor, box)
                 own = unsaved.setdefault(component, []) if is_absent else chunks.setdefault(is_frozen, [])
                 own.append(TensorChunk(name, dtype, box.shape, box.offsets, shape))
             if index is not None and is_absent:
@@ -108,6 +109,16 @@ def plan(tensors: TensorsByComponent, frozen: FrozenNames, absent: FrozenNames) 
             for is_frozen, of_file in sorted(chunks.items())
         ]
     return Plan(files, unsaved, None if index is None else index.to_bytes())
+
+
+def _check_even(name: str, tensor: torch.Tensor, box: Box) -> None:
+    """A shard that is larger than its box would be copied over its neighbours."""
+    held = tuple(local_part(tensor).shape)
+    if held != box.shape:
+        raise CannotSave(
+            f"cannot save {name}: of its shape {list(tensor.shape)}, rank {collectives.rank()} holds {list(held)}, and "
+            f"torch's even shards would be {list(box.shape)} here; redistribute it, or build it with distribute_tensor"
+        )
 
 
 @dataclass(frozen=True, slots=True)
