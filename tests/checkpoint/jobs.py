@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -308,20 +307,17 @@ def load_while_a_file_fails(directory: Path, what: str) -> str:
     manager.save(1, sharded, [])
     checkpoint = manager.find()
     assert checkpoint is not None
-    original, read = DefaultLoadPlanner.commit_tensor, os.preadv
+    read, calls = os.preadv, itertools.count()
 
-    def fail(*args: Any) -> int:
-        number = errno.EIO if what == "no disk" else errno.ESTALE
-        raise OSError(number, os.strerror(number))
-
-    def commit(*args: Any) -> None:
-        original(*args)
-        if what == "cut":
+    def fail_after_the_first(descriptor: int, buffers: Any, begin: int) -> int:
+        if next(calls):
+            if what != "cut":
+                number = errno.EIO if what == "no disk" else errno.ESTALE
+                raise OSError(number, os.strerror(number))
             os.truncate(checkpoint.file("model/shard-00000.safetensors"), 5000)
-        else:
-            os.preadv = fail
+        return read(descriptor, buffers, begin)
 
-    DefaultLoadPlanner.commit_tensor = commit
+    os.preadv = fail_after_the_first
     try:
         manager.load(checkpoint, sharded, [])
     except Exception as error:
