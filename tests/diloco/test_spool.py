@@ -123,3 +123,14 @@ def test_a_version_that_a_power_cut_mixed_up_is_made_again(tmp_path: Path) -> No
     newest.write_bytes(whole[:-40] + bytes(24) + whole[-16:])
     OuterRun(tmp_path, nesterov(), 2).close(save=False)
     assert newest.read_bytes() == whole
+
+
+def test_a_version_whose_file_a_power_cut_left_as_it_was_is_made_again(tmp_path: Path) -> None:
+    """A file that was overwritten has, by the new name, a former version, with the right checksum."""
+    play(tmp_path, 3, save=False)
+    versions = tmp_path / "diloco/versions"
+    former, newest = sorted(path for path in versions.iterdir() if path.suffix == ".frame")[-2:]
+    whole = newest.read_bytes()
+    newest.write_bytes(former.read_bytes())
+    OuterRun(tmp_path, nesterov(), 2).close(save=False)
+    assert newest.read_bytes() == whole

@@ -158,15 +158,23 @@ def frame_pieces(layout: FrameLayout, tensors: Iterable[memoryview]) -> Iterator
     yield memoryview(digest.digest())
 
 
-def is_whole_frame(path: Path) -> bool:
-    """Whether a file is a frame with the right checksum."""
+def head_of_whole_frame(path: Path) -> Head | None:
+    """The head of the frame in a file; None if the file is not a frame with the right checksum."""
     digest = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
         left = max(0, os.fstat(file.fileno()).st_size - _DIGEST)
+        first = b""
         while left and (piece := file.read(min(PIECE, left))):
+            first = first or piece
             digest.update(piece)
             left -= len(piece)
-        return file.read() == digest.digest()
+        if file.read() != digest.digest():
+            return None
+    try:
+        length, _ = _unpack(first[: _PREFIX.size])
+        return _parse_head(first[_PREFIX.size : _PREFIX.size + length])
+    except (ConfigurationError, struct.error):
+        return None
 
 
 def _unpack(data: bytes) -> tuple[int, int]:

@@ -64,6 +64,9 @@ class SpareFiles:
         if path.suffix != _PARTIAL:
             spare = self._directory / f".{os.getpid()}-{next(self._numbers)}{_PARTIAL}"
             filesystem.rename_nosync(path, spare)
+            if spare.stat().st_nlink > 1:  # a copy by links, such as a backup, keeps its bytes
+                filesystem.remove(spare)
+                return
         self._spare.append(spare)
 
     def named(self) -> Iterator[Path]:
@@ -128,6 +131,7 @@ def spooled(files: SpareFiles, specs: Specs, source: Source) -> Iterator[Spooled
 def _write(path: Path, specs: Specs, source: Source) -> None:
     layout = file_layout(specs)
     buffer = torch.empty(PIECE, dtype=torch.uint8).numpy()
+    not_finite: str | None = None  # raised after the last byte: a client that still sends does not see the answer
     descriptor = filesystem.open_own(path, os.O_WRONLY | os.O_CREAT)
     try:
         filesystem.write_all(descriptor, layout.header, path)
@@ -137,16 +141,18 @@ def _write(path: Path, specs: Specs, source: Source) -> None:
                 for begin in range(0, size, PIECE):
                     piece = buffer[: min(PIECE, size - begin)]
                     source.fill(piece.data)
-                    if check is not None and not check(piece):
-                        raise ConfigurationError(
-                            f"{spec.name} contains NaN or infinity; nothing of this submission is used"
-                        )
+                    if not_finite is None and check is not None and not check(piece):
+                        not_finite = spec.name
+                    if not_finite is not None:
+                        continue
                     filesystem.write_all(descriptor, piece.data, path)
                     end += len(piece)
                     if end - done >= _WRITE_BACK:
                         filesystem.start_writeback(descriptor, done, end - done)
                         done = end
         source.end()
+        if not_finite is not None:
+            raise ConfigurationError(f"{not_finite} contains NaN or infinity; nothing of this submission is used")
         if os.fstat(descriptor).st_size != layout.length:
             filesystem.truncate(descriptor, layout.length, path)
         filesystem.fsync(descriptor, path)

@@ -36,7 +36,7 @@ from dalsegno.policies.retention import Latest
 from dalsegno.stateful.component import Component
 from dalsegno.system import filesystem
 
-from .frames import FrameLayout, frame_pieces, is_whole_frame
+from .frames import FrameLayout, frame_pieces, head_of_whole_frame
 from .outer import BLOCK, GlobalModel, MakeOptimizer
 from .quantization import GROUP, dequantize, element_count
 from .signature import Specs, file_layout
@@ -196,9 +196,11 @@ class ServerStore:
                 self._spare_versions.give_back(path)
 
     def release_damaged_versions(self) -> None:
-        """As :meth:`release_versions`, for those that a power cut has left with other content."""
+        """As :meth:`release_versions`, for those that a power cut has left with other content: mixed, or that of the
+        version that they had before."""
         for path in list(self._spare_versions.named()):
-            if not is_whole_frame(path):
+            head = head_of_whole_frame(path)
+            if head is None or not path.name.startswith(f"{head.get('version')!s:0>8}-"):
                 self._spare_versions.give_back(path)
 
 
