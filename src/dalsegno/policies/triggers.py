@@ -79,13 +79,13 @@ class Every(SaveTrigger):
         return self.seconds + 60 * self.minutes or math.inf
 
     def at_step(self, step: int) -> bool:
-        return self.steps > 0 and step % self.steps == 0
+        return _is_multiple(step, self.steps)
 
     def next_step(self, step: int) -> float:
-        return step - step % self.steps + self.steps if self.steps else math.inf
+        return _next_multiple(step, self.steps)
 
     def at_epoch(self, epoch: int) -> bool:
-        return self.epochs > 0 and epoch % self.epochs == 0
+        return _is_multiple(epoch, self.epochs)
 
 
 @dataclass(frozen=True, slots=True, repr=False, init=False)
@@ -206,15 +206,24 @@ class InMemory(Policy):
 
     def at_step(self, step: int) -> bool:
         """Whether a save is due after ``step`` finished optimizer steps."""
-        return self.steps > 0 and step % self.steps == 0
+        return _is_multiple(step, self.steps)
 
     def next_step(self, step: int) -> float:
         """The first step after ``step`` at which a save is due; infinite if there is none."""
-        return step - step % self.steps + self.steps if self.steps else math.inf
+        return _next_multiple(step, self.steps)
 
     def at_epoch(self, epoch: int) -> bool:
         """Whether a save is due after ``epoch`` finished epochs."""
-        return self.epochs > 0 and epoch % self.epochs == 0
+        return _is_multiple(epoch, self.epochs)
+
+
+def _is_multiple(number: int, of: int) -> bool:
+    return of > 0 and number % of == 0
+
+
+def _next_multiple(number: int, of: int) -> float:
+    """The least one greater than ``number``; infinite if ``of`` is 0."""
+    return number - number % of + of if of else math.inf
 
 
 def memory_trigger(given: InMemory | SaveTrigger | str) -> InMemory | Every:

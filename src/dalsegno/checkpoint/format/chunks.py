@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, Self
 
 from . import names
 from .sharding import Box, Sharding
@@ -60,6 +60,22 @@ class ShardedChunks:
     replica: int
     is_frozen: bool
 
+    @classmethod
+    def of_entry(cls, full_name: str, entry: Mapping[str, Any], shardings: Sequence[Sharding]) -> Self:
+        """From a tensor's entry in ``index.json``.
+
+        Raises:
+            ValueError: if its sharding is none of ``shardings``, or does not fit its shape.
+        """
+        shape, replica = tuple(entry["shape"]), entry.get("replica", 0)
+        if not 0 <= entry["sharding"] < len(shardings):
+            raise ValueError(f"{full_name}: there is no sharding {entry['sharding']}")
+        sharding = shardings[entry["sharding"]]
+        if not sharding.fits(shape) or not 0 <= replica < sharding.owners.shape[1]:
+            raise ValueError(f"{full_name}: its sharding is not one of a tensor of shape {list(shape)}")
+        component, name = names.component_and_name(full_name)
+        return cls(component, name, shape, sharding, replica, entry.get("frozen", False))
+
     def __iter__(self) -> Iterator[StoredChunk]:
         for number, box in enumerate(self.sharding.boxes(self.shape)):
             if 0 not in box.shape or not self.sharding.cuts:  # there may be too few rows for a rank
@@ -70,6 +86,5 @@ class ShardedChunks:
         return (self._chunk(number, boxes[number]) for number in boxes.overlapping(box))
 
     def _chunk(self, number: int, box: Box) -> StoredChunk:
-        name_of = names.frozen_shard if self.is_frozen else names.shard
         writer = int(self.sharding.owners[number, self.replica])
-        return StoredChunk(name_of(self.component, writer), self.name, box)
+        return StoredChunk(names.shard(self.component, writer, is_frozen=self.is_frozen), self.name, box)

@@ -167,13 +167,6 @@ def _tensors_of(content: IndexFile) -> Mapping[str, StoredTensor]:
     shardings = [Sharding.checked(each["ranks"], each["mesh"], each["cuts"]) for each in content["shardings"]]
     tensors = {}
     for full_name, entry in content["tensors"].items():
-        shape, replica = tuple(entry["shape"]), entry.get("replica", 0)
-        if not 0 <= entry["sharding"] < len(shardings):
-            raise ValueError(f"{full_name}: there is no sharding {entry['sharding']}")
-        sharding = shardings[entry["sharding"]]
-        if not sharding.fits(shape) or not 0 <= replica < sharding.owners.shape[1]:
-            raise ValueError(f"{full_name}: its sharding is not one of a tensor of shape {list(shape)}")
-        component, name = names.component_and_name(full_name)
-        chunks = ShardedChunks(component, name, shape, sharding, replica, entry.get("frozen", False))
-        tensors[full_name] = StoredTensor(DTYPES[entry["dtype"]], shape, chunks)
+        chunks = ShardedChunks.of_entry(full_name, entry, shardings)
+        tensors[full_name] = StoredTensor(DTYPES[entry["dtype"]], chunks.shape, chunks)
     return tensors

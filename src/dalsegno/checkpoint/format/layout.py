@@ -22,7 +22,7 @@ from dalsegno.errors import CannotSave, DamagedCheckpoint, StateMismatch
 from dalsegno.system import filesystem
 
 from .header import METADATA, HeaderEntry, read_header
-from .manifest import opened
+from .manifest import naming, opened
 
 SAFETENSORS_NAMES = {
     torch.float64: "F64",
@@ -230,16 +230,12 @@ class StoredFile:
             OSError: if it cannot be read, which is not damage.
         """
         place = memory.numpy().data
-        try:
+        with naming(self.path):
             while place:
                 count = os.preadv(self._descriptor, [place], begin)
                 if count == 0:
                     raise DamagedCheckpoint(f"{self.path}: was truncated while it was read")
                 place, begin = place[count:], begin + count
-        except OSError as error:
-            if error.errno is None:
-                raise
-            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def spans(self) -> dict[str, tuple[int, int]]:
         """Span of each tensor, from the file's header."""
@@ -266,12 +262,8 @@ class StoredFile:
 
     def header(self) -> Mapping[str, HeaderEntry]:
         """The file's header, read anew; errors are those of :func:`read_header`."""
-        try:
+        with naming(self.path):
             return read_header(self.path, self._descriptor)
-        except OSError as error:
-            if error.errno is None:
-                raise
-            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
 
 def _is_plain_memory(tensor: torch.Tensor) -> bool:

@@ -245,13 +245,21 @@ def opened(path: Path) -> Iterator[int]:
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise DamagedCheckpoint(f"{path}: is not a regular file")
-        yield descriptor
+        with naming(path):
+            yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Add ``path`` to an OSError that names no file, as those of reads from a descriptor."""
+    try:
+        yield
     except OSError as error:
         if error.errno is None or error.filename is not None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
-    finally:
-        os.close(descriptor)
 
 
 def read_json(path: Path) -> Any:

@@ -72,9 +72,9 @@ def component_and_name(full_name: str) -> tuple[str, str]:
     return component, name
 
 
-def shard(component: str, rank: int) -> str:
-    """File of the tensors of ``component`` that ``rank`` writes."""
-    return f"{component}/shard-{rank:05d}.safetensors"
+def shard(component: str, rank: int, *, is_frozen: bool = False) -> str:
+    """File of the tensors of ``component`` that ``rank`` writes; of frozen parameters, or of all others."""
+    return f"{component}/{'frozen' if is_frozen else 'shard'}-{rank:05d}.safetensors"
 
 
 def fingerprints(component: str, rank: int) -> str:
@@ -85,11 +85,6 @@ def fingerprints(component: str, rank: int) -> str:
 def fingerprints_among(files: Iterable[str]) -> list[str]:
     """Files of checksums among a checkpoint's ``files``."""
     return sorted(name for name in files if _FINGERPRINTS.fullmatch(name))
-
-
-def frozen_shard(component: str, rank: int) -> str:
-    """File of the frozen parameters of ``component`` that ``rank`` writes."""
-    return f"{component}/frozen-{rank:05d}.safetensors"
 
 
 def rank_sidecar(rank: int) -> str:

@@ -97,19 +97,15 @@ def _listed(checkpoint: Checkpoint, content: Mapping[str, Any]) -> dict[str, Jso
     headers: dict[str, Mapping[str, HeaderEntry]] = {}
     listed = {}
     for full_name, entry in content["tensors"].items():
-        component, name = names.component_and_name(full_name)
-        shape, sharding = tuple(_numbers(entry["shape"])), shardings[entry["sharding"]]
         pieces = []
-        for chunk in ShardedChunks(
-            component, name, shape, sharding, entry.get("replica", 0), entry.get("frozen", False)
-        ):
+        for chunk in ShardedChunks.of_entry(full_name, {**entry, "shape": _numbers(entry["shape"])}, shardings):
             if chunk.file not in headers:
                 path = checkpoint.file(chunk.file)
                 with opened(path) as descriptor:
                     headers[chunk.file] = read_header(path, descriptor)
-            if name not in headers[chunk.file]:
-                raise DamagedCheckpoint(f"{checkpoint.file(chunk.file)}: does not contain {name}")
-            span = list(headers[chunk.file][name].span)
+            if chunk.name not in headers[chunk.file]:
+                raise DamagedCheckpoint(f"{checkpoint.file(chunk.file)}: does not contain {chunk.name}")
+            span = list(headers[chunk.file][chunk.name].span)
             pieces.append(
                 {"file": chunk.file, "bytes": span, "offsets": [*chunk.box.offsets], "shape": [*chunk.box.shape]}
             )

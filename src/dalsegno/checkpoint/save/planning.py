@@ -39,8 +39,7 @@ class FilePlan:
 
     @property
     def name(self) -> str:
-        name_of = names.frozen_shard if self.is_frozen else names.shard
-        return name_of(self.component, self.writer)
+        return names.shard(self.component, self.writer, is_frozen=self.is_frozen)
 
     def tensors(self, of: TensorsByComponent) -> list[torch.Tensor]:
         """This rank's shards in the order of the layout; not copies."""

@@ -15,7 +15,7 @@ from dalsegno.system import filesystem
 from .checksum import checksum_beside
 from .cuda_copies import CudaCopies
 from .planning import FilePlan
-from .staging import Advance, Buffer
+from .staging import Advance, Buffer, counted
 
 
 class NoRoom(Exception):
@@ -90,10 +90,5 @@ class MappedFile:
         return self.buffer.length
 
     def write_to(self, directory: Path, advance: Advance) -> FileRecord:
-        def counted() -> Iterator[memoryview]:
-            for block in self.buffer.content():
-                advance(len(block))
-                yield block
-
-        with checksum_beside(counted()) as checksum:
+        with checksum_beside(counted(self.buffer.content(), self.length, advance)) as checksum:
             return FileRecord(self.length, checksum.result())

@@ -121,14 +121,18 @@ class StagedFile:
         return self.buffer.length
 
     def write_to(self, directory: Path, advance: Advance) -> FileRecord:
-        def counted() -> Iterator[memoryview]:
-            for block, content in zip(self.buffer.blocks(), self.buffer.content(), strict=True):
-                advance(len(content))
-                yield block
-
         with checksum_beside(self.buffer.content()) as checksum:
-            filesystem.write_direct(directory / self.name, counted(), self.length)
+            blocks = counted(self.buffer.blocks(), self.length, advance)
+            filesystem.write_direct(directory / self.name, blocks, self.length)
             return FileRecord(self.length, checksum.result())
+
+
+def counted(blocks: Iterator[memoryview], length: int, advance: Advance) -> Iterator[memoryview]:
+    """Report each block as its turn comes. Only the first ``length`` bytes of all of them count."""
+    for block in blocks:
+        advance(min(len(block), length))
+        length -= len(block)
+        yield block
 
 
 class Buffer:
