@@ -114,6 +114,22 @@ def test_a_server_writes_old_submissions_again(tmp_path: Path, monkeypatch: pyte
     assert not list(submissions.iterdir())
 
 
+def test_a_version_that_cannot_be_written_leaves_its_room_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions, rename = tmp_path / "diloco/versions", filesystem.rename_nosync
+
+    def refuse(source: Path, target: Path) -> None:
+        if target.suffix == ".frame":
+            raise OSError(errno.ENOSPC, "No space left on device", str(target))
+        rename(source, target)
+
+    monkeypatch.setattr(filesystem, "rename_nosync", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        play(tmp_path, 2)
+    assert not list(versions.iterdir())
+
+
 def test_a_version_that_a_power_cut_mixed_up_is_made_again(tmp_path: Path) -> None:
     """A version's file is not fsynced: after a power cut it may have some of the bytes that were there before."""
     play(tmp_path, 3, save=False)

@@ -28,21 +28,23 @@ async def transport_of(ours: socket.socket) -> asyncio.Transport:
     return cast(asyncio.Transport, (await asyncio.get_running_loop().create_connection(asyncio.Protocol, sock=ours))[0])
 
 
-def test_a_file_arrives_after_what_was_written_before(path: Path) -> None:
-    async def send() -> tuple[bool, bytes]:
-        ours, theirs = socket.socketpair()
-        transport = await transport_of(ours)
-        reader, writer = await asyncio.open_connection(sock=theirs)
-        transport.write(b"head")
-        reading = asyncio.create_task(reader.readexactly(4 + SIZE))
-        with path.open("rb", buffering=0) as file:
-            is_sent = await send_file(transport, file, SIZE, 60.0)
-        received = await reading
-        transport.close()
-        writer.close()
-        return is_sent, received
+async def sent_to_a_reader(path: Path, before: bytes = b"") -> tuple[bool, bytes]:
+    """Whether the file was sent; and what arrived, with the bytes that were written before."""
+    ours, theirs = socket.socketpair()
+    transport = await transport_of(ours)
+    reader, writer = await asyncio.open_connection(sock=theirs)
+    transport.write(before)
+    reading = asyncio.create_task(reader.readexactly(len(before) + SIZE))
+    with path.open("rb", buffering=0) as file:
+        is_sent = await send_file(transport, file, SIZE, 60.0)
+    received = await reading
+    transport.close()
+    writer.close()
+    return is_sent, received
 
-    assert asyncio.run(send()) == (True, b"head" + path.read_bytes())
+
+def test_a_file_arrives_after_what_was_written_before(path: Path) -> None:
+    assert asyncio.run(sent_to_a_reader(path, b"head")) == (True, b"head" + path.read_bytes())
 
 
 @pytest.mark.parametrize("goes", [False, True])
@@ -69,20 +71,8 @@ def test_a_client_that_reads_slowly_but_steadily_gets_the_file(path: Path, monke
             raise BlockingIOError
         return sendfile(out, file, offset, min(count, 16 << 10))
 
-    async def send() -> tuple[bool, bytes]:
-        ours, theirs = socket.socketpair()
-        transport = await transport_of(ours)
-        reader, writer = await asyncio.open_connection(sock=theirs)
-        reading = asyncio.create_task(reader.readexactly(SIZE))
-        monkeypatch.setattr(os, "sendfile", take)
-        with path.open("rb", buffering=0) as file:
-            is_sent = await send_file(transport, file, SIZE, 60.0)
-        received = await reading
-        transport.close()
-        writer.close()
-        return is_sent, received
-
-    assert asyncio.run(send()) == (True, path.read_bytes())
+    monkeypatch.setattr(os, "sendfile", take)
+    assert asyncio.run(sent_to_a_reader(path)) == (True, path.read_bytes())
     assert next(calls) > 2 * SIZE // (16 << 10)
 
 

@@ -163,18 +163,17 @@ def head_of_whole_frame(path: Path) -> Head | None:
     digest = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
         left = max(0, os.fstat(file.fileno()).st_size - _DIGEST)
-        first = b""
         while left and (piece := file.read(min(PIECE, left))):
-            first = first or piece
             digest.update(piece)
             left -= len(piece)
         if file.read() != digest.digest():
             return None
-    try:
-        length, _ = _unpack(first[: _PREFIX.size])
-        return _parse_head(first[_PREFIX.size : _PREFIX.size + length])
-    except (ConfigurationError, struct.error):
-        return None
+        file.seek(0)
+        try:
+            length, _ = _unpack(file.read(_PREFIX.size))
+            return _parse_head(file.read(length))
+        except (ConfigurationError, struct.error):
+            return None
 
 
 def _unpack(data: bytes) -> tuple[int, int]:

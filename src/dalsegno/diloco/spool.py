@@ -55,14 +55,14 @@ class SpareFiles:
         try:
             return self._spare.pop()
         except IndexError:
-            return self._directory / f".{os.getpid()}-{next(self._numbers)}{_PARTIAL}"
+            return self._new_path()
 
     def give_back(self, path: Path) -> None:
         """Let a file be overwritten, which loses its name at once. It is not fsynced: after a power cut the name may be
         back, with any content."""
         spare = path
         if path.suffix != _PARTIAL:
-            spare = self._directory / f".{os.getpid()}-{next(self._numbers)}{_PARTIAL}"
+            spare = self._new_path()
             filesystem.rename_nosync(path, spare)
             if spare.stat().st_nlink > 1:  # a copy by links, such as a backup, keeps its bytes
                 filesystem.remove(spare)
@@ -78,6 +78,9 @@ class SpareFiles:
         self._spare.clear()
         for path in self._directory.glob(f".*{_PARTIAL}"):
             filesystem.remove(path)
+
+    def _new_path(self) -> Path:
+        return self._directory / f".{os.getpid()}-{next(self._numbers)}{_PARTIAL}"
 
 
 class SpooledTensors:
@@ -100,10 +103,19 @@ class SpooledTensors:
 
 
 @contextmanager
+def removed_on_failure(path: Path) -> Iterator[None]:
+    """Delete a file that cannot be written: a full disk needs the room."""
+    try:
+        yield
+    except OSError:
+        with suppress(OSError):
+            filesystem.remove(path)
+        raise
+
+
+@contextmanager
 def spooled(files: SpareFiles, specs: Specs, source: Source) -> Iterator[SpooledTensors]:
     """Write tensors to a file of ``files``, which takes the file back at the end, unless it was kept.
-
-    A file that cannot be written is deleted: a full disk needs the room.
 
     Args:
         files: of the directory.
@@ -116,12 +128,8 @@ def spooled(files: SpareFiles, specs: Specs, source: Source) -> Iterator[Spooled
     """
     tensors = SpooledTensors(files.take(), specs)
     try:
-        try:
+        with removed_on_failure(tensors.path):
             _write(tensors.path, specs, source)
-        except OSError:
-            with suppress(OSError):
-                filesystem.remove(tensors.path)
-            raise
         yield tensors
     finally:
         if not tensors.is_kept:

@@ -40,7 +40,7 @@ from .frames import FrameLayout, frame_pieces, head_of_whole_frame
 from .outer import BLOCK, GlobalModel, MakeOptimizer
 from .quantization import GROUP, dequantize, element_count
 from .signature import Specs, file_layout
-from .spool import Source, SpareFiles, SpooledTensors, spooled
+from .spool import Source, SpareFiles, SpooledTensors, removed_on_failure, spooled
 from .state import Event, ServerState, Submission, event_from_json, event_to_json
 
 _STATE, _LOG = "diloco", "log"  # keys of components
@@ -186,8 +186,9 @@ class ServerStore:
         """Write parameters for workers to fetch. Without fsync: the journal can make them again."""
         spare = self._spare_versions.take()
         layout = FrameLayout({"version": version}, specs)
-        filesystem.write_pieces(spare, frame_pieces(layout, model.bytes_as_trained(layout.order)))
-        filesystem.rename_nosync(spare, self.version_path(version, fragment))
+        with removed_on_failure(spare):
+            filesystem.write_pieces(spare, frame_pieces(layout, model.bytes_as_trained(layout.order)))
+            filesystem.rename_nosync(spare, self.version_path(version, fragment))
 
     def release_versions(self, *, except_for: Collection[Path]) -> None:
         """Let the files of versions be overwritten that no worker may ask for any more."""

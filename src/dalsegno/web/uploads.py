@@ -39,6 +39,7 @@ class Upload(asyncio.BufferedProtocol):
         self._loop = asyncio.get_running_loop()
         self._wanted: memoryview | None = None  # the rest of the memory to fill
         self._is_cut = False
+        self._is_filled = False
         self._ended = threading.Event()  # the memory is filled, or will not be
         transport.pause_reading()
         transport.set_protocol(self)
@@ -59,13 +60,16 @@ class Upload(asyncio.BufferedProtocol):
         self._received = self._received[count:]
         if count == len(memory):
             return
+        self._is_filled = False
         self._ended.clear()
+        if self._is_cut:  # asked after clear(): a later cut sets the event again
+            raise ConnectionError("the connection was cut")
         try:
             self._loop.call_soon_threadsafe(self._want, memory[count:])
         except RuntimeError:  # the loop is closed: the server has ended
             raise ConnectionError("the server has ended") from None
         self._ended.wait()
-        if self._wanted is not None:
+        if not self._is_filled:
             raise ConnectionError("the connection was cut")
 
     def _want(self, memory: memoryview) -> None:
@@ -87,6 +91,7 @@ class Upload(asyncio.BufferedProtocol):
         self._wanted = self._wanted[nbytes:]
         if not self._wanted:
             self._wanted = None
+            self._is_filled = True
             self._transport.pause_reading()
             self._ended.set()
         self._moved()
