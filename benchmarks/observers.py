@@ -37,13 +37,15 @@ PATIENCE = 120.0
 WIDTH, CONTEXT, VOCABULARY, BATCH = 384, 32, 2048, 8
 
 LEFT_OUT = {
-    "DumpActivations",  # these three do what takes its time because it is asked for
+    "DumpActivations",  # these four do what takes its time because it is asked for
     "ProfilerCallback",
     "TextgenCallback",
+    "TraceMalloc",
     "ExpertLoadBalance",  # there are no experts
     "GradientNoiseScale",  # needs several micro-batches in a step; here it has one
-    "EMA",  # these change the training, or its data
-    "ScaleLoss",
+    "EMA",  # these two average all weights in every step
+    "ModelMerge",
+    "ScaleLoss",  # these change the training, or its data
     "ScopedFlags",
     "SkipSamples",
     "CometLogger",  # these need a tracker or a trial

@@ -160,6 +160,46 @@ def test_the_first_module_that_breaks_is_named(tmp_path: Path, how: str, where: 
     assert not model.middle._forward_hooks
 
 
+class Spectral(nn.Module):
+    """Filters frequencies: an output, a weight and their gradients are complex; another output is float8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transform, self.narrow, self.last = Transform(), Narrow(), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        filtered = torch.fft.irfft(self.transform(x), 8)
+        self.narrow(filtered)
+        return nn.functional.mse_loss(self.last(filtered), y)
+
+
+class Transform(nn.Module):
+    gain = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.rfft(x).conj() * self.weight * self.gain
+
+
+class Narrow(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach().to(torch.float8_e5m2)
+
+
+def test_complex_and_float8_outputs_are_checked(tmp_path: Path) -> None:
+    model = Spectral()
+
+    def on_step_begin(ctx: Any) -> None:
+        model.transform.gain = math.inf if ctx.state.global_step >= 4 else 1.0
+
+    breaker = Listener({"on_step_begin": on_step_begin}, name="breaker")
+    result = small_trainer(tmp_path, breaker, NaNChecker(), model=model, max_steps=9, logging_steps=3).train()
+    assert result.why == "the output of transform is not finite, first in step 5, on rank 0"
+
+
 class ThroughWeight(torch.autograd.Function):
     """x·w, whose way back breaks for w alone."""
 

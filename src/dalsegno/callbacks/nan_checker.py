@@ -121,10 +121,8 @@ class NaNChecker(Callback):
         named = [(name, each) for name, each in named_parameters(ctx.model) if each.grad is not None]
         parts = local_gradients([each for _, each in named], [each.grad for _, each in named if each.grad is not None])
         here = [(name, part) for (name, _), part in zip(named, parts, strict=True) if part.numel()]
-        if here:
-            self._what.extend(f"{_OF_WEIGHTS}{name}" for name, _ in here)
-            largest = torch._foreach_norm([part for _, part in here], torch.inf)  # NaN if one is
-            self._extremes.extend((each, each) for each in largest)
+        self._what.extend(f"{_OF_WEIGHTS}{name}" for name, _ in here)
+        self._extremes.extend(_extremes(part) for _, part in here)
 
     def _note_skip(self, ctx: StepSkippedContext) -> None:
         self._skips, self._is_skipped = self._skips + 1, True
@@ -169,7 +167,7 @@ class NaNChecker(Callback):
         local = dense(tensor.detach())
         if local.numel():
             self._what.append(what)
-            self._extremes.append(torch.aminmax(local))  # propagates NaN; one pass, where isfinite takes several
+            self._extremes.append(_extremes(local))
 
     def _note_step(self, step: int) -> None:
         """Reduce this step's checks to one number, on the device."""
@@ -197,3 +195,13 @@ class NaNChecker(Callback):
             if begins <= number < begins + len(what):
                 return step, what[number - begins]
         return None
+
+
+def _extremes(values: Tensor) -> Sequence[Tensor]:
+    """Return minimum and maximum, both NaN if one value is. One pass, where ``isfinite`` takes several, and on a CPU a
+    tenth of the time of the norm of order infinity."""
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    elif values.element_size() == 1:
+        values = values.float()  # of float8, which has no reductions
+    return torch.aminmax(values)
