@@ -38,8 +38,11 @@ def agreeing_manifest(directory: Path) -> None:
     path = directory / "manifest.json"
     content = json.loads(path.read_bytes())
     for name in content["files"]:
-        data = (directory / name).read_bytes()
-        content["files"][name] = {"size": len(data), "xxh3": xxhash.xxh3_128_hexdigest(data)}
+        digest = xxhash.xxh3_128()
+        with (directory / name).open("rb") as file:
+            while data := file.read(1 << 20):  # of a gigabyte, too
+                digest.update(data)
+            content["files"][name] = {"size": file.tell(), "xxh3": digest.hexdigest()}
     del content["xxh3"]
     path.write_text(json.dumps(content | {"xxh3": _checksum_of(content)}))
 
@@ -204,8 +207,8 @@ TEN_TB = 10 << 40
 
 
 def lay_header(directory: Path, header: bytes) -> None:
-    path = directory / "shared.safetensors"
-    path.write_bytes(header + path.read_bytes()[len(header) :])
+    with (directory / "shared.safetensors").open("r+b") as file:
+        file.write(header)
     agreeing_manifest(directory)
 
 
