@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,15 @@ from support.small import same, small_trainer, weights
 
 STEPS = 12
 
-every_builtin = pytest.mark.parametrize("name", sorted({*NAMES, *RECIPES}))
+
+@pytest.fixture(scope="module", params=sorted({*NAMES, *RECIPES}))
+def name(request: pytest.FixtureRequest) -> str:
+    """Of each built-in in turn: all that holds for one is shown before the next."""
+    return str(request.param)
 
 
-def trainer(output_dir: Path, *own: ds.Callback, max_steps: int = STEPS, schedule: str = "linear") -> ds.Trainer:
+def trainer(output_dir: Path, *own: ds.Callback, max_steps: int = STEPS) -> ds.Trainer:
+    """Its learning rate rises for eight steps, however many there are: a run of two halves has that of a whole one."""
     torch.manual_seed(0)
     return small_trainer(
         output_dir,
@@ -36,7 +42,8 @@ def trainer(output_dir: Path, *own: ds.Callback, max_steps: int = STEPS, schedul
         max_steps=max_steps,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
-        lr_scheduler_type=schedule,
+        lr_scheduler_type="constant",
+        warmup_steps=8,
         logging_steps=2,
         eval_steps=3,
         save_steps=4,
@@ -67,43 +74,50 @@ def pooled() -> set[Any]:
     return set(getattr(apprise.apprise._shared_executor, "_threads", ()))
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_left(tmp_path: Path) -> Iterator[None]:
+@contextmanager
+def leaving_nothing(folder: Path) -> Iterator[None]:
     """No file stays open, no thread alive, no callback registered."""
     before = set(threading.enumerate())
     yield
-    assert open_files(tmp_path) == []
+    assert open_files(folder) == []
     assert set(threading.enumerate()) - before - pooled() == set()
     assert global_callbacks() == []
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_left(tmp_path: Path) -> Iterator[None]:
+    with leaving_nothing(tmp_path):
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A run that nothing interrupted."""
+
+    folder: Path
+    callbacks: tuple[ds.Callback, ...]
+    weights: dict[str, torch.Tensor]
+    next_numbers: torch.Tensor
+    """The next that the run would have drawn."""
+
+
+def run_whole(folder: Path, *own: ds.Callback) -> Whole:
+    run = trainer(folder, *own)
+    with leaving_nothing(folder):
+        run.train()
+    return Whole(folder, own, weights(run), torch.rand(4))
+
+
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Of each built-in, a run that nothing interrupts."""
-
-    @cache
-    def output_dir(name: str) -> Path:
-        folder = tmp_path_factory.mktemp("whole")
-        trainer(folder, build(name)).train()
-        assert open_files(folder) == []
-        return folder
-
-    return output_dir
-
-
-def outcome(output_dir: Path, *own: ds.Callback) -> list[torch.Tensor]:
-    """The weights, and the next random numbers."""
-    run = trainer(output_dir, *own)
-    run.train()
-    return [*run.model.state_dict().values(), torch.rand(4)]
+def whole(name: str, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    return run_whole(tmp_path_factory.mktemp("whole"), build(name))
 
 
 @pytest.fixture(scope="module")
-def outcome_without(tmp_path_factory: pytest.TempPathFactory) -> list[torch.Tensor]:
-    return outcome(tmp_path_factory.mktemp("without"))
+def without(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    return run_whole(tmp_path_factory.mktemp("without"))
 
 
-@every_builtin
 def test_it_is_a_callback_under_its_own_name(name: str) -> None:
     callback = build(name)
     assert callback.key == name.split()[0]
@@ -111,36 +125,30 @@ def test_it_is_a_callback_under_its_own_name(name: str) -> None:
     assert callback.__doc__ != ds.Callback.__doc__
 
 
-@every_builtin
-def test_stopped_and_resumed_equals_uninterrupted(tmp_path: Path, name: str, whole: Callable[[str], Path]) -> None:
+def test_stopped_and_resumed_equals_uninterrupted(tmp_path: Path, name: str, whole: Whole) -> None:
     for step in (1, 5, 6):
         assert trainer(tmp_path / "parts", build(name), stop_after(step)).train().global_step == step
     assert trainer(tmp_path / "parts", build(name)).train().global_step == STEPS
-    comparison = compare_runs(whole(name), tmp_path / "parts")
+    comparison = compare_runs(whole.folder, tmp_path / "parts")
     assert comparison.identical, f"\n{comparison.table()}"
 
 
-@every_builtin
-def test_it_leaves_the_training_alone(tmp_path: Path, name: str, outcome_without: list[torch.Tensor]) -> None:
+def test_it_leaves_the_training_alone(whole: Whole, without: Whole) -> None:
     """The same weights and the same random numbers as without it."""
-    with_it = outcome(tmp_path, build(name))
-    assert all(torch.equal(mine, yours) for mine, yours in zip(with_it, outcome_without, strict=True))
+    assert same(whole.weights, without.weights)
+    assert torch.equal(whole.next_numbers, without.next_numbers)
 
 
-@every_builtin
-def test_a_second_fit_goes_on(tmp_path: Path, name: str) -> None:
+def test_a_second_fit_goes_on(tmp_path: Path, name: str, whole: Whole) -> None:
     """The same trainer and the same callback, with more steps to do: as if there had been one fit."""
-    twice = trainer(tmp_path / "twice", build(name), max_steps=6, schedule="constant")
+    twice = trainer(tmp_path / "twice", build(name), max_steps=6)
     assert twice.train().global_step == 6
     twice.args.max_steps = STEPS
     assert twice.train().global_step == STEPS
     assert twice.train().global_step == STEPS  # nothing to do, and nothing done
-    once = trainer(tmp_path / "once", build(name), schedule="constant")
-    once.train()
-    assert same(weights(once), weights(twice))
+    assert same(weights(twice), whole.weights)
 
 
-@every_builtin
 def test_it_can_be_evaluated_with_before_and_after(tmp_path: Path, name: str) -> None:
     """Also by a program that finds the run finished: it measures what the one that trained it does."""
     first = trainer(tmp_path, build(name), max_steps=4)
@@ -151,8 +159,7 @@ def test_it_can_be_evaluated_with_before_and_after(tmp_path: Path, name: str) ->
     assert again.evaluate()["eval_loss"] == first.evaluate()["eval_loss"]
 
 
-@every_builtin
-def test_it_survives_an_exception_in_the_run(tmp_path: Path, name: str, whole: Callable[[str], Path]) -> None:
+def test_it_survives_an_exception_in_the_run(tmp_path: Path, name: str, whole: Whole) -> None:
     def fail(ctx: Any) -> None:
         if ctx.step == 5:
             raise RuntimeError("mid-way")
@@ -162,15 +169,13 @@ def test_it_survives_an_exception_in_the_run(tmp_path: Path, name: str, whole: C
         trainer(tmp_path / "parts", callback, Listener({"on_step_end": fail})).train()
     assert open_files(tmp_path) == []
     trainer(tmp_path / "parts", build(name)).train()
-    comparison = compare_runs(whole(name), tmp_path / "parts")
+    comparison = compare_runs(whole.folder, tmp_path / "parts")
     assert comparison.identical, f"\n{comparison.table()}"
 
 
-@every_builtin
-def test_its_state_is_its_own_whole_story(tmp_path: Path, name: str) -> None:
+def test_its_state_is_its_own_whole_story(name: str, whole: Whole) -> None:
     """Taken, given to a new one, and taken again: the same."""
-    callback = build(name)
-    trainer(tmp_path, callback, max_steps=6).train()
+    (callback,) = whole.callbacks
     if isinstance(callback, Stateful):
         other = build(name)
         assert isinstance(other, Stateful)
