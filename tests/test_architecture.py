@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import dalsegno
+from support.imports import imports
 
 SOURCE = Path(dalsegno.__file__).parent
 LONGEST = 400  # lines
@@ -111,26 +112,16 @@ def modules() -> dict[str, Path]:
 def imported(name: str, path: Path) -> Iterator[str]:
     """What a module imports of dalsegno, wherever in the file it does so."""
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
-    for node in statements(ast.parse(path.read_text())):
+    for node in imports(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.startswith("dalsegno."))
-        elif isinstance(node, ast.ImportFrom):
+        else:
             base = package[: len(package) - node.level + 1] if node.level else []
             origin = ".".join([*base, *([node.module] if node.module else [])])
             if origin.split(".")[0] == "dalsegno":
                 for alias in node.names:
                     inner = f"{origin}.{alias.name}"
                     yield inner if inner in MODULES else origin
-
-
-def statements(tree: ast.Module) -> Iterator[ast.AST]:
-    """All statements, at any depth: an import is never part of an expression."""
-    todo: list[ast.AST] = [tree]
-    while todo:
-        node = todo.pop()
-        yield node
-        for inner in ("body", "orelse", "finalbody", "handlers", "cases"):
-            todo += getattr(node, inner, ())
 
 
 MODULES = modules()

@@ -16,8 +16,10 @@ LIBRARIES = sorted(path.parent.name for path in ROOT.glob("src/dalsegno/interop/
 FLAT_NAMES = ROOT / "src/dalsegno/__init__.py"
 """The one file that may know a library: it lists where public names are, and leaves out those that are not there."""
 
+PLACES = ("src/dalsegno/interop", "tests/interop")
 TRY_EACH = """
-import contextlib, importlib, os, pkgutil, sys
+import contextlib, importlib, os, sys
+from pathlib import Path
 import hypothesis, pytest, torch._dynamo, torch.distributed.fsdp, torch.utils.data, torchdata.stateful_dataloader
 
 for name in (
@@ -27,29 +29,44 @@ for name in (
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
 
-def tried(copy):
-    os.chdir(copy)
-    sys.path.insert(0, os.path.join(copy, "src"))
-    import dalsegno
-    assert dalsegno.__file__.startswith(copy)
-    for module in pkgutil.walk_packages(dalsegno.__path__, "dalsegno."):
-        if not module.name.endswith(".__main__"):  # which runs the command line
-            importlib.import_module(module.name)
-    return pytest.main(sys.argv[1].split() + ["-k", sys.argv[2]])
+places, targets, chosen, *libraries = (words.split() for words in sys.argv[1:])
+sys.path[:0] = [os.path.abspath("src"), os.path.abspath("tests")]
+from support.imports import imports
+
+def modules():
+    source = Path("src").absolute()
+    for path in sorted(source.rglob("*.py")):
+        name = ".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__")
+        if not name.endswith(".__main__"):  # which runs the command line
+            yield name, path
+
+for name, path in modules():
+    imports(path)  # which the test of the rooms asks for
+    if not name.startswith(("dalsegno.interop", "dalsegno.training.preloaded")):  # which imports all dialects
+        importlib.import_module(name)
+assert sys.modules["dalsegno"].__file__.startswith(os.getcwd())
+libraries_there = [name for name in sys.modules if name.startswith("dalsegno.interop.")]
+assert not libraries_there, libraries_there
 
 statuses = []
-for copy in sys.argv[3:]:
+for [library] in libraries:
+    for number, place in enumerate(places):
+        os.rename(f"{place}/{library}", f"deleted-{number}")
     if not (child := os.fork()):
         status = 1
         try:
-            status = int(tried(copy))
+            for name, _ in modules():
+                importlib.import_module(name)
+            status = int(pytest.main([*targets, "-k", " ".join(chosen)]))
         finally:
             sys.stdout.flush()
             os._exit(status)
     statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    for number, place in enumerate(places):
+        os.rename(f"deleted-{number}", f"{place}/{library}")
 sys.exit(max(statuses))
 """
-"""A process forked for each copy, after what takes longest to import."""
+"""A process forked for each library, after what takes longest: it has imported, and read, all else."""
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -62,25 +79,22 @@ def test_nothing_else_names_its_folder(library: str) -> None:
 
 
 def test_the_folders_of_each_can_be_deleted(tmp_path: Path) -> None:
-    """In a copy for each: every module can be imported, and the tests pass that look at all libraries or modules.
+    """In a copy, one at a time: every module can be imported, and the tests pass that look at all libraries or modules.
 
     Those are the tests of how dialects are found, of the rooms, and of the public names. No other test needs a dialect
     of a library's but through that library's folder, as the test above shows.
     """
-    for library in LIBRARIES:
-        copy = tmp_path / library
-        for folder in ("src", "tests"):
-            ignored = shutil.ignore_patterns("*.egg-info", "golden", "*.pyc.*")  # one that is being written
-            shutil.copytree(ROOT / folder, copy / folder, ignore=ignored)
-        for name in ("pyproject.toml", "README.md", "docs"):
-            (copy / name).symlink_to(ROOT / name)
-        for folder in ("src/dalsegno/interop", "tests/interop"):
-            shutil.rmtree(copy / folder / library)
+    for folder in ("src", "tests"):
+        ignored = shutil.ignore_patterns("*.egg-info", "golden", "*.pyc.*")  # one that is being written
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "docs"):
+        (tmp_path / name).symlink_to(ROOT / name)
     targets = "tests/test_architecture.py tests/interop/test_dialects.py tests/docs -p no:cacheprovider"
     found = "module_of_a_base_class or dialects_are_listed or library_need_not_be_installed"
     chosen = f"(architecture and not without_torch) or {found} or public_name"
     done = subprocess.run(
-        [sys.executable, "-c", TRY_EACH, targets, chosen, *(str(tmp_path / library) for library in LIBRARIES)],
+        [sys.executable, "-c", TRY_EACH, " ".join(PLACES), targets, chosen, *LIBRARIES],
+        cwd=tmp_path,
         env={**environment(), "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
         text=True,
