@@ -26,6 +26,7 @@ With several batches in a step (``gradient_accumulation_steps``), the run marks 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
@@ -44,6 +45,7 @@ from dalsegno.checkpoint import unwrapped
 from dalsegno.control import CommandQueue
 from dalsegno.data import TrainingData, resumable_loader
 from dalsegno.data.step_batch import StepBatch
+from dalsegno.distributed.ddp_buckets import rebuilds_buckets
 from dalsegno.distributed.layout import layout_of_own_loop
 from dalsegno.distributed.sharded_tensors import check_materialized, device_of
 from dalsegno.errors import ConfigurationError
@@ -60,6 +62,8 @@ from .resume import ResumeOptions
 from .session import Session
 from .settings import UserSupplied
 from .user_evaluation import UserEvaluation
+
+logger = logging.getLogger("dalsegno")
 
 UNSUPPORTED_EVENTS = dict.fromkeys(
     [
@@ -215,6 +219,7 @@ class Run:
             self._finished = lifecycle.finished_result(self._options)
             if self._finished is None:
                 lifecycle.mark_started()
+                self._warn_of_other_rounding()
                 self._session = lifecycle.session(self.resumed_from)
                 held.enter_context(self._session)
                 held.callback(self._update.close)
@@ -223,6 +228,13 @@ class Run:
             self._held = held.pop_all()
         self._is_inside = True
         return self
+
+    def _warn_of_other_rounding(self) -> None:
+        if self.resumed_from is not None and self.state.is_world_process_zero and rebuilds_buckets(self._model):
+            logger.warning(
+                "DistributedDataParallel rounds the first step after a resume otherwise than the others: weights will "
+                "differ in the last bits from those of an uninterrupted run; find_unused_parameters=True avoids that"
+            )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
