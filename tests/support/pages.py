@@ -126,11 +126,21 @@ def _program(words: Sequence[str], few: bool, sends: signal.Signals | None = Non
         if sends is not None:
             stack.callback(FaultPlan(event=ds.Event.STEP_END, count=INTERRUPTED, sends=sends).arm())
         if few:
-            stack.callback(ds.register_global_callback(ds.on(ds.Event.STEP_END, _stop)).remove)
+            stack.enter_context(few_steps())
         try:
             runpy.run_path(words[0], run_name="__main__")
         except SystemExit as ended:
             assert ended.code in (0, None), f"{words}: {ended.code}"
+
+
+@contextlib.contextmanager
+def few_steps() -> Iterator[None]:
+    """Trainings stop after :data:`FEW` steps."""
+    handle = ds.register_global_callback(ds.on(ds.Event.STEP_END, _stop))
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _killed(words: Sequence[str]) -> None:

@@ -1,0 +1,87 @@
+"""The examples on all pages: each command exists, each block of Python fits today's names and signatures, and runs.
+
+Tutorials, bridges and CONTRIBUTING.md are run whole by other tests.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dalsegno.cli import _parser
+from support.fragments import blocks, misfits, run, scene
+from support.pages import ROOT, few_steps
+
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+RUN_ELSEWHERE = ("docs/tutorials/", "docs/bridges.md", "CONTRIBUTING.md")
+GOLDEN = ROOT / "tests" / "golden" / "logs"
+NOT_RUN = {
+    "docs/callbacks/ema.md": ["ds.export_model("],  # of a run of the reader's
+    "docs/callbacks/model-merge.md": ["ds.export_model(", "with merge.averaged()"],
+    "docs/callbacks/optuna-pruning.md": ["study.optimize("],  # twenty trials; test_optuna_pruning.py has fewer
+    "docs/callbacks/skip-samples.md": ["step-00010000"],
+    "docs/checkpoints.md": ["ds.export_model(", "ds.export_adapters("],
+    "docs/clusters.md": ["sys.exit(", "ray.train"],  # test_clusters.py runs it, under Ray
+    "docs/control.md": ["trainer.commands", "send("],  # while another process trains
+    "docs/dialects.md": ["GradHistogramHook(", "class ScaleLoss(Callback)", "EarlyStopping"],  # other libraries'
+    "docs/diloco.md": ["with DiLoCoWorker(", "server.wait()"],
+    "docs/parallel.md": ["init_process_group()", "init_device_mesh("],  # on several ranks
+    "docs/resuming.md": ["step-00010000"],
+    "docs/own-loop.md": ["run.accumulate(model)"],  # inside the loop of the block before it
+    "docs/saving.md": ["AutoModelForCausalLM"],  # a download
+    "docs/testing.md": ["from my_run import"],
+}
+"""By page, a text of each block that is only checked, because what it needs is not here."""
+NEEDS = {"comet-logger": "comet_ml", "trackio-logger": "trackio"}
+
+
+def named(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def test_commands_on_pages_exist() -> None:
+    for page in PAGES:
+        for line in re.findall(r"^\$ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE):
+            words = shlex.split(line.removesuffix("\\"), comments=True)
+            if "dalsegno" in words:
+                command = words[words.index("dalsegno") + 1 :]
+                _, unknown = _parser(command).parse_known_args(command)
+                assert unknown == [], f"{page.name}: {line}"
+            for word in words:
+                assert not word.startswith("docs/") or (ROOT / word).is_file(), f"{page.name}: {line}"
+
+
+WITH_PYTHON = [page for page in PAGES if not named(page).startswith(RUN_ELSEWHERE) and blocks(page)]
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=named)
+def test_python_of_a_page_fits_and_runs(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, certificate: tuple[Path, Path]
+) -> None:
+    codes = blocks(page)
+    assert list(misfits(codes)) == []
+    not_run = NOT_RUN.get(named(page), [])
+    assert [text for text in not_run if not any(text in code for code in codes)] == []
+    if page.stem in NEEDS and importlib.util.find_spec(NEEDS[page.stem]) is None:
+        return
+    monkeypatch.chdir(tmp_path)
+    _write_files_of_the_reader(certificate)
+    variables = scene()
+    with few_steps():
+        for code in codes:
+            if not any(text in code for text in not_run):
+                run(code, variables)
+
+
+def _write_files_of_the_reader(certificate: tuple[Path, Path]) -> None:
+    for name, log in (("baseline", "killed"), ("twice", "pair-b")):
+        shutil.copytree(GOLDEN / log, Path("runs") / name)
+    Path("run.toml").write_text('callbacks = ["JsonLogger"]\n', encoding="utf-8")
+    Path("prompts.yaml").write_text("- the dog\n", encoding="utf-8")
+    for file in certificate:
+        shutil.copy(file, file.name)
