@@ -17,8 +17,8 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-READING = ("numpy", "xxhash", "rich", "markdown-it-py", "mdurl", "pygments")
-"""Distributions that ``dalsegno logs list`` needs."""
+READING = ("numpy", "xxhash", "rich", "markdown-it-py", "mdurl", "pygments", "jinja2", "markupsafe")
+"""Distributions that ``dalsegno logs list`` and ``logs report`` need."""
 
 
 def build(target: Path, source: Path = ROOT) -> Path:

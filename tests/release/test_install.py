@@ -31,3 +31,5 @@ def test_a_wheel_installs_into_an_empty_environment_and_reads_logs(tmp_path: Pat
     let_it_read_logs(python)
     listed = dalsegno(python, "logs", "list", str(ROOT / "tests" / "golden" / "logs"), folder=tmp_path)
     assert "diverged" in listed and "finished" in listed
+    dalsegno(python, "logs", "report", str(ROOT / "tests" / "golden" / "logs" / "killed"), folder=tmp_path)
+    assert (tmp_path / "report.html").is_file()
