@@ -1,7 +1,7 @@
 """Writes the pages of docs/reference: ``python docs/reference.py``. A test compares them.
 
 A page names the objects, and the site fills in their signatures and docstrings. Packages with lazy exports are listed
-name by name, because their names are defined elsewhere.
+name by name, because their names are defined elsewhere. Contexts are described by the events that pass them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from types import ModuleType
 
 import dalsegno
 from dalsegno import analysis
+from dalsegno.events import contexts
+from dalsegno.events.table import Event
 
 FOLDER = Path(__file__).with_suffix("")
 
@@ -31,6 +33,14 @@ TITLES = {
     "testing": ("Testing", "`dalsegno.testing`: see [testing that your run survives](../testing.md)."),
     "errors": ("Errors", "Each error is also the builtin that fits, so that either can be caught."),
 }
+CONTEXT_OPTIONS = """\
+    options:
+      show_root_heading: false
+      heading_level: 3
+      show_if_no_docstring: true
+      inherited_members: [loss]
+      filters: ["!^_", "!^fill$"]"""
+"""Of a context: its fields, and the loss that several have."""
 LAZY = {"dalsegno": dalsegno, "analysis": analysis}
 
 
@@ -43,7 +53,16 @@ def page(name: str) -> str:
     """The text of one page."""
     title, about = TITLES[name]
     shown = list(_names(LAZY[name])) if name in LAZY else [f"dalsegno.{name}"]
-    return "\n\n".join([f"# {title}", about, *(f"::: {each}" for each in shown)]) + "\n"
+    return "\n\n".join([f"# {title}", about, *map(_entry, shown)]) + "\n"
+
+
+def _entry(name: str) -> str:
+    module, _, own_name = name.rpartition(".")
+    if module != contexts.__name__:
+        return f"::: {name}"
+    passed_to = [f"`{event.handler}`" for event in Event if event.context is getattr(contexts, own_name)]
+    about = f"What {', '.join(passed_to)} adds to" if passed_to else "Base class: what several events add to"
+    return f"## {own_name}\n\n{about} [the fields of every context](../events.md).\n\n::: {name}\n{CONTEXT_OPTIONS}"
 
 
 def _names(package: ModuleType) -> Iterator[str]:

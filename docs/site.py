@@ -1,13 +1,21 @@
-"""Hook of the documentation site: cross-references in docstrings, written for readers of the code, become code."""
+"""Hook of the documentation site: references in docstrings, written for readers of the code, fit the site.
+
+Roles such as ``:class:`` become code, and names of pages such as ``docs/jobs.md`` links.
+"""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
+REFERENCE = "reference/"
+PAGE = re.compile(r"\bdocs/([\w/-]+)\.md\b")
 ROLE = re.compile(r":(?:class|data|func|meth|mod|attr|exc):<code>(~?)([\w.]+)</code>")
 
 
-def on_page_content(html: str, **_: Any) -> str:
+def on_page_content(html: str, page: Any, **_: Any) -> str:
     """``:class:`~dalsegno.Trainer``` shows as ``Trainer``."""
-    return ROLE.sub(lambda role: f"<code>{role[2].rpartition('.')[2] if role[1] else role[2]}</code>", html)
+    html = ROLE.sub(lambda role: f"<code>{role[2].rpartition('.')[2] if role[1] else role[2]}</code>", html)
+    if page.url.startswith(REFERENCE):
+        html = PAGE.sub(lambda name: f'<a href="../../{name[1]}/">{name[0]}</a>', html)
+    return html

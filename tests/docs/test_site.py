@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,7 +47,16 @@ def test_the_reference_has_every_public_name() -> None:
         ("see :class:<code>~dalsegno.Trainer</code>.", "see <code>Trainer</code>."),
         ("see :func:<code>open_log</code>.", "see <code>open_log</code>."),
         ("<code>a: b</code>", "<code>a: b</code>"),
+        ("see docs/control.md.", 'see <a href="../../control/">docs/control.md</a>.'),
     ],
 )
-def test_roles_in_docstrings_become_code(html: str, shown: str) -> None:
-    assert script("site").on_page_content(html) == shown
+def test_roles_and_pages_in_docstrings_become_code_and_links(html: str, shown: str) -> None:
+    assert script("site").on_page_content(html, SimpleNamespace(url="reference/dalsegno/")) == shown
+
+
+def test_pages_that_the_code_names_exist() -> None:
+    named = {
+        name for path in (ROOT / "src").rglob("*.py") for name in re.findall(r"\bdocs/[\w/-]+\.md\b", path.read_text())
+    }
+    assert "docs/control.md" in named
+    assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []

@@ -23,6 +23,7 @@ _LOG_LEVEL = "logging.getLogger('dalsegno').setLevel(…)"
 _DEVICE = "an accelerator is used if there is one; use_cpu=True for the CPU"
 _DEVICES = "torchrun --nproc-per-node N starts one process per device"
 _PRECISION = "bf16=True or fp16=True"
+_MINIMUM = "a run ends early only if a callback stops it: see patience= of EarlyStopping, warmup= of DivergenceDetector"
 _MEMORY = "callbacks=[PeakMemory()] or [MemoryMonitor()] records memory"
 
 COMMON = {
@@ -136,7 +137,7 @@ HUGGING_FACE = {
     "restore_callback_states_from_checkpoint": "states of callbacks are always saved and restored",
     "resume_from_checkpoint": "trainer.train() resumes by itself; trainer.train(path) from that checkpoint",
     "full_determinism": "torch.use_deterministic_algorithms(True) before training",
-    "accelerator_config": _PARALLEL,
+    "accelerator_config": "samples are always split over the ranks, and shuffled by seed= and data_seed=",
     "parallelism_config": _PARALLEL,
     "fsdp": "parallel='fsdp', under torchrun",
     "fsdp_config": "parallel=FSDP(reshard_after_forward=…, mp_policy=…), under torchrun",
@@ -173,8 +174,8 @@ LIGHTNING = {
     "logger": "callbacks=[JsonLogger(), TBLogger()]",
     "fast_dev_run": "max_steps=1",
     "max_epochs": "num_train_epochs",
-    "min_epochs": "not here: EarlyStopping(patience=…) counts evaluations",
-    "min_steps": "not here: EarlyStopping(patience=…) counts evaluations",
+    "min_epochs": _MINIMUM,
+    "min_steps": _MINIMUM,
     "max_time": "max_seconds",
     "limit_train_batches": _BATCHES,
     "limit_val_batches": _BATCHES,
@@ -198,9 +199,9 @@ LIGHTNING = {
     "profiler": "callbacks=[ProfilerCallback(…)]",
     "detect_anomaly": "torch.autograd.set_detect_anomaly(True), or callbacks=[NaNChecker()]",
     "barebones": "trainer.remove_callback(key) removes the default callbacks; what is not there costs nothing",
-    "plugins": _PARALLEL,
+    "plugins": "torchrun and Slurm are recognized; parallel=, bf16= and fp16= cover the rest",
     "sync_batchnorm": "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before you build the trainer",
-    "reload_dataloaders_every_n_epochs": "a dataset may read its epoch's data itself; see docs/data.md",
+    "reload_dataloaders_every_n_epochs": "a dataset with set_epoch(epoch) reads each epoch's data itself: docs/data.md",
     "default_root_dir": "output_dir",
     "enable_autolog_hparams": "settings are recorded in every checkpoint",
     "model_registry": "upload in on_save of a callback",

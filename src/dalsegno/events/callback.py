@@ -73,7 +73,10 @@ class Name:
 
 
 class Callback:
-    """Handles events of a run. Handlers run on the main thread, on all ranks, in the order of the callbacks."""
+    """Handles events of a run: override the handlers ``on_…`` that you need, which docs/events.md lists.
+
+    Handlers run on the main thread, on all ranks, in the order of the callbacks.
+    """
 
     construction: Construction
     """How it was built: ``ds.launch`` builds it again in each rank."""

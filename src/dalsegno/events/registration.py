@@ -19,7 +19,7 @@ def check_callbacks(callbacks: Iterable[object]) -> list[Callback]:
         ConfigurationError: for a class, a handler that is async or has other parameters than ``(self, ctx)``, or only
             one of ``state_dict`` and ``load_state_dict``.
         UnknownDialect: for something that is not a callback of any known kind.
-        DuplicateKey: if a callback is given twice, or two have the same key; the message says to set ``name``.
+        DuplicateKey: if a callback is given twice, or two have the same key; the message asks for a ``name``.
         UnknownName: for a misspelt handler.
     """
     checked: dict[str, Callback] = {}

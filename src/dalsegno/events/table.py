@@ -40,7 +40,7 @@ from .contexts import (
 
 
 class Event(Enum):
-    """Each event: the handler's name, its context, and when it fires. Defined in the order of firing."""
+    """Each event: the handler's name, its context, and when it fires; in the order of firing. See docs/events.md."""
 
     handler: str
     context: type[Context]
