@@ -99,6 +99,12 @@ def test_every_command_names_its_exit_statuses() -> None:
         assert command.format_help().count("xit status: ") == 1, command.prog
 
 
+def test_a_group_names_where_exit_statuses_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["logs", "--help"])
+    assert "'dalsegno logs COMMAND --help' has a command's options and exit statuses." in capsys.readouterr().out
+
+
 def test_every_command_but_those_that_run_on_prints_json() -> None:
     without = {each.prog for each in commands(_parser([])) if "--json" not in each.format_help()}
     assert without == {

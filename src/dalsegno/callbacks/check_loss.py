@@ -1,4 +1,4 @@
-"""CheckLoss: stops a run whose loss is NaN or infinite, or takes it back, and reports where that began."""
+"""CheckLoss: stops a run whose loss is NaN or infinite, or rolls it back, and reports where that began."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class CheckLoss(Callback):
     checkpoint contains weights that such a loss has changed. Padding is not checked.
 
     Args:
-        action: ``"abort"`` stops training; ``"rollback"`` goes back to a checkpoint, as the run's ``RecoveryPolicy``
-            has it.
+        action: ``"abort"`` stops training; ``"rollback"`` goes back to a checkpoint, chosen by the run's
+            ``RecoveryPolicy``.
 
     Raises:
         ConfigurationError: for another action.

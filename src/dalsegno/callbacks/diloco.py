@@ -51,7 +51,7 @@ class DiLoCoCallback(Callback):
         timeout: seconds to wait for the other workers, and for each part of a transfer.
         max_sync_retries: further attempts of a synchronization, after 2, 4, 8 … seconds; then it is skipped.
         overlap_steps: local steps during which a submission travels; 0: training waits for it.
-        mixing_factor: share of the run's own parameters when a result is taken after these.
+        mixing_factor: with ``overlap_steps``: weight of the run's own parameters beside the result.
         int8_comm: send changes of parameters as int8 with a scale per 256 elements, half the bytes of bfloat16; what
             this loses is sent with the next ones.
 

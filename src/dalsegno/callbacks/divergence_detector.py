@@ -1,4 +1,4 @@
-"""DivergenceDetector: stops a run whose loss diverges, or takes it back."""
+"""DivergenceDetector: stops a run whose loss diverges, or rolls it back."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class DivergenceDetector(Callback):
         patience: number of consecutive bad observations that stops training.
         warmup: number of observations at the run's beginning that are not judged. NaN and infinity always are.
         action: ``"stop"`` saves a checkpoint, ``"abort"`` does not; NaN and infinity never save one. ``"rollback"``
-            goes back to a checkpoint, as the run's ``RecoveryPolicy`` has it.
+            goes back to a checkpoint, chosen by the run's ``RecoveryPolicy``.
         use_eval_loss: watch ``eval_loss`` in evaluation records instead of ``loss`` in training records.
         metric_key: another metric to watch; if its name begins with ``eval_``, in evaluation records.
         mode: ``"max"`` for a metric that should rise, such as an accuracy.

@@ -1,4 +1,4 @@
-"""ExpertLoadBalance: whether the experts of a mixture get equally much to do."""
+"""ExpertLoadBalance: how evenly the routers of a mixture of experts distribute tokens."""
 
 from __future__ import annotations
 

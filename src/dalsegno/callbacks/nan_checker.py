@@ -52,8 +52,8 @@ class NaNChecker(Callback):
 
     Args:
         gradients: check gradients, too.
-        action: ``"abort"`` stops training; ``"rollback"`` goes back to a checkpoint, as the run's ``RecoveryPolicy``
-            has it.
+        action: ``"abort"`` stops training; ``"rollback"`` goes back to a checkpoint, chosen by the run's
+            ``RecoveryPolicy``.
 
     Raises:
         ConfigurationError: for another value.

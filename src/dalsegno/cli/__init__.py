@@ -105,6 +105,7 @@ def _add_commands(parser: argparse.ArgumentParser, group: ModuleType, words: Seq
             allow_abbrev=False,
         )
         if hasattr(module, "COMMANDS"):
+            command.epilog = f"'dalsegno {called}{name} COMMAND --help' has a command's options and exit statuses."
             _add_commands(command, module, rest, f"{called}{name} ")
         else:
             command.epilog = in_words(getattr(module, "EXIT_STATUSES", {}))

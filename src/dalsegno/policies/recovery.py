@@ -1,4 +1,4 @@
-"""RecoveryPolicy: what a run does when a callback asks it to go back. Pure functions of steps; nothing is read here."""
+"""RecoveryPolicy: what a run does when a callback requests a rollback. Pure functions of steps; reads nothing."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class RecoveryPolicy(Policy):
     """How a run recovers from a divergence, when a callback calls ``ctx.control.roll_back()``.
 
     The run goes back to its newest verified checkpoint of at least ``margin`` steps ago. If it went back from the same
-    place before, the checkpoint is an older one than then. It reads on behind the data that led to the divergence, at a
-    reduced learning rate, for a limited number of times.
+    place before, the checkpoint is an older one than then. It continues after the data that led to the divergence, at
+    a reduced learning rate, for a limited number of times.
 
     Args:
         margin: steps between the checkpoint and the step at which the callback noticed. A divergence begins before it
@@ -115,8 +115,8 @@ class RecoveryPolicy(Policy):
     def latest_checkpoint(self, step: int, past: Iterable[PastRollback]) -> int:
         """Highest step of a checkpoint to which a request at ``step`` goes back: at least 0, the run's beginning.
 
-        A request up to ``margin`` steps behind an earlier one, and behind the checkpoint that was restored then, is
-        trouble at the same place: that checkpoint is too new.
+        A request up to ``margin`` steps after an earlier one, and after the checkpoint that was restored then, has the
+        same cause: that checkpoint is too new.
         """
         latest = step - self.margin
         for each in past:

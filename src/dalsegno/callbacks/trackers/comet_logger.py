@@ -79,7 +79,7 @@ class CometTracker(Tracker):
 
 
 class CometLogger(TrackerLogger):
-    """Logs to Comet: one experiment for all legs of the run; see :class:`TrackerLogger`.
+    """Logs to Comet: one experiment for all legs of the run. docs/trackers.md describes what all trackers share.
 
     The API key is read by Comet, from ``COMET_API_KEY`` or its configuration. Offline, each leg ends with an archive in
     ``logs/comet``, all with the same experiment key; ``comet upload`` uploads them in their order.

@@ -55,8 +55,8 @@ class TrackerLogger(RewoundWriter):
 
     A record is first appended to ``logs/trackers/<key>/outbox.jsonl``; a thread of its own hands it to the tracker's
     client. So training does not wait for the network, and what the tracker does not accept now is sent later, also by a
-    later leg. The tracker's run is the same over all legs. A resumed run does not send again what it replays; if it
-    differs from before, the tracker goes back, or the point of return is marked.
+    later leg. The tracker's run is the same over all legs. A resumed run does not send repeated records again; if they
+    differ from those of the killed leg, the tracker's run is rewound, or the step at which they differ is marked.
 
     It may be the ``summary_writer`` of other callbacks: ``TextgenCallback(summary_writer=tracker)``.
     """
@@ -169,7 +169,7 @@ class TrackerLogger(RewoundWriter):
         return {**self._saved, "position": self._outbox.position}
 
     def load_state_dict(self, state: Any) -> None:
-        """Expect what followed once more: at once during training (rollback), else when training begins."""
+        """Expect the entries after the checkpoint again: at once in training (rollback), else when it begins."""
         self._saved = state
         if self._outbox is not None:
             self._outbox.replay_from(0 if state is None else state["position"])

@@ -1,4 +1,4 @@
-"""TrackioLogger: writes to Trackio's local store, a server of one's own or a Space."""
+"""TrackioLogger: writes to Trackio's local store, a self-hosted server or a Hugging Face Space."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class TrackioTracker(Tracker):
 
 
 class TrackioLogger(TrackerLogger):
-    """Logs to Trackio: one Trackio run for all legs of the run; see :class:`TrackerLogger`.
+    """Logs to Trackio: one Trackio run for all legs of the run. docs/trackers.md describes what all trackers share.
 
     Trackio identifies a run by its name: the run's name and the first digits of its id.
 

@@ -129,7 +129,8 @@ class WandbTracker(Tracker):
 
 
 class WandbLogger(TrackerLogger):
-    """Logs to Weights & Biases: one W&B run for all legs of the run; see :class:`TrackerLogger`.
+    """Logs to Weights & Biases: one W&B run for all legs of the run. docs/trackers.md describes what all
+    trackers share.
 
     The API key is read by W&B, from ``WANDB_API_KEY`` or its own login. W&B's files are in ``logs/wandb``. Each leg of
     an offline run has a directory there, all with the same run id; ``wandb sync`` uploads them in their order.

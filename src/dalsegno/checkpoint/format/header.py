@@ -59,7 +59,7 @@ def read_header(path: Path, descriptor: int) -> Mapping[str, HeaderEntry]:
 
 
 def _parts(text: Any) -> Mapping[str, Any]:
-    """What dalsegno says of the boxes in a file; empty where another program means something else by ``parts``."""
+    """The description that dalsegno writes of the boxes in a file; empty if ``parts`` is another program's."""
     try:
         parts = json.loads(text)
     except (ValueError, TypeError):

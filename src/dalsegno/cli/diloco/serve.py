@@ -2,8 +2,8 @@
 
     dalsegno diloco serve -o runs/outer -n 2 --host 0.0.0.0 --certfile cert.pem --keyfile key.pem
 
-The first worker brings the parameters. Everything that the server has acknowledged is in FOLDER: started again, also
-after a kill, it continues where it was. Workers need the token in FOLDER/auth_token.
+The first worker sends the parameters. Everything that the server has acknowledged is in FOLDER: a server that is
+started again, also after a kill, continues from there. Workers need the token in FOLDER/auth_token.
 """
 
 from __future__ import annotations
@@ -34,9 +34,13 @@ def describe(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="with --async: change the momentum at every N-th submission only (delayed Nesterov); 0: at each",
     )
-    parser.add_argument("--dylu", action="store_true", help="let the local steps of workers follow their speed")
+    parser.add_argument("--dylu", action="store_true", help="adapt each worker's local steps to its speed (DyLU)")
     parser.add_argument(
-        "--dylu-base-sync-every", metavar="H", type=int, default=500, help="local steps of the fastest (default: 500)"
+        "--dylu-base-sync-every",
+        metavar="H",
+        type=int,
+        default=500,
+        help="with --dylu: local steps of the fastest worker (default: 500)",
     )
     parser.add_argument(
         "--heartbeat-timeout",
@@ -53,7 +57,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--outer-lr", metavar="LR", type=float, default=0.7, help="outer learning rate (default: 0.7)")
     parser.add_argument("--outer-momentum", metavar="M", type=float, default=0.9, help="default: 0.9")
-    parser.add_argument("--no-nesterov", action="store_true", help="plain momentum")
+    parser.add_argument("--no-nesterov", action="store_true", help="momentum without Nesterov")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"default: {DEFAULT_PORT}; 0: a free one")
     parser.add_argument("--disable-auth", action="store_true", help="no token; only on addresses of this machine")

@@ -26,7 +26,9 @@ RUN = ("train", "launch")
 def describe(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     add_server(parser)
-    parser.add_argument("--worker-id", metavar="NAME", help="the same in all its legs (default: made from output_dir)")
+    parser.add_argument(
+        "--worker-id", metavar="NAME", help="the worker's name in all its legs (default: made from host and output_dir)"
+    )
     parser.add_argument("--sync-every", metavar="H", type=int, help="local steps between synchronizations")
     parser.add_argument(
         "--num-fragments", metavar="N", type=int, help="synchronize the model in N parts, one at a time"
@@ -42,7 +44,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "--mixing-factor",
         metavar="SHARE",
         type=float,
-        help="of its own parameters after these (default: 0.5)",
+        help="with --overlap-steps: weight of the worker's own parameters beside the result (default: 0.5)",
     )
     parser.add_argument("--heartbeat-interval", metavar="SECONDS", type=float, help="time between two heartbeats")
     parser.add_argument(

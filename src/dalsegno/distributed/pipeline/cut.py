@@ -56,7 +56,7 @@ class Cut:
 def cut(model: nn.Module, stages: Stages) -> Cut:
     """
     Raises:
-        ConfigurationError: if the model cannot be cut so; the message says what fits.
+        ConfigurationError: if the model cannot be cut so; the message names what fits.
         UnknownName: for a name that no module has; the message suggests the nearest.
     """
     if isinstance(stages, int):

@@ -22,7 +22,7 @@ from dalsegno.system import filesystem
 from .shared_state import SharedState
 
 _MARK = "dalsegno.json"
-"""File that tells a folder made here from a checkpoint of Hugging Face's Trainer."""
+"""File that distinguishes a folder made here from a checkpoint of Hugging Face's Trainer."""
 
 _UPLOADS: Mapping[str, Callable[[Any], object]] = {
     "WandbCallback": lambda callback: callback._log_model == "checkpoint",
