@@ -20,11 +20,12 @@ from dalsegno.diloco import DiLoCoServer, DiLoCoWorker, Rules, WorkerOptions
 from dalsegno.diloco.outer import nesterov
 from dalsegno.diloco.run import OuterRun
 from dalsegno.diloco.signature import TensorSpec
-from dalsegno.diloco.state import Accepted, Applied, Joined, Submission
+from dalsegno.diloco.state import Applied, Joined, Submission
 from dalsegno.testing import start_ranks
 from dalsegno.testing.tiny import TinyLanguageModel
 
 from .diloco_bytes import bytes_per_step
+from .diloco_crowd import crowd
 from .diloco_rounds import server_rounds
 from .row import Row, count, duration, three_digits
 from .timing import Figure, figure
@@ -44,6 +45,8 @@ SELDOM = 500
 """Steps between two synchronizations where bytes are counted."""
 SIZE = 512 << 20
 REPEATS = 5
+CROWDS = ((64, 60.0, 0.1),)
+"""Asynchronous workers, seconds, and deaths of each per minute."""
 
 SMALL = {
     "steps": 6,
@@ -54,6 +57,7 @@ SMALL = {
     "size": 1 << 20,
     "repeats": 1,
     "seldom": 2,
+    "crowds": ((6, 1.0, 60.0),),
 }
 """Of ``run``: with these it takes seconds, and measures nothing."""
 
@@ -70,6 +74,7 @@ def run(
     size: int = SIZE,
     repeats: int = REPEATS,
     seldom: int = SELDOM,
+    crowds: tuple[tuple[int, float, float], ...] = CROWDS,
 ) -> list[Row]:
     return [
         *losses(steps, warm_up, sync_every, workers, wires),
@@ -77,6 +82,7 @@ def run(
         *server_rounds(size, repeats),
         server_memory(size),
         overlapped_steps(size // 8, repeats),
+        *(crowd(*each) for each in crowds),
     ]
 
 
@@ -162,8 +168,8 @@ def _memory_of_a_round(folder: Path, size: int) -> int:
         for name in names:
             submission = Submission(name, number, number - 1, 0, False, 1, 1, 1.0, None, 0)
             with run.store.spooled(specs, _Constant()) as arrived:
-                run.store.keep(arrived, submission)
-            run.record(Accepted(submission))
+                run.accept(submission, arrived)
+                run.commit()
         run.record(Applied(names, {}))
     peak = _own_memory("VmHWM") - before
     run.close(save=False)

@@ -19,7 +19,7 @@ from dalsegno.diloco.frames import in_file_order
 from dalsegno.diloco.outer import MakeOptimizer
 from dalsegno.diloco.run import OuterRun
 from dalsegno.diloco.signature import Specs, TensorSpec
-from dalsegno.diloco.state import Accepted, Applied, Joined, Submission
+from dalsegno.diloco.state import Applied, Joined, Submission
 from dalsegno.system import filesystem
 from dalsegno.testing.tiny import TinyRegression, tiny_regression_data
 from support import layouts
@@ -66,11 +66,13 @@ def play(folder: Path, versions: int = 5, *, save_every: int = 2, save: bool = T
                 submission = submission_of(worker_id, member.number + 1, run.state.version, samples=2 + seed)
                 given = Given(SPECS, values(SPECS, 10 * submission.number + seed))
                 with run.store.spooled(SPECS, given) as arrived:
-                    run.store.keep(arrived, submission)
-                run.record(Accepted(submission))
+                    run.accept(submission, arrived)
+                    run.commit()
         run.record(Applied(["w0", "w1"], {}))
+        run.commit()
         run.keep_versions()
-        run.save_if_due()
+        if (to_save := run.state_to_save()) is not None and run.save(to_save):
+            run.release_saved(to_save)
     tensors = {name: each.detach().clone() for name, each in run._globals.model.by_name.items()}
     momentum = [each["momentum_buffer"].clone() for each in run._globals.optimizer.state.values()]
     state = {**run.state.to_json(), "run_id": None}

@@ -53,7 +53,7 @@ class Crowd:
         while (result := self.coordinator.result(name, number)) is None:
             self.applied.wait()
             self.applied.clear()
-        assert self.coordinator.parameters(result["version"], None).exists()
+        self.coordinator.parameters(result["version"], None)[0].close()
         return int(result["version"])
 
     def submit(self, name: str) -> None:

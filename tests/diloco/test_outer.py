@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dalsegno.diloco.outer import DelayedNesterov, GlobalModel, MakeOptimizer, nesterov, outer_step
+from dalsegno.diloco.outer import DelayedNesterov, GlobalModel, MakeOptimizer, ReadBlock, nesterov, outer_step
 from dalsegno.diloco.signature import Specs, TensorSpec, fragments_of
 from dalsegno.errors import ConfigurationError
 
@@ -23,6 +23,10 @@ def rounds(specs: Specs, workers: int, count: int) -> list[list[dict[str, torch.
     ]
 
 
+def reader(submissions: list[dict[str, torch.Tensor]]) -> ReadBlock:
+    return lambda number, spec, begin, count: submissions[number][spec.name].view(-1)[begin : begin + count]
+
+
 @pytest.mark.parametrize(
     "make",
     [nesterov(), lambda parameters: torch.optim.Adam(parameters, lr=0.1), nesterov(0.5, 0.8, is_nesterov=False)],
@@ -35,13 +39,7 @@ def test_rounds_equal_a_plain_computation_bitwise(make: MakeOptimizer) -> None:
     plain = [torch.zeros(spec.shape, requires_grad=True) for spec in SPECS]
     reference = make(plain)  # type: ignore[arg-type]
     for submissions in rounds(SPECS, workers=3, count=4):
-        outer_step(
-            model,
-            optimizer,
-            SPECS,
-            weights,
-            lambda number, spec, begin, count, of=submissions: of[number][spec.name].view(-1)[begin : begin + count],
-        )
+        outer_step(model, optimizer, SPECS, weights, lambda of=submissions: reader(of))
         for parameter, spec in zip(plain, SPECS, strict=True):
             shares = [
                 torch.tensor(weight / 9) * each[spec.name] for weight, each in zip(weights, submissions, strict=True)
@@ -87,7 +85,7 @@ def test_delayed_nesterov_without_delay_is_torchs_own() -> None:
 def test_a_fragment_changes_its_parameters_only() -> None:
     model = GlobalModel(SPECS)
     optimizer = nesterov()(model.by_name.values())
-    outer_step(model, optimizer, SPECS[1:], [1], lambda _number, _spec, _begin, count: torch.ones(count))
+    outer_step(model, optimizer, SPECS[1:], [1], lambda: lambda _number, _spec, _begin, count: torch.ones(count))
     assert not model.by_name["a.weight"].any()
     assert (model.by_name["a.bias"] != 0).all()
     assert list(optimizer.state) == [model.by_name["a.bias"]]

@@ -10,6 +10,7 @@ import torch
 
 from dalsegno.diloco import delayed_nesterov, nesterov, run
 from dalsegno.diloco.run import OuterRun
+from dalsegno.diloco.versions import Version
 from dalsegno.errors import StateMismatch
 from dalsegno.logs import drop_wall_clock, read_records
 from dalsegno.system import filesystem
@@ -93,4 +94,6 @@ def test_a_version_that_a_power_cut_shortened_is_written_again(tmp_path: Path) -
     for path in paths:
         path.write_bytes(b"")
     again = OuterRun(tmp_path, nesterov(), save_every=2)
-    assert again.parameters(3, None if paths[-1].stem.endswith("all") else 0).read_bytes() == whole[-1]
+    file, _ = again.store.versions.open(Version(3, None if paths[-1].stem.endswith("all") else 0))
+    with file:
+        assert file.read() == whole[-1]

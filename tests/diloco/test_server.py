@@ -6,21 +6,25 @@ import dataclasses
 import http.client
 import json
 import socket
+import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from dalsegno.diloco import DiLoCoClient, DiLoCoServer, DiLoCoWorker, WorkerOptions
-from dalsegno.diloco.frames import FrameLayout, FrameWriter, in_file_order
+from dalsegno.diloco import DiLoCoClient, DiLoCoServer, DiLoCoWorker, WorkerOptions, nesterov
+from dalsegno.diloco.frames import FrameLayout, FrameReader, FrameWriter, in_file_order
+from dalsegno.diloco.run import OuterRun
 from dalsegno.diloco.signature import Specs, TensorSpec
 from dalsegno.diloco.spool import PIECE
 from dalsegno.diloco.state import Settings, Submission
 from dalsegno.errors import ConfigurationError, Locked, NotFound, NotRunning, StateMismatch
+from dalsegno.system import filesystem
 from dalsegno.web.security import trusting
-from diloco.scenes import SPECS, Line, rules, submission_of, values
+from diloco.scenes import SPECS, Line, all_together, rules, submission_of, values
 
 SETTINGS = Settings([spec.to_json() for spec in SPECS], 1)
 
@@ -269,6 +273,18 @@ def test_no_token_no_answer(scene: Scene) -> None:
     scene.finish_round()
 
 
+@pytest.mark.parametrize(("bound", "status"), [("0.0.0.0", 200), ("127.0.0.1", 421)])
+def test_a_server_for_other_machines_may_have_any_name(tmp_path: Path, bound: str, status: int) -> None:
+    """Such as an alias in the network's DNS. One for this machine must not: a web page could name itself like it."""
+    with DiLoCoServer(tmp_path, 1, host=bound) as server:
+        port = int(server.address.rpartition(":")[2])
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        headers = {"Host": "outer.example:8512", "Authorization": f"Bearer {server.token}"}
+        connection.request("GET", "/status", headers=headers)
+        assert connection.getresponse().status == status
+        connection.close()
+
+
 def test_a_round_goes_on_without_the_dead(tmp_path: Path) -> None:
     """A worker that is silent is not waited for; when it is back, what it did in the old round is refused, and it
     continues with the global parameters."""
@@ -328,6 +344,128 @@ def test_min_workers_holds(tmp_path: Path) -> None:
             assert client.result("w0", 1) is None
             assert client.status()["version"] == 0
         workers[0].leave()
+
+
+class Stop:
+    """Stops the threads that come to an operation on a file, until :meth:`go`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, what: str, part: str, *, after: int = 0) -> None:
+        """``part``: of the file's path. ``after``: such operations that are let through before."""
+        self.reached, self._gone = threading.Event(), threading.Event()
+        self._what, self._part, self._left = what, part, after
+        monkeypatch.setattr(filesystem, "watcher", self._watch)
+
+    def _watch(self, what: str, path: Path) -> None:
+        if what == self._what and self._part in str(path) and not self._gone.is_set():
+            self._left -= 1
+            if self._left < 0:
+                self.reached.set()
+                assert self._gone.wait(60)
+
+    def go(self) -> None:
+        self._gone.set()
+
+
+def test_a_checkpoint_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it is written, the round that it is of is fetched, and submissions of the next one are accepted. They are
+    not lost: the next server has them, in the journal that the checkpoint has shortened."""
+    with DiLoCoServer(tmp_path, 2, rules=rules(2, save_every=1)) as server:
+        workers = [
+            DiLoCoWorker(Line(seed=0), WorkerOptions(server.address, token=server.token, worker_id=f"w{number}"))
+            for number in range(2)
+        ]
+        for worker in workers:
+            worker.join()
+        stop = Stop(monkeypatch, "rename", "checkpoints")
+        all_together([partial(_one_round, worker) for worker in workers])
+        assert stop.reached.wait(60)
+        submission = workers[0]._next_submission(None, 1.0)
+        with DiLoCoClient(server.address, token=server.token) as client:
+            assert client.status()["version"] == 1
+            assert client.offer(submission)
+            assert workers[0]._exchange.link.submit(submission, workers[0]._exchange.sent(submission)).value == "done"
+            stop.go()
+    for worker in workers:
+        worker.leave()
+    assert (tmp_path / "checkpoints/step-00000001").exists()
+    again = OuterRun(tmp_path, nesterov(), 1)
+    assert again.state.version == 1
+    assert again.state.pending(["w0", "w1"]) == [submission]
+    assert again.store.tensors(submission, again.specs(0)).block("first", 0, 30).count_nonzero() == 0
+    again.close(save=False)
+
+
+def _one_round(worker: DiLoCoWorker) -> None:
+    worker.count_step(8)
+    done = worker.synchronize()
+    assert done is not None and done.version == 1
+
+
+def test_no_result_before_it_is_on_disk(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The outer step is done meanwhile; neither worker is answered."""
+    stop = Stop(monkeypatch, "fsync", "journal")
+    answered: list[int] = []
+
+    def submit(number: int) -> None:
+        submission = submission_of(f"w{number}", 1, 0)
+        assert scene.clients[number].offer(submission)
+        scene.submit(number, submission)
+        answered.append(number)
+
+    threads = [threading.Thread(target=submit, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    assert stop.reached.wait(60)
+    with DiLoCoClient(scene.server.address, token=scene.server.token) as client:
+        while client.status()["version"] < 1:
+            pass
+        with pytest.raises(NotRunning):  # neither is this, which would report the submission as accepted
+            impatient = DiLoCoClient(scene.server.address, token=scene.server.token, timeout=0.2)
+            impatient.offer(submission_of("w0", 1, 0))
+        assert client.result("w0", 1) is None
+    assert not answered
+    stop.go()
+    for thread in threads:
+        thread.join()
+    assert sorted(answered) == [0, 1]
+    assert all(client.result(f"w{number}", 1, wait=60) for number, client in enumerate(scene.clients))
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_parameters_are_fetched_while_they_are_written(
+    tmp_path: Path, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, encrypted: bool
+) -> None:
+    specs = (TensorSpec("w", torch.float32, (1 << 20,)),)
+    settings = Settings([spec.to_json() for spec in specs], 1)
+    files = dict(zip(("certfile", "keyfile"), certificate, strict=True)) if encrypted else {}
+    trusted = certificate[0].read_text() if encrypted else None
+    with (
+        DiLoCoServer(tmp_path, 1, nesterov(1.0, 0.0), rules(1), **files) as server,
+        DiLoCoClient(server.address, token=server.token, certificate=trusted) as client,
+    ):
+        assert client.register("w0", settings, count=None, run_id=None, dylu=False)["needs_parameters"]
+        client.initialize("w0", specs, [torch.zeros(1 << 20)])
+        client.register("w0", settings, count=None, run_id=None, dylu=False)
+        stop = Stop(monkeypatch, "write", "versions", after=4)  # its head, and two of four blocks
+        submission = submission_of("w0", 1, 0)
+        assert client.offer(submission)
+        client.submit(submission, specs, [torch.ones(1 << 20)])
+        result = client.result("w0", 1, wait=60)
+        assert result is not None
+        fetched, pieces = torch.zeros(1 << 20), 0
+
+        def take(reader: FrameReader) -> None:
+            nonlocal pieces
+            memory = fetched.view(torch.uint8).numpy().data
+            for begin in range(0, len(memory), 1 << 20):
+                if begin == 2 << 20:
+                    assert stop.reached.wait(60)  # and what has arrived was written before
+                    stop.go()
+                reader.fill(memory[begin : begin + (1 << 20)])
+                pieces += 1
+
+        client.fetch(result, specs, take)
+        assert (pieces, fetched.unique().tolist()) == (4, [-1.0])
 
 
 def test_one_server_per_folder(scene: Scene) -> None:

@@ -65,6 +65,19 @@ def test_a_file_that_is_not_kept_is_overwritten_by_a_larger_and_a_smaller_one(tm
         assert all(torch.equal(stored[name], tensor) for name, tensor in values(specs, number).items())
 
 
+def test_two_servers_in_one_process_have_files_of_their_own(tmp_path: Path) -> None:
+    """One that was stopped may still receive when the next one begins."""
+    specs = specs_of(torch.float32, 4)
+    former, present = SpareFiles(tmp_path), SpareFiles(tmp_path)
+    with (
+        spooled(former, specs, Given(specs, values(specs, 0))) as late,
+        spooled(present, specs, Given(specs, values(specs, 1))) as arrived,
+    ):
+        assert torch.equal(load_file(late.path)["p.0"], values(specs, 0)["p.0"])
+        arrived.keep(tmp_path / "kept")
+    assert torch.equal(load_file(tmp_path / "kept")["p.0"], values(specs, 1)["p.0"])
+
+
 def test_a_full_disk_gets_its_room_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files, specs = SpareFiles(tmp_path), specs_of(torch.float32, PIECE)
 

@@ -12,6 +12,7 @@ from typing import cast
 import pytest
 
 from dalsegno.web.downloads import send_file
+from dalsegno.web.growth import Growth
 
 SIZE = 9 << 20
 """More than is sent at a time, and than the system's buffers take."""
@@ -36,7 +37,7 @@ async def sent_to_a_reader(path: Path, before: bytes = b"") -> tuple[bool, bytes
     transport.write(before)
     reading = asyncio.create_task(reader.readexactly(len(before) + SIZE))
     with path.open("rb", buffering=0) as file:
-        is_sent = await send_file(transport, file, SIZE, 60.0)
+        is_sent = await send_file(transport, file, Growth.complete(SIZE), 60.0)
     received = await reading
     transport.close()
     writer.close()
@@ -55,7 +56,7 @@ def test_a_client_that_does_not_read_is_cut_off(path: Path, goes: bool) -> None:
         if goes:
             theirs.close()
         with path.open("rb", buffering=0) as file:
-            is_sent = await send_file(transport, file, SIZE, 60.0 if goes else 0.1)
+            is_sent = await send_file(transport, file, Growth.complete(SIZE), 60.0 if goes else 0.1)
         theirs.close()
         return is_sent, transport.is_closing()
 
@@ -92,7 +93,7 @@ def test_a_connection_that_is_closed_meanwhile_gets_no_more(path: Path, monkeypa
 
         monkeypatch.setattr(os, "sendfile", close)
         with path.open("rb", buffering=0) as file:
-            is_sent = await send_file(transport, file, SIZE, 60.0)
+            is_sent = await send_file(transport, file, Growth.complete(SIZE), 60.0)
         theirs.close()
         return is_sent
 
@@ -107,7 +108,7 @@ def test_a_file_that_is_shorter_than_was_announced_ends_the_connection(path: Pat
         reader, writer = await asyncio.open_connection(sock=theirs)
         reading = asyncio.create_task(reader.read())
         with path.open("rb", buffering=0) as file:
-            is_sent = await send_file(transport, file, SIZE + 1, 60.0)
+            is_sent = await send_file(transport, file, Growth.complete(SIZE + 1), 60.0)
         await reading
         writer.close()
         return is_sent

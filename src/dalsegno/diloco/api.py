@@ -197,7 +197,7 @@ class _Api:
             raise ConfigurationError("fragment: an integer")
         version = request.path_params["version"]
         find = partial(self._coordinator.parameters, version, None if fragment is None else int(fragment))
-        return FileAnswer(await off_loop(lambda: find().open("rb", buffering=0)))
+        return FileAnswer(*await off_loop(find))
 
     async def offer(self, request: Request) -> Response:
         submission = submission_from_json(await read_json(request))

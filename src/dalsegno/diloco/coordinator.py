@@ -1,7 +1,8 @@
 """Coordinator: decides which workers are in a DiLoCo run, and when their submissions are applied. No network here.
 
 A thread applies submissions, so that a worker's request does not wait for an outer step; requests and that thread take
-turns by one lock.
+turns by one lock. Without the lock, it waits for the disk, and writes parameters and checkpoints: nothing else changes
+what these contain.
 """
 
 from __future__ import annotations
@@ -10,19 +11,22 @@ import dataclasses
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
+from io import FileIO
 from typing import Any
 
 from dalsegno.errors import NotFound, NotRunning, StateMismatch
+from dalsegno.web.growth import Growth
 
+from .presence import Presence
 from .rules import Rules
 from .run import OuterRun
 from .signature import Specs, check_same
 from .spool import Source, SpooledTensors
-from .state import Accepted, Applied, Joined, Left, Member, Returned, ServerState, Settings, Submission
+from .state import Applied, Joined, Left, Member, Returned, ServerState, Settings, Submission
+from .status import status_of
+from .versions import Version
 
 logger = logging.getLogger("dalsegno")
 
@@ -45,8 +49,9 @@ class Coordinator:
         self._run = run
         self._changed = changed
         self._lock = threading.Condition(threading.RLock())
-        self._seen: dict[str, float] = {}  # monotonic time of each worker's newest request
+        self._presence = Presence(rules.heartbeat_timeout)
         self._is_closing = False
+        self._committed = run.state.version if run.has_begun else 0  # newest version whose events are on disk
         for worker_id in run.state.members if run.has_begun else ():
             self.note_seen(worker_id)
         self._thread = threading.Thread(target=self._apply_submissions, name="dalsegno-diloco-outer", daemon=True)
@@ -70,7 +75,7 @@ class Coordinator:
 
     def note_seen(self, worker_id: str) -> None:
         """Note that a worker is alive. Takes no lock."""
-        self._seen[worker_id] = time.monotonic()
+        self._presence.note(worker_id)
 
     def register(
         self, worker_id: str, settings: Settings, *, count: int | None, run_id: str | None, dylu: bool
@@ -119,13 +124,15 @@ class Coordinator:
             self.note_seen(worker_id)
             adopt = self._admit(state, worker_id, count, dylu)
             self._lock.notify_all()
-            return {
+            answer = {
                 "needs_parameters": False,
                 "run_id": state.run_id,
                 "asynchronous": self.rules.asynchronous,
                 "adopt": adopt,
                 "known": state.members[worker_id].number,
             }
+        self._run.commit()
+        return answer
 
     def _admit(self, state: ServerState, worker_id: str, count: int | None, dylu: bool) -> int | None:
         """The result with which the worker begins; None if it continues with its own parameters."""
@@ -181,6 +188,7 @@ class Coordinator:
             if not self._member(worker_id).has_left:
                 self._run.record(Left(worker_id))
             self._lock.notify_all()
+        self._run.commit()
 
     def _member(self, worker_id: str) -> Member:
         members = self._run.state.members
@@ -188,15 +196,11 @@ class Coordinator:
             raise NotFound(f"{worker_id} has not joined this run; register first")
         return members[worker_id]
 
-    def _is_alive(self, worker_id: str) -> bool:
-        timeout = self.rules.heartbeat_timeout
-        return timeout == 0 or time.monotonic() - self._seen.get(worker_id, -timeout) < timeout
-
     def _is_awaited(self, state: ServerState, worker_id: str) -> bool:
         """Whether the round in progress waits for a worker's submission."""
         member = state.members[worker_id]
         is_due = member.pending is None and member.base == state.version and not member.has_left
-        return is_due and self._is_alive(worker_id)
+        return is_due and self._presence.is_alive(worker_id)
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
@@ -217,14 +221,13 @@ class Coordinator:
                 raise StateMismatch("this run has parameters already; register again")
             self._run.begin(arrived, num_fragments)
 
-    def parameters(self, version: int, fragment: int | None) -> Path:
-        """The file of a version: a frame.
+    def parameters(self, version: int, fragment: int | None) -> tuple[FileIO, Growth]:
+        """Open the file of a version, a frame, for the caller to close; it may grow. Takes no lock.
 
         Raises:
             NotFound: if it is not kept.
         """
-        with self._lock:
-            return self._run.parameters(version, fragment)
+        return self._run.store.versions.open(Version(version, fragment))
 
     # -- submissions ------------------------------------------------------------------------------------------------
 
@@ -239,12 +242,23 @@ class Coordinator:
             StateMismatch: if it is not the worker's next one, or of an old round: the worker registers again.
         """
         with self._lock:
-            member = self._member(submission.worker_id)
-            self.note_seen(submission.worker_id)
-            if submission.number <= member.number:
-                return None
-            self._check_next(self._run.state, member, submission)
-            return self._run.sent(submission)
+            if self._is_new(submission):
+                return self._run.sent(submission)
+        self._run.commit()
+        return None
+
+    def _is_new(self, submission: Submission) -> bool:
+        """Whether a submission is the worker's next one, not one that has been accepted before.
+
+        Raises:
+            As :meth:`offer`.
+        """
+        member = self._member(submission.worker_id)
+        self.note_seen(submission.worker_id)
+        if submission.number <= member.number:
+            return False
+        self._check_next(self._run.state, member, submission)
+        return True
 
     def _check_next(self, state: ServerState, member: Member, submission: Submission) -> None:
         who = f"{submission.worker_id}, submission {submission.number}"
@@ -268,11 +282,13 @@ class Coordinator:
         """
         with self._lock:
             self._check_running()
-            if self.offer(submission) is None:
-                return
-            self._run.store.keep(arrived, submission)
-            self._run.record(Accepted(submission))
-            self._lock.notify_all()
+            is_new = self._is_new(submission)
+            if is_new:
+                self._run.accept(submission, arrived)
+                self._lock.notify_all()
+        if is_new:
+            arrived.make_durable()  # here, so that the disk works for all workers' threads at a time
+        self._run.commit()
 
     def result(self, worker_id: str, number: int) -> dict[str, Any] | None:
         """What became of a submission, or of joining, as JSON values; None if it is not known yet.
@@ -289,7 +305,7 @@ class Coordinator:
                 return None
             if result is None:
                 raise NotFound(f"{worker_id}, submission {number}: its result is not here; register again")
-            return dataclasses.asdict(result) if result.version <= self._run.state.version else None
+            return dataclasses.asdict(result) if result.version <= self._committed else None
 
     # -- the outer step ---------------------------------------------------------------------------------------------
 
@@ -303,8 +319,12 @@ class Coordinator:
                         self._lock.wait(_PATROL if self.rules.heartbeat_timeout else None)
                     if self._is_closing:
                         return
-                    self._apply(worker_ids)
-                self._changed()
+                    self._run.record(Applied(worker_ids, self._recommended_steps(self._run.state, worker_ids)))
+                    begun, to_save = self._run.begin_versions(), self._run.state_to_save()
+                self._publish(begun)
+                if to_save is not None and self._run.save(to_save):
+                    with self._lock:
+                        self._run.release_saved(to_save)
         except BaseException as error:
             self.failure = error
             logger.exception("the DiLoCo server cannot apply submissions any more; what was accepted is kept")
@@ -336,15 +356,20 @@ class Coordinator:
         if any(each.pending is not None or self._is_awaited(state, name) for name, each in state.members.items()):
             return
         for name, each in list(state.members.items()):
-            if each.base > state.version and not each.has_left and self._is_alive(name):
+            if each.base > state.version and not each.has_left and self._presence.is_alive(name):
                 self._run.record(Joined(name, each.number, state.version, each.dylu))
                 self._run.keep_versions()
+                self._run.commit()
                 self._changed()
 
-    def _apply(self, worker_ids: list[str]) -> None:
-        self._run.record(Applied(worker_ids, self._recommended_steps(self._run.state, worker_ids)))
-        self._run.keep_versions()
-        self._run.save_if_due()
+    def _publish(self, begun: Sequence[Version]) -> None:
+        """Let workers fetch what an outer step led to. They may begin while it is written."""
+        self._run.commit()
+        self._committed = self._run.state.version
+        self._changed()
+        self._run.write_versions(begun)
+        with self._lock:
+            self._run.release_versions()
 
     def _recommended_steps(self, state: ServerState, worker_ids: Sequence[str]) -> dict[str, int]:
         """Dynamic local updates: the steps of each worker are in proportion to its speed (arXiv:2401.09135, 5.2)."""
@@ -358,43 +383,10 @@ class Coordinator:
     def status(self) -> dict[str, Any]:
         """The run, for people: JSON values."""
         with self._lock:
-            state = self._run.state if self._run.has_begun else None
-            now = time.monotonic()
-            members = {} if state is None else state.members
-            return {
-                "run_id": None if state is None else state.run_id,
-                "mode": "asynchronous" if self.rules.asynchronous else "synchronous",
-                "version": None if state is None else state.version,
-                "num_fragments": None if state is None else state.settings.num_fragments,
-                "num_workers": self.rules.num_workers,
-                "min_workers": self.rules.min_workers,
-                "parameters": 0 if state is None else sum(math.prod(each["shape"]) for each in state.settings.tensors),
-                "bytes_received": 0 if state is None else state.bytes_received,
-                "failure": None if self.failure is None else str(self.failure),
-                "newest": self._run.records[-1] if self._run.records else None,
-                "workers": [
-                    {
-                        "worker_id": name,
-                        "state": self._state_of(name, each),
-                        "submissions": each.number,
-                        "base": each.base,
-                        "staleness": max(0, (state.version if state else 0) - each.base),
-                        "steps_per_second": each.speed,
-                        "seen_seconds_ago": now - self._seen[name] if name in self._seen else None,
-                    }
-                    for name, each in sorted(members.items())
-                ],
-            }
+            return status_of(self._run, self.rules, self._presence, self.failure)
 
     def feed(self, after: int) -> dict[str, Any]:
         """The status, and the records of the outer steps after version ``after``, the newest ones."""
         with self._lock:
             rounds = [record for record in self._run.records if record["global_step"] > after]
             return {"status": self.status(), "rounds": rounds}
-
-    def _state_of(self, worker_id: str, member: Member) -> str:
-        if member.has_left:
-            return "left"
-        if not self._is_alive(worker_id):
-            return "dead"
-        return "submitted" if member.pending is not None else "training"

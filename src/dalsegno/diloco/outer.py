@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dalsegno.checkpoint.save.host_copies import thread_count
 from dalsegno.errors import ConfigurationError
 
 from .signature import Specs, TensorSpec, master_dtype
@@ -22,6 +24,10 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 BLOCK = 1 << 18
 """Elements of a tensor that are worked on at a time: few enough for the processor's cache."""
+
+_ALONE = 1 << 15
+"""Elements up to which torch computes on one thread. Its threads wait for each other after each operation: on blocks
+and beside other work, that takes ten times as long as the work itself."""
 
 _LINE = 64  # bytes to which gradients are aligned
 _KERNELS = re.compile(r", (foreach|fused)=\w+")
@@ -61,7 +67,9 @@ class GlobalModel(nn.Module):
             scratch = torch.empty(min(BLOCK, len(flat)), dtype=spec.dtype)
             for begin in range(0, len(flat), BLOCK):
                 part = flat[begin : begin + BLOCK]
-                yield scratch[: len(part)].copy_(part).view(torch.uint8).numpy().data
+                piece = scratch[: len(part)]
+                torch._foreach_copy_(piece.split(_ALONE), part.split(_ALONE))
+                yield piece.view(torch.uint8).numpy().data
 
     def allot_gradients(self, specs: Specs) -> None:
         """Give parameters gradients without values. All outer steps use the same memory: new memory costs more than the
@@ -145,12 +153,15 @@ def without_kernels(description: str) -> str:
 
 ReadBlock = Callable[[int, TensorSpec, int, int], Tensor]
 """Returns a worker's pseudo-gradient, flat: of the worker at this place, of a parameter, from this element on, so many
-elements. Its memory may be overwritten by the next call."""
+elements. Its memory may be overwritten by the next call. Used on one thread."""
 
 
-@torch.no_grad()
 def outer_step(
-    model: GlobalModel, optimizer: Optimizer, specs: Specs, weights: Sequence[float], read: ReadBlock
+    model: GlobalModel,
+    optimizer: Optimizer,
+    specs: Specs,
+    weights: Sequence[float],
+    open_reader: Callable[[], ReadBlock],
 ) -> None:
     """Update the parameters ``specs`` by the weighted mean of the workers' pseudo-gradients; the others stay.
 
@@ -159,22 +170,40 @@ def outer_step(
         optimizer: of these.
         specs: a fragment, or all.
         weights: of each worker, such as its number of samples. Not all 0.
-        read: reads the pseudo-gradients of the workers in ``weights``.
+        open_reader: returns what reads the pseudo-gradients of the workers in ``weights``; called on each thread.
     """
     total = sum(weights)
     shares = [weight / total for weight in weights]
     model.allot_gradients(specs)
-    for spec in specs:
-        flat = _gradient(model.by_name[spec.name]).view(-1)
-        scratch = torch.empty(min(BLOCK, len(flat)), dtype=flat.dtype)
-        for begin in range(0, len(flat), BLOCK):
-            mean = flat[begin : begin + BLOCK]
-            mean.copy_(read(0, spec, begin, len(mean))).mul_(shares[0])
-            for number in range(1, len(shares)):
-                share = scratch[: len(mean)].copy_(read(number, spec, begin, len(mean)))
-                mean.add_(share.mul_(shares[number]))
+    blocks = [(spec, begin) for spec in specs for begin in range(0, spec.count, BLOCK)]
+    threads = max(1, min(thread_count(), len(blocks)))
+    left = iter(blocks)
+    with ThreadPoolExecutor(threads, thread_name_prefix="dalsegno-diloco-mean") as pool:
+        for each in [pool.submit(_average, model, left, shares, open_reader) for _ in range(threads)]:
+            each.result()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+
+
+@torch.no_grad()
+def _average(
+    model: GlobalModel,
+    left: Iterator[tuple[TensorSpec, int]],
+    shares: Sequence[float],
+    open_reader: Callable[[], ReadBlock],
+) -> None:
+    """Compute the gradients of blocks of parameters, on one of several threads: each takes the next block."""
+    read = open_reader()
+    scratch = {spec.dtype: torch.empty(BLOCK, dtype=master_dtype(spec.dtype)) for spec in model.specs}
+    for spec, begin in left:
+        mean = _gradient(model.by_name[spec.name]).view(-1)[begin : begin + BLOCK]
+        means, parts = mean.split(_ALONE), scratch[spec.dtype][: len(mean)].split(_ALONE)
+        torch._foreach_copy_(means, read(0, spec, begin, len(mean)).split(_ALONE))
+        torch._foreach_mul_(means, shares[0])
+        for number in range(1, len(shares)):
+            torch._foreach_copy_(parts, read(number, spec, begin, len(mean)).split(_ALONE))
+            torch._foreach_mul_(parts, shares[number])
+            torch._foreach_add_(means, parts)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -1,27 +1,28 @@
 """OuterRun: the global parameters of a DiLoCo run, and the events that change them.
 
-An event is in the journal before it takes effect. So after a kill, the newest checkpoint and the events after it lead
-to the same parameters, bit by bit.
+An event is in the journal before anything that depends on it leaves the server. So after a kill, the newest checkpoint
+and the events after it lead to the same parameters, bit by bit.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 import uuid
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dalsegno.errors import NotFound, SaveFailed, StateMismatch
 
-from .outer import BLOCK, MakeOptimizer, describe, outer_step, without_kernels
-from .signature import Specs, TensorSpec
+from .outer import BLOCK, MakeOptimizer, ReadBlock, describe, outer_step, without_kernels
+from .signature import Specs
 from .spool import SpooledTensors
 from .state import Accepted, Applied, Event, Result, ServerState, Settings, Submission
 from .store import Globals, ServerStore, TensorFile
+from .versions import Version
 
 logger = logging.getLogger("dalsegno")
 
@@ -88,6 +89,7 @@ class OuterRun:
                 part.copy_(file.block(spec.name, begin, len(part)))
         state = ServerState(uuid.uuid4().hex, settings, describe(parts.optimizer))
         self.store.save(state, parts)
+        self.store.journal.clear()
         self._take(state, parts)
         logger.info("DiLoCo run %s begins, with %d tensors", state.run_id, len(specs))
 
@@ -107,11 +109,9 @@ class OuterRun:
         self._take(state, parts)
         self.store.load(checkpoint, parts)
         self.records.extend(self.store.records())
-        events = list(self.store.events(after=state.events))
-        accepted = [event.submission for event in events if isinstance(event, Accepted)]
-        needed = [*state.pending(state.members), *accepted]
-        self.store.release_submissions(except_for={each.file_name for each in needed})
-        self.store.release_damaged_versions()
+        events = self.store.journal.after(state.events)
+        self.store.release_submissions(except_for=_submissions_after(state, events))
+        self.store.versions.release_damaged()
         for event in events:
             self._carry_out(event)
         self.keep_versions()
@@ -139,16 +139,33 @@ class OuterRun:
         """
         try:
             if save and self._state is not None:
-                self.store.save(self._state, self._globals)
+                self.commit()
+                if self.store.save(self._state, self._globals):
+                    self.release_saved(self._state)
         finally:
             self.store.close()
 
     # -- events -----------------------------------------------------------------------------------------------------
 
     def record(self, event: Event) -> None:
-        """Write an event to the journal, then carry it out."""
-        self.store.record(event, self.state.events + 1)
+        """Carry out an event. :meth:`commit` before anything that depends on it leaves the server."""
+        self.store.journal.record(event, self.state.events + 1)
         self._carry_out(event)
+
+    def accept(self, submission: Submission, arrived: SpooledTensors) -> None:
+        """Give a submission's file its name, and record that it is accepted."""
+        self.store.keep(arrived, submission)
+        event = Accepted(submission)
+        self.store.journal.record(event, self.state.events + 1, arrived.make_durable)
+        self._carry_out(event)
+
+    def commit(self) -> None:
+        """Write what was recorded to disk. On any thread.
+
+        Raises:
+            OSError: if the disk refuses it; the next commit tries again.
+        """
+        self.store.journal.commit()
 
     def _carry_out(self, event: Event) -> None:
         state = self.state
@@ -166,13 +183,13 @@ class OuterRun:
         """The outer step of an event, and its record in the log."""
         submissions, loss = state.pending(event.worker_ids), state.mean_loss(event.worker_ids)
         specs = self._fragments[submissions[0].fragment]
-        files = [self.store.tensors(each, specs) for each in submissions]
         weights = [each.samples for each in submissions]
 
-        def read(number: int, spec: TensorSpec, begin: int, count: int) -> torch.Tensor:
-            return files[number].block(spec.name, begin, count)
+        def open_reader() -> ReadBlock:
+            files = [self.store.tensors(each, specs) for each in submissions]
+            return lambda number, spec, begin, count: files[number].block(spec.name, begin, count)
 
-        outer_step(parts.model, parts.optimizer, specs, weights, read)
+        outer_step(parts.model, parts.optimizer, specs, weights, open_reader)
         staleness = max(state.version - each.base for each in submissions)
         state.change(event)
         now = time.monotonic()
@@ -190,13 +207,26 @@ class OuterRun:
         self.records.append(record)
         self.store.log(record)
 
-    def save_if_due(self) -> None:
-        """Save a checkpoint every ``save_every`` outer steps. A failure is logged: the journal has everything."""
-        if self.state.version % self._save_every == 0:
-            try:
-                self.store.save(self.state, self._globals)
-            except SaveFailed as error:
-                logger.error("version %d is not saved: %s; the journal has it", self.state.version, error)
+    def state_to_save(self) -> ServerState | None:
+        """A copy of the state every ``save_every`` outer steps, for a checkpoint of this version; None otherwise."""
+        return copy.deepcopy(self.state) if self.state.version % self._save_every == 0 else None
+
+    def save(self, state: ServerState) -> bool:
+        """Save a checkpoint of the present parameters. Meanwhile, other threads may record events, but no outer step.
+
+        Returns:
+            Whether it is saved. A failure is logged: the journal has everything.
+        """
+        try:
+            return self.store.save(state, self._globals)
+        except SaveFailed as error:
+            logger.error("version %d is not saved: %s; the journal has it", state.version, error)
+            return False
+
+    def release_saved(self, state: ServerState) -> None:
+        """Drop events that a checkpoint with this state contains, and submissions that only these need."""
+        events = self.store.journal.shorten(state.events)
+        self.store.release_submissions(except_for=_submissions_after(state, events))
 
     # -- versions ---------------------------------------------------------------------------------------------------
 
@@ -208,32 +238,42 @@ class OuterRun:
         """What the frame of a submission has."""
         return submission.sent(self._fragments[submission.fragment])
 
-    def parameters(self, version: int, fragment: int | None) -> Path:
-        """The file of a version.
-
-        Raises:
-            NotFound: if it is not kept.
-        """
-        if not self._is_kept(version, fragment):
-            raise NotFound(f"version {version} of the parameters is not kept; register again")
-        return self.store.version_path(version, fragment)
-
     def has(self, result: Result | None) -> bool:
         """Whether the parameters of a result can be fetched, now or later."""
         if result is None or result.version > self.state.version:
             return result is not None
-        return self._is_kept(result.version, result.fragment)
+        return self.store.versions.has(Version(result.version, result.fragment))
 
-    def _is_kept(self, version: int, fragment: int | None) -> bool:
-        return self.store.version_path(version, fragment).exists()
+    def begin_versions(self) -> list[Version]:
+        """The present parameters that workers will fetch, which are to be written: :meth:`write_versions`. They can be
+        fetched from now on."""
+        state, versions = self.state, self.store.versions
+        present = {each for each in self._needed_versions() if each.number == state.version}
+        missing = sorted((each for each in present if not versions.has(each)), key=lambda each: each.file_name)
+        for each in missing:
+            versions.begin(each, self.specs(each.fragment))
+        return missing
+
+    def write_versions(self, begun: Iterable[Version]) -> None:
+        """Write the present parameters. Meanwhile, other threads may record events, but no outer step."""
+        for each in begun:
+            self.store.versions.write(each, self._globals.model)
+
+    def release_versions(self) -> None:
+        """Release versions that no worker needs."""
+        self.store.versions.release(except_for=self._needed_versions())
 
     def keep_versions(self) -> None:
         """Write the present parameters for workers that will fetch them; release versions that no worker needs."""
-        state = self.state
-        results = [each for member in state.members.values() for each in member.results.values()]
-        for fragment in {each.fragment for each in results if each.version == state.version}:
-            if not self._is_kept(state.version, fragment):
-                self.store.write_version(state.version, fragment, self.specs(fragment), self._globals.model)
-        self.store.release_versions(
-            except_for={self.store.version_path(each.version, each.fragment) for each in results}
-        )
+        self.write_versions(self.begin_versions())
+        self.release_versions()
+
+    def _needed_versions(self) -> set[Version]:
+        results = [each for member in self.state.members.values() for each in member.results.values()]
+        return {Version(each.version, each.fragment) for each in results}
+
+
+def _submissions_after(state: ServerState, events: Iterable[Event]) -> set[str]:
+    """Names of the files that the events after ``state`` need."""
+    accepted = [event.submission for event in events if isinstance(event, Accepted)]
+    return {each.file_name for each in (*state.pending(state.members), *accepted)}

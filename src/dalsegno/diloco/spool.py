@@ -1,4 +1,4 @@
-"""Spool: files for tensors that arrive, checked and durable before they get a name.
+"""Spool: files for tensors that arrive, checked before they get a name.
 
 A file that is no longer needed is overwritten by the next one: the disk and the page cache have room for it already.
 128 MB take half the time of a new file, and nothing has to be deleted while workers wait.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -48,6 +50,7 @@ class SpareFiles:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._spare: deque[Path] = deque()
+        self._own = uuid.uuid4().hex[:12]  # a server that was stopped may still write, in this process
         self._numbers = itertools.count()
 
     def take(self) -> Path:
@@ -80,16 +83,17 @@ class SpareFiles:
             filesystem.remove(path)
 
     def _new_path(self) -> Path:
-        return self._directory / f".{os.getpid()}-{next(self._numbers)}{_PARTIAL}"
+        return self._directory / f".{self._own}-{next(self._numbers)}{_PARTIAL}"
 
 
 class SpooledTensors:
-    """Finite tensors in a file on disk, which has yet to get its name. Made by :func:`spooled` only."""
+    """Finite tensors in a file that has yet to get its name, and to reach the disk. Made by :func:`spooled` only."""
 
     def __init__(self, path: Path, specs: Specs) -> None:
         self.path = path
         self.specs = specs
-        self._is_kept = False
+        self._is_kept = self._is_durable = False
+        self._turn = threading.Lock()  # of the threads that wait for the disk
 
     @property
     def is_kept(self) -> bool:
@@ -97,9 +101,18 @@ class SpooledTensors:
         return self._is_kept
 
     def keep(self, path: Path) -> None:
-        """Give the file its name, durably."""
-        filesystem.rename(self.path, path)
+        """Give the file its name."""
+        filesystem.rename_nosync(self.path, path)
+        self.path = path
         self._is_kept = True
+
+    def make_durable(self) -> None:
+        """Wait until the file and its name are on disk. On any thread."""
+        with self._turn:
+            if not self._is_durable:
+                filesystem.fsync_file(self.path)
+                filesystem.fsync_directory(self.path.parent)
+                self._is_durable = True
 
 
 @contextmanager
@@ -163,7 +176,6 @@ def _write(path: Path, specs: Specs, source: Source) -> None:
             raise ConfigurationError(f"{not_finite} contains NaN or infinity; nothing of this submission is used")
         if os.fstat(descriptor).st_size != layout.length:
             filesystem.truncate(descriptor, layout.length, path)
-        filesystem.fsync(descriptor, path)
     finally:
         os.close(descriptor)
 

@@ -16,7 +16,7 @@ next one: see :mod:`.spool`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,19 +29,18 @@ from dalsegno.checkpoint import Checkpoint, CheckpointManager, ModelState, Optim
 from dalsegno.checkpoint.format.layout import StoredFile
 from dalsegno.errors import StateMismatch
 from dalsegno.logs import RecordLog, read_records
-from dalsegno.logs.line_file import LineFile
 from dalsegno.logs.rewind import PositionState
-from dalsegno.logs.values import decode
 from dalsegno.policies.retention import Latest
 from dalsegno.stateful.component import Component
 from dalsegno.system import filesystem
 
-from .frames import FrameLayout, frame_pieces, head_of_whole_frame
+from .journal import Journal
 from .outer import BLOCK, GlobalModel, MakeOptimizer
 from .quantization import GROUP, dequantize, element_count
 from .signature import Specs, file_layout
-from .spool import Source, SpareFiles, SpooledTensors, removed_on_failure, spooled
-from .state import Event, ServerState, Submission, event_from_json, event_to_json
+from .spool import Source, SpareFiles, SpooledTensors, spooled
+from .state import ServerState, Submission
+from .versions import Versions
 
 _STATE, _LOG = "diloco", "log"  # keys of components
 
@@ -60,19 +59,20 @@ class Globals:
 
 
 class ServerStore:
-    """The files below ``folder``. Used on one thread at a time, but for :meth:`spooled` and what reads versions."""
+    """The files below ``folder``. Used on one thread at a time, but for :meth:`spooled` and :meth:`save`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._own = folder / "diloco"
-        self._submissions, self._versions = self._own / "submissions", self._own / "versions"
-        for each in (self._submissions, self._versions):
+        own = folder / "diloco"
+        self._submissions, versions = own / "submissions", own / "versions"
+        for each in (self._submissions, versions):
             filesystem.make_directory(each)
-        self._journal = LineFile(self._own / "journal.jsonl", _parse)
+        self.journal = Journal(own / "journal.jsonl")
+        self.versions = Versions(versions)
         self._manager = CheckpointManager(folder, keep=Latest(2))
         self._log = RecordLog("logs/train.jsonl", folder)
         self._log_position: PositionState | None = None
-        self._spare_submissions, self._spare_versions = SpareFiles(self._submissions), SpareFiles(self._versions)
+        self._spare = SpareFiles(self._submissions)
 
     # -- start and end ----------------------------------------------------------------------------------------------
 
@@ -84,8 +84,8 @@ class ServerStore:
             StateMismatch: if it is not a checkpoint of a DiLoCo server.
         """
         self._manager.remove_partial()
-        self._spare_submissions.delete_all()
-        self._spare_versions.delete_all()
+        self._spare.delete_all()
+        self.versions.delete_spare()
         found = self._manager.find()
         if found is None:
             self._log.open()
@@ -105,32 +105,14 @@ class ServerStore:
         self._manager.load(found, self._sharded(parts), components)
         self._log.open(self._log_position)
 
-    def events(self, after: int) -> Iterator[Event]:
-        """The events of the journal, but for the first ``after`` ones of the run.
-
-        Raises:
-            StateMismatch: if the journal is damaged, or does not follow on the checkpoint.
-        """
-        expected = after + 1
-        for number, event in self._journal.read(strict=True):
-            if number < expected:
-                continue
-            if number > expected:
-                raise StateMismatch(f"{self._journal.path}: event {expected} is missing")
-            expected += 1
-            yield event
-
     def close(self) -> None:
-        """Close the log, and delete the files that nothing refers to."""
+        """Close the journal and the log, and delete the files that nothing refers to."""
+        self.journal.close()
         self._log.close()
-        self._spare_submissions.delete_all()
-        self._spare_versions.delete_all()
+        self._spare.delete_all()
+        self.versions.delete_spare()
 
-    # -- events, records, checkpoints -------------------------------------------------------------------------------
-
-    def record(self, event: Event, number: int) -> None:
-        """Append an event to the journal; it is on disk when this returns."""
-        self._journal.append([{"event": number, **event_to_json(event)}])
+    # -- records, checkpoints ---------------------------------------------------------------------------------------
 
     def records(self) -> list[dict[str, Any]]:
         """The log's records of outer steps."""
@@ -140,18 +122,17 @@ class ServerStore:
         """Append a record to the log."""
         self._log.append(record)
 
-    def save(self, state: ServerState, parts: Globals) -> None:
-        """Save a checkpoint, unless there is one of this version; then delete what only older ones needed.
+    def save(self, state: ServerState, parts: Globals) -> bool:
+        """Save a checkpoint, unless there is one of this version. Returns whether it was saved.
 
         Raises:
             SaveFailed: if it cannot be written. Older ones, and the journal, remain.
         """
         if self._manager.path_of(state.version).exists():
-            return
+            return False
         components = [Component(_STATE, _Saved(state.to_json())), Component(_LOG, _LogPosition(self))]
         self._manager.save(state.version, self._sharded(parts), components)
-        self._journal.replace([])
-        self.release_submissions(except_for={each.file_name for each in state.pending(state.members)})
+        return True
 
     def _sharded(self, parts: Globals) -> list[ModelState | OptimizerState]:
         return [ModelState(parts.model), OptimizerState(parts.model, parts.optimizer)]
@@ -160,10 +141,10 @@ class ServerStore:
 
     def spooled(self, specs: Specs, source: Source) -> AbstractContextManager[SpooledTensors]:
         """Write tensors that arrive to a file: see :func:`.spool.spooled`."""
-        return spooled(self._spare_submissions, specs, source)
+        return spooled(self._spare, specs, source)
 
     def keep(self, arrived: SpooledTensors, submission: Submission) -> None:
-        """Give a complete submission its name. It is on disk when this returns."""
+        """Give a complete submission its name."""
         arrived.keep(self._submissions / submission.file_name)
 
     def tensors(self, submission: Submission, specs: Specs) -> TensorFile:
@@ -172,37 +153,9 @@ class ServerStore:
 
     def release_submissions(self, *, except_for: Collection[str]) -> None:
         """Let the files of submissions be overwritten that no event needs any more."""
-        for path in list(self._spare_submissions.named()):
+        for path in list(self._spare.named()):
             if path.name not in except_for:
-                self._spare_submissions.give_back(path)
-
-    # -- versions ---------------------------------------------------------------------------------------------------
-
-    def version_path(self, version: int, fragment: int | None) -> Path:
-        """``fragment``: None for all parameters."""
-        return self._versions / f"{version:08d}-{'all' if fragment is None else fragment}.frame"
-
-    def write_version(self, version: int, fragment: int | None, specs: Specs, model: GlobalModel) -> None:
-        """Write parameters for workers to fetch. Without fsync: the journal can make them again."""
-        spare = self._spare_versions.take()
-        layout = FrameLayout({"version": version}, specs)
-        with removed_on_failure(spare):
-            filesystem.write_pieces(spare, frame_pieces(layout, model.bytes_as_trained(layout.order)))
-            filesystem.rename_nosync(spare, self.version_path(version, fragment))
-
-    def release_versions(self, *, except_for: Collection[Path]) -> None:
-        """Let the files of versions be overwritten that no worker may ask for any more."""
-        for path in list(self._spare_versions.named()):
-            if path not in except_for:
-                self._spare_versions.give_back(path)
-
-    def release_damaged_versions(self) -> None:
-        """As :meth:`release_versions`, for those that a power cut has left with other content: mixed, or that of the
-        version that they had before."""
-        for path in list(self._spare_versions.named()):
-            head = head_of_whole_frame(path)
-            if head is None or not path.name.startswith(f"{head.get('version')!s:0>8}-"):
-                self._spare_versions.give_back(path)
+                self._spare.give_back(path)
 
 
 class TensorFile:
@@ -236,13 +189,6 @@ class TensorFile:
         coded = scales.view(spec.dtype)
         self._file.fill(coded, span, spec.dtype, (spec.count,), [(first, len(coded))])
         return scales
-
-
-def _parse(text: bytes) -> tuple[int, Event]:
-    content = decode(text)
-    if not isinstance(content, dict) or type(content.get("event")) is not int:
-        raise ValueError(f"not an event: {text[:80]!r}")
-    return content.pop("event"), event_from_json(content)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from .downloads import DOWNLOADS, send_file
+from .growth import Growth
 from .uploads import UPLOADS, Upload
 
 KEEP_ALIVE = 8
@@ -175,10 +176,10 @@ class _Protocol(H11Protocol):
         self._watch()
         return self._upload
 
-    async def send_file(self, file: FileIO, length: int) -> None:
+    async def send_file(self, file: FileIO, growth: Growth) -> None:
         """Send a file as the body of the answer that has begun. Closes the connection if the client is too slow."""
-        if await send_file(self.transport, file, length, self._limits.write_timeout):
-            body: Any = range(length)  # the parser only counts a body's bytes
+        if await send_file(self.transport, file, growth, self._limits.write_timeout):
+            body: Any = range(growth.length)  # the parser only counts a body's bytes
             self.conn.send_with_data_passthrough(h11.Data(data=body))
 
     @property

@@ -110,6 +110,7 @@ class Gate:
         self._app = app
         self._token = None if token is None else token.encode()
         self._open_paths = frozenset(open_paths)
+        self._host = host
         self._names = _LOOPBACK_NAMES | {host.lower(), socket.gethostname().lower()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -134,10 +135,11 @@ class Gate:
         return None
 
     def _is_known(self, host: str) -> bool:
-        """An address cannot be rebound; a name must be one of this server's."""
+        """An address cannot be rebound. A name must be one of this server's, unless other machines reach it: by names
+        that it does not know, and with a token."""
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
         name = name.removeprefix("[").removesuffix("]").lower()
-        return name in self._names or _address(name) is not None
+        return name in self._names or _address(name) is not None or not is_loopback(self._host)
 
     def _has_token(self, credentials: list[str]) -> bool:
         if self._token is None or len(credentials) != 1:
