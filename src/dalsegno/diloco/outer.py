@@ -68,7 +68,7 @@ class GlobalModel(nn.Module):
             for begin in range(0, len(flat), BLOCK):
                 part = flat[begin : begin + BLOCK]
                 piece = scratch[: len(part)]
-                torch._foreach_copy_(piece.split(_ALONE), part.split(_ALONE))
+                torch._foreach_copy_(_parts(piece), _parts(part))
                 yield piece.view(torch.uint8).numpy().data
 
     def allot_gradients(self, specs: Specs) -> None:
@@ -197,13 +197,18 @@ def _average(
     scratch = {spec.dtype: torch.empty(BLOCK, dtype=master_dtype(spec.dtype)) for spec in model.specs}
     for spec, begin in left:
         mean = _gradient(model.by_name[spec.name]).view(-1)[begin : begin + BLOCK]
-        means, parts = mean.split(_ALONE), scratch[spec.dtype][: len(mean)].split(_ALONE)
-        torch._foreach_copy_(means, read(0, spec, begin, len(mean)).split(_ALONE))
+        means, parts = _parts(mean), _parts(scratch[spec.dtype][: len(mean)])
+        torch._foreach_copy_(means, _parts(read(0, spec, begin, len(mean))))
         torch._foreach_mul_(means, shares[0])
         for number in range(1, len(shares)):
-            torch._foreach_copy_(parts, read(number, spec, begin, len(mean)).split(_ALONE))
+            torch._foreach_copy_(parts, _parts(read(number, spec, begin, len(mean))))
             torch._foreach_mul_(parts, shares[number])
             torch._foreach_add_(means, parts)
+
+
+def _parts(flat: Tensor) -> list[Tensor]:
+    """Views of a flat tensor, of which each is computed on one thread."""
+    return list(torch.split(flat, _ALONE))
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

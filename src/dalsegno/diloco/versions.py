@@ -45,8 +45,8 @@ class _Growing:
 
 
 class Versions:
-    """The files in ``directory``. :meth:`has` and :meth:`open` are called on any thread; so is :meth:`write`, once for each
-    version that was begun."""
+    """The files in ``directory``. :meth:`has` and :meth:`open` are called on any thread, and :meth:`write` on any, once
+    for each version that was begun."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
