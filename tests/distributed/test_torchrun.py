@@ -14,6 +14,7 @@ import pytest
 from dalsegno.callbacks import JsonLogger
 from dalsegno.checkpoint import CheckpointManager
 from dalsegno.logs import RunFile, read_records
+from support.restarted_job import RESUMES_FROM
 from support.small import Line, small_trainer
 
 HERE = Path(__file__).parents[1]
@@ -39,37 +40,27 @@ def test_two_ranks_by_themselves(tmp_path: Path) -> None:
     ]
 
 
-def test_max_restarts_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
-    """One rank of two is killed; torchrun ends the other, starts both again, and they go on."""
+def test_max_restarts_resumes_from_the_newest_checkpoint_and_sigterm_stops_in_time(tmp_path: Path) -> None:
+    """One rank of two is killed; torchrun ends the other, starts both again, and they resume; it stops in time."""
     job = [str(HERE / "support/restarted_job.py"), str(tmp_path / "run")]
     command = [*COMMAND, "--max-restarts=1", "--monitor-interval=0.1", *job]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    legs = RunFile(tmp_path / "run").load().legs
-    assert [leg.first_step for leg in legs] == [0, 4]
-    assert legs[-1].reason == "finished"
-    steps = [record["global_step"] for record in read_records(tmp_path / "run/logs/train.jsonl") if "loss" in record]
-    assert steps == [1, 2, 3, 4, 5, 6, 7]
-
-
-def test_sigterm_to_torchrun_stops_the_run_in_time(tmp_path: Path) -> None:
-    job = [str(HERE / "support/restarted_job.py"), str(tmp_path / "run"), "wait"]
-    started = subprocess.Popen(
-        [*COMMAND, *job], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
+    started = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert started.stdout is not None
     try:
-        assert started.stdout.readline() == "saved step 2\n"
+        assert started.stdout.readline() == f"saved step {RESUMES_FROM + 2}\n"
         started.send_signal(signal.SIGTERM)
         started.wait()
     finally:
         started.kill()
         started.stdout.close()
-    leg = RunFile(tmp_path / "run").load().legs[-1]
-    assert (leg.reason, leg.by) == ("stopped", "signal")
+    legs = RunFile(tmp_path / "run").load().legs
+    assert [leg.first_step for leg in legs] == [0, RESUMES_FROM]
+    assert (legs[-1].reason, legs[-1].by) == ("stopped", "signal")
     newest = CheckpointManager(tmp_path / "run").find()
     assert newest is not None
-    assert newest.step == leg.last_step
+    assert newest.step == legs[-1].last_step > RESUMES_FROM
+    steps = [record["global_step"] for record in read_records(tmp_path / "run/logs/train.jsonl") if "loss" in record]
+    assert steps == list(range(1, newest.step + 1))
 
 
 def environment() -> dict[str, str]:
