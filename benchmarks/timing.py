@@ -30,10 +30,13 @@ def seconds_each(
 
 
 def in_turns(measures: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """What each measures in each round, after one round that does not count. Every other round goes backwards."""
+    """What each measures in each round, after one round that does not count. Every other round goes backwards.
+
+    If there is but one round, nothing is compared, and it is the first.
+    """
     results: dict[str, list[float]] = {name: [] for name in measures}
     order = list(measures)
-    for name in order:
+    for name in order if rounds > 1 else ():
         measures[name]()
     for _ in range(rounds):
         for name in order:
