@@ -10,8 +10,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Generator
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import pytest
 from _pytest.assertion import rewrite
@@ -73,26 +75,36 @@ def pytest_configure(config: pytest.Config) -> None:
     """Compile what several processes import, else each would do so anew: the package, the tests, and their asserts."""
     if hasattr(config, "workerinput"):
         return
-    for name in ("src", "tests"):
-        compileall.compile_dir(ROOT / name, quiet=2)
-    if config.getoption("numprocesses", None) and config.getoption("assertmode") == "rewrite":
-        tests, cores = sorted(ROOT.glob("tests/**/test_*.py")), os.cpu_count() or 1
-        shares = [
-            get_context("fork").Process(target=_compile_asserts, args=(config, tests[n::cores])) for n in range(cores)
-        ]
-        for share in shares:
-            share.start()
-        for share in shares:
-            share.join()
+    files, cores = [path for name in ("src", "tests") for path in sorted(ROOT.glob(f"{name}/**/*.py"))], 1
+    if config.getoption("numprocesses", None):
+        cores = os.cpu_count() or 1
+    else:
+        files = [path for path in files if not _is_test(path)]  # few are run, and pytest compiles these
+    shares = [get_context("fork").Process(target=_compile, args=(config, files[n::cores])) for n in range(cores)]
+    for share in shares:
+        share.start()
+    for share in shares:
+        share.join()
 
 
-def _compile_asserts(config: pytest.Config, tests: list[Path]) -> None:
+def _is_test(path: Path) -> bool:
+    return path.name.startswith("test_")
+
+
+def _compile(config: pytest.Config, files: list[Path]) -> None:
+    for file in files:
+        if not _is_test(file):
+            compileall.compile_file(file, quiet=2)
+        elif config.getoption("assertmode") == "rewrite":
+            _compile_asserts(config, file)
+
+
+def _compile_asserts(config: pytest.Config, test: Path) -> None:
     """Write the bytecode that pytest otherwise makes on import. It has no public function for this."""
-    for test in tests:
-        bytecode = rewrite.get_cache_dir(test) / (test.stem + rewrite.PYC_TAIL)
-        if rewrite._read_pyc(test, bytecode) is None:
-            source_hash, code = rewrite._rewrite_test(test, config)
-            rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, source_hash, bytecode)
+    bytecode = rewrite.get_cache_dir(test) / (test.stem + rewrite.PYC_TAIL)
+    if rewrite._read_pyc(test, bytecode) is None:
+        source_hash, code = rewrite._rewrite_test(test, config)
+        rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, source_hash, bytecode)
 
 
 SLOW_TO_IMPORT = (
@@ -105,15 +117,20 @@ SLOW_TO_IMPORT = (
 )
 
 
-def pytest_collection_finish() -> None:
-    """What is imported by now is never garbage: no collection of a test needs to walk it.
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """What is imported here is never garbage: it is not searched for any, neither now nor while tests run.
 
     Ranks begin with what the tests import, rather than import it once for each.
     """
+    gc.disable()
+    collected = yield
     gc.collect()
     gc.freeze()
+    gc.enable()
     if processes := sys.modules.get("dalsegno.testing.processes"):
         processes.PRELOADED.extend(name for name in SLOW_TO_IMPORT if name.partition(".")[0] in sys.modules)
+    return collected
 
 
 @pytest.fixture(scope="session")
