@@ -1,4 +1,4 @@
-"""Total norm of the gradients, and clipping by it, for tensors that are sharded over different meshes.
+"""Total norm of the gradients, and clipping by it, for plain tensors and for those sharded over different meshes.
 
 torch's ``clip_grad_norm_`` refuses to mix tensors of different meshes, or DTensors and plain tensors, which tensor
 parallelism has. So tensors that are sharded alike are measured together, and their norms are combined.
@@ -7,6 +7,7 @@ parallelism has. So tensors that are sharded alike are measured together, and th
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
 from itertools import chain
 from typing import TypeVar
 
@@ -19,9 +20,36 @@ from .sharded_tensors import dense, mesh_groups, summed
 
 K = TypeVar("K", bound=Hashable)
 
+ClipGradients = Callable[[float], Tensor]
+"""Clips the gradients to a total L2 norm of the given value (0: no clipping). Returns the norm before it, 0-dim: the
+full model's, reduced over the ranks of a sharded one."""
+
+
+def clipping_of(parameters: Sequence[nn.Parameter]) -> ClipGradients:
+    """Return the clipping of these parameters' gradients. Those that have no gradient in a step are left out."""
+    are_plain = {type(each) for each in parameters} <= {nn.Parameter, Tensor}
+    are_alike = len({(each.device, each.dtype) for each in parameters}) == 1
+    return partial(_clip_alike, parameters) if are_plain and are_alike else GradientClipping(parameters)
+
+
+@torch.no_grad()
+def _clip_alike(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+    """Clip the gradients of plain parameters of one device and dtype.
+
+    Bit for bit as torch's ``clip_grad_norm_``, without looking the gradients up and grouping them twice, which takes
+    25 µs a step (python -m benchmarks loop).
+    """
+    gradients = _elements(parameters)
+    if not gradients:
+        return torch.tensor(0.0)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    if max_norm:
+        torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    return norm
+
 
 class GradientClipping:
-    """Measures and clips the gradients of ``parameters``. Those that have no gradient in a step are left out.
+    """Measures and clips the gradients of parameters of any kind. Those that have no gradient in a step are left out.
 
     How a parameter is sharded is looked up once: at each step, it would cost 2 % of a small one under FSDP.
     """

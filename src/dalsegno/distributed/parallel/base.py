@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dalsegno.distributed.clipping import GradientClipping
+from dalsegno.distributed.clipping import ClipGradients, clipping_of
 from dalsegno.errors import ConfigurationError
-
-ClipGradients = Callable[[float], torch.Tensor]
-"""Clips the gradients to a total L2 norm of the given value (0: no clipping). Returns the norm before it, 0-dim: the
-full model's, reduced over the ranks of a sharded one."""
 
 
 class Parallel:
@@ -41,7 +36,7 @@ class Parallel:
 
     def clipping(self, parameters: Sequence[nn.Parameter]) -> ClipGradients:
         """Return a function that clips the gradients of these parameters. To be called once the optimizer has them."""
-        return GradientClipping(parameters)
+        return clipping_of(parameters)
 
 
 class ReplacedParameters(Parallel):

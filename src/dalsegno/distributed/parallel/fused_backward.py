@@ -15,11 +15,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dalsegno.distributed.clipping import ClipGradients
 from dalsegno.distributed.gradients import GradientNorms
 from dalsegno.distributed.sharded_tensors import total_norm
 from dalsegno.errors import ConfigurationError
 
-from .base import ClipGradients, Parallel
+from .base import Parallel
 from .ddp import DataParallel
 from .trained_loss import WithTrainedLoss
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from dalsegno.distributed import collectives
-from dalsegno.distributed.clipping import GradientClipping, complete
+from dalsegno.distributed.clipping import ClipGradients, GradientClipping, complete
 from dalsegno.distributed.inference import run_stages_of
 from dalsegno.distributed.layout import data_dimensions
 from dalsegno.distributed.modes import FSDP, STAGES, TENSOR, Pipeline, TensorParallel
@@ -31,7 +31,7 @@ from dalsegno.distributed.sharded_tensors import once
 from dalsegno.distributed.stage_places import StagePlace, place_of, set_place
 from dalsegno.errors import ConfigurationError
 
-from .base import ClipGradients, ReplacedParameters
+from .base import ReplacedParameters
 from .fsdp import shard, unit_names
 from .tensor import planned_styles, split_layers
 

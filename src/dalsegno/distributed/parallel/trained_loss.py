@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from torch import nn
 from torch.optim import Optimizer
 
+from dalsegno.distributed.clipping import ClipGradients
 from dalsegno.distributed.modes import DDP, Mode
 from dalsegno.errors import ConfigurationError
 
-from .base import ClipGradients, Parallel
+from .base import Parallel
 
 
 class WithTrainedLoss(Parallel):
