@@ -246,6 +246,19 @@ def test_a_context_is_reused_and_its_copy_is_kept(tmp_path: Path) -> None:
     assert len({copy.loss for copy in copies}) == 3
 
 
+def test_a_handler_that_removes_its_callback_skips_no_other_and_is_named(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def leave(ctx: Any) -> None:
+        ctx.trainer.remove_callback("leaver")
+        ctx.control.stop("nothing is left to do")
+
+    leaver = Listener({"on_step_end": leave}, name="leaver")
+    stayer = Listener({"on_step_end": lambda ctx: seen.append(ctx.step)}, name="stayer")
+    result = small_trainer(tmp_path, leaver, stayer, max_steps=3).train()
+    assert (seen, result.stopped_by) == ([1], "leaver")
+
+
 def test_log_step_may_add_to_a_record_and_every_kind_comes_through(tmp_path: Path) -> None:
     records: list[tuple[str, bool]] = []
     handlers = {

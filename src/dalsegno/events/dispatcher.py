@@ -10,12 +10,12 @@ The loop checks the list before it fires, so that an event without handlers cost
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MethodType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 from dalsegno.errors import ConfigurationError, EventNotFired, UnknownName
-from dalsegno.state import Handler, method_of
+from dalsegno.state import Handler, method_of, running
 
 from . import contexts
 from .background import Background
@@ -43,7 +43,7 @@ _MUTED = frozenset(list(Event)[list(Event).index(Event.STEP_BEGIN) :]) - {
 class HandlerList(list[Handler], Generic[P, C]):
     """An event's handlers, in order, and the context that they all receive. It is false if there are none."""
 
-    __slots__ = ("context", "event", "fill")
+    __slots__ = ("_bound", "context", "event", "fill")
 
     fill: Callable[P, None]
     """Sets the payload of this firing in the context."""
@@ -53,39 +53,47 @@ class HandlerList(list[Handler], Generic[P, C]):
         self.event = event
         self.context = context
         self.fill = fill
+        self._bound: tuple[Handler, ...] = ()
+
+    def bind(self, handlers: Iterable[Handler]) -> None:
+        """Set the handlers, from the next firing on: one that removes a callback does not change the present firing."""
+        self._bound = tuple(handlers)
+        self[:] = self._bound
 
     def fire(self) -> None:
         """Call the handlers. An exception in one propagates, with a note that names callback and event."""
         context = self.context
         control = context.control
-        outer = control.current_handler  # if a handler fires this event
-        handler: Handler | None = None
+        outer = control.firing  # if a handler fires this event
+        control.firing = handlers = iter(self._bound)
         try:
-            for handler in self:
-                control.current_handler = handler
+            for handler in handlers:
                 if (answer := handler(context)) is not None:
                     control.merge_from(answer)
         except BaseException as error:
-            if handler is not None:
-                error.add_note(f"raised in {method_of(handler, self.event.handler)}")
+            self._name_handler(error, handlers)
             raise
         finally:
-            control.current_handler = outer
+            control.firing = outer
 
     def fire_all(self) -> list[BaseException]:
         """Like :meth:`fire`, but call all handlers even if some raise, and return the exceptions."""
         failures: list[BaseException] = []
         control = self.context.control
-        outer = control.current_handler
-        for handler in self:
-            control.current_handler = handler
+        outer = control.firing
+        control.firing = handlers = iter(self._bound)
+        for handler in handlers:
             try:
                 handler(self.context)
             except BaseException as error:
-                error.add_note(f"raised in {method_of(handler, self.event.handler)}")
+                self._name_handler(error, handlers)
                 failures.append(error)
-        control.current_handler = outer
+        control.firing = outer
         return failures
+
+    def _name_handler(self, error: BaseException, handlers: Iterator[Handler]) -> None:
+        if (handler := running(handlers)) is not None:
+            error.add_note(f"raised in {method_of(handler, self.event.handler)}")
 
 
 class Dispatcher:
@@ -181,12 +189,13 @@ class Dispatcher:
             self._handlers += [(callback, event, handler) for event, handler in handlers]
 
     def _fill_channels(self) -> None:
-        for channel in self.channels.values():
-            channel.clear()
+        called: dict[Event, list[Handler]] = {event: [] for event in self.channels}
         for callback, event, handler in self._handlers:
             is_off = callback.key in self.switched_off and event in _MUTED
             if not is_off and (callback.key, event) not in self._idle:
-                self.channels[event].append(handler)
+                called[event].append(handler)
+        for event, handlers in called.items():
+            self.channels[event].bind(handlers)
 
     def leave_out_idle(self) -> None:
         """Call no handlers that have nothing to do in this leg, until callbacks are set again. To be called after
