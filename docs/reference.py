@@ -36,6 +36,8 @@ TITLES = {
 CONTEXT_OPTIONS = """\
     options:
       show_root_heading: false
+      show_root_toc_entry: false
+      show_attribute_values: false
       heading_level: 3
       show_if_no_docstring: true
       inherited_members: [loss]
