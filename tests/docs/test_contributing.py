@@ -61,7 +61,7 @@ def test_a_callback_a_dialect_and_a_command_as_described(tmp_path: Path) -> None
     code = f"import sys; sys.path.insert(0, {str(package.parent)!r})\n{USE}"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "Adds `highest_loss`, the highest loss of a step so far, to each training record." in done.stdout
+    assert "Adds `highest_loss`, the highest logged loss so far, to each training record." in done.stdout
     assert json.loads(done.stdout[done.stdout.rindex("[") :]) == [{"run": "a", "records": 5}]
     lint = [sys.executable, "-m", "ruff", "check", "--config", str(ROOT / "pyproject.toml"), "--quiet"]
     subprocess.run([*lint, *(str(tmp_path / name) for name, _ in recipes)], check=True)
