@@ -24,6 +24,7 @@ from checkpoint.parts import FixedRankNotes, Notes, RankNotes, Saved
 from dalsegno.checkpoint import CheckpointManager, ModelState, OptimizerState
 from dalsegno.checkpoint.save import planning
 from dalsegno.distributed import collectives
+from dalsegno.errors import DalsegnoError
 from dalsegno.stateful.component import Component
 from dalsegno.system import filesystem
 
@@ -362,10 +363,30 @@ def _read_so_far() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-def save_in_uneven_shards(directory: Path) -> None:
-    """Rank 0 has three of four elements, which torch's own shards never are."""
-    mesh = init_device_mesh("cpu", (collectives.world_size(),))
-    held = torch.ones(3 - 2 * collectives.rank())
+def sharded_as(*sizes: int) -> nn.Module:
+    """A parameter of which rank n holds as many elements as the nth of ``sizes``, all of value n."""
+    mesh, rank = init_device_mesh("cpu", (collectives.world_size(),)), collectives.rank()
+    held = torch.full((sizes[rank],), float(rank))
+    whole = DTensor.from_local(held, mesh, [Shard(0)], shape=(sum(sizes),), stride=(1,))
     model = nn.Module()
-    model.register_parameter("w", nn.Parameter(DTensor.from_local(held, mesh, [Shard(0)], shape=(4,), stride=(1,))))
-    CheckpointManager(directory).save(1, [ModelState(model)], [])
+    model.register_parameter("w", nn.Parameter(whole, requires_grad=False))
+    return model
+
+
+def save_in_shards(directory: Path, is_left_out: bool, *sizes: int) -> None:
+    manager, state = CheckpointManager(directory), ModelState(sharded_as(*sizes))
+    if is_left_out:
+        manager.leave_out_base([state])
+    manager.save(1, [state], [])
+
+
+def load_into_shards(directory: Path, *sizes: int) -> tuple[str, list[float]]:
+    """The error, and what the parameter then contains on this rank."""
+    manager, model = CheckpointManager(directory), sharded_as(*sizes)
+    checkpoint = manager.find()
+    assert checkpoint is not None
+    try:
+        manager.load(checkpoint, [ModelState(model)], [])
+    except DalsegnoError as error:
+        return f"{type(error).__name__}: {error}", model.w.to_local().tolist()
+    return "", model.w.to_local().tolist()

@@ -128,7 +128,12 @@ def test_ranks_that_fail_differently_take_the_same_way_out(tmp_path: Path) -> No
 
 
 def test_uneven_shards_are_refused_on_all_ranks(tmp_path: Path) -> None:
-    """The larger one would be copied over its neighbours in the file."""
+    """A save would copy the larger one over its neighbours in the file; a load would read other rows into it."""
     with pytest.raises(RankFailed, match=r"cannot save model\.w: of its shape \[4\], rank 0 holds \[3\].* \[2\] here"):
-        run_ranks(jobs.save_in_uneven_shards, 2, tmp_path)
+        run_ranks(jobs.save_in_shards, 2, tmp_path, False, 3, 1)
     assert not list((tmp_path / "checkpoints").glob("step-*"))
+    for folder, is_left_out in ((tmp_path / "saved", False), (tmp_path / "left-out", True)):
+        run_ranks(jobs.save_in_shards, 2, folder, is_left_out, 2, 2)
+        for number, (error, content) in enumerate(run_ranks(jobs.load_into_shards, 2, folder, 1, 3)):
+            assert "cannot load model.w: of its shape [4], rank" in error and "torch's even shards" in error
+            assert content == [float(number)] * (1 + 2 * number)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
-import torch
 from torch.distributed.tensor import DTensor
 
 from dalsegno.checkpoint.format.fingerprints import Fingerprint, read_fingerprints
 from dalsegno.checkpoint.format.index import Index
 from dalsegno.checkpoint.format.manifest import Checkpoint
-from dalsegno.checkpoint.state.contract import ShardedState
+from dalsegno.checkpoint.state.contract import ShardedState, Tensors
 from dalsegno.checkpoint.state.sharded import ModelState
+from dalsegno.checkpoint.state.sharding import box_here
 from dalsegno.distributed import collectives
 from dalsegno.distributed.stage_places import is_elsewhere
 from dalsegno.stateful.component import State
@@ -29,6 +30,9 @@ def find_other_base(
         checkpoint: verified.
         index: of its tensors.
         sharded: the components to load, each with its saved rest.
+
+    Raises:
+        StateMismatch: on all ranks, if a parameter is in uneven shards.
     """
     if not index.absent:
         return []
@@ -37,6 +41,7 @@ def find_other_base(
     for component, rest in sharded:
         if isinstance(component, ModelState) and (absent := component.absent(index, rest)):
             of_component = {name: fingerprints[f"{component.key}.{name}"] for name in absent}
+            collectives.run_on_all_ranks(partial(_check_even, component.key, absent))
             others = _differing(absent, of_component)
             of_ranks = collectives.gather(others[:1], "whether the frozen parameters are the same")
             first = min((name for names in of_ranks for name in names), default=None)
@@ -46,7 +51,13 @@ def find_other_base(
     return changes
 
 
-def _differing(tensors: dict[str, torch.Tensor], fingerprints: dict[str, Sequence[Fingerprint]]) -> list[str]:
+def _check_even(component: str, tensors: Tensors) -> None:
+    """Gathering a tensor in uneven shards would hang on some ranks."""
+    for name, tensor in tensors.items():
+        box_here(tensor, f"{component}.{name}")
+
+
+def _differing(tensors: Tensors, fingerprints: dict[str, Sequence[Fingerprint]]) -> list[str]:
     """Names of the tensors that differ, in order. Goes through all of them, since the other ranks do."""
     names = []
     for name in sorted(tensors):

@@ -27,7 +27,8 @@ def load(tensors: TensorsByComponent, files: Files, index: Index) -> None:
 
     Raises:
         DamagedCheckpoint: on every rank, before anything is changed, if a file does not contain what the index has.
-        StateMismatch: on every rank, if an expanded tensor here is not one in the checkpoint.
+        StateMismatch: on every rank, before anything is changed, if a tensor here is in uneven shards; during the load,
+            if an expanded tensor here is not one in the checkpoint.
     """
     reader = ChunkReader(files)
 
@@ -70,11 +71,15 @@ class Read:
 
 
 def planned_reads(tensors: TensorsByComponent, index: Index) -> Iterator[Read]:
-    """What this rank reads: the common boxes of its shards and the stored chunks."""
+    """What this rank reads: the common boxes of its shards and the stored chunks.
+
+    Raises:
+        StateMismatch: for a tensor in uneven shards.
+    """
     for component, its in tensors.items():
         stored = index.of(component)
         for name, tensor in its.items():
-            if name not in stored or (here := box_here(tensor)) is None:
+            if name not in stored or (here := box_here(tensor, f"{component}.{name}")) is None:
                 continue
             local = local_part(tensor)
             for chunk in stored[name].chunks.overlapping(here):

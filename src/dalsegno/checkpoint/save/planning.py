@@ -22,7 +22,7 @@ from dalsegno.checkpoint.format.index import IndexWriter
 from dalsegno.checkpoint.format.layout import FileLayout, TensorChunk
 from dalsegno.checkpoint.format.sharding import Box, Integers, Sharding
 from dalsegno.checkpoint.state.contract import TensorsByComponent
-from dalsegno.checkpoint.state.sharding import Shardings, local_part, sharding_of
+from dalsegno.checkpoint.state.sharding import Shardings, describe_uneven, local_part, sharding_of
 from dalsegno.distributed import collectives
 from dalsegno.distributed.stage_places import place_of
 from dalsegno.errors import CannotSave
@@ -96,7 +96,8 @@ def plan(tensors: TensorsByComponent, frozen: FrozenNames, absent: FrozenNames) 
             spread = Spread.of(sharding, shape, rank)
             replica = balances[is_frozen].assign(spread, dtype.itemsize)
             if (box := spread.here.get(replica)) is not None:
-                _check_even(f"{component}.{name}", tensor, box)
+                if uneven := describe_uneven(tensor, box):  # it would be copied over its neighbours
+                    raise CannotSave(f"cannot save {component}.{name}: {uneven}")
                 own = unsaved.setdefault(component, []) if is_absent else chunks.setdefault(is_frozen, [])
                 own.append(TensorChunk(name, dtype, box.shape, box.offsets, shape))
             if index is not None and is_absent:
@@ -108,16 +109,6 @@ def plan(tensors: TensorsByComponent, frozen: FrozenNames, absent: FrozenNames) 
             for is_frozen, of_file in sorted(chunks.items())
         ]
     return Plan(files, unsaved, None if index is None else index.to_bytes())
-
-
-def _check_even(name: str, tensor: torch.Tensor, box: Box) -> None:
-    """A shard that is larger than its box would be copied over its neighbours."""
-    held = tuple(local_part(tensor).shape)
-    if held != box.shape:
-        raise CannotSave(
-            f"cannot save {name}: of its shape {list(tensor.shape)}, rank {collectives.rank()} holds {list(held)}, and "
-            f"torch's even shards would be {list(box.shape)} here; redistribute it, or build it with distribute_tensor"
-        )
 
 
 @dataclass(frozen=True, slots=True)

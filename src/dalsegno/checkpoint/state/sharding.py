@@ -13,7 +13,7 @@ from dalsegno.checkpoint.format.sharding import Box, Sharding
 from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import meshes_like
 from dalsegno.distributed.stage_places import place_of
-from dalsegno.errors import CannotSave
+from dalsegno.errors import CannotSave, StateMismatch
 
 
 class Shardings:
@@ -50,21 +50,47 @@ def sharding_of(tensor: torch.Tensor) -> Sharding:
     return Sharding.replicated(collectives.world_size())
 
 
-def box_here(tensor: torch.Tensor) -> Box | None:
-    """The part of ``tensor`` that this rank holds; None if its mesh is of other ranks."""
+def box_here(tensor: torch.Tensor, name: str) -> Box | None:
+    """The part of ``tensor`` that this rank holds; None if its mesh is of other ranks.
+
+    Args:
+        name: of the tensor, for errors.
+
+    Raises:
+        StateMismatch: if the tensor is in uneven shards.
+    """
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return Box.whole(shape)
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     cuts = cuts_of(tensor.placements, mesh.shape)
-    return None if coordinate is None else Sharding((), tuple(mesh.shape), cuts).box_at(shape, coordinate)
+    if coordinate is None:
+        return None
+    box = Sharding((), tuple(mesh.shape), cuts).box_at(shape, coordinate)
+    if uneven := describe_uneven(tensor, box):
+        raise StateMismatch(f"cannot load {name}: {uneven}")
+    return box
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor; not a copy."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.detach() if local.requires_grad else local
+
+
+def describe_uneven(tensor: torch.Tensor, box: Box) -> str:
+    """How this rank's part of ``tensor`` differs from ``box``, the one by its placements; empty if it does not.
+
+    ``DTensor.from_local`` takes parts of any size. Where they begin in the full tensor is then known to no rank alone.
+    """
+    held = tuple(local_part(tensor).shape)
+    if held == box.shape:
+        return ""
+    return (
+        f"of its shape {list(tensor.shape)}, rank {collectives.rank()} holds {list(held)}, and torch's even shards "
+        f"would be {list(box.shape)} here; redistribute it, or build it with distribute_tensor"
+    )
 
 
 def cuts_of(placements: Sequence[object], mesh: Sequence[int]) -> tuple[tuple[int, int], ...]:
