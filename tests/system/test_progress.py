@@ -37,14 +37,19 @@ def test_a_thread_that_moves_is_waited_for_and_one_that_stalls_is_not(
     assert reports == ([10, 20] if is_done else [10, 20, 20, 20])
 
 
-def test_a_thread_without_bytes_left_never_counts_as_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, done, waits = Clock(monkeypatch), Progress(), []
-    done.complete()
+@pytest.mark.parametrize("moves_again", [False, True])
+def test_a_thread_that_waits_for_others_does_not_count_as_stalled(
+    moves_again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, paused, waits = Clock(monkeypatch), Progress(), []
+    paused.pause()
 
     def wait(seconds: float) -> bool:
         waits.append(seconds)
+        if moves_again and len(waits) == 3:
+            paused.advance(1)
         clock.now += 1000.0
         return len(waits) == 4
 
-    assert done.wait(wait, patience=1.0, report=int)
-    assert waits == [5.0] * 4
+    assert paused.wait(wait, patience=1.0, report=int) != moves_again
+    assert waits == [5.0] * (3 if moves_again else 4)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from dalsegno.distributed.collectives import BackgroundGroup
 from dalsegno.distributed.file_transfer import Transfer
 from dalsegno.errors import DalsegnoError
 from dalsegno.logs import RunFile
+from dalsegno.system.progress import Progress
 from dalsegno.testing import compare_runs, run_ranks
 from training.test_memory_checkpoints import origins, trainer
 
@@ -34,6 +37,17 @@ class Messages(logging.Handler):
         self.texts.append(record.getMessage())
 
 
+class GoesBack(ds.Callback):
+    """Goes back, and dies before the next save."""
+
+    def on_step_end(self, ctx: Any) -> None:
+        if ctx.state.global_step == 7:
+            ctx.control.roll_back("the loss is bad", by="the test")
+
+    def on_rollback(self, ctx: Any) -> None:
+        raise RuntimeError("CUDA error: right after the rollback")
+
+
 def leg(folder: Path, hosts: Sequence[str], crash: int | None, parallel: str, changes: dict[str, Any]) -> str:
     """One leg of the run, each rank on the host of that name; the messages, and the error if one was raised."""
     place = folder / "hosts" / hosts[collectives.rank()]
@@ -41,10 +55,12 @@ def leg(folder: Path, hosts: Sequence[str], crash: int | None, parallel: str, ch
     os.environ[memory_dir.PLACE_VARIABLE] = str(place)
     logging.getLogger("dalsegno").addHandler(messages := Messages())
     logging.getLogger("dalsegno").setLevel(logging.INFO)
-    origin = changes.pop("origin", True)
+    goes_back = changes.pop("goes_back", False)
     running = trainer(folder / "run", crash, parallel=parallel, **changes)
+    if goes_back:
+        running.add_callback(GoesBack())
     try:
-        running.train(resume_from_checkpoint=origin)
+        running.train()
     except (RuntimeError, DalsegnoError) as error:
         messages.texts.append(f"{type(error).__name__}: {error}")
     return "\n".join(messages.texts)
@@ -142,6 +158,19 @@ def test_a_host_that_comes_back_has_a_dead_timeline(tmp_path: Path) -> None:
     assert run.origins == [None, "memory step-00000005", "memory step-00000007", None]
 
 
+def test_a_host_that_comes_back_has_steps_that_were_rolled_back(tmp_path: Path) -> None:
+    """Host b is lost with the state of step 5, from which the others resume and go back."""
+    run = Run(tmp_path, "fsdp", recovery=ds.RecoveryPolicy())
+    run.leg("a", "b", crash=5)
+    shutil.move(tmp_path / "hosts" / "b", tmp_path / "lost")
+    assert "right after the rollback" in run.leg("a", "c", goes_back=True)
+    run.lose("a", "c")
+    shutil.move(tmp_path / "lost", tmp_path / "hosts" / "b")
+    assert run.memory_of("b")
+    run.leg("b", "d", crash=2)
+    assert run.origins == [None, "memory step-00000005", "step-00000000"]
+
+
 def test_what_the_last_leg_gave_up_is_no_candidate(tmp_path: Path) -> None:
     """A host that was away may still have the checkpoint that the leg resumed from."""
     former, own = "0123456789abcdef", "fedcba9876543210"
@@ -184,6 +213,32 @@ def test_a_wrong_number_of_copies_is_refused(tmp_path: Path, text: str) -> None:
     assert ds.TrainingArguments(
         tmp_path, save_in_memory="InMemory(steps=10, copies=1)"
     ).saving_in_memory == ds.InMemory(steps=10, copies=1)
+
+
+def queued_transfer(folder: Path) -> list[float]:
+    """Rank 1 begins once rank 0 waits for it. On rank 0: the seconds without a byte moved, meanwhile and afterwards."""
+    rank, group, progress, ready = collectives.rank(), BackgroundGroup(), Progress(), folder / "ready"
+    (folder / f"{rank}").mkdir()
+    (folder / f"{rank}" / "file").write_bytes(b"content")
+    sent = [Transfer("file", 7, file_transfer.xxhash.xxh3_128_hexdigest(b"content"), 0, 1)]
+    idle: list[float] = []
+
+    def queue() -> None:
+        progress.pause()
+        idle.append(progress.idle)
+        ready.touch()
+
+    if rank == 1:
+        while not ready.exists():
+            time.sleep(0.01)
+    failure = file_transfer.transfer(sent, folder / f"{rank}", group, progress.advance, queue)
+    assert failure is None and progress.bytes == 7
+    return [*idle, progress.idle]
+
+
+def test_a_rank_that_queues_for_another_is_not_taken_for_stuck(tmp_path: Path) -> None:
+    (queueing, moved), _ = run_ranks(queued_transfer, 2, tmp_path, timeout=120.0)
+    assert queueing == -math.inf and moved >= 0
 
 
 def transfers_with_a_fault(folder: Path) -> tuple[str | None, bool]:

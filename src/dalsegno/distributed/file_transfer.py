@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -39,6 +40,7 @@ def transfer(
     directory: Path,
     group: BackgroundGroup,
     advance: Callable[[int], object] = int,
+    queue: Callable[[], object] = int,
 ) -> str | None:
     """Send and receive this rank's part of ``transfers``, from and to files in ``directory``. A failure here does not
     keep other ranks waiting: the rest is sent and received all the same.
@@ -47,13 +49,17 @@ def transfer(
         transfers: the same on all ranks.
         directory: of this rank.
         group: used by no other thread meanwhile.
-        advance: called with the number of bytes received or sent. An exception is a failure.
+        advance: called with the number of bytes of each piece that was received or sent. An exception is a failure.
+        queue: called before each transfer: this rank then waits until the other one has finished its former transfers,
+            which may take minutes in which no byte of this rank moves.
 
     Returns:
         The first failure on this rank; None if all went well.
     """
     failures: list[str] = []
     for each in transfers:
+        if collectives.rank() in (each.source, each.target):
+            queue()
         if collectives.rank() == each.source:
             failures += _send(each, directory / each.name, group, advance)
         elif collectives.rank() == each.target:
@@ -63,19 +69,23 @@ def transfer(
 
 def _send(sent: Transfer, path: Path, group: BackgroundGroup, advance: Callable[[int], object]) -> list[str]:
     failures: list[str] = []
+
+    def unless_failed(work: Callable[[], object]) -> None:
+        try:
+            if not failures:
+                work()
+        except Exception as error:
+            failures.append(f"{path}: {error}")
+
     try:
         descriptor = os.open(path, os.O_RDONLY | O_NOFOLLOW)
     except OSError as error:
         failures.append(str(error))
         descriptor = -1
     for piece in _pieces(sent.size):
-        try:
-            if not failures:
-                advance(len(piece))
-                os.readv(descriptor, [piece.numpy().data])  # the target compares the checksum
-        except Exception as error:
-            failures.append(f"{path}: {error}")
+        unless_failed(partial(os.readv, descriptor, [piece.numpy().data]))  # the target compares the checksum
         group.send(piece, sent.target)
+        unless_failed(partial(advance, len(piece)))
     if descriptor >= 0:
         os.close(descriptor)
     return failures

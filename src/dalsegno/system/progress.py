@@ -18,7 +18,7 @@ class Progress:
 
     @property
     def idle(self) -> float:
-        """Seconds since the last byte was moved; negative infinity once the thread has none left to move."""
+        """Seconds since the last byte was moved; negative infinity while :meth:`pause` is in effect."""
         return time.monotonic() - self._moved_at
 
     def advance(self, count: int) -> None:
@@ -26,8 +26,9 @@ class Progress:
         self.bytes += count
         self._moved_at = time.monotonic()
 
-    def complete(self) -> None:
-        """Note that the thread has no bytes left to move: it never counts as stalled again."""
+    def pause(self) -> None:
+        """Note that the thread has no bytes to move, or waits for another process, which counts its own: until the next
+        :meth:`advance`, it does not count as stalled."""
         self._moved_at = float("inf")
 
     def wait(self, wait: Callable[[float], bool], *, patience: float, report: Callable[[], object]) -> bool:

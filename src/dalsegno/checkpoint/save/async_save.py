@@ -153,7 +153,7 @@ class AsyncSave:
         except BaseException as error:  # the other ranks wait for this report
             return {}, described(error)
         finally:
-            self._progress.complete()
+            self._progress.pause()
 
     def _advance(self, count: int) -> None:
         if self._is_cancelled:

@@ -128,10 +128,11 @@ class MemorySave(AsyncSave):
     def _send_copies(self, manifest: Manifest, files: Sequence[Sequence[str]]) -> str | None:
         """Send this rank's files to the hosts that keep copies, and receive those of others."""
         lower_thread_priority()  # this takes processor time, unlike a write to a disk
+        transfers, progress = self._transfers(manifest, files), self._progress
         try:
-            return transfer(self._transfers(manifest, files), self._destination.partial, self._group, self._advance)
+            return transfer(transfers, self._destination.partial, self._group, self._advance, progress.pause)
         finally:
-            self._progress.complete()
+            progress.pause()
 
     def _transfers(self, manifest: Manifest, files: Sequence[Sequence[str]]) -> list[Transfer]:
         """In an order in which hosts of even number send while the others receive, and the reverse."""
