@@ -107,6 +107,17 @@ def test_the_newest_on_disk_wins_if_it_is_newer(tmp_path: Path, uninterrupted: P
     expect_equal(tmp_path, uninterrupted)
 
 
+def test_it_comes_before_those_on_disk_that_are_older_than_a_damaged_one(tmp_path: Path, uninterrupted: Path) -> None:
+    """Step 8 is on disk, step 7 in memory. Without it, nothing valid would be left of the run."""
+    crash(tmp_path, 8)
+    shard = tmp_path / "checkpoints/step-00000008/model/shard-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    trainer(tmp_path).train()
+    assert origins(tmp_path) == [None, "memory step-00000007"]
+    assert (tmp_path / "checkpoints/step-00000008.damaged").is_dir()
+    expect_equal(tmp_path, uninterrupted)
+
+
 def test_without_the_setting_it_still_resumes_from_memory(tmp_path: Path, uninterrupted: Path) -> None:
     crash(tmp_path, 5)
     crash(tmp_path, 7, save_in_memory=None)

@@ -217,7 +217,14 @@ class CheckpointManager:
         """
         self._snapshotter.check_serializable(sharded, components)
 
-    def find(self, path: Path | None = None, *, strict: bool = False, until: int | None = None) -> Checkpoint | None:
+    def find(
+        self,
+        path: Path | None = None,
+        *,
+        strict: bool = False,
+        until: int | None = None,
+        elsewhere: Callable[[int], Checkpoint | None] | None = None,
+    ) -> Checkpoint | None:
         """The newest checkpoint whose every byte matches its manifest; each rank reads some of the files.
 
         Newer, damaged checkpoints are renamed to ``step-….damaged``, each with a warning that names the damage. That
@@ -228,6 +235,8 @@ class CheckpointManager:
             path: of the requested checkpoint.
             strict: raise if the newest checkpoint is damaged, and rename nothing.
             until: search only the checkpoints of this step or before.
+            elsewhere: if the newest checkpoint here is damaged, returns a valid one from another place, of a step
+                greater than the argument, or None. It comes before the older ones here. Collective.
 
         Returns:
             None if no ``path`` is given and there is no checkpoint.
@@ -245,6 +254,8 @@ class CheckpointManager:
         if strict and damaged:
             (error,) = damaged.values()
             raise DamagedCheckpoint(f"{error} (strict: no other checkpoint is used in its place)") from error
+        if damaged and elsewhere is not None:
+            found = elsewhere(-1 if found is None else found.step) or found
         if found is None and damaged:
             reasons = "".join(f"\n  {error}" for error in damaged.values())
             raise DamagedCheckpoint(f"{self.directory}: no checkpoint is valid:{reasons}")

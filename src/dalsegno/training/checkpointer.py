@@ -162,23 +162,22 @@ class Checkpointer:
         Raises:
             DamagedCheckpoint: if none verifies, or ``strict`` and the newest does not.
         """
-        in_memory = self.memory.newest()
-        if in_memory is not None and not self._mirror.fetch_newer(in_memory.step):
-            return in_memory
-        self.memory.end_leg(is_needed=False)
-        return self._newest_on_disk(strict=strict)
+        on_disk, step = self._manager.newest_published()
+        checkpoint = self.memory.newest(-1 if on_disk is None else step) or self._newest_on_disk(strict=strict)
+        if self._mirror.fetch_newer(None if checkpoint is None else checkpoint.step):
+            self.memory.end_leg(is_needed=False)
+            checkpoint = self._manager.find(strict=strict)
+        return checkpoint
 
     def _newest_on_disk(self, *, strict: bool) -> Checkpoint | None:
+        """The newest that verifies; if the newest is damaged, one in memory comes before those that are older."""
         try:
-            checkpoint = self._manager.find(strict=strict)
+            return self._manager.find(strict=strict, elsewhere=self.memory.newest)
         except DamagedCheckpoint as error:
             if not strict and self._mirror.fetch_newer(None):
                 return self._manager.find()
             error.add_note("resume_from_checkpoint=False starts anew, and moves all of output_dir into rewound/")
             raise
-        if self._mirror.fetch_newer(None if checkpoint is None else checkpoint.step):
-            checkpoint = self._manager.find(strict=strict)
-        return checkpoint
 
     def latest_on_disk(self, checkpoint: Checkpoint) -> tuple[Path | None, int]:
         """``checkpoint``, which this run owns, and its step; for one in memory, those of the newest before it on disk,

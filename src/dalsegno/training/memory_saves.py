@@ -38,11 +38,9 @@ class MemorySaves:
         self._run_file = run_file
         self.checkpoints = MemoryCheckpoints(parts.args.directory, parts.layout)
 
-    def newest(self) -> Checkpoint | None:
-        """The newest checkpoint in memory that verifies; None if there is none, or one on disk is as new."""
-        on_disk, step = self._manager.newest_published()
-        candidates = collectives.from_rank_zero(self._candidates)
-        return self.checkpoints.find(candidates, after=-1 if on_disk is None else step)
+    def newest(self, after: int) -> Checkpoint | None:
+        """The newest checkpoint in memory that verifies, of a step greater than ``after``; None if there is none."""
+        return self.checkpoints.find(collectives.from_rank_zero(self._candidates), after=after)
 
     def _candidates(self) -> dict[str, int | None]:
         """The directory of the last leg; and the checkpoint in memory that it resumed from, as long as it has none and
