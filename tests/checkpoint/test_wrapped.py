@@ -20,6 +20,7 @@ from dalsegno.checkpoint.state.wrapped import describe_mismatch, parts_of
 from dalsegno.cli import main
 from dalsegno.distributed.sharded_tensors import are_finite
 from dalsegno.errors import CannotSave, StateMismatch
+from dalsegno.testing import run_ranks
 from support.small import small_trainer
 
 ALL_DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
@@ -308,3 +309,36 @@ def test_torchao_and_its_neighbours(tmp_path: Path) -> None:
     assert plain(target) == before
     inputs = torch.linspace(-1, 1, 128).reshape(2, 64)
     assert torch.equal(source[:3](inputs), target[:3](inputs))
+
+
+def whole_beside_shards(directory: str) -> tuple[bool, bool]:
+    """Whether two models, sharded but for a torchao weight, have different outputs before one is loaded, and after."""
+    from torch.distributed.fsdp import fully_shard
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    models, inputs = [], torch.linspace(-1, 1, 128).reshape(2, 64)
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 1))
+        quantize_(model[0], Int8WeightOnlyConfig())
+        fully_shard(model, ignored_params={model[0].weight})
+        models.append(model)
+    source, target = models
+    differed = not torch.equal(source(inputs), target(inputs))
+    carry_over(Path(directory), source, target)
+    return differed, not torch.equal(source(inputs), target(inputs))
+
+
+def test_torchao_tensors_stay_whole_beside_shards(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    assert run_ranks(whole_beside_shards, 2, str(tmp_path)) == [(True, False)] * 2
+
+
+def test_low_bit_optimizer_states_are_refused(tmp_path: Path) -> None:
+    torchao_optim: Any = pytest.importorskip("torchao.optim")
+    model = nn.Linear(64, 64)
+    optimizer = torchao_optim.AdamW8bit(model.parameters())
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    with pytest.raises(CannotSave, match=r"optimizer.*exp_avg.*cannot save a OptimState8bit"):
+        CheckpointManager(tmp_path).save(1, [OptimizerState(model, optimizer)], [])

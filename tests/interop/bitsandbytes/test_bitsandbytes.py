@@ -8,11 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from torch import nn
 
+import dalsegno as ds
 from checkpoint.sameness import bits
 from dalsegno.checkpoint import CheckpointManager, ModelState, OptimizerState
+from dalsegno.cli import main
 from dalsegno.testing import run_ranks
+from support.small import small_trainer
 
 bnb: Any = pytest.importorskip("bitsandbytes")
 
@@ -91,3 +96,37 @@ def sharded(directory: str) -> tuple[bool, bool]:
 def test_a_weight_that_is_sharded_keeps_its_scales() -> None:
     with tempfile.TemporaryDirectory() as directory:
         assert run_ranks(sharded, 2, directory) == [(True, False)] * 2
+
+
+class Quantized(nn.Module):
+    """A 4-bit layer as transformers loads it, and a head."""
+
+    is_loaded_in_4bit = True  # peft asks
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.base = bnb.nn.Linear4bit(8, 64, bias=False, quant_type="nf4", compute_dtype=torch.float32)
+        self.head = nn.Linear(64, 1)
+        self.to("cpu")  # quantizes
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self.head(self.base(x)), y)
+
+
+def test_the_adapters_of_a_quantized_base_are_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = get_peft_model(Quantized(), LoraConfig(r=2, target_modules=["base"], modules_to_save=["head"]))
+    trainer = small_trainer(tmp_path / "run", model=model, max_steps=3, save_steps=3)
+    trainer.train()
+    ds.export_adapters(tmp_path / "run", tmp_path / "adapter")
+    x, y = torch.linspace(-1, 1, 32).reshape(4, 8), torch.zeros(4, 1)
+    theirs = PeftModel.from_pretrained(Quantized(), str(tmp_path / "adapter"))
+    assert torch.equal(theirs.train()(x=x, y=y), trainer.model.train()(x=x, y=y))  # on a CPU, eval() packs it anew
+
+    run, weight = str(tmp_path / "run"), "base_model.model.base.base_layer.weight"
+    assert main(["checkpoints", "export", run, "--to", str(tmp_path / "model")]) == 0
+    assert f"quantized or wrapped (1): {weight}; only the tensors inside" in capsys.readouterr().out
+    assert {weight, f"{weight}.absmax", f"{weight}.quant_map"} <= load_file(tmp_path / "model/model.safetensors").keys()
+    assert main(["checkpoints", "export", run, "--to", str(tmp_path / "run.pt"), "--program", "torch"]) == 2
+    assert f"contains 1 quantized or wrapped weights ({weight})" in capsys.readouterr().err
+    assert not (tmp_path / "run.pt").exists()

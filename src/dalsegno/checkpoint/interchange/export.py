@@ -59,6 +59,7 @@ class Exported:
         tied: further name of a tied tensor to the name that it is written under.
         left_out: names of the model's non-tensor state (``get_extra_state``).
         copied: files copied from ``config_from``.
+        wrapped: names of quantized and wrapped tensors, which are written as the plain tensors inside them.
     """
 
     checkpoint: Path
@@ -68,6 +69,7 @@ class Exported:
     tied: Mapping[str, str]
     left_out: list[str]
     copied: list[Path]
+    wrapped: Collection[str] = ()
 
 
 def export_model(
@@ -81,7 +83,8 @@ def export_model(
 ) -> Exported:
     """Write the model of a checkpoint as plain safetensors, for inference or other programs. In one process.
 
-    Verifies the checkpoint first. Files appear under their names once they are complete, the index last.
+    Verifies the checkpoint first. Files appear under their names once they are complete, the index last. A quantized
+    weight is written as the plain tensors inside it, from which other programs do not build it again.
 
     Args:
         checkpoint: a checkpoint, or a run, whose newest valid checkpoint is exported.
@@ -133,7 +136,14 @@ def export_model(
         files.append(SHARD_INDEX)
     copied = [Path(shutil.copy2(path, target / path.name)) for path in configuration]
     return Exported(
-        source.path, [target / name for name in files], size, len(stored), rest["tied"], sorted(rest["extra"]), copied
+        source.path,
+        [target / name for name in files],
+        size,
+        len(stored),
+        rest["tied"],
+        sorted(rest["extra"]),
+        copied,
+        rest.get("wrapped", {}).keys(),
     )
 
 

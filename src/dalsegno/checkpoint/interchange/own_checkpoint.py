@@ -82,7 +82,8 @@ def read(checkpoint: Checkpoint) -> RunState:
     """The state in a verified checkpoint. Its log is not read.
 
     Raises:
-        ConfigurationError: if it is not that of a whole run, or was saved without its frozen parameters.
+        ConfigurationError: if it is not that of a whole run, was saved without its frozen parameters, or contains
+            quantized or wrapped weights.
     """
     if missing := [
         key for key in (MODEL, "trainer", "loader", "rng", "meter") if key not in checkpoint.manifest.components
@@ -93,8 +94,10 @@ def read(checkpoint: Checkpoint) -> RunState:
         )
     index = Index.of_checkpoint(checkpoint)
     expect_all_saved(checkpoint, index, index.of(MODEL))
-    saved, tensors = SavedStates(checkpoint), read_tensors(checkpoint)
+    saved = SavedStates(checkpoint)
     trainer, rest = saved.state("trainer"), saved.state(MODEL)
+    _expect_plain(checkpoint, rest)
+    tensors = read_tensors(checkpoint)
     settings = saved.state(SETTINGS) if SETTINGS in saved else {}
     optimizer = None
     if _OPTIMIZER in saved:
@@ -124,6 +127,17 @@ def read(checkpoint: Checkpoint) -> RunState:
         settings=settings,
         left_out=left_out,
     )
+
+
+def _expect_plain(checkpoint: Checkpoint, rest: State) -> None:
+    """Other programs save a quantized weight as one tensor of its class, by pickle, or in a form of their own."""
+    if wrapped := sorted(rest.get("wrapped", {})):
+        more = ", …" if wrapped[1:] else ""
+        raise ConfigurationError(
+            f"{checkpoint.path}: contains {len(wrapped)} quantized or wrapped weights ({wrapped[0]}{more}), which no "
+            "other program builds from the tensors inside them; export the adapters (--adapters), or without --program "
+            "the model alone"
+        )
 
 
 def _place(loader: Mapping[str, Any], epoch: float, settings: Mapping[str, Any]) -> Place:

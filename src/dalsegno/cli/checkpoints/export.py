@@ -85,6 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
                 "tied": dict(done.tied),
                 "left_out": done.left_out,
                 "copied": [str(path) for path in done.copied],
+                "wrapped": [*done.wrapped],
             }
         )
         return 0
@@ -95,6 +96,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{alias} is tied to {name} and written once")
     for name in done.left_out:
         print(f"{name} is not a tensor and is left out")
+    if done.wrapped:
+        names = ", ".join([*done.wrapped][:3]) + (", …" if len(done.wrapped) > 3 else "")
+        print(f"quantized or wrapped ({number(len(done.wrapped))}): {names}; only the tensors inside them are written")
     return 0
 
 
