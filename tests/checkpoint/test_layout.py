@@ -194,19 +194,39 @@ def test_a_dtype_that_is_no_text(tmp_path: Path) -> None:
         StoredFile(path).entries()
 
 
+class There:
+    """The files in a folder, and which of them were opened."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.opened: list[str] = []
+
+    def require(self, names: Collection[str]) -> None: ...
+
+    def file(self, name: str) -> Path:
+        self.opened.append(name)
+        return self.folder / name
+
+
+def stored(shape: tuple[int, ...], file: str, name: str) -> StoredTensor:
+    return StoredTensor(torch.float32, shape, ListedChunks([StoredChunk(file, name, Box.whole(shape))]))
+
+
 def test_a_shape_that_no_file_has_takes_no_memory(tmp_path: Path) -> None:
     write(tmp_path, {"x": torch.zeros(3)}, kept)
-
-    class There:
-        def require(self, names: Collection[str]) -> None: ...
-
-        def file(self, name: str) -> Path:
-            return tmp_path / name
-
-    shape = (1 << 47, 1 << 47)
-    chunks = ListedChunks([StoredChunk("some.safetensors", "x", Box.whole(shape))])
     with pytest.raises(DamagedCheckpoint, match="are not a float32 of shape"):
-        ChunkReader(There()).full_tensor(StoredTensor(torch.float32, shape, chunks))
+        ChunkReader(There(tmp_path)).full_tensor(stored((1 << 47, 1 << 47), "some.safetensors", "x"))
+
+
+def test_tensors_in_turns_from_several_files_open_each_once(tmp_path: Path) -> None:
+    for file in "ab":
+        save_file({name: torch.full((2,), float(ord(name))) for name in "wxyz"}, tmp_path / file)
+    files = There(tmp_path)
+    reader = ChunkReader(files)
+    for name in "wxyz":
+        for file in "ab":
+            assert reader.full_tensor(stored((2,), file, name)).tolist() == [float(ord(name))] * 2
+    assert files.opened == ["a", "b"]
 
 
 def test_bytes_that_are_not_there(tmp_path: Path) -> None:

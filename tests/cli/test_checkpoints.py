@@ -217,6 +217,21 @@ def test_show_one_component_on_a_page(trained: Path, checkpoints: Command) -> No
     assert "did you mean 'callbacks.JsonLogger'?" in checkpoints.errors
 
 
+def test_show_leaves_out_what_is_missing_and_names_it(run: Path, checkpoints: Command) -> None:
+    directory = checkpoint_of(run, 8)
+    (directory / "model/shard-00000.safetensors").unlink()
+    (directory / "rank-00000.json").write_text("{")
+    shown = checkpoints.json("show", directory, status=1)
+    of_rank, of_shard = shown["problems"]
+    assert "rank-00000.json" in of_rank and "model/shard-00000.safetensors" in of_shard
+    assert shown["components"]["rng"]["states"] == [None]
+    assert shown["components"]["callbacks.RunningLoss"]["states"][0]["epochs_seen"] == [0]
+    tensors = {each["name"]: each["bytes"] for each in shown["tensors"]}
+    assert tensors["model.layers.0.weight"] is None and tensors["optimizer.layers.0.weight.exp_avg"] == 512
+    page = checkpoints("show", directory, status=1)
+    assert "model/shard-00000.safetensors:?" in page and "shard-00000.safetensors: cannot be opened" in page
+
+
 class Anything:
     """A state of all kinds."""
 

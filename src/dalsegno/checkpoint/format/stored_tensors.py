@@ -16,6 +16,8 @@ from .header import HeaderEntry
 from .layout import StoredFile
 from .sharding import Box
 
+_MOST_OPEN = 64
+
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
@@ -39,12 +41,13 @@ class Files(Protocol):
 
 
 class ChunkReader:
-    """Reads chunks out of files. Parses the header of each file once, and has one file open at a time."""
+    """Reads chunks out of files. Parses the header of each file once, and keeps the last :data:`_MOST_OPEN` files open:
+    a tensor may have a chunk in each. Threads may share it once the headers of all files are parsed."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
         self._headers: dict[str, Mapping[str, HeaderEntry]] = {}
-        self._opened: tuple[str, StoredFile] | None = None
+        self._opened: dict[str, StoredFile] = {}
 
     def span(self, chunk: StoredChunk, dtype: torch.dtype) -> tuple[int, int]:
         """First byte of a chunk in its file, and the byte after its last.
@@ -84,9 +87,12 @@ class ChunkReader:
         return full
 
     def _file(self, name: str) -> StoredFile:
-        if self._opened is None or self._opened[0] != name:
-            self._opened = (name, StoredFile(self._files.file(name)))
-        return self._opened[1]
+        opened = self._opened.get(name)
+        if opened is None:
+            opened = self._opened[name] = StoredFile(self._files.file(name))
+            for surplus in [*self._opened][:-_MOST_OPEN]:
+                self._opened.pop(surplus, None)
+        return opened
 
 
 def part(tensor: torch.Tensor, box: Box) -> torch.Tensor:

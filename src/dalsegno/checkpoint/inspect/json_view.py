@@ -7,11 +7,12 @@ decoded, so that it is safe to show an unverified checkpoint.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from dalsegno.checkpoint.format import names
-from dalsegno.checkpoint.format.chunks import ShardedChunks
+from dalsegno.checkpoint.format.chunks import ShardedChunks, StoredChunk
 from dalsegno.checkpoint.format.header import HeaderEntry, read_header
 from dalsegno.checkpoint.format.manifest import Checkpoint, opened, read_json
 from dalsegno.checkpoint.format.sharding import Sharding
@@ -23,34 +24,57 @@ SHORT = 8
 """List items that :func:`shortened` keeps; of a text, ten times as many characters."""
 
 
-def readable_states(checkpoint: Checkpoint) -> dict[str, list[Json]]:
-    """Component to its states, as plain JSON: one state, or one per rank that saved.
+Problems = list[str]
+"""Receives an error for each file that cannot be read, which is left out; None: the first one is raised."""
+
+
+def readable_states(checkpoint: Checkpoint, problems: Problems | None = None) -> dict[str, list[Json]]:
+    """Component to its states, as plain JSON: one state, or one per rank that saved, None for one that cannot be read.
 
     Raises:
-        DamagedCheckpoint: if a sidecar has content that dalsegno cannot have written.
+        DamagedCheckpoint: if a sidecar is missing, or has content that dalsegno cannot have written.
+        OSError: if one cannot be read.
     """
     states: dict[str, list[Json]] = {key: [] for key in checkpoint.manifest.components}
     for name in names.sidecars_among(checkpoint.manifest.files):
-        for key, entry in _entries(checkpoint, name):
-            states.setdefault(key, []).extend(json_view(state) for state in entry["states"])
+        with _noting(problems):
+            for key, entry in _entries(checkpoint, name):
+                states.setdefault(key, []).extend(json_view(state) for state in entry["states"])
+            continue
+        for key, record in checkpoint.manifest.components.items():
+            if record.scope == "per_rank" and name != names.sidecar_states(names.SHARED):
+                states[key].append(None)
     return states
 
 
-def readable_tensors(checkpoint: Checkpoint) -> dict[str, Json]:
+def readable_tensors(checkpoint: Checkpoint, problems: Problems | None = None) -> dict[str, Json]:
     """Every sharded tensor, by ``<component>.<name>``: dtype, shape and chunks, from the index and the files' headers.
-    One that is not saved (``save_frozen="never"``) has no chunks.
+    One that is not saved (``save_frozen="never"``) has no chunks; a chunk in a file that cannot be read, no ``bytes``.
 
     Raises:
-        DamagedCheckpoint: if the index or a header has content that dalsegno cannot have written, or a file is missing.
+        DamagedCheckpoint: if the index or a header is missing, or has content that dalsegno cannot have written.
+        OSError: if one cannot be read.
     """
-    path = checkpoint.file(names.INDEX)
-    content = read_json(path)
+    with _noting(problems):
+        path = checkpoint.file(names.INDEX)
+        content = read_json(path)
+        try:
+            absent = {name: {**entry, "pieces": []} for name, entry in content.get("absent", {}).items()}
+            saved = content["tensors"] if "shardings" not in content else _listed(checkpoint, content, problems)
+            return {name: _tensor(entry) for name, entry in {**saved, **absent}.items()}
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError) as error:
+            raise DamagedCheckpoint(f"{path}: not an index ({error!r})") from error
+    return {}
+
+
+@contextmanager
+def _noting(problems: Problems | None) -> Iterator[None]:
     try:
-        absent = {name: {**entry, "pieces": []} for name, entry in content.get("absent", {}).items()}
-        saved = content["tensors"] if "shardings" not in content else _listed(checkpoint, content)
-        return {name: _tensor(entry) for name, entry in {**saved, **absent}.items()}
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError) as error:
-        raise DamagedCheckpoint(f"{path}: not an index ({error!r})") from error
+        yield
+    except OSError as error:  # damaged (DamagedCheckpoint is an OSError), or unreadable
+        if problems is None:
+            raise
+        problems.append(str(error))
 
 
 def json_view(json: Json) -> Json:
@@ -91,21 +115,22 @@ def _entries(checkpoint: Checkpoint, name: str) -> list[tuple[str, Mapping[str, 
     raise DamagedCheckpoint(f"{path}: not a sidecar")
 
 
-def _listed(checkpoint: Checkpoint, content: Mapping[str, Any]) -> dict[str, Json]:
+def _listed(checkpoint: Checkpoint, content: Mapping[str, Any], problems: Problems | None) -> dict[str, Json]:
     """The tensors of an index as former formats have them: with every chunk, and its bytes in its file."""
     shardings = [Sharding.checked(each["ranks"], each["mesh"], each["cuts"]) for each in content["shardings"]]
-    headers: dict[str, Mapping[str, HeaderEntry]] = {}
+    headers: dict[str, Mapping[str, HeaderEntry] | None] = {}
     listed = {}
     for full_name, entry in content["tensors"].items():
         pieces = []
         for chunk in ShardedChunks.of_entry(full_name, {**entry, "shape": _numbers(entry["shape"])}, shardings):
             if chunk.file not in headers:
-                path = checkpoint.file(chunk.file)
-                with opened(path) as descriptor:
-                    headers[chunk.file] = read_header(path, descriptor)
-            if chunk.name not in headers[chunk.file]:
-                raise DamagedCheckpoint(f"{checkpoint.file(chunk.file)}: does not contain {chunk.name}")
-            span = list(headers[chunk.file][chunk.name].span)
+                headers[chunk.file] = None
+                with _noting(problems):
+                    headers[chunk.file] = _header(checkpoint, chunk.file)
+            span = None
+            if (header := headers[chunk.file]) is not None:
+                with _noting(problems):
+                    span = _span(checkpoint, header, chunk)
             pieces.append(
                 {"file": chunk.file, "bytes": span, "offsets": [*chunk.box.offsets], "shape": [*chunk.box.shape]}
             )
@@ -113,11 +138,23 @@ def _listed(checkpoint: Checkpoint, content: Mapping[str, Any]) -> dict[str, Jso
     return listed
 
 
+def _header(checkpoint: Checkpoint, name: str) -> Mapping[str, HeaderEntry]:
+    path = checkpoint.file(name)
+    with opened(path) as descriptor:
+        return read_header(path, descriptor)
+
+
+def _span(checkpoint: Checkpoint, header: Mapping[str, HeaderEntry], chunk: StoredChunk) -> list[int]:
+    if chunk.name not in header:
+        raise DamagedCheckpoint(f"{checkpoint.file(chunk.file)}: does not contain {chunk.name}")
+    return [*header[chunk.name].span]
+
+
 def _tensor(entry: Any) -> Json:
     pieces = [
         {
             "file": str(piece["file"]),
-            "bytes": _numbers(piece["bytes"], 2),
+            "bytes": None if piece["bytes"] is None else _numbers(piece["bytes"], 2),
             "offsets": _numbers(piece["offsets"]),
             "shape": _numbers(piece["shape"]),
         }

@@ -69,7 +69,8 @@ class Weights:
 
     def read_all(self) -> dict[str, torch.Tensor]:
         """Every tensor, by name."""
-        return {name: self._read(name) for name in self.index.of(MODEL)}
+        reader = ChunkReader(self)
+        return {name: reader.full_tensor(each) for name, each in self.index.of(MODEL).items()}
 
     def stored_for(self, model: ModelState) -> StoredTensors:
         """The stored state for ``model``. A tied tensor of the model may be stored under any of its names."""
@@ -83,10 +84,9 @@ class Weights:
         return StoredTensors(self.path, self, self.index, {MODEL: {"tied": tied, "extra": {}}}, {})
 
     def _are_equal(self, one: str, other: str) -> bool:
-        return torch.equal(self._read(one), self._read(other))
-
-    def _read(self, name: str) -> torch.Tensor:
-        return ChunkReader(self).full_tensor(self.index.tensors[f"{MODEL}.{name}"])
+        reader, tensors = ChunkReader(self), self.index.tensors
+        first, second = (reader.full_tensor(tensors[f"{MODEL}.{name}"]) for name in (one, other))
+        return torch.equal(first, second)
 
 
 def load_weights(path: Path, model: ModelState, *, allowed: Collection[str] = ()) -> LoadReport:

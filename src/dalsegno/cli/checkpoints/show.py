@@ -1,7 +1,7 @@
 """Show the contents of a checkpoint: components, their states as JSON, and every tensor.
 
 Long lists and strings in a state are shortened, unless --json or --full is given. Nothing is verified: see 'dalsegno
-checkpoints verify'.
+checkpoints verify'. Of a checkpoint with missing files, the rest is shown.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from .arguments import add_json, add_place
 
 if TYPE_CHECKING:
     from dalsegno.checkpoint import Checkpoint
+
+
+EXIT_STATUSES = {1: "a file of the checkpoint cannot be read"}
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     Raises:
         NotFound: if there is no checkpoint.
-        DamagedCheckpoint: if it cannot be read.
+        DamagedCheckpoint: if its manifest cannot be read.
         UnknownName: if it has no such component; suggests the nearest.
     """
     from dalsegno.checkpoint.inspect.json_view import readable_states
@@ -48,13 +51,14 @@ def run(arguments: argparse.Namespace) -> int:
         if key not in components:
             raise UnknownName("component", key, components)
     keys = arguments.component or list(components)
-    states = {key: each for key, each in readable_states(checkpoint).items() if key in keys}
-    tensors = _tensors(checkpoint, keys)
+    problems: list[str] = []
+    states = {key: each for key, each in readable_states(checkpoint, problems).items() if key in keys}
+    tensors = _tensors(checkpoint, keys, problems)
     if arguments.json:
-        print_json(_as_json(checkpoint, states, tensors))
+        print_json({**_as_json(checkpoint, states, tensors), "problems": problems})
     else:
-        _print(checkpoint, states if arguments.full else _shortened(states), tensors)
-    return 0
+        _print(checkpoint, states if arguments.full else _shortened(states), tensors, problems)
+    return 1 if problems else 0
 
 
 def _shortened(states: dict[str, list[Any]]) -> dict[str, list[Any]]:
@@ -63,7 +67,7 @@ def _shortened(states: dict[str, list[Any]]) -> dict[str, list[Any]]:
     return {key: [shortened(state) for state in each] for key, each in states.items()}
 
 
-def _tensors(checkpoint: Checkpoint, keys: Sequence[str]) -> list[dict[str, Any]]:
+def _tensors(checkpoint: Checkpoint, keys: Sequence[str], problems: list[str]) -> list[dict[str, Any]]:
     from dalsegno.checkpoint.inspect.json_view import readable_tensors
 
     return [
@@ -71,12 +75,16 @@ def _tensors(checkpoint: Checkpoint, keys: Sequence[str]) -> list[dict[str, Any]
             "name": name,
             "dtype": each["dtype"],
             "shape": each["shape"],
-            "bytes": sum(piece["bytes"][1] - piece["bytes"][0] for piece in each["pieces"]),
+            "bytes": _byte_count([piece["bytes"] for piece in each["pieces"]]),
             "pieces": each["pieces"],
         }
-        for name, each in readable_tensors(checkpoint).items()
+        for name, each in readable_tensors(checkpoint, problems).items()
         if name.startswith(tuple(f"{key}." for key in keys))
     ]
+
+
+def _byte_count(spans: Sequence[list[int] | None]) -> int | None:
+    return None if None in spans else sum(span[1] - span[0] for span in spans if span)
 
 
 def _as_json(checkpoint: Checkpoint, states: dict[str, list[Any]], tensors: list[dict[str, Any]]) -> dict[str, Any]:
@@ -104,7 +112,9 @@ def _as_json(checkpoint: Checkpoint, states: dict[str, list[Any]], tensors: list
     }
 
 
-def _print(checkpoint: Checkpoint, states: dict[str, list[Any]], tensors: list[dict[str, Any]]) -> None:
+def _print(
+    checkpoint: Checkpoint, states: dict[str, list[Any]], tensors: list[dict[str, Any]], problems: Sequence[str]
+) -> None:
     import json
 
     from dalsegno.cli.tables import Column, print_table, size, visible
@@ -139,7 +149,15 @@ def _print(checkpoint: Checkpoint, states: dict[str, list[Any]], tensors: list[d
             ],
             tensors,
         )
+    if problems:
+        show()
+    for problem in problems:
+        show(problem)
 
 
 def _where(pieces: list[dict[str, Any]]) -> str:
-    return ", ".join(f"{each['file']}:{each['bytes'][0]}-{each['bytes'][1]}" for each in pieces) or "not saved"
+    return ", ".join(f"{each['file']}:{_span(each['bytes'])}" for each in pieces) or "not saved"
+
+
+def _span(span: list[int] | None) -> str:
+    return "?" if span is None else f"{span[0]}-{span[1]}"
