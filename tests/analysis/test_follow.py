@@ -38,6 +38,7 @@ def test_the_last_and_then_the_new_ones(log: RecordLog) -> None:
     for step in range(1, 6):
         log.append(train(step))
     follow = follower(log)
+    assert follow.last(0) == []
     assert steps(follow.last(2)) == [4, 5]
     assert follow.new() == []
     log.append(train(6))
@@ -97,11 +98,14 @@ def test_a_record_is_told_when_it_is_whole(tmp_path: Path) -> None:
     follow = Follower(ds.open_log(path).source)
     assert steps(follow.last(10)) == [1]
     line = '{"step": 2, "loss": 1.5}\n'
-    for cut in range(1, len(line)):
+    for cut in range(1, len(line) - 1):
         path.write_text('{"step": 1}\n' + line[:cut])
         assert follow.new() == []
-    path.write_text('{"step": 1}\n' + line)
+    path.write_text('{"step": 1}\n' + line.rstrip())
     assert steps(follow.new()) == [2]
+    assert steps(Follower(ds.open_log(path).source).last(1)) == [2]
+    path.write_text('{"step": 1}\n' + line)
+    assert follow.new() == []
 
 
 def test_whatever_happens_it_ends_up_with_what_is_there(log: RecordLog) -> None:

@@ -99,7 +99,7 @@ class _Lines:
         with self.source.path.open("rb") as file:
             self._end = _begin_of_last_lines(file.fileno(), count)
             found = list(self._read(file.fileno()))
-        return [record for record in found if record["kind"] != HEADER][-count:]
+        return _last(count, [record for record in found if record["kind"] != HEADER])
 
     def new(self) -> list[Record | Cut]:
         try:
@@ -111,14 +111,14 @@ class _Lines:
             return [*cut, *(record for record in self._read(file.fileno()) if record["kind"] != HEADER)]
 
     def _read(self, descriptor: int) -> Iterator[Record]:
-        """The complete records after the last one read."""
+        """The complete records after the last one read. A line without its end is complete if it is JSON."""
         place = self._end
         data = _from(descriptor, place)
         naming = self.source.naming() if data.strip() else None
         for line in data.splitlines(keepends=True):
             begin, place = place, place + len(line)
             text = strip_line(line)
-            if naming is None or not text or not line.endswith(b"\n"):
+            if naming is None or not text:
                 continue
             begin += line.index(text)
             for record in named(decode_lines([text], 1, Skipped()), naming, Skipped()):
@@ -148,7 +148,7 @@ class _Whole:
 
     def last(self, count: int) -> list[Record]:
         self.new()
-        return self._records[-count:] if count else []
+        return _last(count, self._records)
 
     def new(self) -> list[Record | Cut]:
         try:
@@ -163,6 +163,10 @@ class _Whole:
         self._stamp, self._records = stamp, records
         cut = [Cut(records[same - 1]["global_step"] if same else None)] if same < len(known) else []
         return [*cut, *records[same:]]
+
+
+def _last(count: int, records: list[Record]) -> list[Record]:
+    return records[max(0, len(records) - count) :]
 
 
 def _from(descriptor: int, begin: int) -> bytes:

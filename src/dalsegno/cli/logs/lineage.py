@@ -101,8 +101,7 @@ def _tree(log: TrainingLog, legs: Sequence[LegSummary], tails: bool) -> Iterator
             yield f"{stem}{line}"
         for tail in summary.cut_off:
             path = tail.path.resolve().relative_to(log.output_dir) if log.output_dir else tail.path
-            steps = f"steps {tail.first_step:,} to {tail.last_step:,}"
-            yield f"{stem}cut off the log: {_count(len(tail.records), 'record')}, {steps}: {path}"
+            yield f"{stem}cut off the log: {_count(len(tail.records), 'record')}, {_steps_of(tail)}: {path}"
             if tails:
                 yield from (f"{stem}  {as_words(record, None)}" for record in tail.records)
 
@@ -141,6 +140,11 @@ def _as_lines(summary: LegSummary) -> list[str]:
 def _steps(first: int, last: int) -> str:
     """A leg that died before its first checkpoint may have left no record."""
     return f"no step after {first:,} recorded" if last <= first else f"steps {first:,} to {last:,}"
+
+
+def _steps_of(tail: Tail) -> str:
+    first, last = tail.first_step, tail.last_step
+    return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
 
 
 def _ancestors_of_last(legs: Sequence[LegSummary]) -> set[int]:
