@@ -188,6 +188,8 @@ def test_some_moments_to_the_end(recorded: Recorded, tmp_path: Path) -> None:
     for number, cut in enumerate(random.Random(SEED).sample(cuts, 12)):
         folder = tmp_path / str(number)
         write_tree(cut.tree, folder)
-        trainer(folder, log=log).train()
+        result = trainer(folder, log=log).train()
+        assert result.reason == "finished", f"after {cut.after} operations: {result}"  # a stray signal would stop it
         comparison = compare_runs(tmp_path / "whole", folder)
-        assert comparison.identical, f"after {cut.after} operations\n{comparison.table()}"
+        left = sorted(path.name for path in (folder / "checkpoints").iterdir())
+        assert comparison.identical, f"after {cut.after} operations: {left}\n{comparison.table()}"
