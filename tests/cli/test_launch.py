@@ -149,7 +149,7 @@ def test_what_cannot_work_is_2_before_anything_starts(
 def test_no_rank_outlives_a_launcher_that_is_killed(folder: Path) -> None:
     words = ["launch", "--nproc", "2", "run.toml", "--set", "args.max_steps=1000000"]
     words += ["--set", "callbacks.own_launch:Last.name=last"]
-    launcher = subprocess.Popen([DALSEGNO, *words], env={**environment(), "TMPDIR": str(folder)})  # which it leaves
+    launcher = Program([DALSEGNO, *words], env={**environment(), "TMPDIR": str(folder)})  # which it leaves
     files = [folder / "runs" / "a" / f"pid-{rank}" for rank in range(2)]
     while not all(file.exists() and file.read_text() for file in files):
         assert launcher.poll() is None
