@@ -145,8 +145,8 @@ def _submit_and_fetch(worker: int, rounds: int, size: int, address: str, token: 
 
 
 def _sockets(size: int, repeats: int, *, with_step: bool = False) -> list[float]:
-    """``with_step``: each worker's bytes are in a file, written as they arrive and fsynced; then the last worker's thread
-    makes an outer step. No server does less than that."""
+    """``with_step``: each worker's bytes are in a file, written as they arrive and fsynced; then the thread of the last
+    worker makes an outer step. No server does less than that."""
     with ExitStack() as held:
         listener = held.enter_context(socket.create_server(("127.0.0.1", 0)))
         folder = held.enter_context(tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".benchmark-"))
