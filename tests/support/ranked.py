@@ -74,7 +74,7 @@ class Numbers(ds.Callback):
 
 
 def train_part(
-    output_dir: Path, parallel: str, stop_at: int | None, batch_size: int, accumulation: int, length: int = 48
+    output_dir: Path, parallel: Any, stop_at: int | None, batch_size: int, accumulation: int, length: int = 48
 ) -> dict[str, Any]:
     """Train up to ``stop_at``, or to the end of step 14, and tell what this rank knows then."""
     torch.manual_seed(collectives.rank())  # ranks begin with different weights: rank 0's are meant to count

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import dalsegno as ds
 from dalsegno.callbacks import NaNChecker
+from dalsegno.distributed.stage_places import is_elsewhere
 from dalsegno.testing import TinyLanguageModel, run_ranks
 from support.resumed import assert_resumes
 from support.small import ByteLines, small_trainer, weights
@@ -85,23 +87,69 @@ def test_a_model_with_a_switch_of_its_own_is_switched(tmp_path: Path) -> None:
         assert torch.equal(weights(last)[name], expected), name
 
 
-def sharded(output_dir: str) -> bool:
-    kept = []
-    for checkpointing in (False, True):
-        folder = Path(output_dir, str(checkpointing))
-        last = trainer(folder, parallel="fsdp", gradient_checkpointing=checkpointing)
-        last.train()
-        kept.append([each.detach().full_tensor() for each in last.model.parameters()])  # type: ignore[attr-defined]
-    return all(map(torch.equal, *kept))
+class Nested(nn.Sequential):
+    """The layers are a block of their own, between two others. Returns the mean squared error."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.calls = 0
+        super().__init__(nn.Linear(8, 8), nn.Sequential(*(self.layer() for _ in range(4))), nn.Linear(8, 1))
+
+    def layer(self) -> nn.Module:
+        layer = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.3))
+        layer[0].register_forward_hook(self._count)
+        return layer
+
+    def _count(self, *given: Any) -> None:
+        self.calls += 1
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """x: (batch, 8), y: (batch, 1)."""
+        return nn.functional.mse_loss(super().forward(x), y)
 
 
-def test_sharded_over_ranks(tmp_path: Path) -> None:
-    assert run_ranks(sharded, 2, str(tmp_path)) == [True, True]
+def spread(output_dir: str) -> tuple[list[bool], list[int]]:
+    """Of each layout: whether the weights are the same, bit by bit, and the calls of layers, plain and checkpointed."""
+    same, calls = [], []
+    for parallel in ("fsdp", ds.Pipeline(2, "gpipe")):
+        kept = []
+        for checkpointing in (False, True):
+            model = Nested()
+            folder = Path(output_dir, type(parallel).__name__, str(checkpointing))
+            small_trainer(
+                folder, model=model, parallel=parallel, gradient_checkpointing=checkpointing, max_steps=4
+            ).train()
+            own = [each.detach() for each in model.parameters() if not is_elsewhere(each)]
+            kept.append([each.full_tensor() if isinstance(each, DTensor) else each for each in own])
+            calls.append(model.calls)
+        same.append(all(map(torch.equal, *kept)))
+    return same, calls
+
+
+def test_spread_over_ranks(tmp_path: Path) -> None:
+    """A pipeline begins its second stage inside a block: then the layers in it are checkpointed."""
+    for same, calls in run_ranks(spread, 2, str(tmp_path)):
+        assert same == [True, True]
+        assert calls[:2] == [16, 32]
+        assert calls[3] >= calls[2] + 8
+
+
+def test_arguments_reach_torch(tmp_path: Path) -> None:
+    """Without the generators' state, dropout draws other numbers when a block is computed again."""
+    plain, again = (
+        small_trainer(tmp_path / str(options), model=Nested(), gradient_checkpointing=True, max_steps=2, **options)
+        for options in ({}, {"gradient_checkpointing_kwargs": {"preserve_rng_state": False}})
+    )
+    plain.train()
+    again.train()
+    assert not torch.equal(weights(plain)["1.0.0.weight"], weights(again)["1.0.0.weight"])
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ds.ConfigurationError, match="Linear has neither gradient_checkpointing_enable"):
         small_trainer(tmp_path, model=nn.Linear(8, 1), max_steps=2, gradient_checkpointing=True)
+    with pytest.raises(ds.UnknownName, match=r"'use_reentrent'; did you mean 'use_reentrant'\?"):
+        trainer(tmp_path, gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrent": False})
     with pytest.raises(ds.ConfigurationError, match="gradient_checkpointing_kwargs= needs gradient_checkpointing=True"):
         ds.TrainingArguments(tmp_path, gradient_checkpointing_kwargs={})
     with pytest.raises(ds.ConfigurationError, match="torch_compile_mode='default' needs torch_compile=True"):

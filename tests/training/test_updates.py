@@ -252,6 +252,26 @@ def test_a_compiled_model_is_the_same_under_the_same_names(tmp_path: Path) -> No
 
 
 @register_backend
+def notes_its_mode(graph: torch.fx.GraphModule, inputs: list[Any], mode: str = "none") -> Any:
+    """A backend with modes."""
+    modes.append(mode)
+    return graph
+
+
+modes: list[str] = []
+
+
+def test_the_mode_of_a_compiled_model_reaches_its_backend(tmp_path: Path) -> None:
+    settings = {"torch_compile": True, "torch_compile_mode": "fast", "max_steps": 1}
+    trained(tmp_path / "fast", model=Line(), torch_compile_backend="notes_its_mode", **settings)
+    assert modes == ["fast"]
+    with pytest.raises(ConfigurationError, match=r"torch_compile_mode='fast': .*reduce-overhead, max-autotune"):
+        trained(tmp_path / "unknown", model=Line(), **settings)
+    with pytest.raises(ConfigurationError, match=r"torch_compile_backend='inducter'"):
+        trained(tmp_path / "unknown", model=Line(), torch_compile_backend="inducter", **settings)
+
+
+@register_backend
 def rounds_by_kernel(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
     """A backend whose kernels for any size round otherwise than those for one size."""
     is_general = any(isinstance(each, torch.SymInt) for each in inputs)

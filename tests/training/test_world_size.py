@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel
 
+import dalsegno as ds
 from dalsegno.testing import run_ranks
 from support.ranked import train_part
 
@@ -21,7 +24,7 @@ LENGTH = 45  # six steps an epoch, the last of five samples, which no two ranks 
 Shape = tuple[int, int, int]
 
 
-def train(output_dir: Path, parallel: str, shape: Shape, stop_at: int | None = None) -> list[dict[str, Any]]:
+def train(output_dir: Path, parallel: Any, shape: Shape, stop_at: int | None = None) -> list[dict[str, Any]]:
     world_size, batch_size, accumulation = shape
     return run_ranks(train_part, world_size, output_dir, parallel, stop_at, batch_size, accumulation, LENGTH)
 
@@ -62,6 +65,18 @@ def test_the_run_goes_on(tmp_path: Path, unchanged: dict[str, Any], parallel: st
     assert seen[2] == Counter(unchanged["seen"][2])
     assert {rank["samples"] for rank in after} == {unchanged["samples"]} == {2 * LENGTH + 2 * 8}
     assert {rank["steps counted"] for rank in after} == {14}
+
+
+def test_ranks_that_share_data_count_once(tmp_path: Path, unchanged: dict[str, Any]) -> None:
+    """Two ranks with different data, then two that split each layer: the same samples, and per-rank state follows."""
+    before = train(tmp_path, "fsdp", TWO, 3)
+    split = ds.TensorParallel({"blocks.*": ColwiseParallel(output_layouts=Replicate())})
+    after = train(tmp_path, split, (2, 4, 2))
+    assert_same_numbers([*before, *after], unchanged)
+    assert [rank["seen"] for rank in after] == [after[0]["seen"]] * 2
+    for epoch in (0, 1):
+        assert Counter(after[0]["seen"][epoch]) == Counter(range(LENGTH))
+    assert {rank["samples"] for rank in after} == {unchanged["samples"]}
 
 
 def test_a_sample_that_only_pads_counts_nowhere(tmp_path: Path, unchanged: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ a transformer's layers."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -29,11 +29,17 @@ def _matches(parts: list[str], wanted: list[str]) -> bool:
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
-def outermost_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks with parameters that are in no other block, in the model's order."""
+def outermost_blocks(model: nn.Module, apart: Collection[nn.Module] = ()) -> list[nn.Module]:
+    """The blocks with parameters that are in no other block, in the model's order.
+
+    ``apart``: modules that only a block of their own may contain: in place of one around them, those inside it are
+    returned.
+    """
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for block in _blocks(model):
+        if any(part in apart for part in block.modules() if part is not block):
+            continue
         if block not in inside and any(True for _ in block.parameters()):
             found.append(block)
         inside.update(block.modules())

@@ -206,8 +206,8 @@ class Parallelized(Mode):
         object.__setattr__(self, "data", (self.data,) if isinstance(self.data, str) else tuple(self.data))
 
     def __repr__(self) -> str:
-        names = self.mesh.mesh_dim_names or ()
-        sizes = ", ".join(f"{name}={size}" for name, size in zip(names, self.mesh.shape, strict=True))
+        shape, names = self.mesh.shape, self.mesh.mesh_dim_names
+        sizes = ", ".join(map(str, shape) if names is None else map("{}={}".format, names, shape))
         return f"Parallelized({sizes}; data={'·'.join(self.data)})"
 
 

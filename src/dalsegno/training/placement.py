@@ -53,19 +53,19 @@ def place(
     to what they are now; None: a default one is built. Collective.
 
     Raises:
-        ConfigurationError: if the optimizer cannot step without a closure, or does not fit a sharded model; or if the
-            model has no blocks that could be checkpointed.
+        ConfigurationError: if the optimizer cannot step without a closure, or does not fit a sharded model; if the
+            model has no blocks that could be checkpointed; or if torch cannot compile it so.
     """
     if STAGES not in layout.dimensions:  # else each rank moves its stages only: the whole model may not fit
         _move(model, device)
-    if args.gradient_checkpointing:
-        enable_gradient_checkpointing(model, args.gradient_checkpointing_kwargs or {})
     if args.torch_compile:
-        model.compile(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
+        _compile(model, args)
     loss_module = unwrapped(loss_fn) if isinstance(loss_fn, nn.Module) else None
     if loss_module is not None:
         _move(loss_module, device)
     parallel = parallelize(model, args.parallel, layout, device, loss_module, bf16=args.bf16)
+    if args.gradient_checkpointing:
+        enable_gradient_checkpointing(model, args.gradient_checkpointing_kwargs or {}, parallel.entries)
     if optimizer is None:
         optimizer = optimizer_from_args([model] if loss_module is None else [model, loss_module], args)
     else:
@@ -75,6 +75,18 @@ def place(
     return PlacedModel(
         model, device, layout, parallel, parallel.loss_fn or loss_module or loss_fn, loss_module, optimizer
     )
+
+
+def _compile(model: nn.Module, args: TrainingArguments) -> None:
+    """
+    Raises:
+        ConfigurationError: for a mode or backend that torch does not have.
+    """
+    try:
+        model.compile(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
+    except RuntimeError as error:
+        given = f"torch_compile_backend={args.torch_compile_backend!r}, torch_compile_mode={args.torch_compile_mode!r}"
+        raise ConfigurationError(f"{given}: {error}") from error
 
 
 def _move(module: nn.Module, device: torch.device) -> None:

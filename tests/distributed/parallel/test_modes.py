@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, DistributedSampler
@@ -128,6 +128,8 @@ def refused(output_dir: Path) -> list[str]:
         (split({"tokens": ColwiseParallel(), "head": ColwiseParallel()}), Tied(), {}),
         (ds.FSDP(units="blocks.*"), plain(), {}),
         (ds.Parallelized(init_device_mesh("cpu", (2,), mesh_dim_names=("data",))), plain(), {}),
+        (ds.Parallelized(init_device_mesh("cpu", (2,))), plain(), {}),
+        (ds.Parallelized(DeviceMesh("cpu", [0], mesh_dim_names=("dp",))), plain(), {}),
         (split(layouts.plan()), plain(), {"optim": "adamw_fused"}),
         (split(layouts.plan()), plain(), {"optim": "adafactor"}),
         (ds.FSDP(), plain(), {"optim": "adafactor"}),
@@ -153,6 +155,8 @@ def test_what_does_not_fit_the_model_or_the_data_is_refused_on_all_ranks(tmp_pat
             "tokens.weight and head.weight are one tied weight, and the plan splits them differently",
             "module in FSDP(units=…): 'blocks.*'",
             "data dimension of Parallelized(mesh, data=…): 'dp'",
+            "its dimensions have no names; build it with mesh_dim_names=",
+            "the mesh has 1 ranks, this job has 2; pass the mesh of all ranks",
             "a fused AdamW cannot update the split layers of TensorParallel together with whole ones",
             "torch's Adafactor cannot update sharded parameters",
             "torch's Adafactor cannot update sharded parameters",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import nn
@@ -19,6 +19,8 @@ class Parallel:
     """The module to call with a batch."""
     loss_fn: nn.Module | None = None
     """Computes the loss from the output, if it is trained too."""
+    entries: Collection[nn.Module] = ()
+    """Modules at which another rank continues the forward pass: the first of each pipeline stage but the first."""
 
     def __init__(self, model: nn.Module) -> None:
         self.module = model

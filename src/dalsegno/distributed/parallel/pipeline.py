@@ -77,6 +77,7 @@ class Pipelined(ReplacedParameters):
         mode.ranks(of=ranks)  # raises if this many stages do not fit
         assert not callable(mode.stages), "of_model has called it"
         stages = cut(model, mode.stages)
+        self.entries = [each[stages.entry(number)] for number, each in enumerate(stages.stages) if number]
         stores = _stores(stages, ranks)
         collectives.broadcast_tensors([*model.parameters(), *map(once, model.buffers())])
         _leave_to_others(model, stores, here, device)

@@ -88,17 +88,18 @@ class PipelineRunner:
             Losses, shape (micro-batches,), on every rank.
         """
         losses: list[Tensor] = []
-        for number in self._agreed_runs(batches):
-            some = slice(len(losses), len(losses) + number)
-            self._factors = factors[some]
-            self._run(batches[some], forward, training=True, first=len(losses))
+        for run in self._plan(batches, training=True):
+            first, number = len(losses), len(run.batches)
+            self._factors = factors[first : first + number]
+            self._run(run, forward, first=first)
             losses += [self._loss(index) for index in range(number)]
         return self._shared(torch.stack(losses))
 
     def evaluate(self, batch: Any, forward: Forward) -> tuple[Tensor, Any]:
         """Run a batch forward. Collective. Returns the loss, on every rank, and the outputs on the last stage's."""
         self._factors = [1.0]
-        self._run([batch], forward, training=False)
+        (run,) = self._plan([batch], training=False)
+        self._run(run, forward)
         outputs = next((module.results[0][1] for module in self.modules if module.is_last), None)
         return self._shared(self._loss(0)), outputs
 
@@ -119,14 +120,14 @@ class PipelineRunner:
                 shared.append(kind)
         return outputs if self.has_last else tree_unflatten(shared, form)
 
-    def _run(self, batches: Sequence[Any], forward: Forward, *, training: bool, first: int = 0) -> None:
+    def _run(self, run: _Run, forward: Forward, *, first: int = 0) -> None:
         for module in self.modules:
-            module.microbatches, module.first, module.forward_of = batches, first, forward
+            module.microbatches, module.first, module.forward_of = run.batches, first, forward
             module.results.clear()
-        schedule = self._schedule(batches, training=training)
-        indices = torch.arange(len(batches))
+        schedule = self._schedule(run)
+        indices = torch.arange(len(run.batches))
         try:
-            if training:
+            if run.training:
                 schedule.step(index=indices, target=indices, return_outputs=False)
             else:
                 schedule.eval(index=indices, target=indices, return_outputs=False)
@@ -143,30 +144,44 @@ class PipelineRunner:
             for module in self.modules:
                 module.microbatches, module.forward_of = (), None
 
-    def _agreed_runs(self, batches: Sequence[Any]) -> list[int]:
-        """Lengths of the runs of micro-batches that a schedule can run together.
+    def _plan(self, batches: Sequence[Any], *, training: bool) -> list[_Run]:
+        """Split a step's micro-batches into runs. Collective.
 
-        Each run reduces gradients, so ranks with different data need the same runs: if on one of them the shapes
-        differ, every micro-batch is a run.
+        Ranks that run the same stages on different data gather parameters and reduce gradients together. Each run
+        reduces gradients, so they need the same runs: if on one of them the shapes differ, every micro-batch is a run.
+        A new schedule calls each stage once more, to find the shapes, and so gathers the parameters: if one of the
+        ranks needs one for a run, all build one.
         """
-        runs = _runs(batches)
-        if self._copies is None:
-            return runs
-        differ = torch.tensor([len(runs) > 1], dtype=torch.int32, device=collectives.communication_device())
-        dist.all_reduce(differ, dist.ReduceOp.MAX, group=self._copies)
-        return [1] * len(batches) if int(differ) else runs
+        if len(self._schedules) > _KEPT:  # not during a step: what the ranks have agreed on has to last
+            self._schedules.clear()
+        runs = _of_equal_shapes(batches)
+        new = self._are_new(runs, training)
+        if self._copies is not None:
+            single = [batches[number : number + 1] for number in range(len(batches))]
+            own = [len(runs) > 1, *self._are_new([batches], training), *self._are_new(single, training)]
+            differ, is_new, *are_new = self._on_any(own)
+            runs, new = (single, are_new) if differ else ([batches], [is_new])
+        return [_Run(some, training, _kind(some, training), is_new) for some, is_new in zip(runs, new, strict=True)]
 
-    def _schedule(self, batches: Sequence[Any], *, training: bool) -> Schedule:
-        key = (len(batches), training, _form(batches[0]))
-        if key not in self._schedules:
-            if len(self._schedules) == _KEPT:
-                self._schedules.clear()
+    def _are_new(self, runs: Sequence[Sequence[Any]], training: bool) -> list[bool]:
+        """Whether each of the runs is the first of its kind."""
+        kinds = [_kind(some, training) for some in runs]
+        return [kind not in self._schedules and kind not in kinds[:number] for number, kind in enumerate(kinds)]
+
+    def _on_any(self, flags: Sequence[bool]) -> list[bool]:
+        """Whether each of the flags is set on any of the ranks that run the same stages on different data."""
+        shared = torch.tensor(flags, dtype=torch.int32, device=collectives.communication_device())
+        dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._copies)
+        return [bool(flag) for flag in shared.tolist()]
+
+    def _schedule(self, run: _Run) -> Schedule:
+        if run.is_new:
             stages = [
                 Stage(module, index, self._count, self._device, group=self._group)
                 for index, module in self._modules.items()
             ]
-            self._schedules[key] = schedules.build(self._name, stages, len(batches), self._scaled)
-        return self._schedules[key]
+            self._schedules[run.kind] = schedules.build(self._name, stages, len(run.batches), self._scaled)
+        return self._schedules[run.kind]
 
     def _scaled(self, loss: Tensor, index: Tensor) -> Tensor:
         return loss * self._factors[int(index)]
@@ -182,9 +197,24 @@ class PipelineRunner:
         return values
 
 
-def _runs(batches: Sequence[Any]) -> list[int]:
-    """Lengths of the runs of neighbouring micro-batches of equal shapes: a schedule has buffers of one shape."""
-    return [len(list(run)) for _, run in groupby(batches, _form)]
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Neighbouring micro-batches of equal shapes, which a schedule runs together: its buffers have one shape."""
+
+    batches: Sequence[Any]
+    training: bool
+    kind: tuple[Any, ...]
+    """Runs of one kind can have the same schedule."""
+    is_new: bool
+    """Whether a schedule is built for it."""
+
+
+def _kind(batches: Sequence[Any], training: bool) -> tuple[Any, ...]:
+    return len(batches), training, _form(batches[0])
+
+
+def _of_equal_shapes(batches: Sequence[Any]) -> list[Sequence[Any]]:
+    return [[*run] for _, run in groupby(batches, _form)]
 
 
 def _form(batch: Any) -> tuple[Any, ...]:

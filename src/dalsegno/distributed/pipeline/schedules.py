@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -39,6 +40,16 @@ class Stage(PipelineStage):
         # Torch calls this method to find the shapes, on activations with any content, before the first real call.
         with self.submod.probing():
             return super()._compute_outputs(*args, module=module, **kwargs)
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        # Torch drops the gradients of sharded parameters here, and with them those of the step's earlier micro-batches.
+        for part in self.submod.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+        gradients = [(each, each.grad) for each in self.submod.parameters()]
+        super()._post_metadata_inference_cleanup()  # type: ignore[no-untyped-call]
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
 
 
 def check(name: str, *, stages: int, ranks: int, microbatches: int) -> None:

@@ -59,6 +59,7 @@ class StageModule(nn.Module):
         self._index = index
         self._position = _Position.BEFORE
         self._received: Tensor | None = None
+        self._missing: Tensor | None = None
         self._is_probe = False
         self._substitutes = [
             (*_parent_and_key(cut.model, name), self._substitute(stage, name, module, cut))
@@ -127,7 +128,7 @@ class StageModule(nn.Module):
     def _run(self, batch: Any, received: Tensor | None) -> Tensor | tuple[Tensor, Any]:
         assert self.forward_of is not None, "the runner sets it"
         self._position = _Position.INSIDE if self._index == 0 else _Position.BEFORE
-        self._received = received
+        self._received, self._missing = received, None
         originals = [parent._modules[key] for parent, key, _ in self._substitutes]
         for parent, key, substitute in self._substitutes:
             parent._modules[key] = substitute
@@ -144,7 +145,7 @@ class StageModule(nn.Module):
                     "one that it calls"
                 )
         finally:
-            self._received = None
+            self._received = self._missing = None
             for (parent, key, _), original in zip(self._substitutes, originals, strict=True):
                 parent._modules[key] = original
         if self._position is _Position.BEFORE:
@@ -229,7 +230,9 @@ class _Absent(_Substitute):
             raise ConfigurationError(
                 f"{self._complaint}; list the modules of each stage in the order in which the forward calls them"
             )
-        return Missing.like(stage._received)
+        if stage._missing is None:  # one for all of them: nothing can write to it
+            stage._missing = Missing.like(stage._received)
+        return stage._missing
 
 
 def _activation(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, str | None, Tensor]:
