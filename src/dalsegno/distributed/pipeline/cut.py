@@ -112,9 +112,9 @@ def _listed(model: nn.Module, stages: Sequence[Sequence[str]]) -> Cut:
     stages = [[inner for name in names for inner in _elements(name, modules[name])] for names in stages]
     names = [name for names in stages for name in names]
     for name in names:
-        inside = next((other for other in names if name.startswith(f"{other}.") or (names.count(name) > 1)), None)
-        if inside is not None:
-            raise ConfigurationError(f"Pipeline: {name!r} is listed twice, by itself or in {inside!r}; list it once")
+        inside = next((f", by itself and in {other!r}" for other in names if name.startswith(f"{other}.")), "")
+        if inside or names.count(name) > 1:
+            raise ConfigurationError(f"Pipeline: {name!r} is listed twice{inside}; list it once")
     return _checked(model, [{name: modules[name] for name in names} for names in stages])
 
 

@@ -47,7 +47,7 @@ class Stage(PipelineStage):
             if isinstance(part, FSDPModule):
                 part.reshard()
         gradients = [(each, each.grad) for each in self.submod.parameters()]
-        super()._post_metadata_inference_cleanup()  # type: ignore[no-untyped-call]
+        super()._post_metadata_inference_cleanup()
         for parameter, gradient in gradients:
             parameter.grad = gradient
 
