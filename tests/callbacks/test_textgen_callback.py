@@ -151,8 +151,6 @@ def test_all_ranks_take_part(tmp_path: Path, kind: str) -> None:
     assert list(said) == [2, 4] and said[2] != said[4]
     stages = ds.Pipeline(["head"] if kind == "plain" else 2, "gpipe")
     layouts = {"fsdp": ("fsdp", 2), "ddp": ("ddp", 2), "pp": (stages, 2), "pp x fsdp": ([stages, ds.FSDP()], 4)}
-    more = {"llama": {"tp": (ds.TensorParallel("auto"), 2)}, "plain": {"hsdp": (ds.HSDP(2), 4)}}
-    layouts |= more.get(kind, {})
     for name, (layout, ranks) in layouts.items():
         run_ranks(write_unmoved, ranks, tmp_path / name, kind, layout)
         assert texts(tmp_path / name) == said, name
