@@ -1,7 +1,9 @@
 """From SIGKILL to the next finished step of one process, taken apart: where a restart spends its time.
 
 A process trains a model with 64 MB of weights and kills itself; the same command, started at once, resumes from disk,
-or from memory. The parts follow each other and add up to the whole.
+or from memory. The parts follow each other and add up to the whole. Beside each is the same part of a script with torch
+alone, which bounds it: this one loads the weights with ``torch.load``, and hashes the file first, as a verification has
+to. It has no run to look for, no logs and no callbacks.
 """
 
 from __future__ import annotations
@@ -11,12 +13,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from .row import Row, duration, three_digits
-from .timing import figure
+from .row import Row, duration
+from .timing import figure, ratio
 
 ROUNDS = 5
 WIDTH = 2048
@@ -105,36 +108,91 @@ trainer.train()
 """
 
 
+_BY_HAND = """
+import json, sys, time
+from pathlib import Path
+
+moments = {"python": time.monotonic()}
+import torch
+import xxhash
+from torch.utils.data import DataLoader, TensorDataset
+
+moments["torch"] = moments["dalsegno"] = time.monotonic()
+FOLDER, WIDTH, FILE = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+torch.manual_seed(0)
+layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(16, 1))
+layers.wide = torch.nn.Parameter(torch.zeros(WIDTH, 4 * 2048))
+optimizer = torch.optim.AdamW(layers.parameters())
+x = torch.randn(100, 8)
+loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8, shuffle=True)
+moments["built"] = time.monotonic()
+if FILE.exists():
+    with FILE.open("rb", buffering=0) as file:
+        checksum, buffer = xxhash.xxh3_128(), memoryview(bytearray(1 << 20))
+        while count := file.readinto(buffer):
+            checksum.update(buffer[:count])
+    moments["found"] = time.monotonic()
+    saved = torch.load(FILE, weights_only=True)
+    layers.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    moments["loaded"] = moments["begun"] = time.monotonic()
+for x, y in loader:
+    moments.setdefault("batch", time.monotonic())
+    torch.nn.functional.mse_loss(layers(x), y).backward()
+    torch.nn.utils.clip_grad_norm_(layers.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    moments.setdefault("stepped", time.monotonic())
+if not FILE.exists():
+    torch.save({"model": layers.state_dict(), "optimizer": optimizer.state_dict()}, FILE)
+(FOLDER / "moments.json").write_text(json.dumps(moments))
+"""
+
+
 def run(rounds: int = ROUNDS, width: int = WIDTH, places: tuple[str, ...] = ("disk", "memory")) -> list[Row]:
-    """Medians of the rounds."""
+    """Medians of the rounds; each round measures both."""
     rows = []
     for place in places:
-        moments = [_measured(width, place) for _ in range(rounds)]
-        parts = {after: figure([each[after] - each[before] for each in moments]) for before, after in pairwise(PARTS)}
-        whole = figure([each["stepped"] - each["killed"] for each in moments])
-        rows.append(
-            Row(f"from SIGKILL to the next step, from {place}", duration(whole), "not compared", spread=whole.spread)
-        )
-        rows += [
-            Row(
-                f"  {PARTS[part]}",
-                duration(seconds),
-                "",
-                f"{three_digits(100 * seconds / whole)} % of it",
-                spread=seconds.spread,
-            )
-            for part, seconds in parts.items()
-        ]
+        rounds_of_both = [(_measured(width, place), _by_hand(width, place)) for _ in range(rounds)]
+        ours, theirs = zip(*rounds_of_both, strict=True)
+        rows.append(_row(f"from SIGKILL to the next step, from {place}", "killed", "stepped", ours, theirs))
+        rows += [_row(f"  {PARTS[after]}", before, after, ours, theirs) for before, after in pairwise(PARTS)]
     return rows
 
 
-def _measured(width: int, place: str) -> dict[str, float]:
+Moments = Mapping[str, float]
+
+
+def _row(what: str, before: str, after: str, ours: Sequence[Moments], theirs: Sequence[Moments]) -> Row:
+    mine = figure([each[after] - each[before] for each in ours])
+    other = figure([each[after] - each[before] for each in theirs])
+    if not other:
+        return Row(what, duration(mine), "by hand: nothing", spread=mine.spread)
+    times = ratio([each[after] - each[before] for each in ours], [each[after] - each[before] for each in theirs])
+    return Row(what, duration(mine), f"by hand: {duration(other)}", f"{times:.2f} ×", spread=times.spread)
+
+
+def _measured(width: int, place: str) -> Moments:
     with TemporaryDirectory(prefix=".benchmark-", dir=Path.cwd()) as folder:  # on a disk, where /tmp may be memory
         command = [sys.executable, "-c", _SCRIPT, folder, str(width), place]
         killed = subprocess.run(command, capture_output=True, text=True)
         if killed.returncode != -signal.SIGKILL:
             raise RuntimeError(f"the first process ended with {killed.returncode}: {killed.stderr}")
-        began = time.monotonic()
+        return _restarted(command, Path(folder))
+
+
+def _by_hand(width: int, place: str) -> Moments:
+    with (
+        TemporaryDirectory(prefix=".benchmark-", dir=Path.cwd()) as folder,
+        TemporaryDirectory(prefix="benchmark-", dir=folder if place == "disk" else "/dev/shm") as files,
+    ):
+        command = [sys.executable, "-c", _BY_HAND, folder, str(width), f"{files}/model.pt"]
         subprocess.run(command, capture_output=True, check=True)
-        moments: dict[str, float] = json.loads((Path(folder) / "moments.json").read_text())
-        return {"killed": began} | moments
+        return _restarted(command, Path(folder))
+
+
+def _restarted(command: Sequence[str], folder: Path) -> Moments:
+    began = time.monotonic()
+    subprocess.run(command, capture_output=True, check=True)
+    moments: dict[str, float] = json.loads((folder / "moments.json").read_text())
+    return {"killed": began} | moments

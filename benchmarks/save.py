@@ -31,6 +31,7 @@ from dalsegno.checkpoint import CheckpointManager, ModelState
 from dalsegno.system import filesystem
 from dalsegno.testing import run_ranks
 
+from . import disk
 from .row import Row, three_digits
 from .timing import in_turns, ratio
 
@@ -133,7 +134,7 @@ def _timed(save: Callable[[Path], object], folder: Path) -> Callable[[], float]:
     """Seconds until all ranks have saved into a folder that is new each time, and gone afterwards."""
 
     def measure() -> float:
-        folder.mkdir(exist_ok=True)
+        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)  # it is there after the first save of a run
         os.sync()
         _meet()
         began = time.perf_counter()
@@ -168,14 +169,7 @@ def _ours(model: nn.Module, *, background: bool) -> Callable[[Path], object]:
 
 
 def _write(data: memoryview, flags: int, folder: Path) -> None:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    descriptor = os.open(folder / f"data-{rank}", os.O_WRONLY | os.O_CREAT | flags, 0o644)
-    try:
-        for begin in range(0, len(data), filesystem.DIRECT_PIECE):
-            filesystem.write_all(descriptor, data[begin : begin + filesystem.DIRECT_PIECE], folder)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    disk.write(folder / f"data-{dist.get_rank() if dist.is_initialized() else 0}", data, flags)
 
 
 def _copy_and_write(tensors: Sequence[torch.Tensor], memory: mmap.mmap, folder: Path) -> None:
