@@ -72,7 +72,7 @@ def play(folder: Path, versions: int = 5, *, save_every: int = 2, save: bool = T
         run.commit()
         run.keep_versions()
         if (to_save := run.state_to_save()) is not None and run.save(to_save):
-            run.release_saved(to_save)
+            run.release_submissions()
     tensors = {name: each.detach().clone() for name, each in run._globals.model.by_name.items()}
     momentum = [each["momentum_buffer"].clone() for each in run._globals.optimizer.state.values()]
     state = {**run.state.to_json(), "run_id": None}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -20,17 +19,18 @@ from dalsegno.errors import NotFound, NotRunning, StateMismatch
 from dalsegno.web.growth import Growth
 
 from .presence import Presence
+from .rounds import Rounds
 from .rules import Rules
 from .run import OuterRun
 from .signature import Specs, check_same
-from .spool import Source, SpooledTensors
+from .spool import NotDurable, Source, SpooledTensors
 from .state import Applied, Joined, Left, Member, Returned, ServerState, Settings, Submission
 from .status import status_of
 from .versions import Version
 
 logger = logging.getLogger("dalsegno")
 
-_PATROL = 0.5  # seconds between two looks for workers that have died
+_PATROL = 0.5  # seconds between two looks for workers that have died, and between two attempts to write the journal
 
 
 class Coordinator:
@@ -50,6 +50,7 @@ class Coordinator:
         self._changed = changed
         self._lock = threading.Condition(threading.RLock())
         self._presence = Presence(rules.heartbeat_timeout)
+        self._rounds = Rounds(rules, self._presence)
         self._is_closing = False
         self._committed = run.state.version if run.has_begun else 0  # newest version whose events are on disk
         for worker_id in run.state.members if run.has_begun else ():
@@ -63,7 +64,7 @@ class Coordinator:
         """Stop applying, and save a checkpoint. Requests must have ended.
 
         Raises:
-            SaveFailed: if it cannot be written; the journal has everything.
+            SaveFailed: if it cannot be written; the journal has all that was acknowledged.
         """
         with self._lock:
             self._is_closing = True
@@ -131,7 +132,7 @@ class Coordinator:
                 "adopt": adopt,
                 "known": state.members[worker_id].number,
             }
-        self._run.commit()
+        self._commit()
         return answer
 
     def _admit(self, state: ServerState, worker_id: str, count: int | None, dylu: bool) -> int | None:
@@ -165,15 +166,7 @@ class Coordinator:
 
     def _join(self, state: ServerState, worker_id: str, number: int, dylu: bool) -> None:
         """Let a worker begin with the present parameters; with those of the next version if a round is in progress."""
-        member = state.members.get(worker_id)
-        others = [name for name in state.members if name != worker_id]
-        is_in_round = not self.rules.asynchronous and (
-            (member is not None and member.pending is not None)
-            or (
-                len(state.members) >= self.rules.num_workers
-                and any(state.members[name].pending is not None or self._is_awaited(state, name) for name in others)
-            )
-        )
+        is_in_round = self._rounds.is_in_progress(state, worker_id)
         self._run.record(Joined(worker_id, number, state.version + is_in_round, dylu))
         self._run.keep_versions()
 
@@ -188,19 +181,13 @@ class Coordinator:
             if not self._member(worker_id).has_left:
                 self._run.record(Left(worker_id))
             self._lock.notify_all()
-        self._run.commit()
+        self._commit()
 
     def _member(self, worker_id: str) -> Member:
         members = self._run.state.members
         if worker_id not in members:
             raise NotFound(f"{worker_id} has not joined this run; register first")
         return members[worker_id]
-
-    def _is_awaited(self, state: ServerState, worker_id: str) -> bool:
-        """Whether the round in progress waits for a worker's submission."""
-        member = state.members[worker_id]
-        is_due = member.pending is None and member.base == state.version and not member.has_left
-        return is_due and self._presence.is_alive(worker_id)
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
@@ -244,7 +231,7 @@ class Coordinator:
         with self._lock:
             if self._is_new(submission):
                 return self._run.sent(submission)
-        self._run.commit()
+        self._commit()
         return None
 
     def _is_new(self, submission: Submission) -> bool:
@@ -257,28 +244,15 @@ class Coordinator:
         self.note_seen(submission.worker_id)
         if submission.number <= member.number:
             return False
-        self._check_next(self._run.state, member, submission)
+        self._rounds.check_next(self._run.state, submission)
         return True
-
-    def _check_next(self, state: ServerState, member: Member, submission: Submission) -> None:
-        who = f"{submission.worker_id}, submission {submission.number}"
-        if member.pending is not None or submission.number != member.number + 1:
-            raise StateMismatch(f"{who}: not the next one; {member.number} was accepted last")
-        if submission.base != member.base:
-            raise StateMismatch(f"{who}: relative to version {submission.base}; the worker was given {member.base}")
-        if submission.fragment >= state.settings.num_fragments:
-            raise StateMismatch(f"{who}: there is no fragment {submission.fragment}")
-        if not self.rules.asynchronous:
-            if submission.base != state.version:
-                raise StateMismatch(f"{who}: of an old round, relative to version {submission.base} of {state.version}")
-            if submission.fragment != state.version % state.settings.num_fragments:
-                raise StateMismatch(f"{who}: fragment {submission.fragment} is not that of this round")
 
     def accept(self, submission: Submission, arrived: SpooledTensors) -> None:
         """Accept a submission. Once this returns it is never lost.
 
         Raises:
             StateMismatch: as :meth:`offer`: things may have changed while it was sent.
+            NotDurable: if the disk has lost it. The server has failed; restarted, it takes the submission again.
         """
         with self._lock:
             self._check_running()
@@ -286,9 +260,7 @@ class Coordinator:
             if is_new:
                 self._run.accept(submission, arrived)
                 self._lock.notify_all()
-        if is_new:
-            arrived.make_durable()  # here, so that the disk works for all workers' threads at a time
-        self._run.commit()
+        self._commit(arrived if is_new else None)
 
     def result(self, worker_id: str, number: int) -> dict[str, Any] | None:
         """What became of a submission, or of joining, as JSON values; None if it is not known yet.
@@ -310,25 +282,56 @@ class Coordinator:
     # -- the outer step ---------------------------------------------------------------------------------------------
 
     def _apply_submissions(self) -> None:
-        """Until :meth:`close`. On a thread of its own."""
+        """Until :meth:`close`, or a failure. On a thread of its own."""
+        begun: list[Version] = []
         try:
-            while True:
-                with self._lock:
-                    while not self._is_closing and not (worker_ids := self._ready()):
-                        self._begin_waiting_members()
-                        self._lock.wait(_PATROL if self.rules.heartbeat_timeout else None)
-                    if self._is_closing:
-                        return
-                    self._run.record(Applied(worker_ids, self._recommended_steps(self._run.state, worker_ids)))
-                    begun, to_save = self._run.begin_versions(), self._run.state_to_save()
-                self._publish(begun)
-                if to_save is not None and self._run.save(to_save):
+            while (change := self._next_change()) is not None:
+                begun, to_save = change
+                if self._publish(begun) and to_save is not None and self._run.save(to_save):
                     with self._lock:
-                        self._run.release_saved(to_save)
+                        self._run.release_submissions()
         except BaseException as error:
+            self._fail(error)
+            self._run.abandon_versions(begun)  # not before: a worker must not register again
+
+    def _next_change(self) -> tuple[list[Version], ServerState | None] | None:
+        """Wait until submissions are to be applied, or workers to begin, and do it.
+
+        Returns:
+            The versions to publish, and the state of a checkpoint that is due; None at the end.
+        """
+        with self._lock:
+            while not self._is_closing and self.failure is None:
+                if self._run.has_begun:
+                    state = self._run.state
+                    if worker_ids := self._rounds.ready(state):
+                        self._run.record(Applied(worker_ids, self._rounds.recommended_steps(state, worker_ids)))
+                        return self._run.begin_versions(), self._run.state_to_save()
+                    if self._begin_waiting_members():
+                        return self._run.begin_versions(), None
+                self._lock.wait(_PATROL if self.rules.heartbeat_timeout else None)
+            return None
+
+    def _fail(self, error: BaseException) -> None:
+        """Apply no submission any more, and refuse requests."""
+        with self._lock:
+            if self.failure is not None:
+                return
             self.failure = error
-            logger.exception("the DiLoCo server cannot apply submissions any more; what was accepted is kept")
-            self._changed()
+            self._lock.notify_all()
+        logger.error("the DiLoCo server cannot apply submissions any more; what was accepted is kept", exc_info=error)
+        self._changed()
+
+    def _commit(self, arrived: SpooledTensors | None = None) -> None:
+        """Write what was recorded to disk, and before it a submission: here, so that the disk works for all workers'
+        threads at a time. If the disk has lost a submission, the server fails: restarted, it does not have it."""
+        try:
+            if arrived is not None:
+                arrived.make_durable()
+            self._run.commit()
+        except NotDurable as error:
+            self._fail(error)
+            raise
 
     def _check_running(self) -> None:
         if self._is_closing:
@@ -336,47 +339,50 @@ class Coordinator:
         if self.failure is not None:
             raise NotRunning(f"the server failed: {self.failure}; restart it, it continues from its journal")
 
-    def _ready(self) -> list[str]:
-        """The workers whose submissions are to be applied now, together."""
-        if not self._run.has_begun:
-            return []
+    def _begin_waiting_members(self) -> bool:
+        """Let workers that wait for the next round begin now, if that round has lost all its workers. Returns whether
+        there are any."""
         state = self._run.state
-        pending = {name: each for name, each in state.members.items() if each.pending is not None}
-        if self.rules.asynchronous:
-            return sorted(pending, key=lambda name: pending[name].accepted)[:1]
-        if len(state.members) < self.rules.num_workers or len(pending) < self.rules.min_workers:
-            return []
-        return [] if any(self._is_awaited(state, name) for name in state.members) else sorted(pending)
+        waiting = self._rounds.waiting(state)
+        if waiting:
+            self._committed = state.version - 1  # they get no result before the events are on disk
+        for name in waiting:
+            member = state.members[name]
+            self._run.record(Joined(name, member.number, state.version, member.dylu))
+        return bool(waiting)
 
-    def _begin_waiting_members(self) -> None:
-        """Let workers that wait for the next round begin now, if that round has lost all its workers."""
-        if not self._run.has_begun or self.rules.asynchronous:
-            return
-        state = self._run.state
-        if any(each.pending is not None or self._is_awaited(state, name) for name, each in state.members.items()):
-            return
-        for name, each in list(state.members.items()):
-            if each.base > state.version and not each.has_left and self._presence.is_alive(name):
-                self._run.record(Joined(name, each.number, state.version, each.dylu))
-                self._run.keep_versions()
-                self._run.commit()
-                self._changed()
+    def _publish(self, begun: Sequence[Version]) -> bool:
+        """Let workers fetch what a change led to, once it is on disk. They may begin while it is written.
 
-    def _publish(self, begun: Sequence[Version]) -> None:
-        """Let workers fetch what an outer step led to. They may begin while it is written."""
-        self._run.commit()
+        Returns:
+            Whether it was done; False if the server closes before the disk takes the events.
+        """
+        if not self._commit_patiently():
+            return False
         self._committed = self._run.state.version
         self._changed()
         self._run.write_versions(begun)
         with self._lock:
             self._run.release_versions()
+        return True
 
-    def _recommended_steps(self, state: ServerState, worker_ids: Sequence[str]) -> dict[str, int]:
-        """Dynamic local updates: the steps of each worker are in proportion to its speed (arXiv:2401.09135, 5.2)."""
-        fastest = max((each.speed for each in state.members.values() if not each.has_left), default=0.0)
-        following = [name for name in worker_ids if state.members[name].dylu] if fastest > 0 else []
-        base = self.rules.dylu_base_sync_every
-        return {name: max(1, math.floor(state.members[name].speed / fastest * base)) for name in following}
+    def _commit_patiently(self) -> bool:
+        """Commit once the disk takes the events: it may be full for a while. False if the server closes before."""
+        is_first = True
+        while True:
+            try:
+                self._commit()
+                return True
+            except NotDurable:
+                raise
+            except OSError as error:
+                if is_first:
+                    logger.error("the DiLoCo server cannot write its journal: %s; workers wait until it can", error)
+                is_first = False
+            with self._lock:
+                if self._is_closing:
+                    return False
+                self._lock.wait(_PATROL)
 
     # -- status -----------------------------------------------------------------------------------------------------
 

@@ -7,8 +7,10 @@ to a state beyond which no worker is.
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,20 +18,31 @@ from typing import Any
 from dalsegno.errors import NotRunning, StateMismatch
 from dalsegno.logs.line_file import LineFile
 from dalsegno.logs.values import decode
+from dalsegno.system import filesystem
 
 from .state import Event, event_from_json, event_to_json
+
+logger = logging.getLogger("dalsegno")
 
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
     number: int
     event: Event
-    make_durable: Callable[[], object]
+    make_durable: Callable[[], object] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    number: int
+    batch: int | None
+    """Number of the first event that was committed with this one; None: written before there were such numbers."""
+    event: Event
 
 
 class Journal:
-    """The events at ``path``, with their numbers. :meth:`record` and :meth:`shorten` are called in turn, :meth:`commit`
-    on any thread."""
+    """The events at ``path``, with their numbers. :meth:`record` is called on one thread at a time, all others on
+    any."""
 
     def __init__(self, path: Path) -> None:
         self._file = LineFile(path, _parse)
@@ -37,7 +50,7 @@ class Journal:
         self._is_closed = False
         self._turn = threading.Lock()  # of the threads that change the file
 
-    def record(self, event: Event, number: int, make_durable: Callable[[], object] = int) -> None:
+    def record(self, event: Event, number: int, make_durable: Callable[[], object] | None = None) -> None:
         """Take the next event.
 
         Args:
@@ -52,6 +65,7 @@ class Journal:
 
         Raises:
             OSError: if the disk refuses it; the next commit tries again.
+            NotDurable: if the disk has lost what an event refers to; each later commit raises it again.
             NotRunning: if the journal was closed before.
         """
         with self._turn:
@@ -59,33 +73,75 @@ class Journal:
             if recorded and self._is_closed:
                 raise NotRunning("the server has stopped; start it again, it continues")
             for each in recorded:
-                each.make_durable()
-            self._file.append(_line(each.number, each.event) for each in recorded)
+                if each.make_durable is not None:
+                    each.make_durable()
+            if recorded:
+                self._file.append(_lines(recorded[0].number, (each.event for each in recorded)))
             del self._recorded[: len(recorded)]
+
+    def recover(self, number: int) -> list[Event]:
+        """As :meth:`after`, at the start of a server: remove before what a power cut has left of the last commit.
+
+        Args:
+            number: of the last event that the checkpoint contains.
+
+        Raises:
+            StateMismatch: as :meth:`after`.
+        """
+        with self._turn:
+            self._remove_torn_batch(number)
+            return self.after(number)
 
     def after(self, number: int) -> list[Event]:
         """The committed events after this number.
 
         Raises:
-            StateMismatch: if the journal is damaged, or has no event that follows on this number.
+            StateMismatch: if the journal is damaged, has no event that follows on this number, or two events of one
+                number.
         """
         events = []
         expected = number + 1
-        for found, event in self._file.read(strict=True):
-            if found < expected:
+        seen: dict[int, Event] = {}  # the same batch is here twice if its first write could not be undone
+        for line in self._file.read(strict=True):
+            if seen.setdefault(line.number, line.event) != line.event:
+                raise StateMismatch(f"{self._file.path}: event {line.number} is there twice, with different content")
+            if line.number < expected:
                 continue
-            if found > expected:
+            if line.number > expected:
                 raise StateMismatch(f"{self._file.path}: event {expected} is missing")
             expected += 1
-            events.append(event)
+            events.append(line.event)
         return events
 
-    def shorten(self, number: int) -> list[Event]:
-        """Drop the events up to this number, which are committed, and return those after it, committed or not."""
+    def _remove_torn_batch(self, number: int) -> None:
+        """Remove the end of the file from its first hole on, if all of it can be of one batch, of which nothing was
+        acknowledged.
+
+        The pages of an append reach the disk in any order: after a power cut, one that did not is a hole, of NULs, also
+        before others that did. No line has a NUL. What is on disk from an earlier commit is not affected.
+        """
+        path = self._file.path
+        data = path.read_bytes() if path.exists() else b""
+        if b"\0" not in data:
+            return
+        begin = data.rfind(b"\n", 0, data.index(b"\0")) + 1
+        last = max((line.number for line in _readable(data[:begin])), default=number)
+        batches = {line.batch for line in _readable(data[begin:])}
+        if len(batches) > 1 or any(batch is None or batch > last + 1 for batch in batches):
+            return  # a damaged event was followed by a later commit
+        removed = filesystem.numbered(path.parent, f"{path.name}.torn")
+        filesystem.replace_durably(removed, data[begin:])
+        filesystem.replace_durably(path, data[:begin])
+        logger.warning(
+            "%s: what a power cut left of the last commit, which acknowledged nothing, is moved to %s",
+            path,
+            removed.name,
+        )
+
+    def shorten(self, number: int) -> None:
+        """Drop the events up to this number, which are committed."""
         with self._turn:
-            committed = self.after(number)
-            self._file.replace(_line(each, event) for each, event in enumerate(committed, number + 1))
-            return [*committed, *(each.event for each in self._recorded)]
+            self._file.replace(_lines(number + 1, self.after(number)))
 
     def clear(self) -> None:
         """Drop all events."""
@@ -98,12 +154,23 @@ class Journal:
             self._is_closed = True
 
 
-def _line(number: int, event: Event) -> dict[str, Any]:
-    return {"event": number, **event_to_json(event)}
+def _lines(first: int, events: Iterable[Event]) -> Iterator[dict[str, Any]]:
+    """Lines that are written together. ``first``: number of the first of the events."""
+    for number, event in enumerate(events, first):
+        yield {"event": number, "batch": first, **event_to_json(event)}
 
 
-def _parse(text: bytes) -> tuple[int, Event]:
+def _parse(text: bytes) -> _Line:
     content = decode(text)
     if not isinstance(content, dict) or type(content.get("event")) is not int:
         raise ValueError(f"not an event: {text[:80]!r}")
-    return content.pop("event"), event_from_json(content)
+    number, batch = content.pop("event"), content.pop("batch", None)
+    if batch is not None and type(batch) is not int:
+        raise ValueError(f"not the number of an event: {batch!r}")
+    return _Line(number, batch, event_from_json(content))
+
+
+def _readable(data: bytes) -> Iterator[_Line]:
+    for text in data.split(b"\n"):
+        with suppress(ValueError, StateMismatch):
+            yield _parse(text)

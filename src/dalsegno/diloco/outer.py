@@ -25,7 +25,7 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 BLOCK = 1 << 18
 """Elements of a tensor that are worked on at a time: few enough for the processor's cache."""
 
-_ALONE = 1 << 15
+ALONE = 1 << 15
 """Elements up to which torch computes on one thread. Its threads wait for each other after each operation: on blocks
 and beside other work, that takes ten times as long as the work itself."""
 
@@ -208,7 +208,7 @@ def _average(
 
 def _parts(flat: Tensor) -> list[Tensor]:
     """Views of a flat tensor, of which each is computed on one thread."""
-    return list(torch.split(flat, _ALONE))
+    return list(torch.split(flat, ALONE))
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

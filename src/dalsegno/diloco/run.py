@@ -1,7 +1,7 @@
 """OuterRun: the global parameters of a DiLoCo run, and the events that change them.
 
-An event is in the journal before anything that depends on it leaves the server. So after a kill, the newest checkpoint
-and the events after it lead to the same parameters, bit by bit.
+An event changes them at once, and is in the journal before anything that depends on it leaves the server. So after a
+kill, the newest checkpoint and the events after it lead to the same parameters, bit by bit.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,8 @@ MOST_RECORDS = 2000
 
 
 class OuterRun:
-    """The run in ``folder``: continued, or empty until :meth:`begin`. Used by one thread at a time.
+    """The run in ``folder``: continued, or empty until :meth:`begin`. Used by one thread at a time, but for
+    :meth:`commit`, and for :meth:`write_versions` and :meth:`save` beside other threads' events.
 
     Args:
         folder: of the run.
@@ -109,7 +110,7 @@ class OuterRun:
         self._take(state, parts)
         self.store.load(checkpoint, parts)
         self.records.extend(self.store.records())
-        events = self.store.journal.after(state.events)
+        events = self.store.journal.recover(state.events)
         self.store.release_submissions(except_for=_submissions_after(state, events))
         self.store.versions.release_damaged()
         for event in events:
@@ -135,35 +136,48 @@ class OuterRun:
         """Close the log, and save a checkpoint before.
 
         Raises:
-            SaveFailed: if it cannot be written; the journal has everything.
+            SaveFailed: if it cannot be written; the journal has all that was acknowledged.
         """
         try:
             if save and self._state is not None:
-                self.commit()
-                if self.store.save(self._state, self._globals):
-                    self.release_saved(self._state)
+                self._save_last(self._state)
         finally:
             self.store.close()
 
+    def _save_last(self, state: ServerState) -> None:
+        try:
+            self.commit()
+            if self.store.save(state, self._globals) and self._shorten_journal(state):
+                self.release_submissions()
+        except SaveFailed:
+            raise
+        except OSError as error:
+            raise SaveFailed(
+                f"no checkpoint of version {state.version}: the journal cannot be written: {error}"
+            ) from error
+
     # -- events -----------------------------------------------------------------------------------------------------
 
-    def record(self, event: Event) -> None:
-        """Carry out an event. :meth:`commit` before anything that depends on it leaves the server."""
-        self.store.journal.record(event, self.state.events + 1)
+    def record(self, event: Event, make_durable: Callable[[], object] | None = None) -> None:
+        """Carry out an event. :meth:`commit` before anything that depends on it leaves the server.
+
+        An event that raises is not recorded: the next one gets its number.
+        """
+        number = self.state.events + 1
         self._carry_out(event)
+        self.store.journal.record(event, number, make_durable)
 
     def accept(self, submission: Submission, arrived: SpooledTensors) -> None:
         """Give a submission's file its name, and record that it is accepted."""
         self.store.keep(arrived, submission)
-        event = Accepted(submission)
-        self.store.journal.record(event, self.state.events + 1, arrived.make_durable)
-        self._carry_out(event)
+        self.record(Accepted(submission), arrived.make_durable)
 
     def commit(self) -> None:
         """Write what was recorded to disk. On any thread.
 
         Raises:
             OSError: if the disk refuses it; the next commit tries again.
+            NotDurable: if the disk has lost a submission; each later commit raises it again.
         """
         self.store.journal.commit()
 
@@ -212,21 +226,30 @@ class OuterRun:
         return copy.deepcopy(self.state) if self.state.version % self._save_every == 0 else None
 
     def save(self, state: ServerState) -> bool:
-        """Save a checkpoint of the present parameters. Meanwhile, other threads may record events, but no outer step.
+        """Save a checkpoint of the present parameters, and drop the events that it contains from the journal. They were
+        committed. Meanwhile, other threads may record events, but no outer step.
 
         Returns:
-            Whether it is saved. A failure is logged: the journal has everything.
+            Whether both is done, so that :meth:`release_submissions` may follow. A failure is logged: the journal has
+            everything.
         """
         try:
-            return self.store.save(state, self._globals)
+            return self.store.save(state, self._globals) and self._shorten_journal(state)
         except SaveFailed as error:
             logger.error("version %d is not saved: %s; the journal has it", state.version, error)
             return False
 
-    def release_saved(self, state: ServerState) -> None:
-        """Drop events that a checkpoint with this state contains, and submissions that only these need."""
-        events = self.store.journal.shorten(state.events)
-        self.store.release_submissions(except_for=_submissions_after(state, events))
+    def _shorten_journal(self, state: ServerState) -> bool:
+        try:
+            self.store.journal.shorten(state.events)
+        except OSError as error:
+            logger.error("the journal is not shortened: %s; it is after the next checkpoint", error)
+            return False
+        return True
+
+    def release_submissions(self) -> None:
+        """Release the submissions that are applied. The newest checkpoint has the present version."""
+        self.store.release_submissions(except_for=_submissions_after(self.state, ()))
 
     # -- versions ---------------------------------------------------------------------------------------------------
 
@@ -246,12 +269,11 @@ class OuterRun:
 
     def begin_versions(self) -> list[Version]:
         """The present parameters that workers will fetch, which are to be written: :meth:`write_versions`. They can be
-        fetched from now on."""
+        fetched from now on. :meth:`abandon_versions` at the end, also of a failure."""
         state, versions = self.state, self.store.versions
         present = {each for each in self._needed_versions() if each.number == state.version}
         missing = sorted((each for each in present if not versions.has(each)), key=lambda each: each.file_name)
-        for each in missing:
-            versions.begin(each, self.specs(each.fragment))
+        versions.begin({each: self.specs(each.fragment) for each in missing})
         return missing
 
     def write_versions(self, begun: Iterable[Version]) -> None:
@@ -259,13 +281,21 @@ class OuterRun:
         for each in begun:
             self.store.versions.write(each, self._globals.model)
 
+    def abandon_versions(self, begun: Iterable[Version]) -> None:
+        """End the downloads of those that are not written."""
+        self.store.versions.abandon(begun)
+
     def release_versions(self) -> None:
         """Release versions that no worker needs."""
         self.store.versions.release(except_for=self._needed_versions())
 
     def keep_versions(self) -> None:
         """Write the present parameters for workers that will fetch them; release versions that no worker needs."""
-        self.write_versions(self.begin_versions())
+        begun = self.begin_versions()
+        try:
+            self.write_versions(begun)
+        finally:
+            self.abandon_versions(begun)
         self.release_versions()
 
     def _needed_versions(self) -> set[Version]:

@@ -86,13 +86,21 @@ class SpareFiles:
         return self._directory / f".{self._own}-{next(self._numbers)}{_PARTIAL}"
 
 
+class NotDurable(OSError):
+    """An fsync has failed, and with it bytes of a file are lost. Another fsync may return without an error, but the
+    kernel has dropped these bytes: only a new write helps."""
+
+
 class SpooledTensors:
     """Finite tensors in a file that has yet to get its name, and to reach the disk. Made by :func:`spooled` only."""
 
     def __init__(self, path: Path, specs: Specs) -> None:
         self.path = path
         self.specs = specs
+        self.descriptor = filesystem.open_own(path, os.O_WRONLY | os.O_CREAT)
+        """Writes the file. Its fsync reports each error since it was opened; that of another descriptor may not."""
         self._is_kept = self._is_durable = False
+        self._failure: OSError | None = None
         self._turn = threading.Lock()  # of the threads that wait for the disk
 
     @property
@@ -107,12 +115,27 @@ class SpooledTensors:
         self._is_kept = True
 
     def make_durable(self) -> None:
-        """Wait until the file and its name are on disk. On any thread."""
+        """Wait until the file and its name are on disk. On any thread.
+
+        Raises:
+            NotDurable: if the disk refuses it, at this call or at an earlier one.
+        """
         with self._turn:
-            if not self._is_durable:
-                filesystem.fsync_file(self.path)
-                filesystem.fsync_directory(self.path.parent)
-                self._is_durable = True
+            if not self._is_durable and self._failure is None:
+                try:
+                    filesystem.fsync(self.descriptor, self.path)
+                    filesystem.fsync_directory(self.path.parent)
+                    self._is_durable = True
+                except OSError as error:
+                    self._failure = error
+            if self._failure is not None:
+                raise NotDurable(self._failure.errno, f"fsync failed: {self._failure.strerror}", str(self.path))
+
+    def close(self) -> None:
+        """Close the file, which must be durable if it is to be used."""
+        with self._turn:
+            os.close(self.descriptor)
+            self.descriptor = -1
 
 
 @contextmanager
@@ -142,42 +165,40 @@ def spooled(files: SpareFiles, specs: Specs, source: Source) -> Iterator[Spooled
     tensors = SpooledTensors(files.take(), specs)
     try:
         with removed_on_failure(tensors.path):
-            _write(tensors.path, specs, source)
+            _write(tensors, source)
         yield tensors
     finally:
+        tensors.close()
         if not tensors.is_kept:
             files.give_back(tensors.path)
 
 
-def _write(path: Path, specs: Specs, source: Source) -> None:
+def _write(tensors: SpooledTensors, source: Source) -> None:
+    path, descriptor, specs = tensors.path, tensors.descriptor, tensors.specs
     layout = file_layout(specs)
     buffer = torch.empty(PIECE, dtype=torch.uint8).numpy()
     not_finite: str | None = None  # raised after the last byte: a client that still sends does not see the answer
-    descriptor = filesystem.open_own(path, os.O_WRONLY | os.O_CREAT)
-    try:
-        filesystem.write_all(descriptor, layout.header, path)
-        end = done = len(layout.header)
-        for spec in in_file_order(specs):
-            for size, check in _sections(spec):
-                for begin in range(0, size, PIECE):
-                    piece = buffer[: min(PIECE, size - begin)]
-                    source.fill(piece.data)
-                    if not_finite is None and check is not None and not check(piece):
-                        not_finite = spec.name
-                    if not_finite is not None:
-                        continue
-                    filesystem.write_all(descriptor, piece.data, path)
-                    end += len(piece)
-                    if end - done >= _WRITE_BACK:
-                        filesystem.start_writeback(descriptor, done, end - done)
-                        done = end
-        source.end()
-        if not_finite is not None:
-            raise ConfigurationError(f"{not_finite} contains NaN or infinity; nothing of this submission is used")
-        if os.fstat(descriptor).st_size != layout.length:
-            filesystem.truncate(descriptor, layout.length, path)
-    finally:
-        os.close(descriptor)
+    filesystem.write_all(descriptor, layout.header, path)
+    end = done = len(layout.header)
+    for spec in in_file_order(specs):
+        for size, check in _sections(spec):
+            for begin in range(0, size, PIECE):
+                piece = buffer[: min(PIECE, size - begin)]
+                source.fill(piece.data)
+                if not_finite is None and check is not None and not check(piece):
+                    not_finite = spec.name
+                if not_finite is not None:
+                    continue
+                filesystem.write_all(descriptor, piece.data, path)
+                end += len(piece)
+                if end - done >= _WRITE_BACK:
+                    filesystem.start_writeback(descriptor, done, end - done)
+                    done = end
+    source.end()
+    if not_finite is not None:
+        raise ConfigurationError(f"{not_finite} contains NaN or infinity; nothing of this submission is used")
+    if os.fstat(descriptor).st_size != layout.length:
+        filesystem.truncate(descriptor, layout.length, path)
 
 
 def _sections(spec: TensorSpec) -> Sequence[tuple[int, Callable[[Any], bool] | None]]:

@@ -1,7 +1,7 @@
 """ServerState: rounds, members and submissions of a DiLoCo run, changed only by events.
 
-Every event is in the server's journal before it changes the state. So a server that was killed repeats the events after
-its newest checkpoint, and is where it was.
+Every event is in the server's journal before anything that depends on it leaves the server. So a server that was killed
+repeats the events after its newest checkpoint, and is where every worker left it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A pseudo-gradient that the server has on disk."""
+    """A worker's pseudo-gradient, described."""
 
     worker_id: WorkerId
     number: Positive
@@ -140,7 +140,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """A submission is complete and on disk."""
+    """A submission is complete; once this event is in the journal, it is on disk."""
 
     submission: Submission
     kind: Literal["accepted"] = "accepted"

@@ -35,7 +35,7 @@ from dalsegno.stateful.component import Component
 from dalsegno.system import filesystem
 
 from .journal import Journal
-from .outer import BLOCK, GlobalModel, MakeOptimizer
+from .outer import ALONE, BLOCK, GlobalModel, MakeOptimizer
 from .quantization import GROUP, dequantize, element_count
 from .signature import Specs, file_layout
 from .spool import Source, SpareFiles, SpooledTensors, spooled
@@ -59,7 +59,8 @@ class Globals:
 
 
 class ServerStore:
-    """The files below ``folder``. Used on one thread at a time, but for :meth:`spooled` and :meth:`save`."""
+    """The files below ``folder``. Used on one thread at a time, but for :meth:`spooled`, :meth:`save`, and what
+    :attr:`journal` and :attr:`versions` allow."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -171,15 +172,24 @@ class TensorFile:
         them."""
         spec, _ = self._stored[name]
         block = self._stored_block(name, begin, count)
-        return block if spec.dtype != torch.int8 else dequantize(block, self._scales(name, begin, count))
+        if spec.dtype != torch.int8:
+            return block
+        scales, values = self._scales(name, begin, count), self._buffer(torch.float32)[:count]
+        for first in range(0, count, ALONE):
+            part = block[first : first + ALONE]
+            values[first : first + ALONE] = dequantize(part, scales[first // GROUP :][: -(-len(part) // GROUP)])
+        return values
 
     def _stored_block(self, name: str, begin: int, count: int) -> torch.Tensor:
         spec, span = self._stored[name]
-        if spec.dtype not in self._scratch:
-            self._scratch[spec.dtype] = torch.empty(BLOCK, dtype=spec.dtype)
-        block = self._scratch[spec.dtype][:count]
+        block = self._buffer(spec.dtype)[:count]
         self._file.fill(block, span, spec.dtype, (spec.count,), [(begin, count)])
         return block
+
+    def _buffer(self, dtype: torch.dtype) -> torch.Tensor:
+        if dtype not in self._scratch:
+            self._scratch[dtype] = torch.empty(BLOCK, dtype=dtype)
+        return self._scratch[dtype]
 
     def _scales(self, name: str, begin: int, count: int) -> torch.Tensor:
         """Of the elements from ``begin`` on of a quantized tensor."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -45,8 +45,8 @@ class _Growing:
 
 
 class Versions:
-    """The files in ``directory``. :meth:`has` and :meth:`open` are called on any thread, and :meth:`write` on any, once
-    for each version that was begun."""
+    """The files in ``directory``. :meth:`has` and :meth:`open` are called on any thread. Who begins versions calls
+    :meth:`write` for each, and at the end :meth:`abandon`, on any thread."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -58,26 +58,33 @@ class Versions:
         """Whether a version can be opened."""
         return version in self._growing or self._path(version).exists()
 
-    def begin(self, version: Version, specs: Specs) -> None:
-        """Announce a version that will be written. ``specs``: of its tensors."""
+    def begin(self, versions: Mapping[Version, Specs]) -> None:
+        """Announce versions that will be written: all, or none if this raises. With the specs of their tensors."""
+        self._growing |= {version: self._grow(version, specs) for version, specs in versions.items()}
+
+    def _grow(self, version: Version, specs: Specs) -> _Growing:
         layout, path = FrameLayout({"version": version.number}, specs), self._spare.take()
         os.close(filesystem.open_own(path, os.O_WRONLY | os.O_CREAT))
-        self._growing[version] = _Growing(path, layout, Growth(layout.length))
+        return _Growing(path, layout, Growth(layout.length))
 
     def write(self, version: Version, model: GlobalModel) -> None:
         """Write a version that was begun."""
         growing = self._growing[version]
         pieces = frame_pieces(growing.layout, model.bytes_as_trained(growing.layout.order))
-        try:
-            with removed_on_failure(growing.path):
-                filesystem.write_pieces(growing.path, _noted(pieces, growing.growth))
-                with self._lock:
-                    filesystem.rename_nosync(growing.path, self._path(version))
-                    del self._growing[version]
-        except BaseException:
-            self._growing.pop(version, None)
-            growing.growth.fail()
-            raise
+        with removed_on_failure(growing.path):
+            filesystem.write_pieces(growing.path, _noted(pieces, growing.growth))
+            with self._lock:
+                filesystem.rename_nosync(growing.path, self._path(version))
+                del self._growing[version]
+
+    def abandon(self, versions: Iterable[Version]) -> None:
+        """End the downloads of those versions that were begun and are not written."""
+        for version in versions:
+            with self._lock:
+                growing = self._growing.pop(version, None)
+            if growing is not None:
+                growing.growth.fail()
+                self._spare.give_back(growing.path)
 
     def open(self, version: Version) -> tuple[FileIO, Growth]:
         """Open the file of a version, for the caller to close, and return how much of it is written.
