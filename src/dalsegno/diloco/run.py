@@ -161,11 +161,15 @@ class OuterRun:
     def record(self, event: Event, make_durable: Callable[[], object] | None = None) -> None:
         """Carry out an event. :meth:`commit` before anything that depends on it leaves the server.
 
-        An event that raises is not recorded: the next one gets its number.
+        It is recorded first: other threads' commits take it to the disk during an outer step. If it raises, nothing is
+        committed any more, as another event would get its number.
         """
-        number = self.state.events + 1
-        self._carry_out(event)
-        self.store.journal.record(event, number, make_durable)
+        self.store.journal.record(event, self.state.events + 1, make_durable)
+        try:
+            self._carry_out(event)
+        except BaseException:
+            self.store.journal.close()
+            raise
 
     def accept(self, submission: Submission, arrived: SpooledTensors) -> None:
         """Give a submission's file its name, and record that it is accepted."""
