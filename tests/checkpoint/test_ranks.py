@@ -9,7 +9,7 @@ import pytest
 from checkpoint import jobs
 from checkpoint.sameness import assert_same
 from dalsegno.checkpoint.format.manifest import Checkpoint
-from dalsegno.checkpoint.inspect.json_view import readable_tensors
+from dalsegno.checkpoint.inspect.json_view import readable_states, readable_tensors
 from dalsegno.errors import RankFailed
 from dalsegno.testing import run_ranks
 
@@ -65,6 +65,11 @@ def test_states_that_are_the_same_and_states_of_ones_own(tmp_path: Path) -> None
     assert report.carried == ["callbacks.Same", "callbacks.Gone"] and not report.notes
     for rank, state in enumerate(run_ranks(jobs.load_gone, 2, tmp_path)):
         assert state == (rank, [rank, rank])
+
+    (tmp_path / "checkpoints/step-00000002/rank-00001.json").unlink()
+    shown = readable_states(Checkpoint.open(tmp_path / "checkpoints/step-00000002"), problems := [])
+    assert shown["callbacks.Mine"] == ["rank 0", None] and len(problems) == 1
+    assert [number for number, _ in shown["callbacks.Gone"]] == [0, 1]
 
 
 def test_a_replicated_state_that_differs_is_logged(tmp_path: Path) -> None:

@@ -100,7 +100,9 @@ def holder(tensor: torch.Tensor) -> nn.Module:
 
 
 @pytest.mark.parametrize("save_frozen", ["once", "never"])
-def test_a_run_over_a_quantized_base_resumes_bit_by_bit(tmp_path: Path, save_frozen: str) -> None:
+def test_a_run_over_a_quantized_base_resumes_bit_by_bit(
+    tmp_path: Path, save_frozen: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     def train(folder: str, steps: int, seed: int) -> nn.Module:
         settings = {"save_frozen": save_frozen, "lr_scheduler_type": "constant", "save_steps": 2}
         trainer = small_trainer(tmp_path / folder, model=Adapted(seed), max_steps=steps, **settings)
@@ -119,6 +121,9 @@ def test_a_run_over_a_quantized_base_resumes_bit_by_bit(tmp_path: Path, save_fro
     if save_frozen == "never":
         with pytest.raises(StateMismatch, match=r"base\.weight\.\w+: has other values than the ones"):
             train("run", 10, 7)
+    export = ["checkpoints", "export", str(tmp_path / "run"), "--to", str(tmp_path / "run.pt"), "--program", "torch"]
+    assert main(export) == 2
+    assert "contains 1 quantized or wrapped weights (base.weight)" in capsys.readouterr().err
 
 
 def test_it_is_loaded_into_the_live_tensor(tmp_path: Path) -> None:

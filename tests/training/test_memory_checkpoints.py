@@ -70,6 +70,11 @@ def origins(output_dir: Path) -> list[str | None]:
     return [path and ("memory " if path.is_absolute() else "") + path.name for path in paths]
 
 
+def truncate(checkpoint: Path) -> None:
+    shard = checkpoint / "model/shard-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+
+
 def shared_memory(output_dir: Path) -> list[Path]:
     return [each.path for each in memory_dir.find_all() if each.output_dir == output_dir.resolve()]
 
@@ -110,12 +115,27 @@ def test_the_newest_on_disk_wins_if_it_is_newer(tmp_path: Path, uninterrupted: P
 def test_it_comes_before_those_on_disk_that_are_older_than_a_damaged_one(tmp_path: Path, uninterrupted: Path) -> None:
     """Step 8 is on disk, step 7 in memory. Without it, nothing valid would be left of the run."""
     crash(tmp_path, 8)
-    shard = tmp_path / "checkpoints/step-00000008/model/shard-00000.safetensors"
-    shard.write_bytes(shard.read_bytes()[:-1])
+    truncate(tmp_path / "checkpoints/step-00000008")
     trainer(tmp_path).train()
     assert origins(tmp_path) == [None, "memory step-00000007"]
     assert (tmp_path / "checkpoints/step-00000008.damaged").is_dir()
     expect_equal(tmp_path, uninterrupted)
+
+
+def test_if_it_is_lost_before_the_next_save_the_run_does_not_begin_anew(tmp_path: Path) -> None:
+    """Step 8 on disk is damaged, and was renamed when a leg resumed from step 7 in memory."""
+    crash(tmp_path, 8)
+    truncate(tmp_path / "checkpoints/step-00000008")
+    crash(tmp_path, 7)
+    for left in shared_memory(tmp_path):
+        shutil.rmtree(left)
+    for strict in (False, True):
+        with pytest.raises(ds.DamagedCheckpoint, match=r"no checkpoint is left but step-00000008\.damaged") as refusal:
+            trainer(tmp_path).train(strict=strict)
+        assert "resume_from_checkpoint=False starts anew" in refusal.value.__notes__[0]
+    assert origins(tmp_path) == [None, "memory step-00000007"]
+    assert trainer(tmp_path, max_steps=1, save_in_memory=None).train(resume_from_checkpoint=False).global_step == 1
+    assert origins(tmp_path) == [None]
 
 
 def test_without_the_setting_it_still_resumes_from_memory(tmp_path: Path, uninterrupted: Path) -> None:

@@ -76,7 +76,7 @@ class Run:
     def leg(self, *hosts: str, crash: int | None = None, **changes: Any) -> str:
         """Rank 0's messages."""
         changes = self.changes | changes
-        return run_ranks(leg, len(hosts), self.folder, hosts, crash, self.parallel, changes, timeout=900.0)[0]
+        return run_ranks(leg, len(hosts), self.folder, hosts, crash, self.parallel, changes)[0]
 
     def lose(self, *hosts: str) -> None:
         for host in hosts:
@@ -196,7 +196,7 @@ def refused(folder: Path) -> str:
 
 
 def test_one_host_without_room_refuses_the_run_on_all(tmp_path: Path) -> None:
-    for message in run_ranks(refused, 2, tmp_path, timeout=900.0):
+    for message in run_ranks(refused, 2, tmp_path):
         assert "are free in" in message and "of the host of rank 1" in message
     assert not (tmp_path / "run" / "run.json").exists()
 
@@ -237,7 +237,7 @@ def queued_transfer(folder: Path) -> list[float]:
 
 
 def test_a_rank_that_queues_for_another_is_not_taken_for_stuck(tmp_path: Path) -> None:
-    (queueing, moved), _ = run_ranks(queued_transfer, 2, tmp_path, timeout=900.0)
+    (queueing, moved), _ = run_ranks(queued_transfer, 2, tmp_path)
     assert queueing == -math.inf and moved >= 0
 
 
@@ -261,7 +261,7 @@ def transfers_with_a_fault(folder: Path) -> tuple[str | None, bool]:
 
 
 def test_a_damaged_transfer_is_noticed_and_keeps_no_rank_waiting(tmp_path: Path) -> None:
-    (sender, _), (receiver, arrived) = run_ranks(transfers_with_a_fault, 2, tmp_path, timeout=900.0)
+    (sender, _), (receiver, arrived) = run_ranks(transfers_with_a_fault, 2, tmp_path)
     assert sender is not None and "gone" in sender
     assert receiver is not None and "changed: has checksum" in receiver
     assert arrived

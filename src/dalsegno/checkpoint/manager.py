@@ -229,7 +229,8 @@ class CheckpointManager:
 
         Newer, damaged checkpoints are renamed to ``step-….damaged``, each with a warning that names the damage. That
         happens once a valid one is found. If there is none, nothing is renamed, so that the next attempt finds the
-        same and does not start at step 0. With a ``path``, exactly that checkpoint, of this run or another.
+        same and does not start at step 0; nor does it once only renamed ones are left. With a ``path``, exactly that
+        checkpoint, of this run or another.
 
         Args:
             path: of the requested checkpoint.
@@ -243,7 +244,7 @@ class CheckpointManager:
 
         Raises:
             NotFound: if ``path`` does not exist.
-            DamagedCheckpoint: if the one at ``path`` is damaged, or all are.
+            DamagedCheckpoint: if the one at ``path`` is damaged, or all are, renamed ones included.
             OSError: if one cannot be read, which is not damage: nothing is renamed.
         """
         self.settle()
@@ -261,6 +262,8 @@ class CheckpointManager:
             raise DamagedCheckpoint(f"{self.directory}: no checkpoint is valid:{reasons}")
         for other, error in damaged.items():
             collectives.from_rank_zero(functools.partial(checkpoint_dir.quarantine, other, error))
+        if found is None and until is None:
+            collectives.from_rank_zero(functools.partial(checkpoint_dir.expect_none_quarantined, self.directory))
         return found
 
     def load(

@@ -39,6 +39,15 @@ def quarantined(directory: Path) -> list[Path]:
     return [path for path in _children(directory) if names.is_quarantined(path)]
 
 
+def expect_none_quarantined(directory: Path) -> None:
+    """
+    Raises:
+        DamagedCheckpoint: if :func:`quarantine` has renamed a checkpoint.
+    """
+    if renamed := sorted(path.name for path in quarantined(directory)):
+        raise DamagedCheckpoint(f"{directory}: no checkpoint is left but {', '.join(renamed)}")
+
+
 def open_checkpoint(path: Path) -> Checkpoint:
     """Read the manifest of the checkpoint at ``path``.
 

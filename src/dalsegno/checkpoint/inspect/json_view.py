@@ -29,20 +29,27 @@ Problems = list[str]
 
 
 def readable_states(checkpoint: Checkpoint, problems: Problems | None = None) -> dict[str, list[Json]]:
-    """Component to its states, as plain JSON: one state, or one per rank that saved, None for one that cannot be read.
+    """Component to its states, as plain JSON: one state, or one per rank that saved.
+
+    With ``problems``, a rank's state is None if its sidecar cannot be read, and a component of the shared sidecar has
+    no states if that one cannot.
 
     Raises:
         DamagedCheckpoint: if a sidecar is missing, or has content that dalsegno cannot have written.
         OSError: if one cannot be read.
     """
     states: dict[str, list[Json]] = {key: [] for key in checkpoint.manifest.components}
+    shared: set[str] = set()  # also per-rank states that no component claimed: this file has those of all ranks
     for name in names.sidecars_among(checkpoint.manifest.files):
+        is_shared = name == names.sidecar_states(names.SHARED)
         with _noting(problems):
             for key, entry in _entries(checkpoint, name):
                 states.setdefault(key, []).extend(json_view(state) for state in entry["states"])
+                if is_shared:
+                    shared.add(key)
             continue
         for key, record in checkpoint.manifest.components.items():
-            if record.scope == "per_rank" and name != names.sidecar_states(names.SHARED):
+            if record.scope == "per_rank" and not is_shared and key not in shared:
                 states[key].append(None)
     return states
 

@@ -92,11 +92,11 @@ def read(checkpoint: Checkpoint) -> RunState:
             f"{checkpoint.path}: contains no {', '.join(missing)}, so no program can resume from it; export its model "
             "alone, without program="
         )
-    index = Index.of_checkpoint(checkpoint)
-    expect_all_saved(checkpoint, index, index.of(MODEL))
     saved = SavedStates(checkpoint)
     trainer, rest = saved.state("trainer"), saved.state(MODEL)
     _expect_plain(checkpoint, rest)
+    index = Index.of_checkpoint(checkpoint)
+    expect_all_saved(checkpoint, index, index.of(MODEL))
     tensors = read_tensors(checkpoint)
     settings = saved.state(SETTINGS) if SETTINGS in saved else {}
     optimizer = None
