@@ -80,13 +80,16 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.int8, torch.compl
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(SHAPES, DTYPES, st.booleans()), max_size=12))
 def test_copies_of_any_shape_type_and_stride(forms: list[tuple[list[int], torch.dtype, bool]]) -> None:
-    copies, pairs = HostCopies(), []
+    copies, pairs, begin = HostCopies(), [], 0
     for shape, dtype, is_turned in forms:
         tensor = torch.randint(0, 100, shape).to(dtype)
         tensor = tensor.mT if is_turned and tensor.dim() > 1 else tensor
         pairs.append((torch.zeros(tensor.shape, dtype=dtype), tensor))
-        copies.add(*pairs[-1])
-    copies.run()
+        copies.add(begin, *pairs[-1])
+        begin += tensor.nbytes
+    positions: list[int] = []
+    copies.run(positions.append)
+    assert all(0 <= position <= begin for position in positions)
     assert all(torch.equal(place, tensor) for place, tensor in pairs)
 
 
@@ -95,9 +98,9 @@ def test_a_copy_that_fails_raises(monkeypatch: pytest.MonkeyPatch, threads: int)
     monkeypatch.setattr(host_copies, "thread_count", lambda: threads)
     monkeypatch.setattr(host_copies, "_ALONE_BYTES", 0)
     copies = HostCopies()
-    copies.add(torch.zeros(3), torch.zeros(4))
+    copies.add(0, torch.zeros(3), torch.zeros(4))
     with pytest.raises(RuntimeError, match="size"):
-        copies.run()
+        copies.run(int)
 
 
 def test_as_many_threads_as_processors_that_the_rank_may_use(monkeypatch: pytest.MonkeyPatch) -> None:

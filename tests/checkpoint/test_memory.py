@@ -16,8 +16,8 @@ import dalsegno as ds
 from dalsegno.checkpoint import ModelState, memory
 from dalsegno.checkpoint.format import memory_dir
 from dalsegno.checkpoint.save import async_save, memory_room
+from dalsegno.checkpoint.save.copying import Copying
 from dalsegno.checkpoint.save.shared_files import MappedFile
-from dalsegno.checkpoint.save.snapshot import Snapshotter
 from dalsegno.cli import main
 from dalsegno.distributed import collectives
 from dalsegno.distributed.layout import Layout
@@ -91,7 +91,7 @@ def test_an_error_of_a_copy_is_not_taken_for_a_lack_of_room(tmp_path: Path, monk
 
     leg = Leg(tmp_path / "run")
     leg.save(1)
-    monkeypatch.setattr(Snapshotter, "_copied", fail)
+    monkeypatch.setattr(Copying, "run", fail)
     with pytest.raises(OSError, match="Cannot allocate memory"):
         leg.save(2)
     leg.memory.close(remove=True)

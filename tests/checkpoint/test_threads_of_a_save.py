@@ -10,11 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import xxhash
 from torch import nn
 
-from dalsegno.checkpoint import CheckpointManager, ModelState
+from dalsegno.checkpoint import Checkpoint, CheckpointManager, ModelState, read_tensors
+from dalsegno.checkpoint.save import checksum as checksum_module
 from dalsegno.checkpoint.save.checksum import checksum_beside
+from dalsegno.errors import SaveFailed
 from dalsegno.system import filesystem
 
 
@@ -23,7 +26,8 @@ def priority() -> int:
 
 
 def own_threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name.startswith("dalsegno")}
+    """Threads that run; not those that are being started, which cannot be joined."""
+    return {each for each in threading.enumerate() if each.name.startswith("dalsegno") and each.ident is not None}
 
 
 def test_the_thread_that_writes_has_the_priority_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,6 +45,81 @@ def test_the_thread_that_writes_has_the_priority_of_training(tmp_path: Path, mon
     assert priorities["write shard-00000.safetensors"] == priorities["rename step-00000001"] == priority()
 
 
+def large_and_then_small() -> nn.Module:
+    """33 MB, which is copied in several pieces."""
+    model = nn.Module()
+    model.register_buffer("large", torch.randn(8 << 20))
+    model.register_buffer("small", torch.randn(300))
+    return model
+
+
+def test_what_is_copied_is_written_before_the_rest_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is written has the values of the call."""
+    is_being_written = threading.Event()
+    copy_small = torch._foreach_copy_
+
+    def copy_once_written(*tensors: object) -> None:
+        assert is_being_written.wait(30), "nothing is written before everything is copied"
+        copy_small(*tensors)  # type: ignore[arg-type]
+
+    def watch(operation: str, path: Path) -> None:
+        if operation == "write" and path.name == "shard-00000.safetensors":
+            is_being_written.set()
+
+    monkeypatch.setattr(torch, "_foreach_copy_", copy_once_written)
+    monkeypatch.setattr(filesystem, "watcher", watch)
+    model = large_and_then_small()
+    expected = {name: each.clone() for name, each in model.state_dict().items()}
+    save = CheckpointManager(tmp_path).save_async(1, [ModelState(model)], [])
+    for each in model.buffers():
+        each.zero_()  # as training may
+    save.join()
+    assert save.failure is None
+    checkpoint = Checkpoint.open(save.path)
+    checkpoint.verify(checkpoint.manifest.files)
+    read = read_tensors(checkpoint)["model"]
+    assert all(torch.equal(read[name], each) for name, each in expected.items())
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no memory"), KeyboardInterrupt()])
+def test_a_copy_that_fails_fails_the_save_and_leaves_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def fail(*tensors: object) -> None:
+        raise error
+
+    before = own_threads()
+    manager, state = CheckpointManager(tmp_path), ModelState(large_and_then_small())
+    with monkeypatch.context() as patched, pytest.raises(type(error)):
+        patched.setattr(torch, "_foreach_copy_", fail)
+        manager.save_async(1, [state], [])
+    while left := own_threads() - before:  # one may have started another
+        for thread in left:
+            thread.join(30)
+            assert not thread.is_alive()
+    assert not list(manager.directory.iterdir())
+    manager.save(2, [state], [])
+    assert [path.name for path in manager.directory.iterdir()] == ["step-00000002"]
+
+
+@pytest.mark.parametrize("name", ["shared.json", "shard-00000.safetensors", "manifest.json"])
+def test_a_flush_that_the_disk_refuses_fails_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    fsync = os.fsync
+
+    def refuse(descriptor: int) -> None:
+        if Path(f"/proc/self/fd/{descriptor}").readlink().name == name:
+            raise OSError(errno.EIO, "bad disk")
+        fsync(descriptor)
+
+    manager, state = CheckpointManager(tmp_path), ModelState(nn.Linear(300, 300))
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(SaveFailed, match=rf"bad disk: .*{name}"):
+        manager.save(1, [state], [])
+    assert not list(manager.directory.iterdir())
+
+
 def test_the_thread_that_hashes_gives_way_to_training() -> None:
     priorities: list[int] = []
 
@@ -50,8 +129,29 @@ def test_the_thread_that_hashes_gives_way_to_training() -> None:
             yield memoryview(bytes([number]) * 5)
 
     with checksum_beside(blocks()) as checksum:
-        assert checksum.result() == xxhash.xxh3_128_hexdigest(b"\0" * 5 + b"\1" * 5 + b"\2" * 5)
+        assert checksum.wait() == xxhash.xxh3_128_hexdigest(b"\0" * 5 + b"\1" * 5 + b"\2" * 5)
     assert priorities == [19] * 3
+
+
+def test_a_thread_that_gets_no_processor_time_is_relieved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the lowest priority, a save of 500 MB waited 2 to 5 s for its checksum beside 15 busy processes."""
+    is_relieved = threading.Event()
+    monkeypatch.setattr(checksum_module, "lower_thread_priority", lambda by: is_relieved.wait(30))
+    with checksum_beside(memoryview(bytes([number]) * 5) for number in range(3)) as checksum:
+        found = checksum.finish()
+        assert not is_relieved.is_set()
+        is_relieved.set()
+    assert found == xxhash.xxh3_128_hexdigest(b"\0" * 5 + b"\1" * 5 + b"\2" * 5)
+
+
+@pytest.mark.parametrize("is_relieved", [False, True])
+def test_blocks_that_fail_have_no_checksum(is_relieved: bool) -> None:
+    def blocks() -> Iterator[memoryview]:
+        yield memoryview(b"x")
+        raise OSError("no more")
+
+    with pytest.raises(OSError, match="no more"), checksum_beside(blocks()) as checksum:
+        checksum.finish() if is_relieved else checksum.wait()
 
 
 def test_no_thread_hashes_on_after_a_failure() -> None:

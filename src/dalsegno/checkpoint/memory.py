@@ -260,6 +260,8 @@ class MemoryCheckpoints:
             if collectives.rank() == 0:
                 logger.warning("step %d: there is no room for a memory checkpoint: %s", step, error)
             return
+        if snapshot.copying is not None:
+            snapshot.copying.run()
         superseded = [
             (each.published, each.hidden) for each in self._slots if each is not slot and each.published is not None
         ]

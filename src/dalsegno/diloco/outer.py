@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dalsegno.checkpoint.save.host_copies import thread_count
 from dalsegno.errors import ConfigurationError
+from dalsegno.system.processors import thread_count
 
 from .signature import Specs, TensorSpec, master_dtype
 

@@ -65,7 +65,8 @@ def set_place(tensor: Tensor | None, place: StagePlace | None) -> None:
 
 def like_parameter(tensor: Tensor, parameter: Tensor) -> Tensor:
     """Record that ``tensor``, such as an average of the parameter, is where ``parameter`` is; returns ``tensor``."""
-    set_place(tensor, place_of(parameter))
+    if _places.data:
+        set_place(tensor, place_of(parameter))
     return tensor
 
 

@@ -61,8 +61,10 @@ def name_of(dtype: torch.dtype) -> str:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` is dense, with data, and of a dtype and shape that a file can contain."""
-    has_elements = tensor.layout == torch.strided and tensor.dtype in _KNOWN and not tensor.is_meta
-    return has_elements and max(tensor.shape, default=0) < _LARGEST_SIZE and tensor.dim() <= _MOST_DIMENSIONS
+    if tensor.layout != torch.strided or tensor.dtype not in _KNOWN or tensor.is_meta:
+        return False
+    is_small = 0 < tensor.numel() < _LARGEST_SIZE or max(tensor.shape, default=0) < _LARGEST_SIZE
+    return is_small and tensor.dim() <= _MOST_DIMENSIONS
 
 
 def is_shape(value: object) -> bool:
@@ -111,11 +113,20 @@ class TensorChunk:
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """Position of each chunk in a file. ``spans``: its first byte and the byte after its last, without gaps."""
+    """Position of each chunk in a file.
+
+    Attributes:
+        header: first bytes of the file.
+        chunks: in the order of the caller.
+        spans: of each, its first byte and the byte after its last, without gaps.
+        order: numbers of the chunks in the order of their positions.
+        length: bytes of the file.
+    """
 
     header: bytes
     chunks: Sequence[TensorChunk]
     spans: Sequence[tuple[int, int]]
+    order: Sequence[int]
     length: int
 
     @classmethod
@@ -128,7 +139,7 @@ class FileLayout:
             end += chunks[number].size
         header = _header([(chunks[number], spans[number]) for number in order])
         size = len(header)
-        return cls(header, chunks, [(size + first, size + last) for first, last in spans], size + end)
+        return cls(header, chunks, [(size + first, size + last) for first, last in spans], order, size + end)
 
 
 def _header(placed: Sequence[tuple[TensorChunk, tuple[int, int]]]) -> bytes:

@@ -5,14 +5,17 @@ All reads are planned before the first byte is copied: a checkpoint whose files 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 
 from dalsegno.checkpoint.format.chunks import StoredChunk
 from dalsegno.checkpoint.format.index import Index
-from dalsegno.checkpoint.format.layout import as_bytes
+from dalsegno.checkpoint.format.layout import as_bytes, byte_count
 from dalsegno.checkpoint.format.sharding import Box
 from dalsegno.checkpoint.format.stored_tensors import ChunkReader, Files, part
 from dalsegno.checkpoint.state.contract import TensorsByComponent
@@ -20,6 +23,7 @@ from dalsegno.checkpoint.state.sharding import box_here, local_part
 from dalsegno.distributed import collectives
 from dalsegno.distributed.sharded_tensors import once
 from dalsegno.errors import StateMismatch
+from dalsegno.system.processors import thread_count
 
 
 def load(tensors: TensorsByComponent, files: Files, index: Index) -> None:
@@ -44,11 +48,36 @@ def load(tensors: TensorsByComponent, files: Files, index: Index) -> None:
 
     collectives.run_on_all_ranks(check_all)
 
-    def read_all() -> None:
-        for read in reads:
-            read.fill(reader)
+    collectives.run_on_all_ranks(lambda: _read_all(reads, reader))
 
-    collectives.run_on_all_ranks(read_all)
+
+_LARGE_BYTES = 1 << 20  # of a read on average: several threads that read less at once wait for the GIL
+
+
+def _read_all(reads: Sequence[Read], reader: ChunkReader) -> None:
+    """Make the reads, on several threads: what comes from the page cache is limited by the processors.
+
+    Those to a device are made on this thread: the others do not have its current stream.
+    """
+    is_inference = torch.is_inference_mode_enabled()  # of this thread alone
+    remaining = iter(reads)
+
+    def read() -> None:
+        with torch.inference_mode() if is_inference else contextlib.nullcontext():
+            try:
+                for each in remaining:  # each thread takes the next one
+                    each.fill(reader)
+            except BaseException:
+                deque(remaining, maxlen=0)  # the others stop, too
+                raise
+
+    are_large = sum(each.bytes for each in reads) > _LARGE_BYTES * len(reads)
+    threads = thread_count() if are_large and all(each.target.is_cpu for each in reads) else 1
+    with ThreadPoolExecutor(threads, thread_name_prefix="dalsegno-read") as beside:
+        others = [beside.submit(read) for _ in range(threads - 1)]
+        read()
+        for other in others:
+            other.result()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +88,10 @@ class Read:
     chunk: StoredChunk
     dtype: torch.dtype
     box: Box
+
+    @property
+    def bytes(self) -> int:
+        return byte_count(self.box.shape, self.dtype)
 
     def fill(self, reader: ChunkReader) -> None:
         memory = once(self.target)

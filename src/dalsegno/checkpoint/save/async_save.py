@@ -3,7 +3,7 @@
 The threads of all ranks proceed together::
 
     each rank sends its number of bytes     rank 0: check the free disk space, create the partial directory
-    each rank writes its files              while a thread of the lowest priority hashes them
+    each rank writes its files              from the first copied piece on; a thread of lower priority hashes them
     each rank sends its file records        rank 0: write the manifest and publish, or remove the partial directory
     each rank receives the outcome          all ranks have the same one, and no training thread took part
 """
@@ -59,7 +59,8 @@ class AsyncSave:
         published: Callable[[], object],
         afterwards: Callable[[], object],
     ) -> None:
-        """Start the save. Collective the first time in a process.
+        """Start the save, and copy the tensors of the snapshot, or wait for the end where they are not to be copied.
+        Collective the first time in a process.
 
         Args:
             snapshot: this rank's part.
@@ -80,9 +81,16 @@ class AsyncSave:
         self._is_cancelled = self._is_published = False
         self._finished = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"dalsegno-save-{step}", daemon=True)
-        self._thread.start()
-        if not snapshot.is_copy:
-            self.wait()  # the thread reads the live tensors
+        try:
+            self._thread.start()
+            if snapshot.copying is not None:
+                snapshot.copying.run()
+            else:
+                self.wait()  # the thread reads the live tensors
+        except BaseException:
+            self.cancel()
+            self._finished.wait(_GRACE)  # so that it does not remove the files of the next save of this step
+            raise
 
     @property
     def done(self) -> bool:
@@ -108,6 +116,8 @@ class AsyncSave:
     def cancel(self) -> None:
         """Stop writing at the next buffer, and publish nothing."""
         self._is_cancelled = True
+        if self._snapshot.copying is not None:
+            self._snapshot.copying.abandon(SaveFailed("it was cancelled"))
 
     def join(self) -> None:
         """Wait for the thread to end, including ``afterwards`` on rank 0."""
@@ -130,7 +140,7 @@ class AsyncSave:
         self.failure = None if failure is None else SaveFailed(failure)
         self._finished.set()
         if failure is None and self._is_rank_zero:
-            if self._snapshot.is_copy:
+            if self._snapshot.copying is not None:
                 lower_thread_priority()
             with _logged(f"after {self.path.name} was saved"):
                 self._afterwards()

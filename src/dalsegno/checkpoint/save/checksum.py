@@ -1,36 +1,86 @@
-"""Checksums of bytes in memory, on a thread of the lowest priority: training needs the processor more."""
+"""Checksums of bytes in memory, on a thread of low priority: training needs the processor more."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import xxhash
 
 from dalsegno.system.worker import lower_thread_priority
 
 
-@contextlib.contextmanager
-def checksum_beside(blocks: Iterable[memoryview]) -> Iterator[Future[str]]:
-    """The hexadecimal xxh3-128 of ``blocks``, which is being computed.
+class Checksum:
+    """The hexadecimal xxh3-128 of blocks, which is being computed."""
 
-    Wait for the result within the context. When that is left because of an exception, the computation ends after the
-    current block.
-    """
-    is_abandoned = threading.Event()
+    def __init__(self, blocks: Iterable[memoryview], lowered_by: int) -> None:
+        self._lowered_by = lowered_by
+        self._blocks = iter(blocks)
+        self._checksum = xxhash.xxh3_128()
+        self._one_block = threading.Lock()
+        self._is_stopping = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="dalsegno-hash", daemon=True)
+        self._thread.start()
 
-    def compute() -> str:
-        checksum = xxhash.xxh3_128()
-        for block in blocks:
-            if is_abandoned.is_set():
-                break
-            checksum.update(block)
-        return checksum.hexdigest()
+    def wait(self) -> str:
+        """Wait for the result.
 
-    with ThreadPoolExecutor(1, thread_name_prefix="dalsegno-hash", initializer=lower_thread_priority) as beside:
+        Raises:
+            BaseException: what the blocks have raised.
+        """
+        self._thread.join()
+        return self._result()
+
+    def finish(self) -> str:
+        """As :meth:`wait`, but compute the rest on the calling thread: other processes may keep the processors busy."""
+        self._is_stopping = True
+        while self._hash_block():
+            pass
+        return self._result()
+
+    def stop(self) -> None:
+        """Stop after the current block."""
+        self._is_stopping = True
+        self._thread.join()
+
+    def _run(self) -> None:
+        lower_thread_priority(self._lowered_by)
         try:
-            yield beside.submit(compute)
-        finally:
-            is_abandoned.set()
+            while not self._is_stopping and self._hash_block():
+                pass
+        except BaseException as error:
+            self._failure = error
+
+    def _hash_block(self) -> bool:
+        with self._one_block:
+            try:
+                block = next(self._blocks, None)
+            except BaseException as error:  # the other thread would find no more blocks, and no failure
+                self._failure = error
+                raise
+            if block is not None:
+                self._checksum.update(block)
+            return block is not None
+
+    def _result(self) -> str:
+        if self._failure is not None:
+            raise self._failure
+        return self._checksum.hexdigest()
+
+
+@contextlib.contextmanager
+def checksum_beside(blocks: Iterable[memoryview], lowered_by: int = 39) -> Iterator[Checksum]:
+    """Compute the checksum of ``blocks`` within the context. When that is left because of an exception, the computation
+    ends after the current block.
+
+    Args:
+        blocks: in order.
+        lowered_by: priority of the thread that computes it: see :func:`lower_thread_priority`.
+    """
+    checksum = Checksum(blocks, lowered_by)
+    try:
+        yield checksum
+    finally:
+        checksum.stop()

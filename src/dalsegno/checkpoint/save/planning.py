@@ -172,7 +172,8 @@ def signature(tensors: TensorsByComponent, frozen: FrozenNames) -> object:
                 component,
                 list(its),
                 [tensor.dtype for tensor in its.values()],
-                [tensor.shape for tensor in its.values()],
+                [tensor.dim() for tensor in its.values()],
+                [size for tensor in its.values() for size in tensor.shape],  # thousands of tuples cost a collection
                 [(tensor.placements, tensor.device_mesh) for tensor in its.values() if type(tensor) is DTensor],
                 [(place.meshes, place.placements) for each in its.values() if (place := place_of(each)) is not None],
             )

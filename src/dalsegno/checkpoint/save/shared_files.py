@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from dalsegno.checkpoint.format.manifest import FileRecord
 from dalsegno.system import filesystem
 
 from .checksum import checksum_beside
-from .cuda_copies import CudaCopies
+from .copied_bytes import CopiedBytes
 from .planning import FilePlan
 from .staging import Advance, Buffer, counted
 
@@ -71,24 +69,24 @@ class SharedFiles:
         for buffer in [*self._buffers.values()]:
             yield from buffer.prefault()
 
-    def copied(self, name: str, tensors: Sequence[torch.Tensor], cuda: CudaCopies) -> MappedFile:
-        """The file ``name``, once it contains the values of ``tensors``."""
-        buffer = self._buffers[name]
-        buffer.copy(tensors, cuda)
-        return MappedFile(name, buffer)
+    def buffer(self, name: str) -> Buffer:
+        """The memory of the file ``name``."""
+        return self._buffers[name]
 
 
 @dataclass(frozen=True, slots=True)
 class MappedFile:
-    """A file whose bytes are in place already; what remains is its checksum."""
+    """A file whose bytes are copied to their place; what remains is its checksum."""
 
     name: str
     buffer: Buffer
+    copied: CopiedBytes
 
     @property
     def length(self) -> int:
         return self.buffer.length
 
     def write_to(self, directory: Path, advance: Advance) -> FileRecord:
-        with checksum_beside(counted(self.buffer.content(), self.length, advance)) as checksum:
-            return FileRecord(self.length, checksum.result())
+        blocks = self.copied.blocks(self.buffer.content(), self.length)
+        with checksum_beside(counted(blocks, self.length, advance)) as checksum:
+            return FileRecord(self.length, checksum.wait())

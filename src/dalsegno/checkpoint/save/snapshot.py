@@ -28,10 +28,11 @@ from dalsegno.system.byte_sizes import format_bytes
 
 from . import planning
 from .base import FrozenBase, unchanged_everywhere
+from .copying import Copying
 from .cuda_copies import CudaCopies
 from .planning import FilePlan, Plan
 from .resources import available_memory, has_memory_for
-from .shared_files import NoRoom, SharedFiles
+from .shared_files import MappedFile, NoRoom, SharedFiles
 from .staging import Advance, BounceBuffers, Buffer, InlineFile, PendingFile, StagedFile, StreamedFile
 from .states import States, digest_of, encode_all, signature_of, warn_of_differences
 from .unchanged import FormerFiles, UnchangedFile, record_of
@@ -44,34 +45,36 @@ class Snapshot:
     """This rank's part of a checkpoint.
 
     Attributes:
-        is_copy: whether training may continue before the snapshot is written.
-        wait: waits for the copies from the GPU.
+        files: files of tensors, in the order in which they are copied.
+        others: small files, and unchanged ones; written first, while the others are being copied.
+        copying: the copies of the tensors, after which training may continue; None if the live tensors are written.
         durables: flush to disk what the states refer to, such as logs.
         layout: which ranks read the same data.
     """
 
     files: Sequence[PendingFile]
+    others: Sequence[PendingFile]
     components: Mapping[str, ComponentRecord]
-    is_copy: bool
-    wait: Callable[[], object]
+    copying: Copying | None
     durables: Sequence[Callable[[], object]]
     layout: Layout
 
     @property
     def length(self) -> int:
         """Bytes to be written."""
-        return sum(file.length for file in self.files)
+        return sum(file.length for file in (*self.files, *self.others))
 
     def write_to(self, directory: Path, advance: Advance) -> dict[str, FileRecord]:
         """Write this rank's files durably, and return their records for the manifest."""
         for make_durable in self.durables:
             make_durable()
-        self.wait()
+        if self.copying is not None:
+            self.copying.wait_for_devices()
         records = {}
-        for file in self.files:
+        for file in (*self.others, *self.files):
             filesystem.mkdir_nosync((directory / file.name).parent)
             records[file.name] = file.write_to(directory, advance)
-        return records
+        return {file.name: records[file.name] for file in (*self.files, *self.others)}
 
     def manifest(
         self,
@@ -177,7 +180,8 @@ class Snapshotter:
         copy: bool,
         former: FormerFiles | None = None,
     ) -> Snapshot:
-        """Capture every state. Collective: one small reduction, unless something changed since the last capture.
+        """Capture every state, except for the copies of tensors, which are still to be made: see
+        :attr:`Snapshot.copying`. Collective: one small reduction, unless something changed since the last capture.
 
         Args:
             sharded: model and optimizer.
@@ -213,19 +217,18 @@ class Snapshotter:
             (is_short,) = collectives.all_reduce_max([shortage > 0], "room for a save in memory")
         if self._shared is not None:
             self._lay_out_shared(self._shared)
-        rest = [*unchanged, *self._inline_files(states)]
+        others = [*unchanged, *self._inline_files(states)]
         records = {key: each.record for key, each in (states.shared | states.own).items()}
         durables = [component.make_durable for component in components]
         if copy and is_short:
             self._warn_short(shortage)
+        files: list[PendingFile]
         if is_short or not copy:
-            streams = [file.streamed(self._bounce) for file in (*changed, *sidecars)]
-            return Snapshot([*streams, *rest], records, is_copy=False, wait=int, durables=durables, layout=self._layout)
-        self._cuda.begin([each.optimizer for each in sharded if each.optimizer is not None])
-        copies = [self._copied(file) for file in (*changed, *sidecars)]
-        return Snapshot(
-            [*copies, *rest], records, is_copy=True, wait=self._cuda.end(), durables=durables, layout=self._layout
-        )
+            copying, files = None, [file.streamed(self._bounce) for file in (*changed, *sidecars)]
+        else:
+            copying = Copying(self._cuda, [each.optimizer for each in sharded if each.optimizer is not None])
+            files = [self._staged(file, copying) for file in (*changed, *sidecars)]
+        return Snapshot(files, others, records, copying, durables, self._layout)
 
     def _replan(self, states: States, signature: object) -> None:
         self._planned_for = None  # stays so if planning fails
@@ -275,12 +278,12 @@ class Snapshotter:
         buffer.lay_out(layout)
         return buffer
 
-    def _copied(self, file: _FileOfTensors) -> PendingFile:
+    def _staged(self, file: _FileOfTensors, copying: Copying) -> PendingFile:
         if self._shared is not None and file.name in self._shared:
-            return self._shared.copied(file.name, file.tensors, self._cuda)
+            mapped = self._shared.buffer(file.name)
+            return MappedFile(file.name, mapped, copying.add(mapped, file.tensors))
         buffer = self._laid_out(file.name, file.layout)
-        buffer.copy(file.tensors, self._cuda)
-        return StagedFile(file.name, buffer)
+        return StagedFile(file.name, buffer, copying.add(buffer, file.tensors))
 
     def _memory_shortage(self, wanted: Iterable[FilePlan | _FileOfTensors]) -> int:
         """Bytes of fresh memory that copies of these files need if that much is not available; else 0."""

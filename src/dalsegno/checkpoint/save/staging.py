@@ -1,15 +1,15 @@
 """Staging: where the bytes of a checkpoint's file come from, a copy of the tensors or the live tensors.
 
 With a copy, training continues while the bytes are written. Buffers are kept between saves, since fresh pages cost ten
-times as much as copying into them. Nothing is written before everything is copied: doing both at once would make the
-standstill of training a quarter longer. Where there is no memory for a copy, or none is wanted, live tensors are
-streamed through two small bounce buffers; nothing may change the tensors until that is done.
+times as much as copying into them. Where there is no memory for a copy, or none is wanted, live tensors are streamed
+through two small bounce buffers; nothing may change the tensors until that is done.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import mmap
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -21,11 +21,12 @@ from typing import Protocol
 import torch
 import xxhash
 
-from dalsegno.checkpoint.format.layout import FileLayout, as_bytes
+from dalsegno.checkpoint.format.layout import FileLayout, TensorChunk, as_bytes
 from dalsegno.checkpoint.format.manifest import FileRecord
 from dalsegno.system import filesystem
 
 from .checksum import checksum_beside
+from .copied_bytes import CopiedBytes
 from .cuda_copies import CudaCopies, pin
 from .host_copies import SMALL, HostCopies
 
@@ -33,6 +34,9 @@ Advance = Callable[[int], object]
 """Called with the number of bytes that are about to be written. An exception interrupts the write."""
 
 _PREFAULT_BYTES = 2 << 20  # per turn: a huge page, and about a millisecond
+_HASHING_LOWERED_BY = 5  # nice: a quarter of training's share; at the lowest priority a save waits seconds for it
+_HASHED_BYTES = 2 << 20  # at once: 0.2 ms of processor time
+_JOINED_TENSORS = 128  # small ones per copy
 _JOINED_BYTES = 1 << 20  # small tensors per call: still in the processor's cache in the next one
 
 
@@ -107,7 +111,8 @@ def _produced_ahead(blocks: Iterator[memoryview]) -> Generator[memoryview]:
 
 @dataclass(frozen=True, slots=True)
 class StagedFile:
-    """A file whose bytes are in a buffer: one thread writes them to the disk, another one hashes them.
+    """A file whose bytes are copied into a buffer: meanwhile and afterwards one thread writes them to the disk, and
+    another one hashes them. The first one hashes what the other has not when all is written.
 
     The writing thread takes 35 ms of processor time per GB, and has the priority of training: with the lowest one it
     waits for a turn between any two blocks, for minutes if every processor is busy.
@@ -115,16 +120,18 @@ class StagedFile:
 
     name: str
     buffer: Buffer
+    copied: CopiedBytes
 
     @property
     def length(self) -> int:
         return self.buffer.length
 
     def write_to(self, directory: Path, advance: Advance) -> FileRecord:
-        with checksum_beside(self.buffer.content()) as checksum:
-            blocks = counted(self.buffer.blocks(), self.length, advance)
-            filesystem.write_direct(directory / self.name, blocks, self.length)
-            return FileRecord(self.length, checksum.result())
+        content = self.copied.blocks(self.buffer.content(), self.length)
+        with checksum_beside(content, _HASHING_LOWERED_BY) as checksum:
+            blocks = self.copied.blocks(self.buffer.blocks(), self.length)
+            filesystem.write_direct(directory / self.name, counted(blocks, self.length, advance), self.length)
+            return FileRecord(self.length, checksum.finish())
 
 
 def counted(blocks: Iterator[memoryview], length: int, advance: Advance) -> Iterator[memoryview]:
@@ -147,7 +154,9 @@ class Buffer:
         self._memory = memoryview(b"")
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._layout: FileLayout | None = None
-        self._places: list[torch.Tensor] = []
+        self._places: list[torch.Tensor] = []  # in the order of the file, as the following
+        self._begins: list[int] = []
+        self._groups: list[tuple[int, int]] = []  # of tensors that are copied by one call
         self._touched = 0  # bytes from the beginning that have physical memory
         self._pinned: weakref.finalize[..., Buffer] | None = None
 
@@ -163,10 +172,10 @@ class Buffer:
             self._places = []
             self._reserve(layout.length)
         self._memory[: len(layout.header)] = layout.header
-        self._places = [
-            self._bytes[slice(*span)].view(chunk.dtype).view(chunk.shape)
-            for span, chunk in zip(layout.spans, layout.chunks, strict=True)
-        ]
+        ordered = [(layout.spans[number], layout.chunks[number]) for number in layout.order]
+        self._places = [self._bytes[slice(*span)].view(chunk.dtype).view(chunk.shape) for span, chunk in ordered]
+        self._begins = [begin for (begin, _), _ in ordered]
+        self._groups = list(_groups([chunk for _, chunk in ordered]))
         self._layout = layout
 
     def prefault(self) -> Iterator[None]:
@@ -182,18 +191,32 @@ class Buffer:
             yield
         self._pin()
 
-    def copy(self, tensors: Sequence[torch.Tensor], cuda: CudaCopies) -> None:
-        """Copy the tensors of the layout to their places, from any device and with any strides."""
+    def copy(self, tensors: Sequence[torch.Tensor], cuda: CudaCopies, advance: Callable[[int], object] = int) -> None:
+        """Copy the tensors of the layout to their places, from any device and with any strides.
+
+        Args:
+            tensors: in the order of the layout.
+            cuda: makes the copies from GPUs.
+            advance: called, on any thread, with a position before which everything on the host is copied; at last with
+                the length of the file.
+        """
         assert self._layout is not None
         self._touched = len(self._memory)
         self._pin()
         on_host = HostCopies()
-        for place, tensor in zip(self._places, tensors, strict=True):
-            if tensor.is_cpu:
-                on_host.add(place, tensor)
-            else:
-                cuda.copy(place, tensor)
-        on_host.run()
+        ordered = [tensors[number] for number in self._layout.order]
+        for first, last in self._groups:
+            group, places = ordered[first:last], self._places[first:last]
+            if last - first > 1 and all(tensor.is_cpu for tensor in group):
+                on_host.add_small(self._begins[first], places, group)
+                continue
+            for begin, place, tensor in zip(self._begins[first:last], places, group, strict=True):
+                if tensor.is_cpu:
+                    on_host.add(begin, place, tensor)
+                else:
+                    cuda.copy(place, tensor)
+        on_host.run(advance)
+        advance(self._layout.length)
 
     @property
     def length(self) -> int:
@@ -203,15 +226,15 @@ class Buffer:
 
     def blocks(self) -> Iterator[memoryview]:
         """The file, for a direct write: in whole pages."""
-        return self._until(filesystem.whole_pages(self.length))
+        return self._until(filesystem.whole_pages(self.length), filesystem.DIRECT_PIECE)
 
     def content(self) -> Iterator[memoryview]:
-        """The file, block by block."""
-        return self._until(self.length)
+        """The file, in small blocks, to be hashed."""
+        return self._until(self.length, _HASHED_BYTES)
 
-    def _until(self, end: int) -> Iterator[memoryview]:
-        for begin in range(0, end, filesystem.DIRECT_PIECE):
-            yield self._memory[begin : min(begin + filesystem.DIRECT_PIECE, end)]
+    def _until(self, end: int, size: int) -> Iterator[memoryview]:
+        for begin in range(0, end, size):
+            yield self._memory[begin : min(begin + size, end)]
 
     def _reserve(self, length: int) -> None:
         if self._pinned is not None:
@@ -224,6 +247,21 @@ class Buffer:
         if self._pinned is None:
             self._pinned = weakref.finalize(self, pin(self._bytes))
             self._pinned.atexit = False
+
+
+def _groups(chunks: Sequence[TensorChunk]) -> Iterator[tuple[int, int]]:
+    """First number, and the one after the last, of each group of chunks that are copied together: small ones."""
+    first = 0
+    for number, chunk in enumerate(chunks):
+        is_small = math.prod(chunk.shape) <= SMALL
+        if number > first and (not is_small or number - first == _JOINED_TENSORS):
+            yield first, number
+            first = number
+        if not is_small:
+            yield first, number + 1
+            first = number + 1
+    if first < len(chunks):
+        yield first, len(chunks)
 
 
 class BounceBuffers:
@@ -263,7 +301,7 @@ def in_file_order(layout: FileLayout, tensors: Sequence[torch.Tensor]) -> Iterat
     yield torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
     small: list[torch.Tensor] = []
     room = _JOINED_BYTES
-    for number in sorted(range(len(tensors)), key=layout.spans.__getitem__):
+    for number in layout.order:
         tensor = tensors[number]
         is_small = tensor.numel() <= SMALL and not tensor.is_complex()
         if small and not (is_small and tensor.nbytes <= room and _are_alike(tensor, small[0])):

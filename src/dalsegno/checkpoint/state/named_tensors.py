@@ -14,6 +14,7 @@ from dalsegno.distributed.stage_places import like_parameter
 from dalsegno.stateful.component import State
 
 from .contract import Tensors
+from .dense import is_dense
 from .wrapped import Form, Parts, describe_mismatch, ends, parts_of
 
 
@@ -64,21 +65,27 @@ class NamedTensors:
                 continue
             if found.wrapped and not found.wrapped.keys().isdisjoint(_parents(name)):
                 continue  # by which the module itself saves the wrapped tensor
+            if is_dense(value):  # nothing is made for it: thousands of objects would set off the garbage collector
+                found._add(name, value, value, names)
+                continue
             if id(value) not in taken_apart:
                 taken_apart[id(value)] = parts_of(value, f"{component}.{name}")
             parts, form = taken_apart[id(value)]
             if form is not None:
                 found.wrapped[name] = form
             for end, part in parts.items():
-                full_name = f"{name}{end}"
-                if id(part) in names:
-                    found.tied[full_name] = names[id(part)]
-                    continue
-                names[id(part)] = full_name
-                found.tensors[full_name] = like_parameter(part.detach(), value)
-                if not value.requires_grad and isinstance(value, nn.Parameter):
-                    found.frozen.add(full_name)
+                found._add(f"{name}{end}", part, value, names)
         return found
+
+    def _add(self, name: str, part: torch.Tensor, whole: torch.Tensor, names: dict[int, str]) -> None:
+        """Add ``part`` of the tensor ``whole``; ``names``: by ``id``, the names of those that were added before."""
+        first = names.setdefault(id(part), name)
+        if first != name:
+            self.tied[name] = first
+            return
+        self.tensors[name] = like_parameter(part.detach(), whole)
+        if not whole.requires_grad and isinstance(whole, nn.Parameter):
+            self.frozen.add(name)
 
     def tied_names(self) -> list[list[str]]:
         """Names of each tied tensor; first the name under which it is saved."""
