@@ -41,7 +41,10 @@ _MUTED = frozenset(list(Event)[list(Event).index(Event.STEP_BEGIN) :]) - {
 
 
 class HandlerList(list[Handler], Generic[P, C]):
-    """An event's handlers, in order, and the context that they all receive. It is false if there are none."""
+    """An event's handlers, in order, and the context that they all receive. It is false if there are none.
+
+    Only :meth:`bind` changes it. It is a list because the truth of one is the cheapest test for "nobody handles this".
+    """
 
     __slots__ = ("_bound", "context", "event", "fill")
 

@@ -28,7 +28,7 @@ class Progress:
 
     def pause(self) -> None:
         """Note that the thread has no bytes to move, or waits for another process, which counts its own: until the next
-        :meth:`advance`, it does not count as stalled."""
+        :meth:`advance`, it does not count as stalled. If both wait for each other, the limit of that wait ends it."""
         self._moved_at = float("inf")
 
     def wait(self, wait: Callable[[float], bool], *, patience: float, report: Callable[[], object]) -> bool:

@@ -264,7 +264,8 @@ class Trainer:
 
     @short_traceback
     def remove_callback(self, callback: object) -> Callback:
-        """Remove a callback, given itself, its key or its class (the first of that class), and return it.
+        """Remove a callback, given itself, its key or its class (the first of that class), and return it. An event that
+        is being handled still reaches it.
 
         Raises:
             UnknownName: if there is none; the message suggests the nearest key.
