@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.optim import Optimizer
 
+from dalsegno.distributed import accelerator
+
 from .copied_bytes import CopiedBytes, not_copied
 from .cuda_copies import CudaCopies
 from .staging import Buffer
@@ -67,7 +69,7 @@ class Copying:
         Raises:
             SaveFailed: if they will not be.
         """
-        if torch.cuda.is_available():
+        if accelerator.kind() is not None:
             self._has_begun_all.wait()
             if self._failure is not None:
                 raise not_copied(self._failure) from self._failure
