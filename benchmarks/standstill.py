@@ -52,41 +52,29 @@ def run(still: int = STILL_BYTES, written: int = WRITTEN_BYTES, rounds: int = RO
         seconds, first_async = run_ranks(_standing_still, 1, Path(directory), still, rounds, timeout=1200)[0]
         steps = run_ranks(_steps, 1, Path(directory), written, rounds, timeout=1200)[0]
     what = f"training stands still in a background save, {still >> 20} MB"
-    copy = f"{COPY}: {duration(median(seconds[COPY]))}"
-    rows = []
-    for name, label in ((OURS, what), (FIRST, f"{what}, the first of a run")):
-        times = ratio(seconds[name], seconds[COPY])
-        rows.append(
-            Row(
-                label,
-                duration(median(seconds[name])),
-                copy,
-                f"{times:.2f} ×",
-                f"≤ {TARGET} ×",
-                times <= TARGET,
-                times.spread,
-            )
-        )
-    peer = f"{ASYNC}: {duration(median(seconds[ASYNC]))}, its first {duration(first_async)}"
-    times = ratio(seconds[OURS], seconds[ASYNC])
-    rows.append(Row(what, duration(median(seconds[OURS])), peer, f"{times:.2f} ×", spread=times.spread))
-    what = f"a step of training while {written / 1e9:.1f} GB are written"
-    times = ratio(steps[BUSY], steps[QUIET])
-    rows.append(
-        Row(
-            what,
-            duration(median(steps[BUSY])),
-            f"a quiet step: {duration(median(steps[QUIET]))}",
-            f"{times:.2f} ×",
-            f"≤ {STEP_TARGET:.2f} ×",
-            times <= STEP_TARGET,
-            times.spread,
-        )
+    step = f"a step of training while {written / 1e9:.1f} GB are written"
+    first = f", its first {duration(first_async)}"
+    return [
+        _row(what, seconds[OURS], COPY, seconds[COPY], target=TARGET),
+        _row(f"{what}, the first of a run", seconds[FIRST], COPY, seconds[COPY], target=TARGET),
+        _row(what, seconds[OURS], ASYNC, seconds[ASYNC], more=first),
+        _row(step, steps[BUSY], "a quiet step", steps[QUIET], target=STEP_TARGET),
+        _row(step, steps[BUSY], "beside a bare direct write", steps[BARE]),
+    ]
+
+
+def _row(what: str, ours: list[float], name: str, peer: list[float], *, target: float = 0.0, more: str = "") -> Row:
+    """``target``: of the ratio; 0: none. ``more``: about the peer."""
+    times = ratio(ours, peer)
+    return Row(
+        what,
+        duration(median(ours)),
+        f"{name}: {duration(median(peer))}{more}",
+        f"{times:.2f} ×",
+        f"≤ {target:.2f} ×" if target else "",
+        times <= target if target else None,
+        times.spread,
     )
-    peer = f"beside a bare direct write: {duration(median(steps[BARE]))}"
-    times = ratio(steps[BUSY], steps[BARE])
-    rows.append(Row(what, duration(median(steps[BUSY])), peer, f"{times:.2f} ×", spread=times.spread))
-    return rows
 
 
 def _model(size: int) -> nn.ParameterList:

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -37,7 +36,9 @@ class Kill(ds.Callback):
 
 class Last(ds.Callback):
     def on_step_done(self, ctx):
-        ctx.args.directory.joinpath(f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
+        if ctx.step == 1:
+            with open(f"pid-{os.environ['RANK']}", "w") as fifo:  # waits until the test reads it
+                fifo.write(str(os.getpid()))
 
 
 def build(args, callbacks):
@@ -146,15 +147,33 @@ def test_what_cannot_work_is_2_before_anything_starts(
     assert complaint in capsys.readouterr().err
 
 
+def pid_fifos(folder: Path) -> list[Path]:
+    """Where each rank writes its process id once its first step is done."""
+    fifos = [folder / f"pid-{rank}" for rank in range(2)]
+    for fifo in fifos:
+        os.mkfifo(fifo)
+    return fifos
+
+
+def pids_of_ranks(launcher: Program, fifos: list[Path]) -> list[int]:
+    """Wait for both ranks. The launcher must not end before."""
+    ended, pids = os.pidfd_open(launcher.pid), []
+    for fifo in fifos:
+        reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+        ready, _, _ = select.select([reader, ended], [], [])
+        assert ended not in ready
+        pids.append(int(os.read(reader, 100)))
+        os.close(reader)
+    os.close(ended)
+    return pids
+
+
 def test_no_rank_outlives_a_launcher_that_is_killed(folder: Path) -> None:
     words = ["launch", "--nproc", "2", "run.toml", "--set", "args.max_steps=1000000"]
     words += ["--set", "callbacks.own_launch:Last.name=last"]
+    fifos = pid_fifos(folder)
     launcher = Program([DALSEGNO, *words], env={**environment(), "TMPDIR": str(folder)})  # which it leaves
-    files = [folder / "runs" / "a" / f"pid-{rank}" for rank in range(2)]
-    while not all(file.exists() and file.read_text() for file in files):
-        assert launcher.poll() is None
-        time.sleep(0.02)
-    ranks = [os.pidfd_open(int(file.read_text())) for file in files]
+    ranks = [os.pidfd_open(pid) for pid in pids_of_ranks(launcher, fifos)]
     launcher.kill()
     launcher.wait()
     for rank in ranks:
@@ -166,12 +185,10 @@ def test_a_signal_to_the_whole_group_stops_the_ranks_with_a_checkpoint(folder: P
     """As a terminal's Ctrl-C, or Slurm, which signals every process: the one that ranks are forked from, too."""
     words = ["launch", "--nproc", "2", "run.toml", "--set", "args.max_steps=1000000", "--set", "args.save_steps=0"]
     words += ["--set", "callbacks.own_launch:Last.name=last"]
+    fifos = pid_fifos(folder)
     launcher = Program([DALSEGNO, *words], env=environment(), start_new_session=True)
-    file = folder / "runs" / "a" / "pid-0"
-    while not file.exists():
-        assert launcher.poll() is None
-        time.sleep(0.02)
-    template = int(Path(f"/proc/{file.read_text()}/status").read_text().split("PPid:")[1].split()[0])
+    pid, _ = pids_of_ranks(launcher, fifos)
+    template = int(Path(f"/proc/{pid}/status").read_text().split("PPid:")[1].split()[0])
     os.kill(template, signal.SIGTERM)
     os.killpg(launcher.pid, signal.SIGTERM)
     assert launcher.wait() == 75

@@ -247,7 +247,7 @@ class OuterRun:
         try:
             self.store.journal.shorten(state.events)
         except OSError as error:
-            logger.error("the journal is not shortened: %s; it is after the next checkpoint", error)
+            logger.error("the journal is not shortened: %s; it will be after the next checkpoint", error)
             return False
         return True
 

@@ -175,7 +175,11 @@ class Worker:
         logger.log(level, "%s: %s%s", self.name, self.counts, details)
 
 
-def lower_thread_priority(by: int = 39) -> None:
+LOWEST = 39
+"""From the highest priority to the lowest, in steps of nice."""
+
+
+def lower_thread_priority(by: int = LOWEST) -> None:
     """Give the calling thread, and the threads that it starts, a lower priority, in favor of training.
 
     Args:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 import xxhash
 
-from dalsegno.system.worker import lower_thread_priority
+from dalsegno.system.worker import LOWEST, lower_thread_priority
 
 
 class Checksum:
@@ -47,22 +47,20 @@ class Checksum:
 
     def _run(self) -> None:
         lower_thread_priority(self._lowered_by)
-        try:
-            while not self._is_stopping and self._hash_block():
-                pass
-        except BaseException as error:
-            self._failure = error
+        while not self._is_stopping and self._hash_block():
+            pass
 
     def _hash_block(self) -> bool:
+        """Hash the next block, on either thread. Returns whether there was one; not after a failure, which is kept."""
         with self._one_block:
             try:
                 block = next(self._blocks, None)
-            except BaseException as error:  # the other thread would find no more blocks, and no failure
+                if block is not None:
+                    self._checksum.update(block)
+                return block is not None
+            except BaseException as error:
                 self._failure = error
-                raise
-            if block is not None:
-                self._checksum.update(block)
-            return block is not None
+                return False
 
     def _result(self) -> str:
         if self._failure is not None:
@@ -71,7 +69,7 @@ class Checksum:
 
 
 @contextlib.contextmanager
-def checksum_beside(blocks: Iterable[memoryview], lowered_by: int = 39) -> Iterator[Checksum]:
+def checksum_beside(blocks: Iterable[memoryview], lowered_by: int = LOWEST) -> Iterator[Checksum]:
     """Compute the checksum of ``blocks`` within the context. When that is left because of an exception, the computation
     ends after the current block.
 

@@ -74,7 +74,7 @@ class Snapshot:
         for file in (*self.others, *self.files):
             filesystem.mkdir_nosync((directory / file.name).parent)
             records[file.name] = file.write_to(directory, advance)
-        return {file.name: records[file.name] for file in (*self.files, *self.others)}
+        return {file.name: records[file.name] for file in (*self.files, *self.others)}  # as the manifest lists them
 
     def manifest(
         self,
